@@ -10,12 +10,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 from torch.utils.hooks import RemovableHandle
 
 from benchmarks import peers, rule_sets
@@ -79,50 +78,17 @@ def _clip(grads: list[Tensor]) -> None:
     torch._foreach_mul_(grads, factor)
 
 
-# Up to so many elements a copy of all gradients costs less than a call for each.
-_TOGETHER = 2**17
-
-
-@cache
-def _lengths(*sizes: int) -> Tensor:
-    return torch.tensor(sizes)
-
-
-def _outside(grads: list[Tensor], low: float, high: float) -> int:
-    """Return how many gradients have an element beyond two bounds, in the fewest calls."""
-    if sum(map(Tensor.numel, grads)) > _TOGETHER:
-        # The first elements nearly always tell.
-        return sum(
-            _is_outside(grad.view(-1)[:64], low, high) or _is_outside(grad, low, high)
-            for grad in grads
-        )
-    flat = _flatten_dense_tensors(grads)  # type: ignore[no-untyped-call] # torch has no types there
-    if not _is_outside(flat, low, high):
-        return 0
-    beyond = flat.clamp(low, high).ne(flat).to(flat.dtype)
-    lengths = _lengths(*map(Tensor.numel, grads)).to(flat.device)
-    return int(torch.segment_reduce(beyond, "max", lengths=lengths, unsafe=True).sum())
-
-
-def _is_outside(elements: Tensor, low: float, high: float) -> bool:
-    least, most = elements.amin().item(), elements.amax().item()
-    return not (low <= least and most <= high)
-
-
 def _clamp(grads: list[Tensor]) -> None:
-    if _outside(grads, -1.0, 1.0):
-        torch._foreach_clamp_min_(grads, -1.0)
-        torch._foreach_clamp_max_(grads, 1.0)
+    torch._foreach_clamp_min_(grads, -1.0)  # torch has no public functions
+    torch._foreach_clamp_max_(grads, 1.0)
 
 
 def _zero(grads: list[Tensor]) -> None:
-    if _outside(grads, 0.0, 0.0):
-        torch._foreach_zero_(grads)
+    torch._foreach_zero_(grads)
 
 
 def _halve(grads: list[Tensor]) -> None:
-    if _outside(grads, 0.0, 0.0):
-        torch._foreach_mul_(grads, 0.5)
+    torch._foreach_mul_(grads, 0.5)
 
 
 def _on_each_param(act: Callable[[Tensor], Tensor | None], task: Task) -> Attached:
@@ -262,19 +228,19 @@ JOBS = (
             "clip_grad_value_": peers.clip_value,
             "register_hook closures": partial(_on_each_param, lambda grad: grad.clamp(-1.0, 1.0)),
         },
-        ("torch._foreach_clamp_min_ and _max_, and what changed", _after(_clamp)),
+        ("torch._foreach_clamp_min_ and _max_", _after(_clamp)),
     ),
     Job(
         "zero",
         [{"action": "zero", "at": "step"}],
         {"register_hook closures": partial(_on_each_param, torch.zeros_like)},
-        ("torch._foreach_zero_, and what changed", _after(_zero)),
+        ("torch._foreach_zero_", _after(_zero)),
     ),
     Job(
         "scale",
         [{"action": "scale", "factor": 0.5, "at": "step"}],
         {"register_hook closures": partial(_on_each_param, lambda grad: grad * 0.5)},
-        ("torch._foreach_mul_, and what changed", _after(_halve)),
+        ("torch._foreach_mul_", _after(_halve)),
     ),
     Job(
         "keep every gradient",

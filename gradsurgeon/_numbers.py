@@ -177,22 +177,6 @@ def joined(grads: Sequence[Tensor], count: int) -> Tensor | None:
     return flat if flat.layout is torch.strided else None
 
 
-# As many elements of a large gradient tell, in most cases, whether an edit changes it.
-_FIRST = 64
-
-
-def first_elements(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the first elements of each large gradient, flat; small gradients unchanged."""
-    if max(map(Tensor.numel, grads), default=0) <= _FEW:
-        return grads
-    return [
-        grad.detach().as_strided((min(_FIRST, grad.numel()),), (1,))
-        if grad.numel() > _FEW and grad.layout is torch.strided and grad.is_contiguous()
-        else grad
-        for grad in grads
-    ]
-
-
 _WIDE = {torch.float32, torch.float64}
 HALF = {torch.float16, torch.bfloat16}
 
@@ -266,14 +250,6 @@ def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
 
 def differs(old: Tensor, new: Tensor) -> Tensor:
     return old.ne(new) & ~(old.isnan() & new.isnan())
-
-
-def ends(grad: Tensor) -> tuple[float, float]:
-    elements = grad if grad.layout == torch.strided else values(grad)
-    if not elements.numel():
-        return 0.0, 0.0
-    # On a CPU two passes are faster than `aminmax`.
-    return elements.amin().item(), elements.amax().item()
 
 
 def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:

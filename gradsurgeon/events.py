@@ -47,13 +47,14 @@ class RuleStatus:
 
     ``matched`` counts parameters, ``fired`` counts actions on single tensors (for a trap: all its looks),
     ``changed`` is the share of them that altered at least one element (for a trap: the share of looks
-    that tripped), ``last_step`` is the latest update in which it fired, ``None`` before
+    that tripped), ``None`` where that is not counted: edits of single elements, such as `clamp`, count it
+    under ``mode="observe"`` alone. ``last_step`` is the latest update in which it fired, ``None`` before
     the first.
     """
 
     matched: int
     fired: int
-    changed: float
+    changed: float | None
     last_step: int | None
     warnings: tuple[str, ...] = ()
 

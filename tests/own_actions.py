@@ -60,9 +60,7 @@ class Flip(EditRule):
             for grad in grads:
                 grad.mul_(-self.strength)
 
-        return Edit(
-            lambda grad: grad * -self.strength, apply_, lambda grad: (grad != 0).any().clone()
-        )
+        return Edit(lambda grad: grad * -self.strength, apply_)
 
 
 class SizeLog(ObserverRule):

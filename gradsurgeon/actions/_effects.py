@@ -11,7 +11,7 @@ from gradsurgeon.errors import GradientSpikeError, NonFiniteGradientError, TrapE
 from gradsurgeon.events import EventKind
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
     from gradsurgeon.checks.base import Check
 
@@ -21,7 +21,10 @@ SpikeThen = Literal["clip", "skip-step", "warn", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class ByNorm:
-    """An edit that multiplies a gradient by a function of a norm."""
+    """An edit that multiplies a gradient by a function of a norm.
+
+    The norm may cover several gradients, or the shards of one gradient on several ranks.
+    """
 
     order: float
     over_rule: bool  # one norm over all gradients of the rule, instead of one for each
@@ -38,19 +41,10 @@ class Edit:
         apply: maps a strided gradient to a new one of the same shape, dtype and device, out of place,
             because autograd may hand one tensor to several consumers.
         apply_: the same in place, on many gradients without other owners.
-        alters: tells, as a 0-dim bool tensor on the gradient's device, whether ``apply`` would change
-            an element. It never waits for the device.
-        by_norm: for an edit that multiplies by a function of a norm. The norm may cover several
-            gradients, or the shards of one gradient on several ranks.
-        decided: answers as ``alters`` from the smallest and the largest element and the dtype; ``None`` if
-            they do not decide. Both are NaN if an element is NaN. Only for monotonic edits.
     """
 
     apply: Callable[[Tensor], Tensor]
     apply_: Callable[[Sequence[Tensor]], None]
-    alters: Callable[[Tensor], Tensor]
-    by_norm: ByNorm | None = None
-    decided: Callable[[float, float, dtype], bool | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,5 +173,14 @@ class Examination:
 
 
 Effect = (
-    Edit | Observer | Decision | Spikes | Copies | Hidden | Combination | Comparison | Examination
+    Edit
+    | ByNorm
+    | Observer
+    | Decision
+    | Spikes
+    | Copies
+    | Hidden
+    | Combination
+    | Comparison
+    | Examination
 )

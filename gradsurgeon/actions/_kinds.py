@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from gradsurgeon.actions._base import GRADIENTS_ONLY, Point, Role, Rule
 from gradsurgeon.actions._effects import (
+    ByNorm,
     Combination,
     Comparison,
     Copies,
@@ -52,7 +53,7 @@ class EditRule(Rule):
         return True
 
     @abstractmethod
-    def compile(self) -> Edit:
+    def compile(self) -> Edit | ByNorm:
         """Return the arithmetic. Needs torch; called once per session."""
 
 

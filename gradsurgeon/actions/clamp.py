@@ -40,7 +40,7 @@ class Clamp(EditRule):
     exceed the bound.
 
     ## Cost
-    One reduction and one write per tensor; never waits for the device.
+    One write per tensor; never waits for the device.
     """
 
     needs_at: ClassVar[bool] = True
@@ -114,17 +114,7 @@ class Clamp(EditRule):
                 alike = [g for g in grads if g.dtype == kind] if len(kinds) > 1 else grads
                 _clamp_(alike, *bounds(kind))
 
-        def alters(grad: Tensor) -> Tensor:
-            below, above = bounds(grad.dtype)
-            return (grad < below).logical_or_(grad > above).any()
-
-        def decided(smallest: float, largest: float, kind: dtype) -> bool | None:
-            if math.isnan(smallest):
-                return None
-            below, above = bounds(kind)
-            return smallest < below or largest > above
-
-        return Edit(apply, apply_, alters, decided=decided)
+        return Edit(apply, apply_)
 
 
 def _clamp_(grads: Sequence[Tensor], below: float, above: float) -> None:

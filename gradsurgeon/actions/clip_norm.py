@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example
-from gradsurgeon.actions._effects import ByNorm, Edit
+from gradsurgeon.actions._effects import ByNorm
 from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import EditRule
 
@@ -77,10 +77,8 @@ class ClipNorm(EditRule):
     def may_overflow(self) -> bool:
         return False
 
-    def compile(self) -> Edit:
-        from gradsurgeon import _numbers  # noqa: PLC0415 # the same
-
-        order, max_norm = float(self.norm_type), self.max_norm
+    def compile(self) -> ByNorm:
+        max_norm = self.max_norm
 
         def factor(norm: Tensor) -> Tensor:
             # Multiplying by 1 costs less than asking the device whether to multiply.
@@ -88,20 +86,4 @@ class ClipNorm(EditRule):
             # A comparison is one launch on a device, `isfinite` is four.
             return clipped.masked_fill_((norm < math.inf).logical_not_(), 1.0)
 
-        def norm(grad: Tensor) -> Tensor:
-            return _numbers.norm(grad, order)
-
-        def apply(grad: Tensor) -> Tensor:
-            # Two 0-dim tensors promote to the wider dtype, a gradient must keep its own.
-            return (grad * factor(norm(grad))).to(grad.dtype)
-
-        def apply_(grads: Sequence[Tensor]) -> None:
-            for grad in grads:
-                grad.copy_(apply(grad))
-
-        def alters(grad: Tensor) -> Tensor:
-            # A factor just below 1 may round to no change at all.
-            return apply(grad).ne(grad).logical_and_(grad.isnan().logical_not_()).any()
-
-        by_norm = ByNorm(order, self.per == "rule", factor)
-        return Edit(apply, apply_, alters, by_norm=by_norm)
+        return ByNorm(float(self.norm_type), self.per == "rule", factor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -11,7 +10,7 @@ from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
 
 class Sanitize(EditRule):
@@ -60,10 +59,4 @@ class Sanitize(EditRule):
             for grad in grads:
                 grad.masked_fill_(grad.isfinite().logical_not_(), 0.0)
 
-        def alters(grad: Tensor) -> Tensor:
-            return grad.isfinite().logical_not_().any()
-
-        def decided(smallest: float, largest: float, _kind: dtype) -> bool:
-            return not (math.isfinite(smallest) and math.isfinite(largest))
-
-        return Edit(apply, apply_, alters, decided=decided)
+        return Edit(apply, apply_)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -13,7 +12,7 @@ from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
 
 # The smallest normal and the largest number of float16, which has the narrowest range.
@@ -53,7 +52,6 @@ class Scale(EditRule):
         return abs(self.factor) > 1.0
 
     def compile(self) -> Edit:
-        import torch  # noqa: PLC0415 # reading rules must not need torch
 
         from gradsurgeon import _numbers  # noqa: PLC0415 # the same
 
@@ -65,16 +63,4 @@ class Scale(EditRule):
         def apply_(grads: Sequence[Tensor]) -> None:
             _numbers.scale_(grads, [factor] * len(grads))
 
-        def alters(grad: Tensor) -> Tensor:
-            if factor == 1.0 or grad.numel() == 0:
-                return torch.zeros((), dtype=torch.bool, device=grad.device)
-            # Zeros and NaN do not change, infinities only their sign.
-            return torch.ne(grad * factor, grad).logical_and_(~grad.isnan()).any()
-
-        def decided(smallest: float, largest: float, kind: dtype) -> bool | None:
-            limits = torch.finfo(kind)
-            # Rounding hides a smaller change, and the smallest change is in the last digit of elements close to 0.
-            sure = abs(factor - 1) > limits.eps and max(-smallest, largest) > limits.tiny
-            return True if sure and math.isfinite(smallest) and math.isfinite(largest) else None
-
-        return Edit(apply, apply_, alters, decided=decided)
+        return Edit(apply, apply_)

@@ -10,7 +10,7 @@ from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
 
 class Zero(EditRule):
@@ -52,11 +52,5 @@ class Zero(EditRule):
         def apply_(grads: Sequence[Tensor]) -> None:
             torch._foreach_zero_(list(grads))  # torch has no public function
 
-        def alters(grad: Tensor) -> Tensor:
-            return (grad != 0).any()
-
-        def decided(smallest: float, largest: float, _kind: dtype) -> bool:
-            return not smallest == largest == 0.0
-
         # A multiplication by zero would keep NaN and turn an infinity into NaN.
-        return Edit(torch.zeros_like, apply_, alters, decided=decided)
+        return Edit(torch.zeros_like, apply_)

@@ -65,7 +65,8 @@ def summary(session: Attachment, start: int, record: Path | None) -> Iterator[st
             trips = [event for event in session.events if is_trip(event) and event.rule == rule.id]
             words[0] = trap_words(status, trips)
         else:
-            words[1] = f"changed {status.changed:.0%}" if rule.edits else ""
+            if rule.edits and status.changed is not None:
+                words[1] = f"changed {status.changed:.0%}"
             words[2] = "" if status.last_step is None else f"last at step {status.last_step}"
         rows.append((printable(rule.id), rule.action, *words))
     yield from grid(rows)

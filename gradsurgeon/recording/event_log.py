@@ -60,7 +60,8 @@ def _line_of_the_script() -> tuple[int, str]:
 class Tally:
     matched: int
     fired: int = 0
-    altered: int = 0
+    # `None` as long as nothing was counted.
+    altered: int | None = None
     # Changes that devices have counted and the host has not read.
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
@@ -76,10 +77,15 @@ class Tally:
         return RuleStatus(
             matched=self.matched,
             fired=self.fired,
-            changed=self.altered / self.fired if self.fired else 0.0,
+            changed=self._share_of_changes(),
             last_step=self.last_step,
             warnings=tuple(self.warnings),
         )
+
+    def _share_of_changes(self) -> float | None:
+        if self.altered is None:
+            return None
+        return self.altered / self.fired if self.fired else 0.0
 
 
 class EventLog:
@@ -106,7 +112,8 @@ class EventLog:
         self.edits = {rule.id for rule in rules if rule.edits}
         self.silent = {rule.id for rule in rules}
         self._tallies = {
-            rule.id: Tally(number) for rule, number in zip(rules, matched, strict=True)
+            rule.id: Tally(number, altered=None if rule.edits else 0)
+            for rule, number in zip(rules, matched, strict=True)
         }
         # A rule on tags may match nothing: whether there are tags is unknown beforehand.
         self._optional = {rule.id for rule in rules if rule.optional and rule.target == "tensors"}
@@ -261,7 +268,7 @@ class EventLog:
 
     def _add(self, tally: Tally, count: Tensor | int) -> None:
         with self._lock:
-            tally.altered += int(count)
+            tally.altered = (tally.altered or 0) + int(count)
 
     def emit_if(
         self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"

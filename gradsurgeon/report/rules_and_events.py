@@ -44,9 +44,11 @@ def rule_table(
         info = infos.get(rule, RuleInfo("?"))
         # A trap only reads gradients, and its trips are counted in the remark.
         fired = "-" if info.role == "trap" else f"{status.fired:,}"
-        changed = "-" if info.role in _READERS else f"{100 * status.changed:.3g}%"
+        changed = "-"
+        if info.role not in _READERS and status.changed is not None:
+            changed = f"{100 * status.changed:.3g}%"
         last = "-" if status.last_step is None else str(status.last_step)
-        remark = "changed nothing" if info.role == "edit" and not status.changed else ""
+        remark = "changed nothing" if info.role == "edit" and status.changed == 0 else ""
         if not status.fired:
             remark = "NEVER LOOKED" if info.role == "trap" else "NEVER FIRED"
         elif info.role == "trap":
@@ -65,7 +67,7 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
 def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
     ranks = sorted({event.rank for event in trips}) or [0]
     # Each rank counts its own; and events are bounded, which the count is not.
-    counted = math.ceil(round(status.changed * status.fired) / len(ranks))
+    counted = math.ceil(round((status.changed or 0.0) * status.fired) / len(ranks))
     tripped = max(counted, len({event.step for event in trips}))
     looked = f"looked {count(status.fired, 'time')}"
     if not tripped:

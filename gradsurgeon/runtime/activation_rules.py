@@ -175,7 +175,7 @@ class ActivationRules:
                     # Token ids and masks are values too, but bounds and factors make no sense for them.
                     if _is_numeric(out):
                         counted = None if again else step
-                        out = edit_one(self.context, rule, out, None, counted, is_grad=False)
+                        out = edit_one(self.context, rule, out, None, counted)
                 elif not again:
                     self._observe(rule, name, out, owner, step, is_grad=False)
                 elif isinstance(rule, TrapRule) and not self.context.flags.is_known(rule.id, name):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.actions import ByNorm, CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.recording.shared_rows import by_column
 from gradsurgeon.runtime.conclusions import StepContext
@@ -99,27 +99,19 @@ def edit_one(
     tensor: Tensor,
     scale: Tensor | None,
     step: int | None,
-    *,
-    is_grad: bool = True,
 ) -> Tensor:
-    """Edit one gradient or value, out of place, and count it, unless ``step`` is ``None``: autograd may share the given tensor.
-
-    Autograd records the edit of a value even if nothing changes.
-    """
+    """Edit one gradient or value, out of place, and count it, unless ``step`` is ``None``: autograd may share the given tensor."""
     edit, event_log = context.edits[rule.id], context.event_log
     if step is not None:
         event_log.count_fired(rule.id, step)
-    if edit.by_norm is not None:
-        clip = NormClip(edit.by_norm, tensor.detach(), scale)
+    if isinstance(edit, ByNorm):
+        clip = NormClip(edit, tensor.detach(), scale)
         if step is not None:
             clip.tell(context, rule.id, step)
         return clip.of(tensor)
-    if step is not None:
+    if step is not None and context.mode == "observe":
         with torch.no_grad():
-            changed = changes(edit, unscaled(tensor, scale))
-        event_log.count_changed(rule.id, changed)
-        if changed is False and is_grad:
-            return tensor
+            event_log.count_changed(rule.id, changes(edit, unscaled(tensor, scale)))
     return _numbers.on_values(in_true_units(edit.apply, scale), tensor)
 
 

@@ -17,8 +17,6 @@ from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import Norms
 
-# Up to this many elements, one range of all gradients is faster than one for each large gradient.
-_JOINED = 2**17
 LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 
 
@@ -175,37 +173,24 @@ class Gradients:
     def edit(
         self, bound_rule: BoundRule, tensors: Sequence[int], frozen: Collection[int] = ()
     ) -> None:
-        """Edit gradients in true units, and count the changed ones; ``frozen`` ones count in no norm."""
+        """Edit gradients in true units; ``frozen`` ones count in no norm."""
         rule, edit = bound_rule.rule, self._context.edits[bound_rule.rule.id]
         if not rule.keeps_zero:
             for tensor in tensors:
                 check_layout(rule, self._now[tensor], self._context.program.names[tensor])
-        if edit.by_norm is None:
+        if isinstance(edit, Edit):
             self._edit_elements(rule, edit, tensors)
             return
-        if edit.by_norm.over_rule and frozen:
+        if edit.over_rule and frozen:
             tensors = [tensor for tensor in tensors if tensor not in frozen]
         if tensors:
-            self._clip(bound_rule, edit.by_norm, tensors)
+            self._clip(bound_rule, edit, tensors)
 
     def _edit_elements(self, rule: Rule, edit: Edit, tensors: Sequence[int]) -> None:
-        event_log, grads = self._context.event_log, self.of(tensors)
-        parts = _dist.parts(grads)
-        answers = changed(edit, parts)
-        for answer in answers:
-            if isinstance(answer, Tensor):
-                event_log.count_changed(rule.id, answer)
-        certain, written = sum(answer is True for answer in answers), tensors
-        event_log.count_changed(rule.id, certain)
-        if certain < len(tensors):
-            # All ranks that share a gradient must agree on whether it changed: a rank that measured it again would wait
-            # for the other ranks. So all ranks write a shared gradient, even if nothing changes.
-            written = [
-                tensor
-                for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
-                if answer is not False or grad is not part
-            ]
-        edited = _dist.parts(self.writable(written))
+        edited = _dist.parts(self.writable(tensors))
+        if self._context.mode == "observe":
+            for part in edited:
+                self._context.event_log.count_changed(rule.id, changes(edit, part))
         if dense := [grad for grad in edited if grad.layout is torch.strided]:
             edit.apply_(dense)
         for grad in edited if len(dense) < len(edited) else ():
@@ -255,47 +240,10 @@ class Gradients:
             _numbers.multiply_([part], factor)
 
 
-def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
-    """Return whether an edit would change an element; on a device, as an unread 0-dim bool tensor."""
+def changes(edit: Edit, grad: Tensor) -> Tensor:
+    """Return whether an edit would change an element, as a 0-dim bool tensor that may be on a device."""
     elements = _numbers.values(grad)
-    if edit.decided is None or not _torch.is_host(grad) or grad.is_complex():
-        return edit.alters(elements)
-    if not elements.numel():
-        # An empty tensor has no range, and bounds that exclude 0 would trigger on an invented range.
-        return False
-    answer = edit.decided(*_numbers.ends(elements), grad.dtype)
-    return bool(edit.alters(elements)) if answer is None else answer
-
-
-def changed(edit: Edit, grads: Sequence[Tensor]) -> Sequence[bool | Tensor]:
-    """Return the result of `changes` for several gradients, in fewer calls."""
-    # An edit with `decided` works elementwise, so it can run on the elements of all gradients in one tensor.
-    # An element that changes in the widest dtype need not change in a narrower dtype.
-    together = edit.decided is not None and len({grad.dtype for grad in grads}) == 1
-    # An edit that changes a large gradient mostly changes one of its first elements.
-    first = _numbers.first_elements(grads) if together else grads
-    joined = _numbers.small(first) if together else None
-    if joined is None or edit.decided is None:
-        return [changes(edit, grad) for grad in grads]
-    flat, lengths = joined
-    low, high = _numbers.ends(flat)
-    if edit.decided(low, high, flat.dtype) is False:
-        biting = [False] * len(grads)
-        count = 0 if first is grads else sum(map(Tensor.numel, grads))
-        whole = _numbers.joined(grads, count) if 0 < count <= _JOINED else None
-        if whole is not None and changes(edit, whole) is False:
-            return biting
-    else:
-        edited = edit.apply(flat)
-        is_plain = math.isfinite(low + high)
-        differs = edited.ne(flat) if is_plain else _numbers.differs(flat, edited)
-        biting = _numbers.by_segments(differs.to(flat.dtype), "sum", lengths).bool().tolist()
-    if first is grads:
-        return biting
-    return [
-        bites or (part is not grad and changes(edit, grad))
-        for grad, part, bites in zip(grads, first, biting, strict=True)
-    ]
+    return _numbers.differs(elements, edit.apply(elements)).any()
 
 
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradsurgeon import _dist, _job_store
-from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.actions import ByNorm, FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, largest
 from gradsurgeon.distributed.session_discovery import Meeting, Roll, SessionInfo
@@ -104,7 +104,7 @@ class RankAgreement:
         """Tell whether a rule takes norms or statistics over all shards of a gradient."""
         edit = self._context.edits.get(rule.id)
         judges = rule.id in self._context.decisions and not self._is_trap(rule)
-        return rule.target == "params" and (judges or getattr(edit, "by_norm", None) is not None)
+        return rule.target == "params" and (judges or isinstance(edit, ByNorm))
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together. Only rules that act wait for them."""

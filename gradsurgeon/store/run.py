@@ -261,11 +261,15 @@ def _read_meta(path: Path) -> dict[str, Any]:
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
     fired = sum(status.fired for status in ranks)
     steps = [status.last_step for status in ranks if status.last_step is not None]
+    shares = [status.changed * status.fired for status in ranks if status.changed is not None]
+    changed = None
+    if shares:
+        changed = sum(shares) / fired if fired else 0.0
     return RuleStatus(
         # Each rank has all the parameters, or a part of each.
         matched=max(status.matched for status in ranks),
         fired=fired,
-        changed=sum(status.changed * status.fired for status in ranks) / fired if fired else 0.0,
+        changed=changed,
         last_step=max(steps, default=None),
         warnings=tuple(dict.fromkeys(text for status in ranks for text in status.warnings)),
     )

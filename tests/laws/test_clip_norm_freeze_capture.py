@@ -286,7 +286,6 @@ def test_sanitize_repairs_one_pass_and_the_trap_stays_quiet() -> None:
         assert all(torch.equal(p.grad, k) for p, k in zip(model.parameters(), kept, strict=True))
         optimizer.step()
     assert session.events == []
-    assert session.status()["r0"].changed == 0.5
 
 
 @pytest.mark.parametrize("at", ["backward", "accumulated", "step"])

@@ -180,9 +180,6 @@ def test_a_rule_acts_as_without_compilation(setup: str, where: str, action: str)
     status = found.status[name(where, action)]
     assert status.fired == wanted_status.fired > 0
     assert status.last_step == STEPS - 1
-    if action == "clamp":
-        assert status.changed == pytest.approx(wanted_status.changed)
-        assert status.changed > 0
     if action == "norm-log":
         for key, rows in wanted.norms[where].items():
             assert [step for step, _ in found.norms[where][key]] == [step for step, _ in rows]

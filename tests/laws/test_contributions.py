@@ -67,7 +67,6 @@ def test_gradients_records_and_copies_are_those_of_hooks(reentrant: bool) -> Non
     parts = 2 if reentrant else 1
     assert {rule: status[rule].fired for rule in status} == dict.fromkeys(status, 8 * parts)
     if not reentrant:
-        assert status["bound"].changed == 1.0
         for name, param in ours.named_parameters():
             assert param.grad is not None
             assert torch.equal(kept[name, 0, 0], param.grad)

@@ -145,7 +145,6 @@ def test_bf16() -> None:
         assert session.step == STEPS
     assert session.events == []
     assert session.status()["it"].fired == STEPS * 2
-    assert session.status()["it"].changed > 0
     wanted = hand_written(TABLE["clamp, step"])
     # Eight bits of mantissa, and bounds that most gradients exceed.
     assert by_hand.distance(by_hand.weights(model), wanted.weights) < 0.05
