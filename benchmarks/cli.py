@@ -5,37 +5,29 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from benchmarks import (
-    check,
     device_counts,
-    diagnosis,
     floors,
     like_for_like,
-    losses,
     overhead,
-    pages,
-    plot,
     ranks,
     readme,
-    records,
     report,
     results,
     scaling,
     startup,
     step_alone,
-    trackers,
-    votes,
 )
 from benchmarks.cases import BARE
-from benchmarks.machine import describe, devices, keep_freed_memory, versions
+from benchmarks.machine import devices, keep_freed_memory, versions
 from benchmarks.overhead import Row
-from benchmarks.results import Result, ResultError
+from benchmarks.results import ResultError
 from benchmarks.workloads import WORKLOADS
 
 Pair = tuple[str, str]
@@ -45,24 +37,18 @@ GROUPS: dict[str, Group] = {
     step_alone.GROUP: step_alone.measured,
     like_for_like.GROUP: like_for_like.measured,
     floors.GROUP: floors.measured,
-    losses.GROUP: losses.measured,
     scaling.GROUP: scaling.measured,
     device_counts.GROUP: device_counts.measured,
-    diagnosis.GROUP: diagnosis.measured,
     ranks.GROUP: ranks.measured,
-    votes.GROUP: votes.measured,
-    records.GROUP: records.measured,
-    pages.GROUP: pages.measured,
-    trackers.GROUP: trackers.measured,
     startup.GROUP: startup.measured,
 }
 _NAMES = (*GROUPS, *(workload.name for workload in WORKLOADS))
 # These do not depend on the device: one result has them.
-_ON_HOST = (ranks.GROUP, votes.GROUP, pages.GROUP, startup.GROUP)
+_ON_HOST = (ranks.GROUP, startup.GROUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite; return 0, 1 where ratios are worse, 2 where it could not do its work.
+    """Run the suite; return 0, or 2 where it could not do its work.
 
     Args:
         argv: the arguments, those of the process if not given.
@@ -77,10 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _render()
         if arguments.show is not None:
             return _show(arguments.show)
-        if arguments.check is not None:
-            return _check(arguments)
         return _run(arguments)
-    except (ResultError, plot.PlotError) as error:
+    except ResultError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
 
@@ -111,9 +95,6 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE",
         help="where the JSON goes; without it, a full run goes to benchmarks/results/, others nowhere",
     )  # fmt: skip
-    parser.add_argument(
-        "--plot", action="store_true", help="draw a PNG beside the JSON (matplotlib)"
-    )
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--list", action="store_true", help="show what can be measured, and stop")
     other.add_argument(
@@ -122,11 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument(
         "--show", nargs="?", const="", metavar="FILE",
         help="print all tables of FILE, or of the newest committed result, and stop",
-    )  # fmt: skip
-    other.add_argument(
-        "--check", nargs="?", const="", metavar="FILE",
-        help="compare the ratios of a quick run with those of FILE, or of the newest committed result; "
-        "exit with 1 where they are worse",
     )  # fmt: skip
     return parser
 
@@ -175,8 +151,6 @@ def _run(arguments: argparse.Namespace) -> int:
         if path is not None:
             path.write_text(results.dumps(result), encoding="utf-8")
             print(f"written: {path}", file=sys.stderr)
-        if path is not None and arguments.plot:
-            plot.draw(result, path.with_suffix(".png"))
         if path is not None and path.parent == results.FOLDER:
             print("`python -m benchmarks --render` puts it into the READMEs", file=sys.stderr)
         if failed:
@@ -200,11 +174,6 @@ def _place(arguments: argparse.Namespace, device: str, date: str, *, several: bo
     whole = not arguments.quick and arguments.only is None and arguments.case is None
     if path is None and whole:
         path = results.place(device, date)
-    if arguments.plot:
-        plot.matplotlib()
-        if path is None:
-            text = "--plot draws beside the JSON, which this run does not write: name a file, --out FILE"
-            raise plot.PlotError(text)
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -259,57 +228,14 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
             "workload",
             "case",
             "job",
-            "losses",
             "axis",
             "at",
             "params",
             "dtypes",
             "world",
             "wrapper",
-            "steps",
             "what",
-            "fault",
-            "way",
         )
         words = " | ".join(str(row[key]) for key in keys if key in row)
         print(f"{time.monotonic() - begin:7.1f} s  {words}", file=sys.stderr, flush=True)
         yield row
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    device = arguments.device or devices()[0]
-    path = Path(arguments.check) if arguments.check else results.baseline(device)
-    known = results.load(path)
-    _warn_of_differences(known, device)
-
-    def measure(only: Collection[Pair]) -> Iterator[Row]:
-        return _told(overhead.measured(device, quick=True, only=only))
-
-    named = _pairs(arguments, quick=True)
-    wanted = {
-        (workload.name, case.name)
-        for workload, cases in overhead.planned(quick=named is None)
-        for case in cases
-        if case.kind != "peer" and (named is None or (workload.name, case.name) in named)
-    }
-    found = list(check.compared(known["rows"], list(measure(wanted))))
-    if not found:
-        raise ResultError(
-            f"{path}: it has none of what was measured now, so nothing can be compared"
-        )
-    confirmed = check.again(known["rows"], found, measure)
-    print(check.told(found, confirmed))
-    return 1 if confirmed else 0
-
-
-def _warn_of_differences(known: Result, device: str) -> None:
-    used, machine = versions(), describe(device)
-    pairs = (
-        ("device", known["machine"].get("device"), machine["device"]),
-        ("torch", known["versions"].get("torch"), used["torch"]),
-        ("python", known["versions"].get("python"), used["python"]),
-    )
-    for what, before, now in pairs:
-        if before != now:
-            text = f"note: the baseline has {what} {before}, this is {now}: that alone moves ratios"
-            print(text, file=sys.stderr)

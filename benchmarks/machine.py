@@ -16,7 +16,7 @@ from gradsurgeon.schema import VERSION
 
 ROOT = Path(__file__).parents[1]
 # Distribution names of the peers and of what they stand on.
-PEERS = ("transformers", "accelerate", "lightning", "wandb", "matplotlib", "torchjd")
+PEERS = ("transformers", "accelerate", "lightning", "wandb")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 EXTRA = "pip install 'gradsurgeon[bench]'"
 

@@ -6,20 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import (
-    diagnosis,
     formatting,
     like_for_like,
-    losses,
     overhead,
-    pages,
-    records,
     rule_sets,
     scaling,
     step_alone,
-    votes,
 )
 from benchmarks.cases import BARE
-from benchmarks.formatting import duration, number, size, spread, table
+from benchmarks.formatting import duration, number, spread, table
 from benchmarks.machine import ROOT
 from benchmarks.overhead import Row
 from benchmarks.report import (
@@ -28,8 +23,6 @@ from benchmarks.report import (
     main_rows,
     rows_of,
     targets,
-    votes_of_ranks,
-    when_it_happens,
 )
 from benchmarks.results import Result
 from benchmarks.targets import judged
@@ -40,8 +33,6 @@ END = "<!-- benchmarks: end -->\n"
 PAGE, FRONT = ROOT / "benchmarks" / "README.md", ROOT / "README.md"
 # What the front page shows: observing, a clip as well, and what people turn on in trouble.
 _FRONT = (rule_sets.OBSERVE, rule_sets.CLIP_BITES, "detect_anomaly")
-# The fault whose messages are shown side by side.
-_FAULT = "root of a negative, masked in the forward pass"
 
 
 def _by_workload(
@@ -83,14 +74,6 @@ def _times(ratio: float | None) -> str:
     return "noise" if ratio is None else number(ratio)
 
 
-def _several_losses(result: Result) -> str:
-    rows = [row for row in rows_of(result, losses.GROUP) if "skipped" not in row]
-    named = [row | {"at": f"{row['workload']}, {row['losses']} losses"} for row in rows]
-    return _by_workload(
-        "x plain step", named, "case", lambda row: number(row["step_ratio"]["median"]), by="at"
-    )
-
-
 def _growth(result: Result) -> str:
     rows = rows_of(result, scaling.GROUP)
     lines = []
@@ -105,35 +88,12 @@ def _growth(result: Result) -> str:
     return table(("", "range", "extra time at the end", "exponents"), lines)
 
 
-def _when_it_happens(result: Result) -> str:
-    return when_it_happens(result, (_FAULT,))
-
-
-def _runs(result: Result) -> str:
-    """Return what a run takes on disk, and how long it takes to read it and to draw its page."""
-    read = [
-        (f"{row['steps']:,}", f"{row['tensors']:,}", "run directory", size(row["bytes"]),
-         duration(row["history_s"] * 1e6) + " to read one norm of all steps")
-        for row in rows_of(result, records.GROUP)
-    ]  # fmt: skip
-    drawn = [
-        (f"{row['steps']:,}", f"{row['tensors']:,}", "page", size(row["bytes"]),
-         duration(row["seconds"] * 1e6) + " to draw it")
-        for row in rows_of(result, pages.GROUP)
-    ]  # fmt: skip
-    return table(("steps", "parameters", "", "size", "time"), read + drawn)
-
-
 _SECTIONS: tuple[tuple[str, str, Callable[[Result], str]], ...] = (
     ("Targets", "", targets),
     ("A step under rules and under others", overhead.GROUP, _steps),
     ("The update alone", step_alone.GROUP, _updates),
     ("The same work by others", like_for_like.GROUP, _beside_others),
-    ("Several losses", losses.GROUP, _several_losses),
     ("How it grows", scaling.GROUP, _growth),
-    ("When a NaN comes", diagnosis.GROUP, _when_it_happens),
-    ("Votes of ranks", votes.GROUP, votes_of_ranks),
-    ("Runs on disk", records.GROUP, _runs),
     ("Without training", "startup", commands),
 )
 
@@ -144,12 +104,10 @@ def page(shown: Sequence[tuple[Path, Result]]) -> str:
 
 
 def _device(path: Path, result: Result) -> str:
-    plot = path.with_suffix(".png")
-    picture = f"![steps with rules and peers](results/{plot.name})\n\n" if plot.exists() else ""
     note = f"\n**Note:** {result['note']}\n" if result.get("note") else ""
     parts = [
         f"## {result['machine']['device']}\n\nFrom [{path.name}](results/{path.name}); "
-        f"`python -m benchmarks --show` prints all that is in it.\n\n{picture}"
+        f"`python -m benchmarks --show` prints all that is in it.\n\n"
         f"{about_machine(result)}.\n{note}"
     ]
     parts += [

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import (
     device_counts,
     device_page,
-    diagnosis,
     floors,
     like_for_like,
-    losses,
-    losses_page,
     overhead,
-    pages,
     ranks,
-    records,
     rule_sets,
     scaling,
     startup,
     step_alone,
-    trackers,
-    votes,
 )
 from benchmarks.formatting import duration, number, size, spread, table
 from benchmarks.machine import PEERS
-from benchmarks.measure import exponent
 from benchmarks.overhead import Row
 from benchmarks.results import Result
 from benchmarks.targets import Judged, judged
@@ -165,11 +157,6 @@ def _times(ratio: float | None) -> str:
     return "within noise" if ratio is None else f"**{number(ratio)}**"
 
 
-def several_losses(result: Result) -> str:
-    """Return one table per trunk: what it costs to see several losses apart."""
-    return losses_page.tables(rows_of(result, losses.GROUP))
-
-
 def growth(result: Result) -> str:
     """Return the tables of how costs grow, each with its exponents."""
     parts = []
@@ -228,66 +215,9 @@ def between_ranks(result: Result) -> str:
     ) for row in rows))  # fmt: skip
 
 
-def votes_of_ranks(result: Result) -> str:
-    """Return the table of what it costs ranks to decide alike."""
-    rows = rows_of(result, votes.GROUP)
-    head = ("ranks", "", "to vote", "to read the decision", "all votes of a pass, at the store")
-    how = {
-        "real": "measured",
-        "ranks": "simulated, rank by rank",
-        "hosts": f"simulated, {votes.PER_HOST} ranks of a host together",
-    }
-    return table(head, ((
-        str(row["world"]), how[row["how"]], *(_of_vote(row, key) for key in ("cast_us", "read_us", "pass_us")),
-    ) for row in rows))  # fmt: skip
-
-
-def _of_vote(row: Row, key: str) -> str:
-    return f"{row[key] / 1000:.2f} ms" if key in row else ""
-
-
 def on_a_device(result: Result) -> str:
     """Return the table of what a step asks of a device."""
     return device_page.table_of(rows_of(result, device_counts.GROUP))
-
-
-def long_runs(result: Result) -> str:
-    """Return the table of records, with the exponents of what they take."""
-    rows = rows_of(result, records.GROUP)
-    head = (
-        "steps", "on disk", "bytes per step", "training", "to open", "to read one norm of all steps",
-    )  # fmt: skip
-    made = table(head, ((
-        f"{row['steps']:,}", size(row["bytes"]), number(row["bytes"] / row["steps"]),
-        duration(row["train_s"] * 1e6) if "train_s" in row else "",  # older results have none
-        duration(row["open_s"] * 1e6), duration(row["history_s"] * 1e6),
-    ) for row in rows))  # fmt: skip
-    keys = {"bytes": "bytes", "train_s": "training", "history_s": "reading"}
-    powers = {
-        name: exponent([(row["steps"], row[key]) for row in rows if key in row])
-        for key, name in keys.items()
-    }
-    told = [f"{name} {power:.2f}" for name, power in powers.items() if power is not None]
-    return made + (f"\nExponent over the upper decades: {', '.join(told)}.\n" if told else "")
-
-
-def drawn_pages(result: Result) -> str:
-    """Return what it takes to draw a run as a page, and how large the page is."""
-    head = ("steps", "parameters", "computing", "page")
-    return table(head, ((
-        f"{row['steps']:,}", f"{row['tensors']:,}", duration(row["seconds"] * 1e6), size(row["bytes"])
-    ) for row in rows_of(result, pages.GROUP)))  # fmt: skip
-
-
-def sent_to_trackers(result: Result) -> str:
-    """Return what trackers cost the thread that trains."""
-    head = ("", "at work, per step", "step", "end of the run")
-    return table(head, ((
-        row["case"],
-        duration(row["thread_s"] * 1e6) if "thread_s" in row else row["why"],
-        duration(row["step_s"] * 1e6) if "step_s" in row else "",
-        duration(row["end_s"] * 1e6) if "end_s" in row else "",
-    ) for row in rows_of(result, trackers.GROUP)))  # fmt: skip
 
 
 def commands(result: Result) -> str:
@@ -298,35 +228,15 @@ def commands(result: Result) -> str:
     ) for row in rows_of(result, startup.GROUP)))  # fmt: skip
 
 
-def when_it_happens(result: Result, faults: Collection[str] = tuple(diagnosis.FAULTS)) -> str:
-    """Return what each way against a NaN costs, and word for word what it says of each fault."""
-    rows = rows_of(result, diagnosis.GROUP)
-    costs = table(("nothing wrong", "x step"), (
-        (row["way"], spread(row["ratio"])) for row in rows if row["fault"] == diagnosis.HEALTHY
-    ))  # fmt: skip
-    parts = [costs]
-    for fault in faults:
-        told = [row for row in rows if row["fault"] == fault]
-        parts += [f"**{fault}**\n"] if told else []
-        parts += [f"{row['way']}:\n\n```\n{row['says']}\n```\n" for row in told]
-    return "\n".join(parts)
-
-
 _SECTIONS = (
     ("Targets", "", targets),
     ("Cost of a step", overhead.GROUP, costs),
     ("The update alone", step_alone.GROUP, updates),
     ("Like for like", like_for_like.GROUP, jobs),
     ("Beside the floor", floors.GROUP, beside_floors),
-    ("Several losses", losses.GROUP, several_losses),
     ("Growth", scaling.GROUP, growth),
-    ("When it happens", diagnosis.GROUP, when_it_happens),
     ("On a device", device_counts.GROUP, on_a_device),
     ("Between ranks", ranks.GROUP, between_ranks),
-    ("Votes of ranks", votes.GROUP, votes_of_ranks),
-    ("Long runs", records.GROUP, long_runs),
-    ("The page of a run", pages.GROUP, drawn_pages),
-    ("Trackers", trackers.GROUP, sent_to_trackers),
     ("Without training", startup.GROUP, commands),
 )
 

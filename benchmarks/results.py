@@ -93,7 +93,7 @@ def shown(folder: Path = FOLDER) -> list[tuple[Path, Result]]:
 
 
 def baseline(device: str, folder: Path = FOLDER) -> Path:
-    """Return the file that a run on a kind of device is compared with.
+    """Return the file that is shown for a kind of device.
 
     Raises:
         ResultError: there is none.
@@ -101,4 +101,4 @@ def baseline(device: str, folder: Path = FOLDER) -> Path:
     for path, result in shown(folder):
         if result["machine"]["kind"] == device:
             return path
-    raise ResultError(f"{folder} has no full result for {device}: name a file, --check FILE")
+    raise ResultError(f"{folder} has no full result for {device}: name a file, --show FILE")

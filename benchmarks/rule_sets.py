@@ -68,7 +68,7 @@ def alone() -> Iterator[tuple[str, RuleDict]]:
     """Yield the title and the rule of every action on one loss, at every point that it can stand at."""
     for action, rule in ACTIONS.items():
         if issubclass(rule, LossRule):
-            continue  # `benchmarks/losses.py`: they need several losses
+            continue  # they need several losses
         if action not in _VARIANTS:
             raise KeyError(f"benchmarks/rule_sets.py does not say how to measure `{action}`")
         for variant, options in _VARIANTS[action].items():

@@ -10,16 +10,13 @@ from typing import Any, Literal
 
 from benchmarks import (
     device_counts,
-    diagnosis,
     floors,
     like_for_like,
     overhead,
-    pages,
     rule_sets,
     scaling,
     startup,
     step_alone,
-    trackers,
 )
 from benchmarks.cases import BARE
 from benchmarks.overhead import Row
@@ -93,28 +90,6 @@ def _seconds(what: str) -> Find:
     return find
 
 
-def _page(key: str, unit: float = 1.0) -> Find:
-    """Return a finder of what the page of the longest run takes."""
-
-    def find(rows: Sequence[Row]) -> Value | None:
-        row = row_of(rows, group=pages.GROUP, steps=pages.LENGTHS[-1])
-        return None if row is None else Value(*[row[key] / unit] * 3)
-
-    return find
-
-
-def _trackers(rows: Sequence[Row]) -> Value | None:
-    """Find what three trackers add to a step, as a multiple of what the norms add."""
-    found = [
-        row_of(rows, group=trackers.GROUP, case=case)
-        for case in (trackers.BARE, trackers.NORMS, trackers.ALL)
-    ]
-    if any(row is None or "step_s" not in row for row in found):
-        return None
-    bare, norms, sent = (row["step_s"] for row in found if row is not None)
-    return Value(*[(sent - norms) / max(norms - bare, 1e-9)] * 3)
-
-
 def _idle(workload: str) -> Find:
     """Return a finder of the share of a step that an idle rule costs, with the noise as its limit."""
 
@@ -182,11 +157,6 @@ def _exactly(count: int) -> Value:
 def _host_reads(rows: Sequence[Row]) -> Value | None:
     count = _asked(rule_sets.CLIP_BITES, 100, "host_reads")(rows)
     return None if count is None else _exactly(count)
-
-
-def _armed(rows: Sequence[Row]) -> Value | None:
-    row = row_of(rows, group=diagnosis.GROUP, fault=diagnosis.HEALTHY, way=diagnosis.OURS)
-    return None if row is None else _value(row["forensics"])
 
 
 def _alone(shape: str, case: str, key: str) -> Find:
@@ -307,7 +277,6 @@ TARGETS = (
         for name, limit in (("mlp", 3.0), ("embedding", 1.5), ("gpt2", 2.0), ("resnet", 2.0))
     ),
     Target(f"{floors.FORENSICS}, mlp", FLOOR, 4.0, _beside_floor(floors.GROUP, floors.FORENSICS, "mlp")),
-    Target("forensics armed, never tripped", STEP, 1.01, _armed),
     Target("stop at a NaN, the dearest workload", "x its cheapest peer", 1.0, _dearest("stop at a NaN", "of_peer")),
     *(
         Target(f"{job}, the dearest workload", FLOOR, 2.0, _dearest(job, "of_floor"))
@@ -330,9 +299,6 @@ TARGETS = (
     ),
     Target(f"{_ON_DEVICE}", "host reads", 1, _host_reads),
     Target("`gradsurgeon lint` of 100 rules, whole process", "s", 0.5, _seconds(startup.LINT)),
-    Target("the page of 1,000,000 steps of 500 parameters", "s", 5.0, _page("seconds")),
-    Target("the page of 1,000,000 steps of 500 parameters", "MB", 3.0, _page("bytes", 2**20)),
-    Target("what three trackers add to a step", "x the norms", 1.0, _trackers),
     Target("reading 1,000 rules", "s", 0.1, _seconds(startup.PARSE)),
     Target("binding 20 rules to a model of 10,000 parameters", "s", 0.2, _seconds(startup.BIND)),
     Target("binding 20 rules to `params.json` of the same", "s", 0.2, _seconds(startup.BIND_FILE)),

@@ -1,30 +1,22 @@
-"""The benchmark suite: its arithmetic, its tables, its check, and that each part of it runs. No timing."""
+"""The benchmark suite: its arithmetic, its tables, and that each part of it runs. No timing."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import (
-    check,
     cli,
     device_counts,
     device_page,
-    diagnosis,
     floors,
     formatting,
     like_for_like,
-    losses,
     measure,
     overhead,
-    pages,
     peers,
-    plot,
     readme,
     report,
     results,
@@ -32,7 +24,6 @@ from benchmarks import (
     startup,
     step_alone,
     targets,
-    trackers,
 )
 from benchmarks.cases import BARE
 from benchmarks.workloads import WORKLOADS
@@ -78,8 +69,7 @@ def test_no_peer_is_missing_from_the_committed_results() -> None:
     for path, result in results.shown():
         assert "missing" not in result["versions"].values(), path
         found = {one["case"] for one in result["rows"] if one.get("kind") == "peer"}
-        ways = {way.name for way in losses.WAYS if way.kind == "peer"}
-        assert found == {case.name for case in peers.cases()} | ways, path
+        assert found == {case.name for case in peers.cases()}, path
         assert [one for one in result["rows"] if "skipped" in one] == [], path
 
 
@@ -234,85 +224,6 @@ def test_a_budget_ends_a_series_but_not_before_the_least_number_of_rounds() -> N
     ]
 
 
-# Check.
-
-
-BEFORE = [row("tiny", BARE_NAME, 0.0), row("tiny", "rules", 0.5), row("mlp", "rules", 1.2)]
-
-
-@pytest.mark.parametrize(
-    ("now", "worse"),
-    [
-        ([row("tiny", "rules", 0.5), row("mlp", "rules", 1.2)], []),
-        ([row("tiny", "rules", 0.54), row("mlp", "rules", 1.31)], []),
-        ([row("tiny", "rules", 0.56), row("mlp", "rules", 1.33)], ["tiny", "mlp"]),
-        # The distance between the quartiles, and the bare step, say how much is noise.
-        ([row("tiny", "rules", 0.56, width=0.02)], []),
-        ([row("tiny", "rules", 0.56), row("tiny", BARE_NAME, 0.0, width=0.02)], []),
-        ([row("mlp", "rules", 1.33), row("mlp", BARE_NAME, 1.0, width=0.02)], []),
-        ([row("mlp", "rules", 1.35), row("mlp", BARE_NAME, 1.0, width=0.02)], ["mlp"]),
-        ([row("mlp", "rules nobody had", 9.0)], []),
-        ([row("mlp", "rules", 9.0, kind="peer")], []),
-        ([row("tiny", "rules", 0.1)], []),
-    ],
-)
-def test_a_ratio_is_worse_beyond_noise(now: list[Any], worse: list[str]) -> None:
-    assert [one.workload for one in check.compared(BEFORE, now) if one.worse] == worse
-
-
-def test_what_is_worse_is_measured_again_and_must_be_worse_again() -> None:
-    asked: list[set[tuple[str, str]]] = []
-    bad, good = row("tiny", "rules", 0.9), row("tiny", "rules", 0.5)
-
-    def outcome(first: dict[str, Any], second: dict[str, Any]) -> set[tuple[str, str]]:
-        def measured(wanted: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-            asked.append(wanted)
-            yield second
-
-        return check.again(BEFORE, list(check.compared(BEFORE, [first])), measured)
-
-    assert outcome(good, bad) == set()
-    assert asked == []
-    assert outcome(bad, good) == set()
-    assert outcome(bad, bad) == {("tiny", "rules")}
-    assert asked == [{("tiny", "rules"), ("tiny", BARE_NAME)}] * 2
-
-
-@pytest.mark.slow
-def test_the_command_tells_a_doctored_baseline(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = ["--only", "mlp", "--case", rule_sets.IDLE, "--device", "cpu"]
-    now = tmp_path / "now.json"
-    assert cli.main(["--quick", "--out", str(now), *chosen]) == 0
-    result = results.load(now)
-    assert [one["case"] for one in result["rows"]] == [BARE_NAME, rule_sets.IDLE]
-    codes = []
-    for factor in (10.0, 0.1):
-        doctored = json.loads(now.read_text(encoding="utf-8"))
-        ratio = doctored["rows"][1]["step_ratio"]
-        ratio |= {key: ratio[key] * factor for key in ("median", "low", "high")}
-        path = tmp_path / f"{factor}.json"
-        path.write_text(results.dumps(doctored), encoding="utf-8")
-        codes.append(cli.main(["--check", str(path), *chosen]))
-    assert codes == [0, 1]
-    out = capsys.readouterr().out
-    assert "0 of 1 ratios are worse" in out
-    assert "1 of 1 ratios are worse" in out
-    assert out.count("| WORSE |") == 1
-
-
-@pytest.mark.slow
-def test_a_baseline_without_anything_to_compare_is_no_success(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = results.new("cpu", [], versions={}, date="2026-01-31", quick=False, seconds=60)
-    path = tmp_path / "empty.json"
-    path.write_text(results.dumps(empty), encoding="utf-8")
-    assert cli.main(["--check", str(path), "--only", "mlp", "--case", rule_sets.IDLE]) == 2
-    assert "nothing can be compared" in capsys.readouterr().err
-
-
 # Targets.
 
 
@@ -329,7 +240,6 @@ def test_targets_are_judged_by_their_medians() -> None:
     assert found["observe everything, 12 M parameters"] == "met"
     assert found["observe everything, 200 tiny tensors"] == "missed"
     assert found["reading 1,000 rules"] == "not measured"
-    assert found["forensics armed, never tripped"] == "not measured"
     assert found["waits for the device outside flush and trap"] == "not run: no CUDA device"
 
 
@@ -430,38 +340,13 @@ def test_every_target_names_rows_that_are_measured() -> None:
         for workload in WORKLOADS
         for job in like_for_like.JOBS
     ]
-    rows += [{"group": "pages", "steps": n, "seconds": 1.0, "bytes": 1} for n in pages.LENGTHS]
-    took = {trackers.BARE: 1.0, trackers.NORMS: 1.5, trackers.ALL: 1.75}
-    rows += [{"group": "trackers", "case": case, "step_s": took[case]} for case in took]
     rows += [{"group": "scaling", "axis": "rules", "at": at, "seconds": at} for at in (1, 10)]
-    ours = {"fault": diagnosis.HEALTHY, "way": diagnosis.OURS}
-    rows.append({"group": "diagnosis", **ours, "forensics": rows[0]["step_ratio"]})
     for device in ("cpu", "cuda"):
         found = targets.judged(rows, device)
         assert {one.verdict for one in found if not one.why} == {"met", "missed"}
-        (of_trackers,) = [one for one in found if "trackers" in one.target.what]
-        assert of_trackers.value is not None
-        assert of_trackers.value.median == 0.5
 
 
-def test_what_ways_say_of_a_fault_is_what_they_raise() -> None:
-    rows = {
-        row["way"]: row["says"]
-        for way in diagnosis.ways()[2:5]
-        for row in [
-            {"way": way.name, "says": diagnosis._said(way, diagnosis.FAULTS[fault], "cpu")}
-            for fault in ("root of 0: infinite in the backward pass",)
-        ]
-    }
-    assert (
-        "diagnosis (reproduced): Inf born in the backward pass of layers.2 (Faulty)"
-        in rows[diagnosis.OURS]
-    )
-    assert rows["isnan in a hook of every parameter"].startswith("the gradient of layers.")
-    assert "returned nan values" in rows["detect_anomaly"]
-
-
-# Files and pictures.
+# Files.
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -503,32 +388,12 @@ def test_the_newest_full_result_of_each_kind_of_device_is_shown(tmp_path: Path) 
         results.baseline("tpu", tmp_path)
 
 
-def test_without_matplotlib_the_picture_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(plot.PlotError, match=r"gradsurgeon\[bench\]"):
-        plot.draw({"rows": []}, tmp_path / "plot.png")
-
-
-def test_what_cannot_be_drawn_or_written_is_told_before_anything_is_measured(
+def test_what_cannot_be_written_is_told_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     assert cli.main(["--out", str(tmp_path / "file" / "x.json")]) == 2
     assert "cannot write" in capsys.readouterr().err
-    pytest.importorskip("matplotlib", reason="of the extra `bench`")
-    assert cli.main(["--quick", "--plot"]) == 2
-    assert "--out FILE" in capsys.readouterr().err
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="of the extra `bench`")
-    rows = [row("tiny", BARE_NAME, 1.0), row("tiny", rule_sets.OBSERVE, 1.5, width=0.1)]
-    versions = {"torch": "1", "python": "3"}
-    made = results.new("cpu", rows, versions=versions, date="2026-01-31", quick=True, seconds=1)
-    plot.draw(made, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from benchmarks import (
     nets,
     overhead,
     ranks,
-    records,
     report,
     rule_sets,
     scaling,
@@ -227,11 +226,6 @@ def test_an_update_alone_can_be_measured(case: str) -> None:
     for param, grad in zip(task.params, first, strict=True):
         assert param.grad is not grad
         torch.testing.assert_close(param.grad, grad)
-
-
-def test_a_recorded_run_is_read_again(tmp_path: Path) -> None:
-    found = records.written(tmp_path / "run", 70, "cpu")
-    assert found["bytes"] == sum(file.stat().st_size for file in (tmp_path / "run").iterdir())
 
 
 def test_collectives_and_their_bytes_are_counted() -> None:
