@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.errors import printable, warn
 from gradsurgeon.events import TRIPS, Event, EventKind, RuleStatus, is_trip
 from gradsurgeon.recording.device_queue import DeviceQueue
@@ -112,7 +112,7 @@ class EventLog:
         self.edits = {rule.id for rule in rules if rule.edits}
         self.silent = {rule.id for rule in rules}
         self._tallies = {
-            rule.id: Tally(number, altered=None if rule.edits else 0)
+            rule.id: Tally(number, altered=None if isinstance(rule, EditRule) else 0)
             for rule, number in zip(rules, matched, strict=True)
         }
         # A rule on tags may match nothing: whether there are tags is unknown beforehand.

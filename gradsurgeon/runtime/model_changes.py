@@ -113,7 +113,11 @@ class ModelChanges:
                 return
             swapped, self._swapped = sorted(self._swapped), set()
             self._tell("hook-rearmed", self._names(swapped), _SWAPPED)
-            if self._context.parameters.replaced():
+            if not (replaced := self._context.parameters.replaced()):
+                return
+            if self._model() is None:
+                self._lose(replaced, warn=True)
+            else:
                 self.compare()
 
     def compare(self, *, closing: bool = False, new: bool = True) -> None:
@@ -159,15 +163,20 @@ class ModelChanges:
             else:
                 there[index] = param
         gone = set(indices.values()).difference(there, self._lost)
-        lost = sorted(gone.union(parameters.replaced()))
-        self._lost.update(lost)
-        parameters.drop(lost)
-        for index in lost:
-            self._param_hooks.rearm(index)  # takes its hooks off
-        self._tell("hook-lost", self._names(lost), _LOST, warn=warn)
+        self._lose(sorted(gone.union(parameters.replaced())), warn=warn)
         met = {*there.values()}
         new = {name for name, param in others.items() if param not in met}
         return new.difference(self._context.program.names)
+
+    def _lose(self, indices: Sequence[int], *, warn: bool) -> None:
+        """Act on these parameters no more, and report those that have rules."""
+        self._lost.update(indices)
+        self._context.parameters.drop(indices)
+        for index in indices:
+            self._param_hooks.rearm(index)  # takes its hooks off
+        with_rules = set(self._context.program.armed)
+        lost = [index for index in indices if index in with_rules]
+        self._tell("hook-lost", self._names(lost), _LOST, warn=warn)
 
     def _tell_of_new(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
         indexes = name_indexes(from_model(model))

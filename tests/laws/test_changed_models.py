@@ -252,6 +252,19 @@ def test_a_replaced_head_of_a_hand_written_loop() -> None:
         assert model[2].weight.grad.any()
 
 
+def test_a_replaced_parameter_without_rules_is_no_news() -> None:
+    model = make()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules("zero, backward", "0.*")) as session:
+        step(model, optimizer)
+        model[2] = nn.Linear(6, 5)
+        optimizer = sgd(model)
+        for _ in range(3):
+            step(model, optimizer)
+        assert lengths(session)["it"] == 8
+    assert session.events == []
+
+
 def test_what_is_taken_out_is_lost() -> None:
     model = make()
     optimizer = sgd(model)

@@ -226,13 +226,13 @@ def test_a_module_that_gives_way_to_a_scripted_one_is_told_of_once() -> None:
     with gradsurgeon.apply(model, rules(entry), optimizer=sgd(model)) as session:
         train(model, sgd(model))
         model[1] = scripted(nn.Linear(4, 2))
-        with (
-            pytest.warns(GradSurgeonWarning, match="module 1 is gone from the model, or torch.jit"),
-            pytest.warns(GradSurgeonWarning, match="1.weight, 1.bias: each was replaced"),
-        ):
+        with pytest.warns(
+            GradSurgeonWarning, match="module 1 is gone from the model, or torch.jit"
+        ) as warned:
             for _ in range(4):
                 train(model, sgd(model))
         lost = [event.name for event in session.events if event.kind == "hook-lost"]
+    assert len(warned) == 1
     assert lost == ["1"]
 
 
