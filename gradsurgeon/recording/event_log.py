@@ -268,7 +268,9 @@ class EventLog:
 
     def _add(self, tally: Tally, count: Tensor | int) -> None:
         with self._lock:
-            tally.altered = (tally.altered or 0) + int(count)
+            if tally.altered is None:
+                tally.altered = 0
+            tally.altered += int(count)
 
     def emit_if(
         self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"

@@ -66,8 +66,10 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
 
 def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
     ranks = sorted({event.rank for event in trips}) or [0]
-    # Each rank counts its own; and events are bounded, which the count is not.
-    counted = math.ceil(round((status.changed or 0.0) * status.fired) / len(ranks))
+    counted = 0
+    if status.changed is not None:
+        # Each rank counts its own; and events are bounded, which the count is not.
+        counted = math.ceil(round(status.changed * status.fired) / len(ranks))
     tripped = max(counted, len({event.step for event in trips}))
     looked = f"looked {count(status.fired, 'time')}"
     if not tripped:

@@ -95,8 +95,12 @@ class StepDiagnosis:
         own = self._run(failed, rules) if reports else None
         told: dict[int, Diagnosis | None] = heard.voter.meet(own, LIMIT)
         every = [own, *(told[rank] for rank in sorted(told))]
-        # A diagnosis that blames an operation or tensor says most.
-        return next((one for one in every if one is not None and one.where), own)
+        diagnoses = [diagnosis for diagnosis in every if diagnosis is not None]
+        for diagnosis in diagnoses:
+            # A diagnosis that blames an operation or tensor says most.
+            if diagnosis.where:
+                return diagnosis
+        return diagnoses[0] if diagnoses else None
 
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:

@@ -18,6 +18,8 @@ def test_a_warning_is_of_the_line_of_the_script() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rules = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
     with gradsurgeon.apply(model, rules, optimizer=optimizer):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
         model.weight = nn.Parameter(model.weight.detach().clone())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.warns(GradSurgeonWarning, match="weight was replaced") as warned:
