@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.errors import printable
-from gradsurgeon.events import is_trip, settled
+from gradsurgeon.events import Event, RuleStatus, is_trip, settled
 from gradsurgeon.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.planning.table import NOUNS, count, grid
 from gradsurgeon.report.ending import first_diagnosis
@@ -42,6 +42,19 @@ def _moment(rule: Rule) -> str:
     return "around updates" if isinstance(rule, CheckRule) else f"at {rule.point}"
 
 
+def _work_of(rule: Rule, status: RuleStatus, events: Sequence[Event]) -> tuple[str, str, str]:
+    if isinstance(rule, TrapRule) and not rule.edits:
+        trips = [event for event in events if is_trip(event) and event.rule == rule.id]
+        return trap_words(status, trips), "", ""
+    changed = ""
+    if rule.edits and status.changed is not None:
+        changed = f"changed {status.changed:.0%}"
+    last = ""
+    if status.last_step is not None:
+        last = f"last at step {status.last_step}"
+    return f"fired {status.fired:,}", changed, last
+
+
 def summary(session: Attachment, start: int, record: Path | None) -> Iterator[str]:
     plan, statuses = session.plan, session.status()
     fired = {rule for rule, status in statuses.items() if status.fired}
@@ -60,15 +73,7 @@ def summary(session: Attachment, start: int, record: Path | None) -> Iterator[st
         if not plan.of(rule.id) or isinstance(rule, CheckRule) or rule.id in resting:
             continue
         status = settled(statuses[rule.id], pending)
-        words = [f"fired {status.fired:,}", "", ""]
-        if isinstance(rule, TrapRule) and not rule.edits:
-            trips = [event for event in session.events if is_trip(event) and event.rule == rule.id]
-            words[0] = trap_words(status, trips)
-        else:
-            if rule.edits and status.changed is not None:
-                words[1] = f"changed {status.changed:.0%}"
-            words[2] = "" if status.last_step is None else f"last at step {status.last_step}"
-        rows.append((printable(rule.id), rule.action, *words))
+        rows.append((printable(rule.id), rule.action, *_work_of(rule, status, session.events)))
     yield from grid(rows)
     if checks:
         found = sum(event.kind == "check" for event in session.events)

@@ -4,6 +4,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -74,8 +75,8 @@ class TrainingDetector:
     def __init__(
         self,
         models: Models,
-        found: Callable[[], None],
-        first_step: Callable[[], None],
+        found: Callable[[], None] = _nothing,
+        first_step: Callable[[], None] = _nothing,
     ) -> None:
         self._models = models
         self._found = found
@@ -83,16 +84,23 @@ class TrainingDetector:
         # Number of parameters of each optimizer at the last search for its models.
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._end_waiting: Callable[[], None] | None = None
+        self._undo = ExitStack()
 
     def install(self) -> None:
-        Patch(Optimizer, "__init__", self._construct)
+        self._undo.callback(Patch(Optimizer, "__init__", self._construct).undo)
         # Registered before the hook of the sessions, which must find sessions that begin during a step.
-        register_optimizer_step_pre_hook(self._before_step)
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         registry.watch_steps()
+        self._undo.callback(registry.unwatch_steps)
         distributed: Any = torch.distributed
         if distributed.is_available():
             # Early: a script that imports the function by name gets the patched one.
-            Patch(distributed, "destroy_process_group", self._before_destruction)
+            patch = Patch(distributed, "destroy_process_group", self._before_destruction)
+            self._undo.callback(patch.undo)
+        self._undo.callback(self._stop_waiting)
+
+    def uninstall(self) -> None:
+        self._undo.close()
 
     def _construct(
         self, construct: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
