@@ -36,7 +36,9 @@ def _append_digit() -> Iterator[None]:
             To see which rules have acted, and in which order.
             """
 
-            EXAMPLES: ClassVar = (Example({"digit": 3, "at": "step"}, [1.0, 2.0], expect=[13.0, 23.0]),)
+            EXAMPLES: ClassVar = (
+                Example({"digit": 3, "at": "step"}, [1.0, 2.0], expect=[13.0, 23.0]),
+            )
 
             action: Literal["append-digit"] = "append-digit"
             digit: int
