@@ -15,11 +15,11 @@ from typing import Any
 
 import gradsurgeon
 from benchmarks.measure import rounded
-from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning import Manifest, Param
-from gradsurgeon.schema import RuleSet
-from gradsurgeon.store import Key, Records
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.common.match import compile_pattern
+from gradsurgeon.language.planning import Manifest, Param
+from gradsurgeon.language.schema import RuleSet
+from gradsurgeon.records.store import Key, Records
+from gradsurgeon.records.store.writer import RunWriter
 
 Row = dict[str, Any]
 Call = Callable[[], object]

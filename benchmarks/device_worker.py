@@ -18,7 +18,7 @@ from benchmarks.device_counts import BARE, Mlp, Size, cases, label, settled, tas
 from benchmarks.operations import counting
 from benchmarks.overhead import Row
 from benchmarks.toy_device import Factories, Toy, move
-from gradsurgeon import _torch
+from gradsurgeon.tensors import _torch
 
 
 def _place(model: Mlp, features: Tensor) -> Tensor:

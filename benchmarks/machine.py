@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradsurgeon.schema import VERSION
+from gradsurgeon.language.schema import VERSION
 
 ROOT = Path(__file__).parents[1]
 # Distribution names of the peers and of what they stand on.

@@ -19,9 +19,9 @@ from benchmarks import nets
 from benchmarks.machine import ROOT
 from benchmarks.measure import spread
 from benchmarks.overhead import Row
-from gradsurgeon import planning
-from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning import manifest_file
+from gradsurgeon.common.match import compile_pattern
+from gradsurgeon.language import planning
+from gradsurgeon.language.planning import manifest_file
 
 GROUP = "startup"
 HELP = "gradsurgeon --help"

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from gradsurgeon.actions.check_ranks import CheckRanks as CheckRanks
     from gradsurgeon.actions.check_structure import CheckStructure as CheckStructure
     from gradsurgeon.actions.check_update import CheckUpdate as CheckUpdate
+    from gradsurgeon.actions.checks.base import Check as Check
+    from gradsurgeon.actions.checks.base import Finding as Finding
     from gradsurgeon.actions.clamp import Clamp as Clamp
     from gradsurgeon.actions.clip_norm import ClipNorm as ClipNorm
     from gradsurgeon.actions.combine import Combine as Combine
@@ -47,11 +49,9 @@ if TYPE_CHECKING:
     from gradsurgeon.api import remove as remove
     from gradsurgeon.api import replay as replay
     from gradsurgeon.api import tag as tag
-    from gradsurgeon.checks.base import Check as Check
-    from gradsurgeon.checks.base import Finding as Finding
-    from gradsurgeon.comparison import compare as compare
-    from gradsurgeon.comparison.comparison import Comparison as Comparison
-    from gradsurgeon.diagnosis import Diagnosis as Diagnosis
+    from gradsurgeon.common.diagnosis import Diagnosis as Diagnosis
+    from gradsurgeon.common.events import Event as Event
+    from gradsurgeon.common.events import RuleStatus as RuleStatus
     from gradsurgeon.errors import BindError as BindError
     from gradsurgeon.errors import CheckError as CheckError
     from gradsurgeon.errors import GradientSpikeError as GradientSpikeError
@@ -63,47 +63,50 @@ if TYPE_CHECKING:
     from gradsurgeon.errors import RecordError as RecordError
     from gradsurgeon.errors import RuleFileError as RuleFileError
     from gradsurgeon.errors import TrapError as TrapError
-    from gradsurgeon.events import Event as Event
-    from gradsurgeon.events import RuleStatus as RuleStatus
-    from gradsurgeon.planning import Binding as Binding
-    from gradsurgeon.planning import Manifest as Manifest
-    from gradsurgeon.planning import Plan as Plan
+    from gradsurgeon.language.planning import Binding as Binding
+    from gradsurgeon.language.planning import Manifest as Manifest
+    from gradsurgeon.language.planning import Plan as Plan
+    from gradsurgeon.language.schema import RuleSet as RuleSet
     from gradsurgeon.report import Report as Report
+    from gradsurgeon.report.comparison import compare as compare
+    from gradsurgeon.report.comparison.comparison import Comparison as Comparison
     from gradsurgeon.report.run import Run as Run
-    from gradsurgeon.schema import RuleSet as RuleSet
-    from gradsurgeon.session import Session as Session
-    from gradsurgeon.statistics import Statistic as Statistic
-    from gradsurgeon.statistics import add_statistic as add_statistic
+    from gradsurgeon.runtime.session import Session as Session
+    from gradsurgeon.tensors import statistics as statistics
+    from gradsurgeon.tensors.statistics import Statistic as Statistic
+    from gradsurgeon.tensors.statistics import add_statistic as add_statistic
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
     "actions": "CaptureRule CheckRule Decision Edit EditRule Examination Example FreezeRule LossRule Observer ObserverRule "
     "TrapRule Capture CheckLoop CheckRanks CheckStructure CheckUpdate Clamp ClipNorm Combine Conflict Freeze NanTrap NormLog "
     "Perturb Sanitize Scale SpikeTrap Zero",
-    "checks.base": "Check Finding",
-    "comparison": "compare",
-    "comparison.comparison": "Comparison",
-    "diagnosis": "Diagnosis",
+    "actions.checks.base": "Check Finding",
+    "report.comparison": "compare",
+    "report.comparison.comparison": "Comparison",
+    "common.diagnosis": "Diagnosis",
     "api": "apply backward load open_run plan remove replay tag",
     "errors": "BindError CheckError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "
     "NonFiniteGradientError RecordError RuleFileError TrapError",
-    "events": "Event RuleStatus",
-    "planning": "Binding Manifest Plan",
+    "common.events": "Event RuleStatus",
+    "language.planning": "Binding Manifest Plan",
     "report": "Report",
-    "schema": "RuleSet",
-    "session": "Session",
-    "statistics": "Statistic add_statistic",
+    "language.schema": "RuleSet",
+    "runtime.session": "Session",
+    "tensors.statistics": "Statistic add_statistic",
     "report.run": "Run",
 }
+# Modules that are reached by a short name.
+_MODULES = {"report": "report", "statistics": "tensors.statistics"}
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted([*_MODULE_OF, "report"])  # noqa: PLE0605 # a list
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return import_module("gradsurgeon.schema").VERSION
-    if name == "report":
-        return import_module("gradsurgeon.report")
+        return import_module("gradsurgeon.language.schema").VERSION
+    if name in _MODULES:
+        return import_module(f"gradsurgeon.{_MODULES[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'gradsurgeon' has no attribute {name!r}")
     return getattr(import_module(f"gradsurgeon.{_MODULE_OF[name]}"), name)

@@ -9,26 +9,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from gradsurgeon import _live, packs, planning, schema, source
 from gradsurgeon.actions import Rule
+from gradsurgeon.common import _live
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
-from gradsurgeon.planning import Manifest, Plan
-from gradsurgeon.planning.run_json import describe
-from gradsurgeon.schema import RuleSet
+from gradsurgeon.language import packs, planning, schema, source
+from gradsurgeon.language.planning import Manifest, Plan
+from gradsurgeon.language.planning.run_json import describe
+from gradsurgeon.language.schema import RuleSet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from gradsurgeon.diagnosis import Diagnosis
-    from gradsurgeon.events import Event
+    from gradsurgeon.common.diagnosis import Diagnosis
+    from gradsurgeon.common.events import Event
+    from gradsurgeon.records.delivery import Delivery
+    from gradsurgeon.records.store.writer import RunWriter
     from gradsurgeon.report.run import Run
     from gradsurgeon.runtime import Attachment, Options
-    from gradsurgeon.session import Session
-    from gradsurgeon.sinks.delivery import Delivery
+    from gradsurgeon.runtime.session import Session
     from gradsurgeon.sinks.sink import Sink
-    from gradsurgeon.store.writer import RunWriter
 
 Rules = str | os.PathLike[str] | dict[str, Any] | RuleSet | Sequence[Rule]
 _WHOLE_FILE = 'the whole file as a dict {"version": 1, "rules": [...]}'
@@ -149,7 +150,7 @@ def apply(
     bound = _bound(model, rules)
     options = _runtime().Options(optimizers, scaler, mode, start_step, on_event=on_event)
     attachment = attach(model, bound, options, record=record, sinks=sinks, replace=replace)
-    from gradsurgeon.session import Session  # noqa: PLC0415 # needs torch
+    from gradsurgeon.runtime.session import Session  # noqa: PLC0415 # needs torch
 
     return Session(attachment)
 
@@ -157,8 +158,8 @@ def apply(
 def _bound(model: nn.Module, rules: Rules) -> Plan:
     """Bind rules to the model of this rank; a rule may match only on another rank."""
     _runtime()  # binding needs torch
-    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch
     from gradsurgeon.distributed import session_discovery  # noqa: PLC0415 # the same
+    from gradsurgeon.tensors import _dist  # noqa: PLC0415 # needs torch
 
     if _dist.world() == 1:
         return plan(model, rules)
@@ -312,7 +313,7 @@ def _runtime() -> Any:
             "applying rules needs PyTorch, which is not installed: pip install 'gradsurgeon[torch]', or "
             "the build of torch that fits your machine"
         ) from error
-    from gradsurgeon import _torch  # noqa: PLC0415 # as above
+    from gradsurgeon.tensors import _torch  # noqa: PLC0415 # as above
 
     # A graph that breaks at a rule on tags must not break a second time inside this call.
     _torch.compile_within_caller(tag)
@@ -338,9 +339,9 @@ def _writer(
 ) -> RunWriter:
     import torch  # noqa: PLC0415 # a session exists, so torch is installed
 
-    from gradsurgeon import _dist  # noqa: PLC0415 # the same
     from gradsurgeon.distributed.ranks import Ranks  # noqa: PLC0415 # the same
-    from gradsurgeon.store import writer  # noqa: PLC0415 # other functions work without SQLite
+    from gradsurgeon.records.store import writer  # noqa: PLC0415 # other functions work without SQLite
+    from gradsurgeon.tensors import _dist  # noqa: PLC0415 # the same
 
     version = str(torch.__version__)
     ranks = Ranks(lambda: list(model.parameters())) if _dist.world() > 1 else Ranks()
@@ -361,8 +362,8 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
     check_sinks(sinks)
     if not sinks:
         return []
-    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is installed by now
-    from gradsurgeon.sinks.delivery import Delivery, opened  # noqa: PLC0415 # most sessions have none
+    from gradsurgeon.records.delivery import Delivery, opened  # noqa: PLC0415 # most sessions have none
+    from gradsurgeon.tensors import _dist  # noqa: PLC0415 # needs torch, which is installed by now
 
     if _dist.rank():
         for sink in sinks:

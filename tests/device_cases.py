@@ -32,8 +32,8 @@ from benchmarks.toy_device import (
     move,
     watchers,
 )
-from gradsurgeon import _numbers
 from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ from torch import nn
 import gradsurgeon
 from benchmarks.operations import counting
 from benchmarks.toy_device import Toy, move, watchers
-from gradsurgeon import _torch
+from gradsurgeon.tensors import _torch
 
 NORMS = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
 

@@ -299,8 +299,8 @@ def main() -> None:
     sys.path[0] = str(TESTS.parent)
     for name in MODULES:
         importlib.import_module(name)
-    launcher = importlib.import_module("gradsurgeon.launcher")
-    for module in pkgutil.iter_modules(launcher.__path__, "gradsurgeon.launcher."):
+    launcher = importlib.import_module("gradsurgeon.integrations.launcher")
+    for module in pkgutil.iter_modules(launcher.__path__, "gradsurgeon.integrations.launcher."):
         importlib.import_module(module.name)
     del sys.path[0]
     # The collector of a child would write to all pages of what has been imported.

@@ -12,8 +12,8 @@ from bounds import within
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+from gradsurgeon.cli.review import formats, lint
 from gradsurgeon.errors import Problem
-from gradsurgeon.review import formats, lint
 
 CASES = pathlib.Path(__file__).parent / "cases"
 # Part of the examples that is tried; a tenth unless everything is to be run.

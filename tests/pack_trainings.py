@@ -24,12 +24,12 @@ from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon import _torch
-from gradsurgeon.launcher.models import Models
-from gradsurgeon.launcher.script_end import ScriptEnd
-from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.training_detector import TrainingDetector
+from gradsurgeon.integrations.launcher.models import Models
+from gradsurgeon.integrations.launcher.script_end import ScriptEnd
+from gradsurgeon.integrations.launcher.settings import Settings
+from gradsurgeon.integrations.launcher.training_detector import TrainingDetector
 from gradsurgeon.runtime import registry
+from gradsurgeon.tensors import _torch
 
 DEBUG = "gradsurgeon:debug@1"
 Train = Callable[[], Sequence[Tensor]]

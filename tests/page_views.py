@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from runs import write
 
-from gradsurgeon.events import Event
+from gradsurgeon.common.events import Event
+from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report.web_page import page_data, web_page
-from gradsurgeon.store.run import open_run
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "</script><img src=x onerror=document.title='harmed'>"

@@ -9,7 +9,7 @@ from typing import Any
 
 import gradsurgeon
 from gradsurgeon.actions import ACTIONS
-from gradsurgeon.store.memory import RecordQueries
+from gradsurgeon.records.store.memory import RecordQueries
 
 FUNCTIONS = (
     "apply",

@@ -5,7 +5,7 @@ import setups
 
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.cli.explain import action_page, check_page, keys, options_table, table
-from gradsurgeon.review.checks import CHECKS, READING_CHECKS
+from gradsurgeon.cli.review.checks import CHECKS, READING_CHECKS
 
 HEAD = """\
 # Reference

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from commands import environment
 
-from gradsurgeon.store import Key, Part, Records, database
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store import Key, Part, Records, database
+from gradsurgeon.records.store.writer import RunWriter
 
 KEY = Key("norms", "l2", "accumulated", ("a.weight", "a.bias"))
 

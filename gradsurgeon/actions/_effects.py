@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from gradsurgeon.common.events import EventKind
 from gradsurgeon.errors import GradientSpikeError, NonFiniteGradientError, TrapError
-from gradsurgeon.events import EventKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon.checks.base import Check
+    from gradsurgeon.actions.checks.base import Check
 
 Then = Literal["raise", "skip-step", "warn"]
 SpikeThen = Literal["clip", "skip-step", "warn", "raise"]

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from gradsurgeon.match import PatternError, compile_pattern
+from gradsurgeon.common.match import PatternError, compile_pattern
 
 Path: TypeAlias = tuple[str | int, ...]
 

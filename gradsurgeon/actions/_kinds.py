@@ -114,7 +114,7 @@ class CheckRule(Rule):
 
     @abstractmethod
     def compile(self) -> Examination:
-        """Return the check, a `gradsurgeon.checks.base.Check`. Needs torch; called once per session."""
+        """Return the check, a `gradsurgeon.Check`. Needs torch; called once per session."""
 
 
 class CaptureRule(Rule):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon._libraries import library
+from gradsurgeon.common._libraries import library
 
 if TYPE_CHECKING:
     from torch import Tensor

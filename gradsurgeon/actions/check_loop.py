@@ -30,6 +30,6 @@ class CheckLoop(CheckRule):
     action: Literal["check-loop"] = "check-loop"
 
     def compile(self) -> Examination:
-        from gradsurgeon.checks.loop_check import LoopCheck  # noqa: PLC0415 # it needs torch
+        from gradsurgeon.actions.checks.loop_check import LoopCheck  # noqa: PLC0415 # it needs torch
 
         return Examination(LoopCheck(), self.then)

@@ -32,6 +32,6 @@ class CheckRanks(CheckRule):
     action: Literal["check-ranks"] = "check-ranks"
 
     def compile(self) -> Examination:
-        from gradsurgeon.checks.ranks_check import RanksCheck  # noqa: PLC0415 # it needs torch
+        from gradsurgeon.actions.checks.ranks_check import RanksCheck  # noqa: PLC0415 # it needs torch
 
         return Examination(RanksCheck(), self.then)

@@ -25,6 +25,6 @@ class CheckStructure(CheckRule):
     action: Literal["check-structure"] = "check-structure"
 
     def compile(self) -> Examination:
-        from gradsurgeon.checks.structure_check import StructureCheck  # noqa: PLC0415 # it needs torch
+        from gradsurgeon.actions.checks.structure_check import StructureCheck  # noqa: PLC0415 # it needs torch
 
         return Examination(StructureCheck(), self.then)

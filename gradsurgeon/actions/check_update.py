@@ -73,7 +73,7 @@ class CheckUpdate(CheckRule):
         return self.moved is None
 
     def compile(self) -> Examination:
-        from gradsurgeon.checks import update_check  # noqa: PLC0415 # it needs torch
+        from gradsurgeon.actions.checks import update_check  # noqa: PLC0415 # it needs torch
 
         if (moved := self.moved) is None:
             return Examination(update_check.UpdateCheck(), self.then)

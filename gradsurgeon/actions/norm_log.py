@@ -9,7 +9,7 @@ from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._fields import FROM_LIST, Flaw, described, each_once, flawed
 from gradsurgeon.actions._kinds import ObserverRule
 from gradsurgeon.errors import did_you_mean
-from gradsurgeon.statistics import STATISTICS
+from gradsurgeon.tensors.statistics import STATISTICS
 
 
 def _stat(name: str) -> str:

@@ -56,7 +56,7 @@ class Perturb(EditRule):
     def compile(self) -> Edit:
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
-        from gradsurgeon import _numbers  # noqa: PLC0415 # the same
+        from gradsurgeon.tensors import _numbers  # noqa: PLC0415 # the same
 
         def noise(wide: Tensor) -> Tensor:
             # Drawn anew in each call, so that a recomputed forward pass gets the noise of the original.

@@ -53,7 +53,7 @@ class Scale(EditRule):
 
     def compile(self) -> Edit:
 
-        from gradsurgeon import _numbers  # noqa: PLC0415 # the same
+        from gradsurgeon.tensors import _numbers  # noqa: PLC0415 # the same
 
         factor = self.factor
 

@@ -79,7 +79,7 @@ def fail(message: str) -> int:
 def _dispatch(argv: Sequence[str]) -> int:
     if argv[:1] == ["run"]:
         # The words after the script belong to the script, so `run` reads its own command line.
-        from gradsurgeon.launcher import command  # noqa: PLC0415 # no other command needs it
+        from gradsurgeon.integrations.launcher import command  # noqa: PLC0415 # no other command needs it
 
         return command.main(argv[1:])
     if argv and argv[0] in GONE:
@@ -89,13 +89,13 @@ def _dispatch(argv: Sequence[str]) -> int:
         parser.print_help(sys.stderr)
         return 2
     if argv[0] == "--version":
-        from gradsurgeon.schema import VERSION  # noqa: PLC0415 # `--help` needs no pydantic
+        from gradsurgeon.language.schema import VERSION  # noqa: PLC0415 # `--help` needs no pydantic
 
         print(f"gradsurgeon {VERSION}")
         return 0
     arguments = parser.parse_args(argv)
     if modules := getattr(arguments, "modules", ()):
-        from gradsurgeon.review import model_loading  # noqa: PLC0415 # only `--import` needs it
+        from gradsurgeon.cli.review import model_loading  # noqa: PLC0415 # only `--import` needs it
 
         for module in modules:
             model_loading.import_module(module)

@@ -3,7 +3,7 @@
 import argparse
 
 from gradsurgeon.cli.options import add_run, print_json
-from gradsurgeon.comparison import compare
+from gradsurgeon.report.comparison import compare
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from gradsurgeon.cli.options import RULE_FILE, add_import, add_names, print_json
-from gradsurgeon.review import difference, sources, text
+from gradsurgeon.cli.review import difference, sources, text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_import
+from gradsurgeon.cli.review.checks import CHECKS
+from gradsurgeon.cli.review.formats import all_checks
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
-from gradsurgeon.review.checks import CHECKS
-from gradsurgeon.review.formats import all_checks
 
 _WIDTH = 100
 _TYPES = {

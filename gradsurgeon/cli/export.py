@@ -11,13 +11,13 @@ from pathlib import Path
 
 from gradsurgeon.cli.gone import refusal
 from gradsurgeon.cli.options import add_output, add_run, writing
+from gradsurgeon.common.events import Event
+from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event
-from gradsurgeon.match import compile_pattern
-from gradsurgeon.store.files import begins, check_replaceable, replacing
-from gradsurgeon.store.layout import digits, json_text, nonfinite_name, unpack_absent
-from gradsurgeon.store.rank_file import COLUMNS, Chosen
-from gradsurgeon.store.run import Run, chosen, nothing_fits, open_run
+from gradsurgeon.records.store.files import begins, check_replaceable, replacing
+from gradsurgeon.records.store.layout import digits, json_text, nonfinite_name, unpack_absent
+from gradsurgeon.records.store.rank_file import COLUMNS, Chosen
+from gradsurgeon.records.store.run import Run, chosen, nothing_fits, open_run
 
 # A spreadsheet takes a cell that begins so for a formula, unless an apostrophe is before it.
 _FORMULA, _TEXT = ("=", "+", "-", "@"), "'"

@@ -9,11 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import get_args
 
-from gradsurgeon import review
+from gradsurgeon.cli import review
 from gradsurgeon.cli.options import add_import, add_output, write_output
+from gradsurgeon.cli.review import formats
 from gradsurgeon.errors import Problem, Severity, printable
-from gradsurgeon.planning.table import count
-from gradsurgeon.review import formats
+from gradsurgeon.language.planning.table import count
 
 UNREADABLE = "unreadable-file"
 _UNSEEN = "; whether patterns match a model: gradsurgeon plan FILE --model MODULE:BUILD"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.store.files import replacing
+from gradsurgeon.records.store.files import replacing
 
 RULE_FILE = "a rule file, or REF:FILE of a git commit"
 

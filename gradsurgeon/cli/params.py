@@ -4,10 +4,10 @@ import argparse
 import sys
 
 from gradsurgeon.cli.options import add_model, add_output, write_output, writing
+from gradsurgeon.cli.review import sources
 from gradsurgeon.errors import printable
-from gradsurgeon.planning import manifest_file
-from gradsurgeon.planning.table import count
-from gradsurgeon.review import sources
+from gradsurgeon.language.planning import manifest_file
+from gradsurgeon.language.planning.table import count
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

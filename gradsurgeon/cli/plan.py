@@ -3,11 +3,11 @@
 import argparse
 import sys
 
-from gradsurgeon import planning
 from gradsurgeon.cli.lint import UNREADABLE
 from gradsurgeon.cli.options import RULE_FILE, add_import, add_names, print_json
+from gradsurgeon.cli.review import sources
 from gradsurgeon.errors import BindError, RuleFileError
-from gradsurgeon.review import sources
+from gradsurgeon.language import planning
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from gradsurgeon import api, forensics  # noqa: PLC0415 # needs torch
-    from gradsurgeon.review import model_loading  # noqa: PLC0415 # needs torch
+    from gradsurgeon.cli.review import model_loading  # noqa: PLC0415 # needs torch
 
     # The bundle is checked first: building a model can take minutes.
     forensics.check(Path(arguments.bundle))

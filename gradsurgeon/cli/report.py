@@ -8,16 +8,16 @@ from itertools import chain
 from pathlib import Path
 from typing import get_args
 
-from gradsurgeon._libraries import is_installed
 from gradsurgeon.cli import fail
+from gradsurgeon.common._libraries import is_installed
+from gradsurgeon.common.events import Event, EventKind
 from gradsurgeon.errors import RecordError, did_you_mean, printable
-from gradsurgeon.events import Event, EventKind
-from gradsurgeon.planning.table import count
+from gradsurgeon.language.planning.table import count
+from gradsurgeon.records.store.layout import RUN_FILE, json_text, runs_inside
+from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report import Report, from_run
 from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.rules_and_events import by_kind, event_lines
-from gradsurgeon.store.layout import RUN_FILE, json_text, runs_inside
-from gradsurgeon.store.run import open_run
 
 # A run, empty if that one run was asked for; the number of its ranks; the events that `--fail-on` names.
 _Failing = tuple[str, int, Sequence[Event]]
@@ -194,7 +194,7 @@ def _place(event: Event) -> str:
 
 
 def _print_annotations(found: Sequence[_Failing]) -> None:
-    from gradsurgeon.review.formats import annotation  # noqa: PLC0415 # other formats do not need it
+    from gradsurgeon.cli.review.formats import annotation  # noqa: PLC0415 # other formats do not need it
 
     for path, ranks, events in found:
         for event in events:

@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from gradsurgeon.actions import ACTIONS, TARGETS, Rule
-from gradsurgeon.packs import PREFIX, published
-from gradsurgeon.schema import FORMAT, VERSION
+from gradsurgeon.language.packs import PREFIX, published
+from gradsurgeon.language.schema import FORMAT, VERSION
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

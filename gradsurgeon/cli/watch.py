@@ -14,15 +14,15 @@ from pathlib import Path
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_run
 from gradsurgeon.cli.report import why_no_page
+from gradsurgeon.common.events import is_trip
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.events import is_trip
+from gradsurgeon.records.store.run import of_lowest_ranks, open_run
 from gradsurgeon.report.callouts import whole_name
 from gradsurgeon.report.norms import newest_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.report.web_page import write_page
-from gradsurgeon.store.run import of_lowest_ranks, open_run
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
 _RETRY_SECONDS = (0.1, 0.4)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurgeon import _dist, _live, _torch
-from gradsurgeon._patching import Patch
+from gradsurgeon.common import _live
+from gradsurgeon.common._patching import Patch
+from gradsurgeon.tensors import _dist, _torch
 
 # By wrapper: the ids of the parameters that it averages, taken when it was first seen.
 _averages: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsurgeon import _dist
-from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError, TrapError
+from gradsurgeon.tensors import _dist
 
 # The severity for a step: all ranks follow the worst.
 FINE, OVERFLOWED, SKIP, RAISE = range(4)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsurgeon import _dist
-from gradsurgeon.checks.base import Missed, Replicas
+from gradsurgeon.actions.checks.base import Missed, Replicas
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.distributed.ranks import Ranks
+from gradsurgeon.tensors import _dist
 
 
 class Replication:

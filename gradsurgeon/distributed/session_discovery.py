@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from gradsurgeon import _dist, _job_store
-from gradsurgeon.planning import Plan, is_for, shortfalls
-from gradsurgeon.schema import RuleSet
+from gradsurgeon.language.planning import Plan, is_for, shortfalls
+from gradsurgeon.language.schema import RuleSet
+from gradsurgeon.tensors import _dist, _job_store
 
 # Seconds. Ranks that have just reduced a gradient together reach their update at nearly the same time.
 # A rank that is not waited for must not lose patience with its own next collective.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from gradsurgeon import _dist, _job_store
+from gradsurgeon.tensors import _dist, _job_store
 
 # If there are more ranks, each host sums up its own.
 MANY = 64

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _bounded_load, _torch
-from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.forensics.kept_step import MOST_CALLS, FailedStep, KeptCall, KeptLoss, KeptStep
 from gradsurgeon.forensics.undisturbed import RandomState
-from gradsurgeon.planning import named_modules
-from gradsurgeon.schema import VERSION
+from gradsurgeon.language.planning import named_modules
+from gradsurgeon.language.schema import VERSION
+from gradsurgeon.tensors import _bounded_load, _torch
 from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Copied
 

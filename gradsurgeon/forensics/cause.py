@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from gradsurgeon import _dist
-from gradsurgeon.diagnosis import Cause, Fault
+from gradsurgeon.common.diagnosis import Cause, Fault
 from gradsurgeon.forensics.operations import (
     Call,
     elements,
@@ -19,6 +18,7 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
+from gradsurgeon.tensors import _dist
 
 # An error of the machine need not happen each time.
 _REPEATS = 3

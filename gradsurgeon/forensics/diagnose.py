@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _backward_calls, _torch
 from gradsurgeon.forensics.kept_step import KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
-from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
+from gradsurgeon.language.planning import ROOT, class_names, is_scripted, named_modules
+from gradsurgeon.tensors import _backward_calls, _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.forensics.undisturbed import RandomState
-from gradsurgeon.planning.manifest import class_names
+from gradsurgeon.language.planning.manifest import class_names
+from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import SAMPLE, sample

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from gradsurgeon import _dist, _torch
-from gradsurgeon.diagnosis import Line, TensorFacts
-from gradsurgeon.planning import named_modules
+from gradsurgeon.common.diagnosis import Line, TensorFacts
+from gradsurgeon.language.planning import named_modules
+from gradsurgeon.tensors import _dist, _torch
 
 Kind = Literal["NaN", "Inf", "-Inf"]
 KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
 Place = tuple[str, str]
 _HERE = Path(__file__).resolve().parent
-_OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "_patching.py"))
+_OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "common/_patching.py"))
 _REPLAY = str(_HERE / "replay.py")
 _TORCH = f"{Path(torch.__file__).resolve().parent}{os.sep}"
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from gradsurgeon import _torch
-from gradsurgeon.diagnosis import Cause, Line
+from gradsurgeon.common.diagnosis import Cause, Line
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.operations import (
     Call,
@@ -39,7 +38,8 @@ from gradsurgeon.forensics.operations import (
     tensors_of,
 )
 from gradsurgeon.forensics.sources import BLANK, Memory, Source, first_to_blame, held, taken_from
-from gradsurgeon.planning.manifest import ROOT
+from gradsurgeon.language.planning.manifest import ROOT
+from gradsurgeon.tensors import _torch
 
 Seed = Literal["weight", "buffer", "input", "output gradient"]
 # These return memory that nothing was written to.

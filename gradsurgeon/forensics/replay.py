@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _torch
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
 from gradsurgeon.forensics.sources import Source
 from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
-from gradsurgeon.planning import slots
+from gradsurgeon.language.planning import slots
+from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
 INPUT = "input "

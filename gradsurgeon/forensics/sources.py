@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gradsurgeon import _dist
-from gradsurgeon.diagnosis import Cause, Diagnosis, Line, TensorFacts
+from gradsurgeon.common.diagnosis import Cause, Diagnosis, Line, TensorFacts
 from gradsurgeon.forensics.cause import cause
 from gradsurgeon.forensics.operations import (
     Call,
@@ -21,6 +20,7 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     where_is,
 )
+from gradsurgeon.tensors import _dist
 
 # A replay of one call knows neither the step nor how certain the result is.
 BLANK = Diagnosis("not reproduced", (), 0, 0)

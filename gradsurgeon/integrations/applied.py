@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon import api, planning
-from gradsurgeon.match import compile_pattern
-from gradsurgeon.sinks.delivery import Prefixes, prefix_of, summary
+from gradsurgeon import api
+from gradsurgeon.common.match import compile_pattern
+from gradsurgeon.language import planning
+from gradsurgeon.records.delivery import Prefixes, prefix_of, summary
+from gradsurgeon.records.store.layout import unpack_absent
+from gradsurgeon.records.store.memory import Measured
 from gradsurgeon.sinks.sink import patterns_of
-from gradsurgeon.store.layout import unpack_absent
-from gradsurgeon.store.memory import Measured
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradsurgeon.events import Event
-    from gradsurgeon.session import Session
+    from gradsurgeon.common.events import Event
+    from gradsurgeon.runtime.session import Session
 
 _PREFIX = "gradsurgeon"
 

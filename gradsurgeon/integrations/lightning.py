@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon._libraries import is_installed, library
 from gradsurgeon.api import Rules
+from gradsurgeon.common._libraries import is_installed, library
 from gradsurgeon.integrations.applied import AppliedRules
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from gradsurgeon import _dist
-from gradsurgeon._libraries import library
+from gradsurgeon.common._libraries import library
 from gradsurgeon.errors import printable, warn
 from gradsurgeon.integrations.applied import AppliedRules
+from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.runtime import session_state
-from gradsurgeon.store.layout import state_name
+from gradsurgeon.tensors import _dist
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from gradsurgeon.session import Session
+    from gradsurgeon.runtime.session import Session
 
 _transformers = library("transformers", "transformers", "TransformersCallback")
 if not TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import count
+from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
 from gradsurgeon.report.spikes import TIMES, Spike, change_of_level, largest_spikes

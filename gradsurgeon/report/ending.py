@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from gradsurgeon.common.events import Event, is_trip
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, is_trip
-from gradsurgeon.planning.table import count
+from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.rules_and_events import by_kind
 
 if TYPE_CHECKING:
-    from gradsurgeon.store.run import Run
+    from gradsurgeon.records.store.run import Run
 
 _HEAD = re.compile(r"diagnosis \(([^)]*)\): (.*)")
 _AT = re.compile(r"  at (.*?)(?:, in (\S+))?(?:: (.*))?")

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradsurgeon.records.store import Key, Part
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
 from gradsurgeon.report.sheets import GROWTH, LARGE, Sheet, Squares, joined, numbers_of, read_sheet
 from gradsurgeon.report.spikes import Flags, Floats, Ints, Spike
-from gradsurgeon.store import Key, Part
 
 MOST_VALUES = 4 * 2**20
 # What the optimizer acted on is nearest to `accumulated`, the point that all set-ups have in common.

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import count
+from gradsurgeon.language.planning.table import count
+from gradsurgeon.records.store import Part
+from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.history import MOST_VALUES
 from gradsurgeon.report.rules_and_events import COSINE, DISTANCE, LOSS_STATS, RATIO, WEIGHT
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.report.tables import Table
-from gradsurgeon.store import Part
-from gradsurgeon.store.tables import blocks
 
 _MOST_TAGGED, _ROWS = 8, 28
 # A loss is one number, of which they are all the same; with its sign is better than without.

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import count
+from gradsurgeon.language.planning.table import count
+from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.callouts import nouns, whole_name
 from gradsurgeon.report.history import POINTS, History, Source, Track, Whole
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT
 from gradsurgeon.report.tables import Table
-from gradsurgeon.store.tables import blocks
 
 if TYPE_CHECKING:
-    from gradsurgeon.store.rank_file import StoredSeries
-    from gradsurgeon.store.run import Run
+    from gradsurgeon.records.store.rank_file import StoredSeries
+    from gradsurgeon.records.store.run import Run
 
 _ROWS = 40
 _NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table

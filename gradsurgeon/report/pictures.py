@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon._libraries import library
+from gradsurgeon.common._libraries import library
 from gradsurgeon.errors import RecordError
-from gradsurgeon.planning import Module, Param
+from gradsurgeon.language.planning import Module, Param
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from gradsurgeon.store import RecordQueries
+    from gradsurgeon.records.store import RecordQueries
 
 # Pictures that there are no longer, each with what to use instead.
 _GONE = {"heatmap": "the map of norms is on the page of `gradsurgeon report RUN --html FILE`"}
@@ -112,7 +112,7 @@ def _kept(
 
 def _sample(name: str, tensor: Tensor, sample: int) -> Tensor:
     """Return the channels of one sample; of complex elements the magnitudes."""
-    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, as only captures do
+    from gradsurgeon.tensors import _dist  # noqa: PLC0415 # needs torch, as only captures do
 
     if _dist.is_sharded(tensor) or tensor.dim() != _IMAGES:
         raise ValueError(

@@ -11,16 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from gradsurgeon.common.events import TRIPS, is_trip
+from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.events import TRIPS, is_trip
-from gradsurgeon.match import compile_pattern, select, suggest
+from gradsurgeon.records.store import RecordQueries
 from gradsurgeon.report.history import Grid, History, Track, grid_of
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
 from gradsurgeon.report.tables import shortened
-from gradsurgeon.store import RecordQueries
 
 Name = str | Sequence[str]
 

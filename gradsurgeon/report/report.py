@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon import _html
-from gradsurgeon._libraries import is_installed, library
+from gradsurgeon.common import _html
+from gradsurgeon.common._libraries import is_installed, library
+from gradsurgeon.common.events import Event, RuleStatus
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning.table import count
+from gradsurgeon.language.planning.table import count
+from gradsurgeon.records.store import Part
+from gradsurgeon.records.store.layout import json_number
+from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -25,9 +28,6 @@ from gradsurgeon.report.rules_and_events import (
     rule_table,
 )
 from gradsurgeon.report.tables import LEGEND, Table
-from gradsurgeon.store import Part
-from gradsurgeon.store.layout import json_number
-from gradsurgeon.store.memory import NOTHING_RECORDED
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History, Track

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from gradsurgeon.common.events import Event, RuleStatus, is_trip
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, RuleStatus, is_trip
-from gradsurgeon.planning.table import count
+from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.tables import Table
 
 STAT, GRADIENT = "l2", "gradient"

@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from gradsurgeon import _html
+from gradsurgeon.common import _html
 from gradsurgeon.errors import printable
+from gradsurgeon.records.store import run as stored
 from gradsurgeon.report import pictures
 from gradsurgeon.report.sources import unread
-from gradsurgeon.store import run as stored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

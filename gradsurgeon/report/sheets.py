@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from gradsurgeon.records.store import Part
+from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.spikes import Flags, Floats, Ints, largest_spikes
-from gradsurgeon.store import Part
-from gradsurgeon.store.tables import blocks
 
 # An explosion grows so many times, to norms that no usual training has.
 GROWTH, LARGE = 1e3, 1e2

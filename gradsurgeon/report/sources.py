@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon._libraries import is_installed
+from gradsurgeon.common._libraries import is_installed
+from gradsurgeon.common.events import settled
 from gradsurgeon.errors import printable
-from gradsurgeon.events import settled
-from gradsurgeon.planning.run_json import about
-from gradsurgeon.planning.table import count
+from gradsurgeon.language.planning.run_json import about
+from gradsurgeon.language.planning.table import count
+from gradsurgeon.records.store import Part
+from gradsurgeon.records.store.layout import database_name, section
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo, edits_of
-from gradsurgeon.store import Part
-from gradsurgeon.store.layout import database_name, section
 
 if TYPE_CHECKING:
-    from gradsurgeon.store.run import Run
+    from gradsurgeon.records.store.run import Run
 
 _RANKS = 8  # so many that lack a file are named
 # Where in a tensor of several parts: `output[0].grad`, `output.logits`.
@@ -66,8 +66,8 @@ def from_run(run: Run, *, newest: int | None = None) -> Report:
 
 def unread(run: Run, newest: int | None = None) -> Report:
     """Return the report of an open run that reads rows when they are asked for, and compares no ranks."""
-    from gradsurgeon.store.captures import captures  # noqa: PLC0415 # it needs SQLite
-    from gradsurgeon.store.run import missing_ranks, of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
+    from gradsurgeon.records.store.captures import captures  # noqa: PLC0415 # it needs SQLite
+    from gradsurgeon.records.store.run import missing_ranks, of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
 
     captured, problem = captures(run)
     rules = _rule_infos(run.rules, section(run.meta, "roles"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise, repeat
 from typing import Any, Literal, NamedTuple
 
-from gradsurgeon.planning.table import grid
+from gradsurgeon.language.planning.table import grid
 
 Level = Literal["", "warning", "bad"]
 Curve = Sequence[float | None]

@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from gradsurgeon.common.events import Event, is_trip
 from gradsurgeon.errors import RecordError
-from gradsurgeon.events import Event, is_trip
+from gradsurgeon.records.store.captures import captures
+from gradsurgeon.records.store.files import begins, check_replaceable, replacing
+from gradsurgeon.records.store.layout import json_number, section
+from gradsurgeon.records.store.run import Run, open_run
 from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.ending import diagnosis_of, first_diagnosis
 from gradsurgeon.report.history import Grid, grid_of
@@ -29,10 +33,6 @@ from gradsurgeon.report.rules_and_events import (
     shown_groups,
 )
 from gradsurgeon.report.sources import from_run
-from gradsurgeon.store.captures import captures
-from gradsurgeon.store.files import begins, check_replaceable, replacing
-from gradsurgeon.store.layout import json_number, section
-from gradsurgeon.store.run import Run, open_run
 
 # What every page begins with: nothing else is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"

@@ -1,6 +1,6 @@
 """Attaches a plan to a model: the hooks, the watch over backward passes and updates, and what rules do there."""
 
-from gradsurgeon._oldest_torch import OLDEST as OLDEST
+from gradsurgeon.runtime._oldest_torch import OLDEST as OLDEST
 from gradsurgeon.runtime.attachment import Attachment as Attachment
 from gradsurgeon.runtime.context import Options as Options
 from gradsurgeon.runtime.refusals import Guard as Guard

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurgeon import _dist, _numbers, _torch
-from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
-from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning import ROOT
+from gradsurgeon.common.match import compile_pattern
+from gradsurgeon.language.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
 from gradsurgeon.runtime.context import Context, Flag
 from gradsurgeon.runtime.due_rules import Schedule, StepCounter, StepCounters
 from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.runtime.scaler_watch import unscaled
+from gradsurgeon.tensors import _dist, _numbers, _torch
+from gradsurgeon.tensors._torch import uncompiled
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (a transform of torch.func, is_grads_batched, the meta device, "

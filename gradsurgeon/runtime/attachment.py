@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gradsurgeon import _live, _torch
+from gradsurgeon.common import _live
+from gradsurgeon.common.events import Event, RuleStatus
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Plan, unwrapped
-from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.recording.recorder import Recorder
+from gradsurgeon.language.planning import Plan, unwrapped
+from gradsurgeon.records.event_log import EventLog
+from gradsurgeon.records.recorder import Recorder
+from gradsurgeon.records.store import Records
 from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
-from gradsurgeon.store import Records
+from gradsurgeon.tensors import _torch
 
 if TYPE_CHECKING:
-    from gradsurgeon.sinks.delivery import Delivery
-    from gradsurgeon.store.writer import RunWriter
+    from gradsurgeon.records.delivery import Delivery
+    from gradsurgeon.records.store.writer import RunWriter
 
 _RECOMPILED = (
     "the rules on modules ({rules}) came after the first compiled call: gradsurgeon dropped all compiled code of this process, which "

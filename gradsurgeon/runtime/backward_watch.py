@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
-from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.refusals import SharedGuard
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
+from gradsurgeon.tensors import _dist, _torch
+from gradsurgeon.tensors._backward_calls import BackwardCall
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 from gradsurgeon.tensors.readable import readable
 

@@ -9,19 +9,19 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist
 from gradsurgeon.actions import Examination
-from gradsurgeon.checks.base import Check, Finding, Model, Pass, Update
-from gradsurgeon.checks.mail import Mail
-from gradsurgeon.compiler import Stage
+from gradsurgeon.actions.checks.base import Check, Finding, Model, Pass, Update
+from gradsurgeon.actions.checks.mail import Mail
 from gradsurgeon.distributed.replication import Replication
 from gradsurgeon.errors import CheckError, shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
-from gradsurgeon.planning import slots
+from gradsurgeon.language.compiler import Stage
+from gradsurgeon.language.planning import slots
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.training_events import BackwardPass, Step
+from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradsurgeon import _dist
 from gradsurgeon.actions import Decision, Spikes
-from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.common.diagnosis import Diagnosis
+from gradsurgeon.common.events import EventKind
 from gradsurgeon.distributed.ranks import FINE, RAISE, SKIP, StopReason
 from gradsurgeon.distributed.votes import Objection
-from gradsurgeon.events import EventKind
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
@@ -21,6 +20,7 @@ from gradsurgeon.runtime.rank_agreement import ALONE, Heard
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_report import TrapReport
+from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.measure import Norms
 
 NOT_VOTED = (

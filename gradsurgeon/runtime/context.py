@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist, _job_store, _torch
 from gradsurgeon.actions import Decision, EditRule, Rule, Spikes, TrapRule
-from gradsurgeon.compiler import compile_plan
+from gradsurgeon.common.events import Event
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
-from gradsurgeon.events import Event
-from gradsurgeon.planning import Plan
-from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.recording.recorder import Recorder
+from gradsurgeon.language.compiler import compile_plan
+from gradsurgeon.language.planning import Plan
+from gradsurgeon.records.event_log import EventLog
+from gradsurgeon.records.recorder import Recorder
 from gradsurgeon.runtime.due_rules import (
     NONFINITE,
     NOTHING_DUE,
@@ -31,6 +30,7 @@ from gradsurgeon.runtime.due_rules import (
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.refusals import Refusals
 from gradsurgeon.runtime.scaler_watch import Scaling
+from gradsurgeon.tensors import _dist, _job_store, _torch
 from gradsurgeon.tensors.measure import read
 
 _ONLY_NONFINITE = "rule {rule}: a trap on modules and tags checks for non-finite elements alone, not `{statistic}`; use `params`"

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gradsurgeon.distributed.ranks import FINE
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
-from gradsurgeon.planning import Plan, named_modules
+from gradsurgeon.language.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.checks import Checks

@@ -12,9 +12,9 @@ from gradsurgeon.actions import (
     Spikes,
     TrapRule,
 )
-from gradsurgeon.compiler import Program, Stage
-from gradsurgeon.statistics import columns_of
-from gradsurgeon.store import Key
+from gradsurgeon.language.compiler import Program, Stage
+from gradsurgeon.records.store import Key
+from gradsurgeon.tensors.statistics import columns_of
 
 
 class Schedule:

@@ -7,10 +7,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers
 from gradsurgeon.actions import ByNorm, CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.errors import shorten_names
-from gradsurgeon.recording.shared_rows import by_column
+from gradsurgeon.records.shared_rows import by_column
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
@@ -18,9 +17,9 @@ from gradsurgeon.runtime.gradients import Gradients, NormClip, changes
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, Step
-from gradsurgeon.statistics import STATISTICS
-from gradsurgeon.tensors import measure
+from gradsurgeon.tensors import _dist, _numbers, measure
 from gradsurgeon.tensors.sampling import sample
+from gradsurgeon.tensors.statistics import STATISTICS
 
 _AWAITING = (
     "has no records of {names}: these gradients await a sum over ranks, which takes a collective, and rules that only look "

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import ByNorm, Edit, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.scaler_watch import unscaled
-from gradsurgeon.tensors import measure
+from gradsurgeon.tensors import _dist, _numbers, _torch, measure
 from gradsurgeon.tensors.measure import Norms
 
 LEFT_ALONE = "the norm is not finite: the gradients were left alone"

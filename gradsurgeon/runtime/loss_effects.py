@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist
 from gradsurgeon.actions import Combination, Comparison, LossRule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
+from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.store import Key
+from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.inner_products import Contributions, pairs
 
 _PLAIN = "the parameters get the plain sum, as without the rule"

@@ -10,13 +10,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _torch
-from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import LossRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
 from gradsurgeon.runtime.rank_agreement import RankAgreement
+from gradsurgeon.tensors import _dist, _numbers, _torch
+from gradsurgeon.tensors._torch import uncompiled
 from gradsurgeon.tensors.inner_products import weighted_sum
 
 _UNLIKE = (

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Literal
 
 from gradsurgeon.actions import TrapRule
-from gradsurgeon.compiler import Stage
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.language.compiler import Stage
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 from gradsurgeon.tensors import measure

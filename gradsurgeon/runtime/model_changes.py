@@ -5,15 +5,15 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from gradsurgeon import _dist
+from gradsurgeon.common.events import EventKind
 from gradsurgeon.errors import printable, shorten_names
-from gradsurgeon.events import EventKind
-from gradsurgeon.planning import Plan, bind, from_model, name_indexes, named_modules, slots
-from gradsurgeon.planning.matching import examples
+from gradsurgeon.language.planning import Plan, bind, from_model, name_indexes, named_modules, slots
+from gradsurgeon.language.planning.matching import examples
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.param_hooks import ParamHooks
+from gradsurgeon.tensors import _dist
 
 _SWAPPED = "got new content by a conversion, which drops hooks: gradsurgeon put them on again"
 _TAKEN_OFF = "lost its hooks, because other code removed them: gradsurgeon installed them again"

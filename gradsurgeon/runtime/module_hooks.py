@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _torch
-from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import Rule, spelled
-from gradsurgeon.compiler import ModuleProgram
-from gradsurgeon.planning import class_names, is_scripted
+from gradsurgeon.language.compiler import ModuleProgram
+from gradsurgeon.language.planning import class_names, is_scripted
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, NamedRule, Site
 from gradsurgeon.runtime.shared_inputs import SharedInputs
+from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors._torch import uncompiled
 from gradsurgeon.tensors.structure import (
     Arguments,
     Path,

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _dist, _live, _torch
-from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
+from gradsurgeon.common import _live
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.manual_steps import ManualSteps
@@ -28,6 +27,8 @@ from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.running_steps import Update, callers, params_of, running
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
+from gradsurgeon.tensors import _dist, _torch
+from gradsurgeon.tensors._torch import uncompiled
 
 _LBFGS = (
     "LBFGS moves all parameters together and several times in a step, so no rule can hide a parameter from it or skip the "

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _dist, _numbers, _torch
-from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
@@ -16,7 +14,8 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.gradient_rules import edit_one
 from gradsurgeon.runtime.gradients import check_layout
 from gradsurgeon.runtime.scaler_watch import unscaled
-from gradsurgeon.tensors import measure
+from gradsurgeon.tensors import _dist, _numbers, _torch, measure
+from gradsurgeon.tensors._torch import uncompiled
 
 
 class Hook:

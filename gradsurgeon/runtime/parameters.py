@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradsurgeon import _dist
-from gradsurgeon.planning import slots
+from gradsurgeon.language.planning import slots
+from gradsurgeon.tensors import _dist
 
 _grad: Callable[[Any], Any] = attrgetter("grad")
 # The dictionary of the owner and the key in it.

@@ -5,17 +5,17 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsurgeon import _dist, _job_store
 from gradsurgeon.actions import ByNorm, FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, largest
 from gradsurgeon.distributed.session_discovery import Meeting, Roll, SessionInfo
 from gradsurgeon.distributed.votes import Decision, Objection, Voter
 from gradsurgeon.errors import GradSurgeonError, shorten_names
-from gradsurgeon.recording.shared_rows import Found
+from gradsurgeon.records.shared_rows import Found
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
+from gradsurgeon.tensors import _dist, _job_store
 
 _OWN_NORM = (
     "takes one norm over gradients that DDP averages and others ({name}): the clipped gradients differ by rank, and the "

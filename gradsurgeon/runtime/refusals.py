@@ -13,11 +13,11 @@ from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
-from gradsurgeon import _torch
 from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.errors import BindError, GradSurgeonError, TrapError, printable, shorten_names
-from gradsurgeon.recording.event_log import EventLog
+from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.runtime.due_rules import Schedule, StepCounters
+from gradsurgeon.tensors import _torch
 
 _PACKAGE = Path(__file__).parents[1]
 # The place and the rule that begin a complaint.

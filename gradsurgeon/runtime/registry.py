@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _backward_calls, _torch
-from gradsurgeon._patching import Patch
-from gradsurgeon._torch import uncompiled
+from gradsurgeon.common._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.forensics import replay
 from gradsurgeon.runtime import loss_backward, running_steps
@@ -28,6 +26,8 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.refusals import SharedGuard
 from gradsurgeon.runtime.scaler_watch import watched
+from gradsurgeon.tensors import _backward_calls, _torch
+from gradsurgeon.tensors._torch import uncompiled
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 # All sessions, in the order in which they act: the sessions of the launcher act after those of the script.

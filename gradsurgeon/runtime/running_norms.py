@@ -12,9 +12,9 @@ from pydantic import AfterValidator, InstanceOf, ValidationInfo
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from gradsurgeon import _torch
 from gradsurgeon.actions import Spikes
 from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.measure import Norms
 
 # The decay of the running means of single gradients.

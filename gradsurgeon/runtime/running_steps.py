@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from gradsurgeon import _backward_calls, _torch
-from gradsurgeon._backward_calls import BackwardCall
-from gradsurgeon._patching import Patch
-from gradsurgeon._torch import uncompiled
+from gradsurgeon.common._patching import Patch
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.training_events import Step
+from gradsurgeon.tensors import _backward_calls, _torch
+from gradsurgeon.tensors._backward_calls import BackwardCall
+from gradsurgeon.tensors._torch import uncompiled
 
 # The steps under way, of all sessions and threads.
 running: list[Update] = []

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon import _live, _numbers, _torch
-from gradsurgeon._patching import Patch
-from gradsurgeon._torch import uncompiled
-from gradsurgeon.compiler import Program
+from gradsurgeon.common import _live
+from gradsurgeon.common._patching import Patch
 from gradsurgeon.errors import BindError
+from gradsurgeon.language.compiler import Program
 from gradsurgeon.runtime.refusals import Guard
+from gradsurgeon.tensors import _numbers, _torch
+from gradsurgeon.tensors._torch import uncompiled
 
 # A pass that raises, or returns gradients, leaves its entry behind.
 _MOST_PASSES = 16

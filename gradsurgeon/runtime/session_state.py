@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gradsurgeon import _bounded_load, _dist
 from gradsurgeon.errors import GradSurgeonError, printable, shorten_names
+from gradsurgeon.records.store.files import replacing
+from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.runtime.running_norms import CheckedLearntByRule
-from gradsurgeon.store.files import replacing
-from gradsurgeon.store.layout import state_name
+from gradsurgeon.tensors import _bounded_load, _dist
 
 if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller

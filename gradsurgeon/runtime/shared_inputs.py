@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
-from gradsurgeon._backward_calls import is_only_grad
-from gradsurgeon._torch import uncompiled
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.activation_rules import ActivationRules, NamedRule
 from gradsurgeon.runtime.backward_watch import is_taken
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
+from gradsurgeon.tensors import _dist, _torch
+from gradsurgeon.tensors._backward_calls import is_only_grad
+from gradsurgeon.tensors._torch import uncompiled
 from gradsurgeon.tensors.inner_products import Contributions, weighted_sum
 
 _Hook = Callable[[Tensor | None], None]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.conclusions import Finding, Look, StepContext
 from gradsurgeon.runtime.context import Context
@@ -23,6 +22,7 @@ from gradsurgeon.runtime.running_norms import (
     wide,
 )
 from gradsurgeon.runtime.trap_report import spike_report, told_of_cut
+from gradsurgeon.tensors import _torch
 
 # Returns the order in which the gradients of an update came.
 _Arrived = Callable[[], Sequence[Sequence[int]]]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gradsurgeon import _dist
 from gradsurgeon.actions import Decision, EditRule
-from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.forensics import diagnose, diagnose_inputs, with_bundle
@@ -18,6 +17,7 @@ from gradsurgeon.forensics.kept_step import FailedStep
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.rank_agreement import Heard
 from gradsurgeon.runtime.trap_report import TrapReport
+from gradsurgeon.tensors import _dist
 
 # The kinds of faults that a lower loss scale does not mend.
 _NO_OVERFLOW = frozenset({"mathematics", "bad input"})

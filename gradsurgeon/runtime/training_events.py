@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsurgeon import _torch
 from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.errors import TrapError
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.parameters import Parameters
+from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
 

@@ -9,14 +9,14 @@ from functools import cached_property
 
 from torch import Tensor
 
-from gradsurgeon import _dist
 from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
-from gradsurgeon.planning.table import count, grid
+from gradsurgeon.language.planning.table import count, grid
 from gradsurgeon.runtime.context import Flag
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.running_norms import JudgedNorms
 from gradsurgeon.runtime.training_events import GradientSnapshot
+from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 
 GOES_ON = "the update goes on (`then: warn`)"

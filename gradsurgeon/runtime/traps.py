@@ -8,7 +8,6 @@ from functools import partial
 
 from torch import Tensor
 
-from gradsurgeon import _dist
 from gradsurgeon.actions import NEVER, Decision
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.votes import Objection
@@ -32,7 +31,7 @@ from gradsurgeon.runtime.trap_report import (
     threshold_report,
     uncounted,
 )
-from gradsurgeon.tensors import measure
+from gradsurgeon.tensors import _dist, measure
 from gradsurgeon.tensors.measure import Norms
 
 _OVERFLOW = (

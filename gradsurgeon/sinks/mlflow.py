@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradsurgeon._libraries import library
+from gradsurgeon.common._libraries import library
 from gradsurgeon.sinks.sink import Client
 
 # A server accepts so many metrics at once, and no other characters in a name.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradsurgeon._libraries import library
+from gradsurgeon.common._libraries import library
 from gradsurgeon.sinks.sink import Client
 
 _STEP = "gradsurgeon/step"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradsurgeon import _torch
+from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.readable import readable
 
 # A node, or a leaf at which a pass begins: getting the node of a leaf takes longer than using it.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradsurgeon import _numbers
+from gradsurgeon.tensors import _numbers
 
 # The number of gradient elements copied at once. On the host, thousands of small gradients take one call, and the copy
 # of a large gradient stays in the processor cache. On a device only the calls cost time.

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers
-from gradsurgeon.statistics import STATISTICS, of_column
+from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors.statistics import STATISTICS, of_column
 
 Item = TypeVar("Item")
 # One tensor per device, with the indices of the parameters whose norms it holds.

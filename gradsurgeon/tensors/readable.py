@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon.tensors import _dist, _torch
 
 
 def readable(tensor: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gradsurgeon import _numbers
+from gradsurgeon.tensors import _numbers
 
 # Elements per tensor by which checks compare; smaller tensors are compared whole.
 SAMPLE = 1024

@@ -14,7 +14,7 @@ from commands import CLEAN, LINTED, WITHOUT_TORCH, call, environment, write_rule
 
 from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS
-from gradsurgeon.schema import VERSION
+from gradsurgeon.language.schema import VERSION
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 

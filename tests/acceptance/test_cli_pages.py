@@ -14,7 +14,7 @@ from commands import WITHOUT_TORCH, call
 from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, TARGETS, LossRule, check_rule
 from gradsurgeon.actions._fields import parse_tensor
-from gradsurgeon.review.checks import CHECKS, READING_CHECKS
+from gradsurgeon.cli.review.checks import CHECKS, READING_CHECKS
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 

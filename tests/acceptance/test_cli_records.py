@@ -18,9 +18,9 @@ from commands import WITHOUT_TORCH, call, environment
 from runs import listing, meta, values, write
 
 from gradsurgeon import Event
-from gradsurgeon.store import Key
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 

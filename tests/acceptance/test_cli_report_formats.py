@@ -15,10 +15,10 @@ from commands import WITHOUT_TORCH, call, call_here
 from runs import meta, values, write
 
 from gradsurgeon import Event, open_run
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
-from gradsurgeon.store import Key
-from gradsurgeon.store.writer import RunWriter
 
 RULES = pathlib.Path(__file__).parents[2] / "rules"
 KINDS = (

@@ -21,8 +21,8 @@ from commands import WITHOUT_TORCH, call, environment
 from runs import another_process, values, write
 
 from gradsurgeon import Event
-from gradsurgeon.store import Key
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.writer import RunWriter
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
@@ -40,7 +40,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 WRITES_FOR_EVER = """
 import sys, time
 from runs import KEY, meta, values
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 print("ready", flush=True)
 for step in range(10**9):

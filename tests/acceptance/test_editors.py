@@ -17,7 +17,7 @@ from commands import ROOT, pasted
 
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.cli.schema import rule_schema
-from gradsurgeon.packs import published
+from gradsurgeon.language.packs import published
 
 SERVER = shutil.which(os.environ.get("YAML_LANGUAGE_SERVER", "yaml-language-server"))
 PACKS = sorted((ROOT / "rules").glob("*.yaml"))

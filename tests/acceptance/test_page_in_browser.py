@@ -10,8 +10,8 @@ import pytest
 from page_views import HOSTILE, eventful_run, label, open_page, place, plots
 from runs import KEY, meta, values, write
 
-from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.common.events import Event, RuleStatus
+from gradsurgeon.records.store.writer import RunWriter
 
 pytestmark = pytest.mark.slow
 

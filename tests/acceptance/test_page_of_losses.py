@@ -9,8 +9,8 @@ import pytest
 from page_views import HOSTILE, open_page, plots
 from runs import meta, values
 
-from gradsurgeon.store import Key
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.writer import RunWriter
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 from page_views import READY, eventful_run, label, open_page, place, plots
 from runs import KEY, meta, values, write
 
-from gradsurgeon.events import Event
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.common.events import Event
+from gradsurgeon.records.store.writer import RunWriter
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import pytest
 from page_views import open_page, plots
 from runs import meta, values, write
 
-from gradsurgeon.events import Event
+from gradsurgeon.common.events import Event
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.web_page import write_page
-from gradsurgeon.store import Key
-from gradsurgeon.store.writer import RunWriter
 
 pytestmark = pytest.mark.slow
 

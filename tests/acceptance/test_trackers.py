@@ -19,7 +19,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import sinks
-from gradsurgeon.sinks import delivery
+from gradsurgeon.records import delivery
 
 pytestmark = [
     pytest.mark.slow,

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
-from gradsurgeon.recording import shared_rows
-from gradsurgeon.statistics import columns_of
+from gradsurgeon.records import shared_rows
+from gradsurgeon.tensors.statistics import columns_of
 
 STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
 LOG = {"id": "log", "action": "norm-log", "params": "*", "stats": STATS}

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsurgeon import _job_store
 from gradsurgeon.distributed import votes
 from gradsurgeon.distributed.ranks import SKIP
 from gradsurgeon.distributed.votes import Decision, Objection, Voter
+from gradsurgeon.tensors import _job_store
 
 PASSES = 100
 OBJECTED = {10: (3,), 20: (0, 1, 2, 3), 30: (1, 2)}

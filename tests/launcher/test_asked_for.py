@@ -55,10 +55,10 @@ def test_names_of_files_are_bytes(folder: Folder) -> None:
 
 
 BROKEN = """
-import torch, gradsurgeon.planning
+import torch, gradsurgeon.language.planning
 def bind(*arguments, **named):
     raise ZeroDivisionError
-gradsurgeon.planning.bind = bind
+gradsurgeon.language.planning.bind = bind
 """
 
 

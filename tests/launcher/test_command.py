@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsurgeon.launcher.command import main, script_command, split
-from gradsurgeon.launcher.settings import BOOTSTRAP, Settings, from_environment
+from gradsurgeon.integrations.launcher.command import main, script_command, split
+from gradsurgeon.integrations.launcher.settings import BOOTSTRAP, Settings, from_environment
 
 pytestmark = pytest.mark.cover_children
 

@@ -12,7 +12,7 @@ from bounds import TIMEOUT
 from commands import environment
 from outside import NORMS, TRAIN
 
-from gradsurgeon.launcher.settings import BOOTSTRAP
+from gradsurgeon.integrations.launcher.settings import BOOTSTRAP
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from outside import TRAIN, Folder
 
-from gradsurgeon.launcher.importing import _Finder
+from gradsurgeon.integrations.launcher.importing import _Finder
 
 NAME = "waited_for"
 # Calls back after an import, as `wrapt.when_imported` does: by a finder that asks all others, itself included.

@@ -173,7 +173,7 @@ def test_an_error_in_forward_still_shows_the_lines_of_the_script(runs: Runs) -> 
     before, after = both(runs, "exception in forward")
     assert len(own(before.stderr)) == 5
     assert own(after.stderr) == own(before.stderr)
-    assert "/gradsurgeon/launcher/" not in after.stderr
+    assert "/gradsurgeon/integrations/launcher/" not in after.stderr
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_a_model_that_the_run_did_not_have_begins_anew(folder: Folder) -> None:
 KILLED = (
     SCRIPT.replace(
         "import os, sys, torch\n",
-        "import os, signal, sys, torch\nfrom gradsurgeon.recording import recorder\n",
+        "import os, signal, sys, torch\nfrom gradsurgeon.records import recorder\n",
     )
     .replace(
         "        x = torch.randn",

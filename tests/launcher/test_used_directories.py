@@ -13,8 +13,8 @@ from outside import NORMS, TRAIN, Folder
 from ranks import torchrun
 from runs import JOB
 
-from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.store import layout
+from gradsurgeon.integrations.launcher.settings import Settings
+from gradsurgeon.records.store import layout
 
 pytestmark = pytest.mark.slow
 

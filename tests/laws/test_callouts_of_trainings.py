@@ -23,8 +23,8 @@ from runs import meta
 from torch import Tensor
 
 import gradsurgeon
-from gradsurgeon.store import Key
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.writer import RunWriter
 
 
 def remarks(training: Training, path: Path) -> list[str]:

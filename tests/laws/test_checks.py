@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 import gradsurgeon
 from gradsurgeon import CheckError, Event
-from gradsurgeon.checks.base import Pass, Update
+from gradsurgeon.actions.checks.base import Pass, Update
 
 GUIDE = Path(__file__).parents[2] / "rules" / "guide" / "checks.md"
 CHECKS: dict[str, Any] = {

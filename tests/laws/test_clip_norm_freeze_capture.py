@@ -14,7 +14,8 @@ from pairs import singly
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon import BindError, NonFiniteGradientError, _numbers
+from gradsurgeon import BindError, NonFiniteGradientError
+from gradsurgeon.tensors import _numbers
 
 
 def rules(*entries: dict[str, Any]) -> dict[str, Any]:

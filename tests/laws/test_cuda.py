@@ -12,7 +12,8 @@ from torch import nn
 
 import gradsurgeon
 from benchmarks import device_counts, rule_sets
-from gradsurgeon import GradSurgeonError, _numbers, _torch
+from gradsurgeon import GradSurgeonError
+from gradsurgeon.tensors import _numbers, _torch
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]

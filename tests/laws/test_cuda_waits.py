@@ -107,7 +107,7 @@ def test_many_rows_per_step_wait_for_nothing() -> None:
 
 
 def test_rows_land_in_pinned_memory() -> None:
-    from gradsurgeon import _torch
+    from gradsurgeon.tensors import _torch
 
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.arange(8, dtype=torch.float32, device=device)

@@ -15,8 +15,8 @@ from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, 
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
+from gradsurgeon.records import delivery
 from gradsurgeon.runtime import registry
-from gradsurgeon.sinks import delivery
 
 
 @pytest.mark.parametrize("method", ["scalars", "text", "flush"])

@@ -11,7 +11,7 @@ from laws.test_forensics import TRAP, Net, batch, diagnosed, fault
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon.diagnosis import Cause
+from gradsurgeon.common.diagnosis import Cause
 
 INF = float("inf")
 GENERAL = (

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon import _backward_calls
+from gradsurgeon.tensors import _backward_calls
 
 RULES = {
     "version": 1,

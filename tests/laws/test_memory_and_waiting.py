@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gradsurgeon
-from gradsurgeon import _numbers, _torch
+from gradsurgeon.tensors import _numbers, _torch
 
 LAYERS, STEPS = 10, 50
 PARAMS = 2 * LAYERS

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError, _torch
+from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
+from gradsurgeon.tensors import _torch
 
 
 class Poison(torch.autograd.Function):

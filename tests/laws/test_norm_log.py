@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import gradsurgeon
 from gradsurgeon.cli import main
-from gradsurgeon.recording import recorder
+from gradsurgeon.records import recorder
 
 WIDTHS = {"few": 4, "many": 40}  # 40 * 40 elements are too many to be copied
 

@@ -16,9 +16,10 @@ import torch
 from pack_trainings import DEBUG, PACKAGE, Train, launched, same
 
 import gradsurgeon
-from gradsurgeon import BindError, NonFiniteGradientError, load, packs
+from gradsurgeon import BindError, NonFiniteGradientError, load
 from gradsurgeon.actions import LossRule
-from gradsurgeon.planning import binding
+from gradsurgeon.language import packs
+from gradsurgeon.language.planning import binding
 from gradsurgeon.runtime.refusals import Guard, Refusals
 
 
@@ -211,7 +212,7 @@ def test_a_fault_of_ours_is_one_line_that_names_its_place(monkeypatch: pytest.Mo
     done = launched(trainings.plain)
     (line,) = done.lines
     assert line.startswith(
-        "gradsurgeon: no rule acts: ZeroDivisionError: nothing left (planning/binding.py:"
+        "gradsurgeon: no rule acts: ZeroDivisionError: nothing left (language/planning/binding.py:"
     )
     assert line.endswith("; a fault of gradsurgeon, please report it)")
 
@@ -230,7 +231,7 @@ CAUGHT = "its caller turns it into an event or a line"
 ELSEWHERE = "in a command, before the script, or in a call that the script makes itself"
 # Sites that no training here drives.
 NOT_DRIVEN = {
-    "checks/base.py:_Looked.__getitem__": CAUGHT,
+    "actions/checks/base.py:_Looked.__getitem__": CAUGHT,
     "distributed/ranks.py:Ranks.refuse_uneven": RANKS,
     "forensics/bundle.py:_on_host": CAUGHT,
     "forensics/bundle.py:_Reader._call": ELSEWHERE,
@@ -241,12 +242,12 @@ NOT_DRIVEN = {
     "forensics/provenance.py:Provenance.__torch_dispatch__": CAUGHT,
     "forensics/provenance.py:_stand_at": ELSEWHERE,
     "forensics/replay.py:_own_copy": CAUGHT,
-    "launcher/command.py:_step": ELSEWHERE,
-    "launcher/models.py:Models.check": CHOSEN,
-    "launcher/training_detector.py:activate": ELSEWHERE,
-    "recording/captured.py:_numbers": CAUGHT,
-    "recording/event_log.py:EventLog.raise_raised": VERDICT,
-    "recording/shared_rows.py:SharedRows.ask": ELSEWHERE,
+    "integrations/launcher/command.py:_step": ELSEWHERE,
+    "integrations/launcher/models.py:Models.check": CHOSEN,
+    "integrations/launcher/training_detector.py:activate": ELSEWHERE,
+    "records/captured.py:_numbers": CAUGHT,
+    "records/event_log.py:EventLog.raise_raised": VERDICT,
+    "records/shared_rows.py:SharedRows.ask": ELSEWHERE,
     "runtime/loss_backward.py:_check": ELSEWHERE,
     "runtime/loss_backward.py:_gradients_of": NO_PACK,
     "runtime/loss_backward.py:_weights": NO_PACK,

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import gradsurgeon
-from gradsurgeon import _numbers, _projection
-from gradsurgeon._projection import PERIOD, projections
-from gradsurgeon.tensors import measure
+from gradsurgeon.tensors import _numbers, _projection, measure
+from gradsurgeon.tensors._projection import PERIOD, projections
 
 
 def sign(pattern: int, index: Any) -> Any:

@@ -17,8 +17,8 @@ from models import data
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon import packs
 from gradsurgeon.actions import ACTIONS
+from gradsurgeon.language import packs
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.running_steps import Update
 

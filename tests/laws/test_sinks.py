@@ -16,7 +16,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
-from gradsurgeon.sinks import delivery
+from gradsurgeon.records import delivery
 
 
 def total(session: gradsurgeon.Session) -> list[tuple[int, float]]:

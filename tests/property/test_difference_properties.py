@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsurgeon
-from gradsurgeon import planning
-from gradsurgeon.planning import Manifest, Module, Param
-from gradsurgeon.review import text
-from gradsurgeon.review.difference import compare
-from gradsurgeon.schema import RuleSet
+from gradsurgeon.cli.review import text
+from gradsurgeon.cli.review.difference import compare
+from gradsurgeon.language import planning
+from gradsurgeon.language.planning import Manifest, Module, Param
+from gradsurgeon.language.schema import RuleSet
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
 pytestmark = pytest.mark.no_cover

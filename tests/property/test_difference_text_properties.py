@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gradsurgeon
+from gradsurgeon.cli.review import text
+from gradsurgeon.cli.review.difference import Difference, compare
 from gradsurgeon.errors import printable
-from gradsurgeon.planning import Manifest, Module, Param
-from gradsurgeon.review import text
-from gradsurgeon.review.difference import Difference, compare
-from gradsurgeon.schema import RuleSet
+from gradsurgeon.language.planning import Manifest, Module, Param
+from gradsurgeon.language.schema import RuleSet
 
 NASTY = (
     "`",

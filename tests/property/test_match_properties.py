@@ -10,9 +10,9 @@ from fuzzing import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradsurgeon.match import PatternError, compile_pattern, select, suggest
-from gradsurgeon.planning.manifest import Module
-from gradsurgeon.planning.matching import NameIndex
+from gradsurgeon.common.match import PatternError, compile_pattern, select, suggest
+from gradsurgeon.language.planning.manifest import Module
+from gradsurgeon.language.planning.matching import NameIndex
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
 pytestmark = pytest.mark.no_cover

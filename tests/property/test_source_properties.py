@@ -12,9 +12,9 @@ from fuzzing import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gradsurgeon import source
 from gradsurgeon.errors import RuleFileError
-from gradsurgeon.source import Document, parse, read
+from gradsurgeon.language import source
+from gradsurgeon.language.source import Document, parse, read
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
 pytestmark = pytest.mark.no_cover

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon import NonFiniteGradientError
-from gradsurgeon.session import Session
+from gradsurgeon.runtime.session import Session
 
 # What every trainer here is told: clip to this norm, take so many micro-batches per step.
 CLIP = 0.5

@@ -19,8 +19,8 @@ import torch
 from pairs import slow
 from torch import nn
 
-from gradsurgeon import _bounded_load
-from gradsurgeon._bounded_load import RefusedError
+from gradsurgeon.tensors import _bounded_load
+from gradsurgeon.tensors._bounded_load import RefusedError
 
 MOST = 2**30
 ran: list[str] = []

@@ -19,7 +19,7 @@ from models import CASES, data
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon.store.captures import captures
+from gradsurgeon.records.store.captures import captures
 
 TAGS = {"id": "tags", "action": "capture", "tensors": "*", "tensor": "value"}
 MAPS = {"id": "maps", "action": "capture", "modules": "0", "tensor": "output"}
@@ -89,7 +89,7 @@ def test_the_numbers_of_a_tensor_are_those_of_numpy(tmp_path: Path) -> None:
 def test_a_large_tensor_is_measured_by_its_first_elements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurgeon.recording.captured._MOST", 7)
+    monkeypatch.setattr("gradsurgeon.records.captured._MOST", 7)
     one = kept(tmp_path / "run", {"x": torch.arange(30.0).view(5, 6)})["x"]
     assert (one.elements, one.low, one.high, sum(one.counts)) == (30, 0.0, 6.0, 7)
     assert one.note == "of the first 7 elements"

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from gradsurgeon.actions import Steps
-from gradsurgeon.match import PatternError, compile_pattern, contains
+from gradsurgeon.common.match import PatternError, compile_pattern, contains
 
 
 @pytest.mark.no_cover  # thousands of inputs, the same few lines

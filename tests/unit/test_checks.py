@@ -13,9 +13,10 @@ import time
 import guide
 import pytest
 
-from gradsurgeon import packs, review, schema, source
+from gradsurgeon.cli import review
+from gradsurgeon.cli.review.checks import CHECKS, MAX_COMPARED, READING_CHECKS
 from gradsurgeon.errors import Problem
-from gradsurgeon.review.checks import CHECKS, MAX_COMPARED, READING_CHECKS
+from gradsurgeon.language import packs, schema, source
 
 ROOT = pathlib.Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases" / "lint"

@@ -19,7 +19,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonError, RecordError, RuleFileError
-from gradsurgeon.comparison import tolerance
+from gradsurgeon.report.comparison import tolerance
 
 FAULTS = {fault.name: fault for fault in parting.FAULTS}
 ALIKE = list(parting.HARMLESS)

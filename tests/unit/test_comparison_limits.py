@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradsurgeon.comparison.alignment import _PAIR, BOTH, Pairs
-from gradsurgeon.comparison.limits import settle
-from gradsurgeon.comparison.reading import Kind
-from gradsurgeon.comparison.tolerance import Tolerance
+from gradsurgeon.report.comparison.alignment import _PAIR, BOTH, Pairs
+from gradsurgeon.report.comparison.limits import settle
+from gradsurgeon.report.comparison.reading import Kind
+from gradsurgeon.report.comparison.tolerance import Tolerance
 
 OUTPUT, BACK = Kind("output", "forward"), Kind("output.grad", "backward")
 GRADIENT, WEIGHT = Kind("grad", "accumulated"), Kind("value", "updated")

@@ -11,10 +11,10 @@ import pytest
 from runs import meta, values
 
 import gradsurgeon
-from gradsurgeon.comparison import order, tolerance
-from gradsurgeon.comparison.reading import STATS, stripped
-from gradsurgeon.store import Key
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.writer import RunWriter
+from gradsurgeon.report.comparison import order, tolerance
+from gradsurgeon.report.comparison.reading import STATS, stripped
 
 
 def shown(chains: Any, names: Any, calls: Any = None, numbers: Any = None) -> list[str]:

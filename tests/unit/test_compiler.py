@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import gradsurgeon
-from gradsurgeon.compiler import compile_plan
-from gradsurgeon.planning import Manifest
-from gradsurgeon.planning.manifest import Param
+from gradsurgeon.language.compiler import compile_plan
+from gradsurgeon.language.planning import Manifest
+from gradsurgeon.language.planning.manifest import Param
 
 PARAMS = ("a.weight", "a.bias", "b.weight", "b.bias")
 

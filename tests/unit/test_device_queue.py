@@ -13,13 +13,14 @@ from runs import KEY, meta
 from torch import Tensor
 
 import gradsurgeon
-from gradsurgeon import Event, _torch, load
-from gradsurgeon.recording.device_queue import DeviceQueue
-from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.recording.recorder import Recorder
-from gradsurgeon.store import Key, Records
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon import Event, load
+from gradsurgeon.records.device_queue import DeviceQueue
+from gradsurgeon.records.event_log import EventLog
+from gradsurgeon.records.recorder import Recorder
+from gradsurgeon.records.store import Key, Records
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
+from gradsurgeon.tensors import _torch
 
 
 class Copy(_torch.Arrival):

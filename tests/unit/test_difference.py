@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import gradsurgeon
-from gradsurgeon import planning
-from gradsurgeon.planning import Manifest, Module, Param
-from gradsurgeon.review import sources, text
-from gradsurgeon.review.difference import Difference, compare
-from gradsurgeon.schema import RuleSet
+from gradsurgeon.cli.review import sources, text
+from gradsurgeon.cli.review.difference import Difference, compare
+from gradsurgeon.language import planning
+from gradsurgeon.language.planning import Manifest, Module, Param
+from gradsurgeon.language.schema import RuleSet
 
 CASES = pathlib.Path(__file__).parents[1] / "cases" / "review"
 KINDS = ("attn", "mlp")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import gradsurgeon
-from gradsurgeon.planning import Manifest, Param
-from gradsurgeon.review import text
-from gradsurgeon.review.difference import compare
-from gradsurgeon.schema import RuleSet
+from gradsurgeon.cli.review import text
+from gradsurgeon.cli.review.difference import compare
+from gradsurgeon.language.planning import Manifest, Param
+from gradsurgeon.language.schema import RuleSet
 
 MANY = 3_000
 MANIFEST = Manifest(

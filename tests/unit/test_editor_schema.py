@@ -8,10 +8,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from gradsurgeon import source
 from gradsurgeon.actions import ACTIONS
+from gradsurgeon.cli.review import lint
 from gradsurgeon.cli.schema import document_schema
-from gradsurgeon.review import lint
+from gradsurgeon.language import source
 
 ROOT = pathlib.Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases"

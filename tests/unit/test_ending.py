@@ -20,10 +20,10 @@ from torch import nn
 import gradsurgeon
 from gradsurgeon import Event, NonFiniteGradientError
 from gradsurgeon.cli.watch import look, screen
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
 from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.web_page import page_data
-from gradsurgeon.store.writer import RunWriter
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 TRAP = {"id": "no-nan", "action": "nan-trap", "params": "*", "forensics": False}
@@ -181,7 +181,7 @@ def test_the_end_of_a_process(tmp_path: pathlib.Path, end: str, said: str) -> No
 WRITES = """
 import sys
 from runs import KEY, meta, values
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 writer.add(KEY, 0, values(1.0, 1.0))
 writer.commit()

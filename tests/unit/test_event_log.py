@@ -16,8 +16,8 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonWarning, NonFiniteGradientError, load
-from gradsurgeon.launcher import messages
-from gradsurgeon.recording.event_log import EventLog, Tally
+from gradsurgeon.integrations.launcher import messages
+from gradsurgeon.records.event_log import EventLog, Tally
 
 NAN = float("nan")
 
@@ -45,7 +45,7 @@ def train(then: str, steps: int, **options: object) -> gradsurgeon.Session:
 
 @pytest.fixture
 def few_events(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("gradsurgeon.recording.event_log._MOST_EVENTS", 100)
+    monkeypatch.setattr("gradsurgeon.records.event_log._MOST_EVENTS", 100)
     return 100
 
 

@@ -16,9 +16,9 @@ from commands import call
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 
+from gradsurgeon.cli.review import formats, lint
+from gradsurgeon.cli.review.checks import READING_CHECKS
 from gradsurgeon.errors import Place, Problem, Severity
-from gradsurgeon.review import formats, lint
-from gradsurgeon.review.checks import READING_CHECKS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CASES = ROOT / "tests" / "cases" / "schema" / "bad"
@@ -110,7 +110,7 @@ class TestSarif:
     def test_the_catalogue_holds_what_the_code_reports_and_no_more(self) -> None:
         code = "".join(
             path.read_text(encoding="utf-8")
-            for part in ("schema", "actions", ".")
+            for part in ("language/schema", "language", "actions", "common", ".")
             for path in (ROOT / "gradsurgeon" / part).glob("*.py")
         )
         quoted = set(re.findall('"([a-z0-9.]+(?:-[a-z0-9.]+)+)"', code)) | {"bad-value"}

@@ -11,7 +11,7 @@ from commands import git
 from pairs import pairwise
 
 import gradsurgeon
-from gradsurgeon.review import sources
+from gradsurgeon.cli.review import sources
 
 # `touch` and a command that goes on as git expects, where {mark} tells that it ran.
 PROMISOR = """

@@ -14,11 +14,11 @@ import pytest
 from pairs import slow
 from runs import meta, values
 
+from gradsurgeon.records.store import Key, Part, Records
+from gradsurgeon.records.store.run import of_lowest_ranks, open_run
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.history import History, Track, Whole
 from gradsurgeon.report.spikes import LEAST_PAST, PAST, TIMES
-from gradsurgeon.store import Key, Part, Records
-from gradsurgeon.store.run import of_lowest_ranks, open_run
-from gradsurgeon.store.writer import RunWriter
 
 NAN, INF = math.nan, math.inf
 KINDS = {"norms": "gradient", "late": "gradient", "raw": "gradient", "acts": "output"}

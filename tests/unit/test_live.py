@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradsurgeon import _live
+from gradsurgeon.common import _live
 
 
 class Base:

@@ -13,9 +13,9 @@ import pytest
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import planning
 from gradsurgeon.errors import ManifestError
-from gradsurgeon.planning import Manifest, manifest_file
+from gradsurgeon.language import planning
+from gradsurgeon.language.planning import Manifest, manifest_file
 
 
 class Shared(nn.Module):

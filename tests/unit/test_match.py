@@ -9,7 +9,14 @@ import sys
 import pytest
 from bounds import within
 
-from gradsurgeon.match import Pattern, PatternError, compile_pattern, nearest, select, suggest
+from gradsurgeon.common.match import (
+    Pattern,
+    PatternError,
+    compile_pattern,
+    nearest,
+    select,
+    suggest,
+)
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up", "mlp.down", "input_layernorm")
 NAMES = [
@@ -337,9 +344,9 @@ def test_suggestions_for_a_big_model_are_fast(text: str) -> None:
 def test_neither_torch_nor_pydantic_is_imported() -> None:
     code = "import sys, types, importlib.util as u; "
     code += "p = types.ModuleType('gradsurgeon'); p.__path__ = [sys.argv[1]]; sys.modules['gradsurgeon'] = p; "
-    code += "import gradsurgeon.match, gradsurgeon.source; "
+    code += "import gradsurgeon.common.match, gradsurgeon.language.source; "
     code += "print([name for name in ('torch', 'pydantic', 'numpy') if name in sys.modules])"
-    folder = compile_pattern.__wrapped__.__code__.co_filename.rsplit("/", 1)[0]
+    folder = compile_pattern.__wrapped__.__code__.co_filename.rsplit("/", 2)[0]
     done = subprocess.run(
         [sys.executable, "-c", code, folder], capture_output=True, text=True, check=True
     )

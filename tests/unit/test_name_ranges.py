@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsurgeon.planning.table import fold_names
+from gradsurgeon.language.planning.table import fold_names
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import Diagnosis, Event, NonFiniteGradientError
-from gradsurgeon.diagnosis import Cause, Line, TensorFacts
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.common.diagnosis import Cause, Line, TensorFacts
+from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.records.store import Key, Records
 from gradsurgeon.report import Report, RuleInfo
-from gradsurgeon.store import Key, Records
 
 NAN = math.nan
 HOSTILE = "<script>alert(1)</script>\u202e\"'&"

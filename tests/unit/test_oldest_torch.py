@@ -8,8 +8,8 @@ import tomllib
 
 import pytest
 
-from gradsurgeon import _oldest_torch
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime import _oldest_torch
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -17,8 +17,10 @@ from commands import WITHOUT_TORCH, call
 from pydantic import field_validator, model_validator
 
 import gradsurgeon
-from gradsurgeon import actions, planning, statistics
-from gradsurgeon.planning import manifest_file
+from gradsurgeon import actions
+from gradsurgeon.language import planning
+from gradsurgeon.language.planning import manifest_file
+from gradsurgeon.tensors import statistics
 
 RULES = """version: 1
 rules:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradsurgeon import _job_store
 from gradsurgeon.distributed.session_discovery import Meeting, SessionInfo
+from gradsurgeon.tensors import _job_store
 
 dist: Any = torch.distributed
 INFO = SessionInfo("plan", 0, drifts=False, measures=False, host="here", peers=(0, 1))

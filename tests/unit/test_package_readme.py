@@ -91,7 +91,7 @@ def is_source(file: Path) -> bool:
 def test_layers_are_drawn_in_their_order() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (contract,) = settings["tool"]["importlinter"]["contracts"]
-    layers = [set(layer.split(" | ")) for layer in contract["layers"]]
+    layers = [set(re.split(r" [|:] ", layer)) for layer in contract["layers"]]
     shown = re.split(r"^──", PICTURE, flags=re.MULTILINE)[1:]
     # A folder inside a room belongs to the layer of the room.
     rooms = [re.findall(r"^ +(\w+)(?:\.py|/) ", layer, re.MULTILINE) for layer in shown]

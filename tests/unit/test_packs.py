@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
 import gradsurgeon
-from gradsurgeon import packs
-from gradsurgeon.session import Session
+from gradsurgeon.language import packs
+from gradsurgeon.runtime.session import Session
 
 LOCK = packs.folder() / "packs.json"
 FILES = sorted(packs.folder().glob("*.yaml"))
@@ -206,7 +206,9 @@ class TestLock:
     def test_those_of_an_installed_package_come_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(packs, "__file__", str(tmp_path / "gradsurgeon" / "packs.py"))
+        monkeypatch.setattr(
+            packs, "__file__", str(tmp_path / "gradsurgeon" / "language" / "packs.py")
+        )
         assert packs.folder() == tmp_path / "rules"
         (tmp_path / "gradsurgeon" / "rules").mkdir(parents=True)
         assert packs.folder() == tmp_path / "gradsurgeon" / "rules"

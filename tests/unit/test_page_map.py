@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from runs import meta, values, write
 
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import history, web_page
 from gradsurgeon.report.history import Grid
 from gradsurgeon.report.web_page import (
@@ -24,9 +27,6 @@ from gradsurgeon.report.web_page import (
     codes,
     page_data,
 )
-from gradsurgeon.store import Key
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
 
 
 def code(norm: float) -> int:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from gradsurgeon._patching import Patch
+from gradsurgeon.common._patching import Patch
 
 
 class Base:

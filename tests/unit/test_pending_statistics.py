@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 import gradsurgeon
-from gradsurgeon import _numbers
 from gradsurgeon.actions import ObserverRule
-from gradsurgeon.recording import device_queue
-from gradsurgeon.recording.device_queue import PendingStatistics
-from gradsurgeon.statistics import STATISTICS, columns_of
-from gradsurgeon.tensors import measure
+from gradsurgeon.records import device_queue
+from gradsurgeon.records.device_queue import PendingStatistics
+from gradsurgeon.tensors import _numbers, measure
+from gradsurgeon.tensors.statistics import STATISTICS, columns_of
 
 INF = float("inf")
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import gradsurgeon
 from gradsurgeon import BindError
-from gradsurgeon.planning import Plan, from_model, slots
+from gradsurgeon.language.planning import Plan, from_model, slots
 
 
 def rule(**options: Any) -> dict[str, Any]:

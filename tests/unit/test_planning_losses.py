@@ -15,7 +15,7 @@ import gradsurgeon
 from gradsurgeon import BindError
 from gradsurgeon.actions._methods import METHODS
 from gradsurgeon.actions.combine import MethodName
-from gradsurgeon.planning import Manifest, Plan, bind, from_model
+from gradsurgeon.language.planning import Manifest, Plan, bind, from_model
 
 OF_LOSSES: dict[str, Any] = {"losses": ["seg", "depth"]}
 
@@ -98,7 +98,7 @@ class TestTwoThatMeet:
         assert "trunk.2.weight" in text
 
     def test_a_review_says_it_too(self) -> None:
-        from gradsurgeon.review.difference import compare
+        from gradsurgeon.cli.review.difference import compare
 
         old = gradsurgeon.load({"version": 1, "rules": [combine()]})
         new = gradsurgeon.load({"version": 1, "rules": [combine(), combine("again")]})

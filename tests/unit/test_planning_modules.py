@@ -10,7 +10,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import BindError
-from gradsurgeon.planning import Plan
+from gradsurgeon.language.planning import Plan
 
 
 class Generator(nn.Module):

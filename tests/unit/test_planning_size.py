@@ -7,7 +7,7 @@ from bounds import within
 
 import gradsurgeon
 from gradsurgeon.errors import BindError
-from gradsurgeon.planning import Manifest, Module, Param, Plan, bind
+from gradsurgeon.language.planning import Manifest, Module, Param, Plan, bind
 
 
 def model(*names: str, trains: bool = True) -> Manifest:

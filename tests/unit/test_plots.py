@@ -22,9 +22,9 @@ from runs import KEY, meta, values, write
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonError, RecordError
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.run import Run
-from gradsurgeon.store import Key
-from gradsurgeon.store.writer import RunWriter
 
 NAN, INF = math.nan, math.inf
 Histories = Mapping[str, Sequence[float | None]]

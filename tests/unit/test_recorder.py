@@ -15,13 +15,13 @@ from runs import KEY, meta
 from torch import Tensor
 
 from gradsurgeon import Event, GradSurgeonWarning, load
-from gradsurgeon.planning.run_json import describe
-from gradsurgeon.recording.event_log import EventLog
-from gradsurgeon.recording.recorder import Recorder
+from gradsurgeon.language.planning.run_json import describe
+from gradsurgeon.records.event_log import EventLog
+from gradsurgeon.records.recorder import Recorder
+from gradsurgeon.records.store import Records
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
-from gradsurgeon.store import Records
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
 
 pytestmark = pytest.mark.cover_children
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 from runs import shown
 
-from gradsurgeon.events import Event, EventKind, RuleStatus
+from gradsurgeon.common.events import Event, EventKind, RuleStatus
+from gradsurgeon.records.store import Key, Records
+from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.report import Report, RuleInfo
 from gradsurgeon.report.tables import BLOCKS, NONFINITE, sparkline
-from gradsurgeon.store import Key, Records
-from gradsurgeon.store.memory import NOTHING_RECORDED
 
 NAN, INF = math.nan, math.inf
 

@@ -11,8 +11,8 @@ from pairs import singly
 from runs import meta, write
 
 from gradsurgeon import RecordError, open_run
+from gradsurgeon.records.store.run import open_run as open_stored
 from gradsurgeon.report import from_run
-from gradsurgeon.store.run import open_run as open_stored
 
 STEPS = 3000
 

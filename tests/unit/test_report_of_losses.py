@@ -16,16 +16,16 @@ from runs import meta, shown, values
 
 from gradsurgeon import open_run
 from gradsurgeon.cli.watch import look, screen
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.records.delivery import summary
+from gradsurgeon.records.store import Key, Records
+from gradsurgeon.records.store.layout import unpack_absent
+from gradsurgeon.records.store.memory import Measured as MeasuredRow
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.losses import Measured
 from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.web_page import page_data
-from gradsurgeon.sinks.delivery import summary
-from gradsurgeon.store import Key, Records
-from gradsurgeon.store.layout import unpack_absent
-from gradsurgeon.store.memory import Measured as MeasuredRow
-from gradsurgeon.store.writer import RunWriter
 
 NAN = math.nan
 PAIRS = ("seg/depth", "seg/edges", "depth/edges")

@@ -11,12 +11,12 @@ import pytest
 from runs import KEY, meta, values, write
 
 from gradsurgeon import Event
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import RuleInfo, from_run, summary
 from gradsurgeon.report.tables import NONFINITE
-from gradsurgeon.store import Key
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
 
 STEPS = 10_000
 

@@ -8,8 +8,8 @@ import pytest
 from commands import git
 
 import gradsurgeon
+from gradsurgeon.cli.review import sources
 from gradsurgeon.errors import ModelError
-from gradsurgeon.review import sources
 
 
 def text(rule: str, *includes: str) -> str:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import gradsurgeon
-from gradsurgeon import packs, schema, source
 from gradsurgeon.cli.schema import document_schema
-from gradsurgeon.match import compile_pattern
+from gradsurgeon.common.match import compile_pattern
+from gradsurgeon.language import packs, schema, source
 
 if __name__ == "__main__":  # under pytest `tests` is on the path
     sys.path.append(str(Path(__file__).parents[1]))
@@ -156,8 +156,8 @@ def test_everything_exported_is_on_the_page_of_the_python_api() -> None:
 
 
 def test_every_check_is_in_the_reference() -> None:
-    from gradsurgeon.review import checks
-    from gradsurgeon.review.checks import CHECKS
+    from gradsurgeon.cli.review import checks
+    from gradsurgeon.cli.review.checks import CHECKS
 
     reference = REFERENCE.read_text(encoding="utf-8")
     found = re.findall(r"^### `(.*)` \((.*)\)$", reference, re.MULTILINE)

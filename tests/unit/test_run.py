@@ -17,16 +17,16 @@ import pytest
 from runs import KEY, another_process, meta, values, write
 
 from gradsurgeon import Event, RecordError
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.run import of_lowest_ranks, open_run
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
-from gradsurgeon.store import Key
-from gradsurgeon.store.run import of_lowest_ranks, open_run
-from gradsurgeon.store.writer import RunWriter
 
 WRITES = """
 import sys, time
 from runs import KEY, meta, values
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 print("ready", flush=True)
 for step in range(10**9):
@@ -288,7 +288,7 @@ def test_a_run_that_is_dropped_closes_its_files(tmp_path: pathlib.Path) -> None:
 def test_who_drops_a_run_is_not_warned_of_it(tmp_path: pathlib.Path) -> None:
     write(tmp_path, {"w": [1.0]}).close()
     code = (
-        "import gc, sys\nfrom gradsurgeon.store.run import open_run\n"
+        "import gc, sys\nfrom gradsurgeon.records.store.run import open_run\n"
         "list(open_run(sys.argv[1]))\ngc.collect()\nrun = open_run(sys.argv[1])"
     )
     command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]

@@ -10,11 +10,11 @@ from pairs import singly, slow
 from pydantic import ValidationError
 
 import gradsurgeon
-from gradsurgeon import schema, source
 from gradsurgeon.actions import ACTIONS, Rule, Steps, Where
 from gradsurgeon.actions._options import keys_of
 from gradsurgeon.errors import Problem, RuleFileError
-from gradsurgeon.schema._document import meets
+from gradsurgeon.language import schema, source
+from gradsurgeon.language.schema._document import meets
 
 ZERO = {"id": "one", "action": "zero", "params": "*"}
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from gradsurgeon import packs, schema, source
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.errors import Problem
+from gradsurgeon.language import packs, schema, source
 
 CASES = pathlib.Path(__file__).parent.parent / "cases" / "schema"
 BAD = sorted(CASES.glob("bad/*.yaml"))

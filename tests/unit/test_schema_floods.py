@@ -6,9 +6,9 @@ import pytest
 from bounds import within
 from pairs import slow
 
-from gradsurgeon import schema, source
+from gradsurgeon.cli.review import linter
 from gradsurgeon.errors import Problem
-from gradsurgeon.review import linter
+from gradsurgeon.language import schema, source
 
 HEAD = "version: 1\nrules:\n"
 

@@ -12,8 +12,8 @@ import pytest
 from bounds import within
 
 import gradsurgeon
-from gradsurgeon import packs, schema, source
 from gradsurgeon.errors import RuleFileError
+from gradsurgeon.language import packs, schema, source
 
 GOOD = pathlib.Path(__file__).parent.parent / "cases/schema/good"
 
@@ -280,7 +280,7 @@ class TestPublished:
         """Make a folder of packs of our own."""
         folder = tmp_path / "gradsurgeon" / "rules"
         folder.mkdir(parents=True)
-        monkeypatch.setattr(packs, "__file__", str(folder.parent / "packs.py"))
+        monkeypatch.setattr(packs, "__file__", str(folder.parent / "language" / "packs.py"))
         names = {
             "one@1": "one@1.yaml",
             "one@2": "one.yaml",

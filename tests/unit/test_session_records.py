@@ -14,7 +14,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import RecordError
-from gradsurgeon.store import Records
+from gradsurgeon.records.store import Records
 
 RULES: dict[str, Any] = {
     "version": 1,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradsurgeon import _job_store
-from gradsurgeon.recording import shared_rows
-from gradsurgeon.recording.shared_rows import Found, Row, Share, SharedRows
-from gradsurgeon.store import Key
+from gradsurgeon.records import shared_rows
+from gradsurgeon.records.shared_rows import Found, Row, Share, SharedRows
+from gradsurgeon.records.store import Key
+from gradsurgeon.tensors import _job_store
 
 dist: Any = torch.distributed
 KEY = Key("norms", "l1", "accumulated", ("weight",))

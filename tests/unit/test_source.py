@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gradsurgeon import source
-from gradsurgeon.source import Document, parse
+from gradsurgeon.language import source
+from gradsurgeon.language.source import Document, parse
 
 LOADERS = [pytest.param(yaml.SafeLoader, id="pure")]
 if hasattr(yaml, "CSafeLoader"):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonError, GradSurgeonWarning
-from gradsurgeon.recording import recorder
+from gradsurgeon.records import recorder
 from gradsurgeon.runtime import session_state
 
 RULES: dict[str, Any] = {

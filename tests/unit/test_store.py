@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import gradsurgeon
-from gradsurgeon.store import Key, Records
-from gradsurgeon.store.memory import merged
+from gradsurgeon.records.store import Key, Records
+from gradsurgeon.records.store.memory import merged
 
 KEY = Key("norms", "l2", "accumulated", ("a", "b"))
 

@@ -18,12 +18,12 @@ from pairs import singly, slow
 from runs import JOB, KEY, another_process, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.records.store import Key, layout
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
 from gradsurgeon.report.report import to_dict
-from gradsurgeon.store import Key, layout
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
 
 pytestmark = pytest.mark.cover_children
 
@@ -32,7 +32,7 @@ import sys, time
 import pytest
 from runs import KEY, meta, refuse_wal, values
 from gradsurgeon import Event
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store.writer import RunWriter
 if sys.argv[2] == "no wal":
     refuse_wal(pytest.MonkeyPatch())
 writer = RunWriter(sys.argv[1], meta=meta())
@@ -85,7 +85,7 @@ def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib
 def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
     with another_process(WRITES_FOR_EVER, str(tmp_path), "wal"):
         code = (
-            "import sys\nfrom gradsurgeon.store.writer import RunWriter\n"
+            "import sys\nfrom gradsurgeon.records.store.writer import RunWriter\n"
             "RunWriter(sys.argv[1], rank=int(sys.argv[2]), meta={})"
         )
         done = subprocess.run(
@@ -137,7 +137,7 @@ def test_a_rank_may_be_done_before_another_of_its_job_begins(
 def test_a_reader_in_the_way_delays_and_loses_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurgeon.store.database._on_network", lambda _: True)
+    monkeypatch.setattr("gradsurgeon.records.store.database._on_network", lambda _: True)
     writer = RunWriter(tmp_path, meta=meta())
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
         reader.execute("BEGIN")
@@ -160,8 +160,8 @@ def test_a_reader_in_the_way_delays_and_loses_nothing(
 def test_a_reader_that_never_goes_away_ends_in_one_word(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurgeon.store.database._on_network", lambda _: True)
-    monkeypatch.setattr("gradsurgeon.store.writer._MOST_WAITING", 1000)
+    monkeypatch.setattr("gradsurgeon.records.store.database._on_network", lambda _: True)
+    monkeypatch.setattr("gradsurgeon.records.store.writer._MOST_WAITING", 1000)
     writer = RunWriter(tmp_path, meta=meta())
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
         reader.execute("BEGIN EXCLUSIVE")
@@ -178,10 +178,10 @@ DISK_FULL = """
 import resource, sys
 from runs import meta, values
 from gradsurgeon import Event
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.report import from_run
-from gradsurgeon.store import Key, layout
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store import Key, layout
+from gradsurgeon.records.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 said = []
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))

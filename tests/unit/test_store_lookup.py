@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from gradsurgeon import RecordError
-from gradsurgeon.store import Key, Lookup, Records
+from gradsurgeon.records.store import Key, Lookup, Records
 
 KNOWN = ("a.weight", "b.weight", "c.weight")
 ALIASES = {"tied.weight": "a.weight"}

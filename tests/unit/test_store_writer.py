@@ -16,11 +16,11 @@ import pytest
 from runs import KEY, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
-from gradsurgeon.events import RuleStatus
-from gradsurgeon.store import Key
-from gradsurgeon.store.database import _on_network
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.database import _on_network
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
 
 
 def journal_mode(path: pathlib.Path) -> str:
@@ -208,7 +208,7 @@ def test_network_file_systems_are_known_by_their_mounts(
         f"share {point} {mount} rw,relatime 0 0\n"
     )
     assert not _on_network(run)
-    monkeypatch.setattr("gradsurgeon.store.database._MOUNTS", mounts)
+    monkeypatch.setattr("gradsurgeon.records.store.database._MOUNTS", mounts)
     assert _on_network(run) is network
     assert not _on_network(tmp_path)
 
@@ -216,7 +216,7 @@ def test_network_file_systems_are_known_by_their_mounts(
 def test_on_a_network_file_system_no_log_is_tried(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurgeon.store.database._on_network", lambda _: True)
+    monkeypatch.setattr("gradsurgeon.records.store.database._on_network", lambda _: True)
     writer = write(tmp_path, {"w": [1.0]})
     assert journal_mode(tmp_path) == "delete"
     assert writer._connection.execute("PRAGMA journal_mode").fetchone() == ("truncate",)
@@ -244,9 +244,9 @@ def test_the_run_file_is_never_half_written(tmp_path: pathlib.Path) -> None:
 def test_the_store_needs_neither_torch_nor_sqlite_for_memory() -> None:
     # Measuring coverage needs SQLite itself, so only what the import adds counts.
     code = (
-        "import sys; before = set(sys.modules); import gradsurgeon.store; "
+        "import sys; before = set(sys.modules); import gradsurgeon.records.store; "
         "sys.exit(bool({'torch', 'sqlite3'} & (set(sys.modules) - before)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    code = "import sys, gradsurgeon.store.run; sys.exit('torch' in sys.modules)"
+    code = "import sys, gradsurgeon.records.store.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

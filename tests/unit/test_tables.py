@@ -16,8 +16,8 @@ from runs import meta, values, write
 
 from gradsurgeon import GradSurgeonError, RecordError, Run, open_run
 from gradsurgeon.cli import main
-from gradsurgeon.store import Key, rank_file
-from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.records.store import Key, rank_file
+from gradsurgeon.records.store.writer import RunWriter
 
 NAN, INF = math.nan, math.inf
 TYPES = {

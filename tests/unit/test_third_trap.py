@@ -18,7 +18,7 @@ from torch import nn
 import gradsurgeon
 from gradsurgeon import TrapError
 from gradsurgeon.cli.watch import look, screen
-from gradsurgeon.launcher import debugger
+from gradsurgeon.integrations.launcher import debugger
 
 
 @pytest.fixture(autouse=True)

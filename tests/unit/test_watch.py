@@ -15,13 +15,13 @@ from runs import KEY, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.cli.watch import look, screen
-from gradsurgeon.events import RuleStatus
+from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import Report, from_run
 from gradsurgeon.report.rules_and_events import by_kind
 from gradsurgeon.report.tables import shortened
-from gradsurgeon.store import Key
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
 
 STEPS = 100
 

@@ -16,11 +16,11 @@ from commands import call_here
 from runs import meta, values, write
 
 from gradsurgeon.cli import watch
-from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.common.events import Event, RuleStatus
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.web_page import BEGINNING, line, page_data, web_page, write_page
-from gradsurgeon.store import Key
-from gradsurgeon.store.run import open_run
-from gradsurgeon.store.writer import RunWriter
 
 OUTPUTS = {
     "rules": [

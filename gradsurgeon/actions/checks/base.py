@@ -1,0 +1,254 @@
+"""The facts that a check receives, and the findings that it returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsurgeon.actions.checks.mail import Mail
+from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+
+# Modules that compute something else in evaluation mode.
+_MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault: its place, what was seen, and the remedy.
+
+    Attributes:
+        cause: a word for the kind of fault; the same cause is told once for each tensor.
+        text: one sentence or two, with ``{names}`` where the names belong, and ``{it}`` for it or them.
+        tensors: the parameters that it concerns, as numbers of the session; none if it concerns the whole model.
+        names: other names, for tensors that are not in the model.
+        step: the step in which it happened, if that is not the one in which it is told.
+    """
+
+    cause: str
+    text: str
+    tensors: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    step: int | None = None
+
+
+class Model:
+    """A model, reached weakly; ``holders`` has the module that holds each parameter."""
+
+    def __init__(self, root: nn.Module, holders: Mapping[int, nn.Module]) -> None:
+        self._root = weakref.ref(root)
+        self._holders = weakref.WeakValueDictionary(holders)
+        self._modal = weakref.WeakSet(m for m in root.modules() if isinstance(m, _MODAL))
+        self.kinds = {tensor: type(holder).__name__ for tensor, holder in holders.items()}
+
+    def is_evaluated(self) -> bool | None:
+        root = self._root()
+        if root is None or not self._modal:
+            return None
+        return not root.training and not any(module.training for module in self._modal)
+
+    def is_resting(self, tensor: int) -> bool:
+        root, holder = self._root(), self._holders.get(tensor)
+        return root is not None and holder is not None and root.training and not holder.training
+
+    def is_configured_untied(self) -> bool:
+        root = self._root()
+        configs = (getattr(m, "config", None) for m in (root.modules() if root is not None else ()))
+        # Models of Hugging Face have one.
+        return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
+
+
+Missed = Literal["bypassed", "twice", "alone", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Parameters of one update that several ranks hold alike, or may hold alike.
+
+    Attributes:
+        key: a name for these parameters that all of these ranks use.
+        indices: the parameters, as numbers of the session.
+        ranks: the ranks, ascending.
+        passes: the passes that `DistributedDataParallel` averaged so far, and the passes since then, alike on all ranks.
+        promised: whether `DistributedDataParallel` keeps them alike; otherwise only their gradients can show it.
+        missed: by parameter, why its last gradient was not averaged: the forward pass went around the wrapper, a second
+            pass used one forward pass of the wrapper, it ran under `no_sync`, or the wrapper does not know it.
+    """
+
+    key: str
+    indices: Sequence[int]
+    ranks: Sequence[int]
+    passes: tuple[int, int]
+    promised: bool = False
+    missed: Mapping[int, Missed] = field(default_factory=dict)
+
+
+class _Looked(Mapping[int, Tensor]):
+    """Tensors that are looked up when they are asked for. Of a sharded one only the local part is there."""
+
+    def __init__(self, tensors: Sequence[int], find: Callable[[int], Tensor | None]) -> None:
+        self._tensors, self._find = tensors, find
+
+    def __getitem__(self, tensor: int) -> Tensor:
+        if (found := self._find(tensor)) is None:
+            raise KeyError(tensor)
+        return _dist.local(found.detach())
+
+    def __contains__(self, tensor: object) -> bool:
+        return isinstance(tensor, int) and self._find(tensor) is not None
+
+    def __iter__(self) -> Iterator[int]:
+        return (tensor for tensor in self._tensors if tensor in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(eq=False)
+class Moment:
+    """A moment of a training, for one rule.
+
+    Attributes:
+        step: the number of the update, or of the update that a backward pass feeds.
+        members: the parameters of the rule.
+        model: the model.
+        find: returns a parameter by its number, if it is still there.
+        later: calls a function with values on the host, once they have arrived there, and tells what it finds.
+    """
+
+    step: int
+    members: Sequence[int]
+    model: Model
+    find: Callable[[int], Tensor | None]
+    later: Callable[[Tensor, Callable[[Tensor], Iterable[Finding]]], None]
+
+    @cached_property
+    def params(self) -> Mapping[int, Tensor]:
+        """The parameters of the rule."""
+        return _Looked(self.members, self.find)
+
+    @cached_property
+    def grads(self) -> Mapping[int, Tensor]:
+        """The gradients that are there now."""
+        # A reference to the moment would keep its optimizer alive until the cycle collector comes.
+        find = self.find
+        return _Looked(self.members, lambda tensor: getattr(find(tensor), "grad", None))
+
+
+@dataclass(eq=False)
+class Pass(Moment):
+    """A backward pass, right before and right after it runs.
+
+    Attributes:
+        reached: the parameters of the session that it reached; none before it.
+        graph: its graph, if it is known.
+        strangers: returns the trained leaves that it reached, and that are no parameters of the model.
+    """
+
+    reached: Collection[int]
+    graph: BackwardGraph | None
+    strangers: Callable[[], Sequence[Tensor]]
+
+    @property
+    def tensors(self) -> Sequence[int]:
+        """The parameters of the rule that it reached."""
+        reached = set(self.reached)
+        return [tensor for tensor in self.members if tensor in reached]
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The value that the pass began from, detached; ``None`` if it was not one number."""
+        return None if self.graph is None else self.graph.loss
+
+
+@dataclass(eq=False)
+class Update(Moment):
+    """An update of one optimizer, right before and right after it takes place.
+
+    Attributes:
+        tensors: the parameters of the rule that the optimizer owns, or that none owns.
+        owner: a value that stands for the optimizer.
+        optimizer: the optimizer, ``None`` if the script updates by hand.
+        evaluations: how often the model has been called in evaluation mode without gradients; ``None`` if unknown.
+        mail: reaches the other ranks; ``None`` if there are none.
+        find_replicas: returns which of some parameters other ranks hold as well.
+        scale: the loss scale that the gradients still carry; ``None`` if they carry none.
+        has_moved: whether the optimizer has moved weights already, and evaluates its closure where they are now.
+        took_place: whether the optimizer was allowed to update; known after the update.
+        frozen: by parameter that a `freeze` rule hid, the id of the rule; known after the update.
+        known_norms: returns the norms that a trap has just measured, if one has.
+    """
+
+    tensors: Sequence[int]
+    owner: Hashable
+    optimizer: Optimizer | None
+    evaluations: int | None
+    mail: Mail | None
+    find_replicas: Callable[[Sequence[int]], Sequence[Replicas]]
+    scale: float | None = None
+    has_moved: bool = False
+    took_place: bool = True
+    frozen: Mapping[int, str] = field(default_factory=dict)
+    known_norms: Callable[[Sequence[int]], Tensor | None] = lambda _: None
+
+    @cached_property
+    def groups(self) -> Mapping[int, Mapping[str, Any]]:
+        found = self.optimizer.param_groups if self.optimizer is not None else ()
+        return self._by_tensor({id(param): group for group in found for param in group["params"]})
+
+    @cached_property
+    def state(self) -> Mapping[int, Mapping[str, Any]]:
+        found = self.optimizer.state if self.optimizer is not None else {}
+        return self._by_tensor({id(param): state for param, state in found.items()})
+
+    @cached_property
+    def replicas(self) -> Sequence[Replicas]:
+        """The parameters of an optimizer that other ranks hold as well."""
+        return self.find_replicas([tensor for tensor in self.tensors if tensor in self.groups])
+
+    def norms(self, tensors: Sequence[int]) -> Tensor:
+        """Return the norms of gradients on one device."""
+        known = self.known_norms(tensors)
+        return _numbers.norms([self.grads[t] for t in tensors]) if known is None else known
+
+    def _by_tensor(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
+        ids = ((tensor, id(self.find(tensor))) for tensor in self.tensors)
+        return {tensor: by_id[key] for tensor, key in ids if key in by_id}
+
+
+class Check:
+    """Looks at a training and returns findings. It changes nothing. Each method may be left out."""
+
+    def before_pass(self, starting: Pass) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
+        """Look at gradients and weights right before a backward pass."""
+        return ()
+
+    def after_pass(self, done: Pass) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
+        """Look at a backward pass that has ended."""
+        return ()
+
+    def before_unscaling(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
+        """Look at gradients that a `GradScaler` is about to unscale, because the script has not."""
+        return ()
+
+    def before_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
+        """Look at gradients and weights right before an update, before rules at `step` act."""
+        return ()
+
+    def before_edits(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
+        """Look at gradients once the traps have judged them, before rules at `step` act."""
+        return ()
+
+    def after_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
+        """Look at gradients and weights right after an update."""
+        return ()
+
+    def at_end(self) -> Iterable[Finding]:
+        """Return what has not been told when the session, or its process group, ends."""
+        return ()

@@ -1,0 +1,258 @@
+"""Finds faults of a training loop: gradients kept too long or lost, scaled clips, modes, losses."""
+
+import math
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.tensors import _numbers
+from gradsurgeon.tensors.sampling import largest
+
+# A script may do something once on purpose. From the third update in a row on it is told.
+IN_A_ROW = 3
+# After so many updates without a fault, only one in a hundred is looked at.
+SETTLED, LATER = 20, 100
+# So few parameters tell whether gradients were cleared: a script clears all of an optimizer or none.
+_WITNESSES = 4
+_ALIKE, _APART = 1e-3, 1e-2
+
+_STALE = (
+    "the update of step {step} used gradients that were there before the update of step {before}, that of {{names}} "
+    "for one: they were not cleared, so each update adds up all passes so far. Call `optimizer.zero_grad()` once "
+    "per update, before `backward()`"
+)
+_GONE = (
+    "backward passes gave gradients, {{names}} for one, but at the update of step {step} all of them were gone, "
+    "for the third time in a row. Call `optimizer.zero_grad()` after `optimizer.step()` or before `backward()`, not "
+    "between `backward()` and `step()`"
+)
+_CLIPPED = (
+    "the script clips gradients to {what} of {norm:.3g} while they still carry the loss scale of {scale:.6g}, so the "
+    "true bound is {bound:.1e}. Call `scaler.unscale_(optimizer)` before `clip_grad_norm_`"
+)
+_EVALUATED = (
+    "since step {since} each forward pass that feeds an update has run in evaluation mode: dropout is off, and batch "
+    "norms use their running statistics. Call `model.train()` after each evaluation"
+)
+_LOSS = "the loss of step {step}{maker} was {value} although all gradients are finite. {remedy}"
+_NOTHING = (
+    "A mean over nothing is NaN: look for a batch that is empty or in which every label is ignored"
+)
+_GROWN = "It has outgrown its dtype: look at the losses before this step and at the learning rate"
+_BY_A_NUMBER = frozenset({"MulBackward0", "DivBackward0"})
+# A clip that takes the scale into account has a bound near this times a usual one.
+_LEAST_BOUND = 1e-2
+
+
+@dataclass(slots=True)
+class _Owner:
+    updates: int = 0
+    last_step: int = -1
+    # By witness, places of its gradient and the values there at the last update.
+    used: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Witnesses that kept their gradients into a new pass.
+    kept: set[int] = field(default_factory=set)
+    # Whether passes since the last update gave the witnesses other gradients than 0; a 0-dim tensor.
+    came: Tensor | None = None
+    stale_in_a_row: int = 0
+    gone_in_a_row: int = 0
+    # By update that found scaled gradients: norm and largest element after its last pass, and right before it.
+    clips: list[tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=list)
+    sizes_after_pass: tuple[float, ...] = ()
+    tensors: Sequence[int] = ()
+    witnesses: Sequence[int] = ()
+
+    @property
+    def looks(self) -> bool:
+        return self.updates < SETTLED or self.updates % LATER < IN_A_ROW
+
+
+class LoopCheck(Check):
+    """Looks at gradients before and after passes and updates, and at the loss and the mode of the model."""
+
+    def __init__(self) -> None:
+        self._owners: dict[Hashable, _Owner] = {}
+        # Whether an update has come from forward passes in training mode; the steps since without one.
+        self._has_trained = False
+        self._evaluated: list[int] = []
+        # The number of evaluations before the last update in training mode.
+        self._before: int | None = None
+        # Whether the script has returned to training mode after an evaluation: then it knows how to.
+        self._has_returned = False
+        # Whether the script changed the mode for training, not for an evaluation.
+        self._is_meant = False
+        self._modes: set[bool] = set()
+        # Losses that were not finite, in passes that may feed the next update.
+        self._lost: list[Finding] = []
+
+    def before_pass(self, starting: Pass) -> Iterable[Finding]:
+        for owner in self._owners.values():
+            used, owner.used = owner.used, {}
+            grads = starting.grads
+            owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
+            owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
+            # The script has cleared what came of a loss that it did not like.
+            if self._lost and not _any_of(grads, owner.witnesses):
+                self._lost.clear()
+        return ()
+
+    def after_pass(self, done: Pass) -> Iterable[Finding]:
+        for owner in self._owners.values():
+            if owner.looks and (flag := _any_of(done.grads, owner.witnesses)) is not None:
+                owner.came = flag if owner.came is None else owner.came | flag
+            if owner.clips:
+                owner.sizes_after_pass = _sizes(done.grads, owner.tensors)
+        if (is_evaluated := done.model.is_evaluated()) is not None:
+            self._modes.add(is_evaluated)
+        if done.loss is not None:
+            lost = done.loss.isfinite().logical_not().float()
+            done.later(torch.stack([lost, done.loss.float()]), partial(self._judge_loss, done))
+        return ()
+
+    def before_unscaling(self, update: Update) -> Iterator[Finding]:
+        return _clipped(self._owners.setdefault(update.owner, _Owner()), update)
+
+    def before_update(self, update: Update) -> Iterator[Finding]:
+        owner = self._owners.setdefault(update.owner, _Owner())
+        if owner.looks:
+            owned = [tensor for tensor in update.tensors if tensor in update.groups]
+            owner.tensors = owned
+            owner.witnesses = owned[:: max(1, len(owned) // _WITNESSES)][:_WITNESSES]
+            if owner.came is not None:
+                there = _any_of(update.grads, owner.witnesses)
+                now = torch.zeros_like(owner.came) if there is None else there
+                update.later(
+                    torch.stack([owner.came, now]), partial(self._judge_gone, owner, update)
+                )
+            yield from _stale(owner, update)
+        lost, self._lost = self._lost, []
+        yield from lost
+        yield from self._mode(update)
+
+    def after_update(self, update: Update) -> Iterable[Finding]:
+        owner = self._owners.setdefault(update.owner, _Owner())
+        owner.updates += 1
+        owner.last_step = update.step
+        owner.kept, owner.came, owner.sizes_after_pass = set(), None, ()
+        if owner.looks:
+            for tensor in owner.witnesses:
+                grad = update.grads.get(tensor)
+                if grad is not None and grad.layout == torch.strided and grad.numel():
+                    at = largest(grad)
+                    owner.used[tensor] = at, torch.take(grad, at)
+        return ()
+
+    def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
+        lost, loss = seen.tolist()
+        grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
+        # A NaN that is in the gradients as well is the trap's to tell.
+        if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
+            value, remedy = ("NaN", _NOTHING) if math.isnan(loss) else (f"{loss:g}", _GROWN)
+            text = _LOSS.format(step=done.step, maker=_maker(done), value=value, remedy=remedy)
+            self._lost.append(Finding("loss", text, step=done.step))
+        return ()
+
+    def _judge_gone(self, owner: _Owner, update: Update, seen: Tensor) -> Iterator[Finding]:
+        came, there = seen.tolist()
+        # The witnesses may be cleared on purpose: then other gradients are there.
+        others = None if there or not came else _any_of(update.grads, update.tensors)
+        gone = came and not there and (others is None or not bool(others))
+        owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0
+        if owner.gone_in_a_row == IN_A_ROW:
+            yield Finding("gone", _GONE.format(step=update.step), (owner.witnesses[0],))
+
+    def _mode(self, update: Update) -> Iterator[Finding]:
+        modes, self._modes = self._modes, set()
+        count = update.evaluations
+        if False in modes:
+            self._has_returned |= self._has_trained and count != self._before
+            self._has_trained, self._evaluated, self._before = True, [], count
+        elif modes and self._has_trained:
+            if not self._evaluated:
+                # Without an evaluation the script has changed the mode for training itself.
+                self._is_meant = self._has_returned or (count is not None and count == self._before)
+            self._evaluated.append(update.step)
+            if len(self._evaluated) == IN_A_ROW and not self._is_meant:
+                yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
+
+
+def _maker(done: Pass) -> str:
+    """Return the operation that made the loss, such as ``nll_loss``; multiplying by a number made none."""
+    node: Any = done.graph.roots[0] if done.graph is not None else None
+    while (
+        isinstance(node, Node) and node.name() in _BY_A_NUMBER and node.next_functions[1][0] is None
+    ):
+        node = node.next_functions[0][0]
+    if not isinstance(node, Node):
+        return ""
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", node.name().partition("Backward")[0]).lower()
+    return f" (made by `{name}`)"
+
+
+def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
+    flags = [_numbers.values(grads[t]).any() for t in tensors if t in grads]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
+
+
+def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
+    return grad is not None and bool(old.any()) and torch.equal(torch.take(grad, at), old)
+
+
+def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
+    """Yield a finding if gradients that were there before the last update reach this one, again and again."""
+    stale = sorted(tensor for tensor in owner.kept if tensor in update.grads)
+    owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
+    if owner.stale_in_a_row == IN_A_ROW:
+        # Of four witnesses none is special: one stands for all that the script has not cleared.
+        text = _STALE.format(step=update.step, before=owner.last_step)
+        yield Finding("stale", text, (stale[0],))
+
+
+def _sizes(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> tuple[float, ...]:
+    there = [grads[t] for t in tensors if t in grads]
+    # A rank may hold no element of a gradient, which has no maximum then.
+    found = [grad for grad in there if grad.layout == torch.strided and grad.numel()]
+    if not found:
+        return ()
+    kinds = (2.0, float("inf"))
+    return tuple(float(torch.nn.utils.get_total_norm(found, kind)) for kind in kinds)
+
+
+def _clipped(owner: _Owner, update: Update) -> Iterator[Finding]:
+    """Yield a finding if gradients that still carry the loss scale always come to the same, smaller size."""
+    if update.scale is None or len(owner.clips) > IN_A_ROW:
+        return
+    now = _sizes(update.grads, owner.tensors)
+    if not (owner.sizes_after_pass and now):
+        # Sizes after a pass are taken from the second update on: then the scale is known.
+        owner.clips = owner.clips or [((), ())]
+        return
+    owner.clips.append((owner.sizes_after_pass, now))
+    cases = owner.clips[1:]
+    if len(cases) != IN_A_ROW:
+        return
+    for place, what in enumerate(("a norm", "elements")):
+        whole = torch.tensor([before[place] for before, _ in cases])
+        clipped = torch.tensor([after[place] for _, after in cases])
+        if not bool(((clipped > 0) & (clipped < whole / 2)).all()):
+            continue
+        bound = float(clipped[0]) / update.scale
+        # A clip gives the same size from different ones; a division by a constant gives the same ratio.
+        same = _spread(clipped) < _ALIKE and _spread(clipped / whole) > _APART
+        if same and bound < _LEAST_BOUND:
+            text = _CLIPPED.format(
+                what=what, norm=float(clipped[0]), scale=update.scale, bound=bound
+            )
+            yield Finding("clipped", text)
+            return
+
+
+def _spread(values: Tensor) -> float:
+    return float((values.max() - values.min()) / values.max())

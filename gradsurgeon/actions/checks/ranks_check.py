@@ -1,0 +1,190 @@
+"""Finds ranks whose gradients or weights differ although they should be replicas of one another."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions.checks.base import Check, Finding, Replicas, Update
+from gradsurgeon.actions.checks.mail import Mail
+from gradsurgeon.actions.checks.replica_comparison import ReplicaComparison, Row
+from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
+
+# Rows are sent so many together.
+_BATCH = 8
+# Up to so many ranks, each sends its first rows one by one, and later also shows a batch that is not complete yet.
+_FEW_RANKS, _FIRST = 64, 32
+# So many batches wait for a rank that is late, or has no session; newer ones replace older ones.
+_MOST_WAITING = 32
+# After so many passes, a row has the weights of one part of the parameters: a difference of weights stays.
+_SETTLED = 32
+_MOST_PARTS, _PART = 8, 4
+
+# A row on its way: passes, step, and the numbers as bytes.
+_Packed = tuple[tuple[int, int], int, bytes]
+
+
+class RanksCheck(Check):
+    def __init__(self) -> None:
+        self._series: dict[str, _Series] = {}
+
+    def before_edits(self, update: Update) -> Iterable[Finding]:
+        if update.mail is None:
+            return ()
+        for replicas in update.replicas:
+            if replicas.key not in self._series:
+                self._series[replicas.key] = _Series(replicas, update.mail)
+            series = self._series[replicas.key]
+            # A closure may be evaluated away from the weights that ranks have in common.
+            sampled = () if update.has_moved else series.part(replicas.passes)
+            values = _measured(update, replicas.indices, sampled)
+            update.later(values, partial(series.add, replicas, update.step))
+        return ()
+
+    def at_end(self) -> Iterator[Finding]:
+        for series in self._series.values():
+            yield from series.close()
+
+
+class _Series:
+    """The rows of some replicas: each rank sends its own, and the first rank compares them."""
+
+    def __init__(self, replicas: Replicas, mail: Mail) -> None:
+        self._key = replicas.key
+        self._mail = mail
+        # The process group may be gone when the session ends.
+        self._rank = _dist.rank()
+        self._first, *self._others = replicas.ranks
+        self._are_few = len(replicas.ranks) <= _FEW_RANKS
+        self._indices = replicas.indices
+        self._batch: list[Row] = []
+        self._sent = 0
+        # What follows is for the first rank.
+        self._own: dict[tuple[int, int], tuple[Row, Replicas]] = {}
+        self._theirs: dict[int, dict[tuple[int, int], Row]] = {rank: {} for rank in self._others}
+        # The number of the next batch of each rank, and the passes of its newest row.
+        self._next = dict.fromkeys(self._others, 0)
+        self._newest = dict.fromkeys(self._others, (-1, -1))
+        self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
+
+    def part(self, passes: tuple[int, int]) -> Sequence[int]:
+        """Return the parameters whose weights a row has. All ranks choose alike for the same passes."""
+        parts = min(_MOST_PARTS, len(self._indices) // _PART)
+        if sum(passes) <= _SETTLED or parts < 2:  # noqa: PLR2004 # all of them
+            return self._indices
+        # Drawn: passes may come in fours.
+        first = zlib.crc32(repr(passes).encode()) % parts
+        return self._indices[first::parts]
+
+    def add(self, replicas: Replicas, step: int, values: Tensor) -> Iterator[Finding]:
+        """Add the row of an update of this rank."""
+        row = Row(replicas.passes, step, values.T.contiguous())
+        self._batch.append(row)
+        is_early = self._are_few and self._sent < _FIRST
+        is_complete = is_early or len(self._batch) >= _BATCH
+        is_first = self._rank == self._first
+        if is_first:
+            self._own.setdefault(row.passes, (row, replicas))
+            while len(self._own) > _MOST_WAITING * _BATCH:
+                del self._own[min(self._own)]
+        elif is_complete or self._are_few:
+            self._post(str(self._sent % _MOST_WAITING) if is_complete else "last")
+        if is_complete:
+            self._batch = []
+            self._sent += 1
+        if is_complete and is_first:
+            # Another rank may be ahead: what it sends then waits in the store.
+            while min(self._newest.values()) < row.passes and self._receive(self._others):
+                pass
+            yield from self._compared(min(row.passes, *self._newest.values()))
+
+    def close(self) -> Iterator[Finding]:
+        """Send the last rows, or compare what the other ranks have sent so far."""
+        if self._rank != self._first:
+            if self._batch:
+                self._post("last")
+            return
+        for rank in self._others:
+            while self._receive([rank]):
+                pass
+            for _, batch in self._mail.take([f"{self._key}/last/{rank}"]) or ():
+                self._take_in(rank, batch)
+        yield from self._compared(max(self._own, default=(0, 0)))
+
+    def _post(self, name: str) -> None:
+        batch = [(row.passes, row.step, _numbers.to_bytes(row.numbers)) for row in self._batch]
+        self._mail.post(f"{self._key}/{name}/{self._rank}", (self._sent, batch))
+
+    def _receive(self, ranks: Sequence[int]) -> bool:
+        """Take in the next batch of each of some ranks; tell whether all of these had come."""
+        keys = [f"{self._key}/{self._next[rank] % _MOST_WAITING}/{rank}" for rank in ranks]
+        messages = self._mail.take(keys)
+        if messages is None:
+            return False
+        for rank, (number, batch) in zip(ranks, messages, strict=True):
+            self._take_in(rank, batch)
+            self._next[rank] = number + 1
+        return True
+
+    def _take_in(self, rank: int, batch: Sequence[_Packed]) -> None:
+        for passes, step, content in batch:
+            numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
+            row = Row(passes, step, numbers.view(4, -1))
+            self._theirs[rank].setdefault(row.passes, row)
+            self._newest[rank] = max(self._newest[rank], row.passes)
+
+    def _compared(self, last: tuple[int, int]) -> Iterator[Finding]:
+        """Compare the rows up to some passes. A rank that skipped an update has no row for it."""
+        for passes in sorted(self._own):
+            if passes > last:
+                break
+            row, replicas = self._own.pop(passes)
+            others = {rank: rows[passes] for rank, rows in self._theirs.items() if passes in rows}
+            yield from self._comparison.compare(row, others, replicas)
+        for rank, rows in self._theirs.items():
+            self._theirs[rank] = {passes: row for passes, row in rows.items() if passes > last}
+
+
+def _measured(update: Update, indices: Sequence[int], sampled: Sequence[int]) -> Tensor:
+    """Return the numbers of a row by parameter, of which ``sampled`` ones have all. Shape ``[parameters, 4]``."""
+    device = update.params[indices[0]].device
+    grads = {index: update.grads[index] for index in indices if index in update.grads}
+    dense = {i: grads[i] for i in sampled if i in grads and grads[i].layout is torch.strided}
+    weights = {index: update.params[index] for index in sampled}
+
+    def norms(group: Sequence[int]) -> Tensor:
+        return update.norms(group).unsqueeze(1)
+
+    def sums(group: Sequence[int]) -> Tensor:
+        return norms_and_sums([sample(dense[index]) for index in group])[:, 1:]
+
+    def of_weights(group: Sequence[int]) -> Tensor:
+        return norms_and_sums([sample(weights[index]) for index in group])
+
+    # A missing gradient counts as zero.
+    of_gradients = _by_parameter(indices, grads, norms, torch.zeros(1, device=device))
+    unknown = torch.full((2,), math.nan, device=device)
+    signed = _by_parameter(indices, dense, sums, unknown[:1])
+    return torch.cat(
+        [of_gradients, signed, _by_parameter(indices, weights, of_weights, unknown)], 1
+    )
+
+
+def _by_parameter(
+    indices: Sequence[int],
+    tensors: Mapping[int, Tensor],
+    measure: Callable[[Sequence[int]], Tensor],
+    otherwise: Tensor,
+) -> Tensor:
+    """Measure tensors device by device; return a row for each index, the last argument if there is no tensor."""
+    groups = by_device(tensors, tensors)
+    if len(groups) == 1 and len(tensors) == len(indices):  # nearly always
+        return measure(groups[0]).to(otherwise.device)
+    rows: dict[int, Tensor] = {}
+    for group in groups:
+        rows |= zip(group, measure(group).to(otherwise.device).unbind(), strict=True)
+    return torch.stack([rows.get(index, otherwise) for index in indices])

@@ -1,0 +1,250 @@
+"""Compares the numbers that ranks with the same parameters have measured at the same update."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions.checks.base import Finding, Missed, Replicas
+from gradsurgeon.tensors import _dist
+
+# Ranks may sum in another order: differences below this share of a norm are rounding.
+_ROUNDING = 1e-4
+# Without `DistributedDataParallel`, equal gradients prove replicas after so many updates in a row.
+_PROOF = 3
+# Weights that differ by less than this share of the largest norm can give gradients that are equal in each bit.
+_UNSEEN = 1e-6
+
+_GRADIENTS = "{ranks} differ in the gradients of {{names}}: {numbers}. {remedy}"
+_NORMS = "the norm of the first is {ours:.3g} on rank {first} and {theirs:.3g} on rank {other}"
+_ELEMENTS = "the first has the norm {ours:.3g} on ranks {first} and {other}, and other elements"
+_WEIGHTS = "{ranks} differ in the weights {{names}}, although their gradients are alike. {remedy}"
+
+_REMEDIES: dict[Missed, str] = {
+    "bypassed": (
+        "DistributedDataParallel did not average: call the wrapper in the forward pass, not `model.module`"
+    ),
+    "twice": (
+        "DistributedDataParallel averages once per call of the wrapper, and a later backward pass added gradients of "
+        "each rank alone. Add up the losses and call `backward()` once, or call the wrapper before each `backward()`"
+    ),
+    "alone": (
+        "The last backward pass before the update ran under `no_sync`, so each rank updated alone: leave `no_sync` "
+        "before the last pass of each update"
+    ),
+    "unknown": (
+        "DistributedDataParallel does not average {it}, because the script unfroze or replaced {it} after the wrapper was "
+        "made: make the wrapper afterwards"
+    ),
+}
+_LOST = "Look for code between `backward()` and `step()` that only some ranks run, and for a collective that loses data"
+_MOVED = f"{_LOST}. Or the script moved or unfroze {{it}} after the wrapper was made, which then does not average {{it}}"
+_SCALED = (
+    "On rank {other} they are {factor:.3g} times as large as on rank {first}: look for a clip or a factor that only some "
+    "ranks apply"
+)
+_SKIPPED = (
+    "Rank {other} has made {theirs} updates and rank {first} {ours}: look for a condition around `optimizer.step()` that "
+    "only some ranks meet"
+)
+_FROM_THE_START = (
+    "The weights were never alike: broadcast the weights of rank {first} before training"
+)
+_SINCE_THEN = "The weights were alike before: look for an update, a weight decay or an assignment that only some ranks make"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The numbers of one rank at one update.
+
+    Attributes:
+        passes: the passes that led to the update, counted alike on all ranks.
+        step: the number of the update on this rank.
+        numbers: by parameter the norm and a signed sum of the gradient, and the norm and a signed sum of the weight.
+            All but the first are NaN where they were not measured. Shape ``[4, parameters]``.
+    """
+
+    passes: tuple[int, int]
+    step: int
+    numbers: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Norms of one parameter that differ between the first rank and another one; ``place`` is its column in a row."""
+
+    place: int
+    rank: int
+    step: int
+    ours: float
+    theirs: float
+    remedy: str
+
+
+class ReplicaComparison:
+    """Compares the rows of the other ranks with those of the first rank.
+
+    Under `DistributedDataParallel` all differences are faults. Otherwise ranks may train apart, as in a sweep, or hold
+    other parts of a tensor. Ranks that have equal gradients, again and again, must have averaged them. Only if the weights
+    differ nonetheless is that a fault.
+    """
+
+    def __init__(self, ranks: Sequence[int], indices: Sequence[int]) -> None:
+        self._first, *self._others = ranks
+        self._indices = indices
+        # By other rank and parameter: the updates in a row whose gradients were equal and new.
+        self._equal = torch.zeros(len(self._others), len(indices))
+        # Likewise: whether the weights were ever alike.
+        self._met = torch.zeros(len(self._others), len(indices), dtype=torch.bool)
+        # The last norms of gradients that were compared in full.
+        self._norms = torch.zeros(len(indices))
+        # By rank: how many updates more than the first rank it had made at its first row.
+        self._leads: dict[int, int] = {}
+        # Differences of gradients that are a fault only if weights prove to differ, by rank and place.
+        self._pending: dict[tuple[int, int], _Difference] = {}
+        # The parameters whose gradients, or weights, need no further finding.
+        self._told = {cause: torch.zeros(len(indices)) > 0 for cause in ("gradients", "weights")}
+
+    def compare(self, own: Row, others: Mapping[int, Row], replicas: Replicas) -> Iterator[Finding]:
+        """Compare the rows of some other ranks at one update with the row of the first rank."""
+        for rank, row in others.items():
+            self._leads.setdefault(rank, row.step - own.step)
+        absent = torch.full_like(own.numbers, torch.nan)
+        rows = [others[rank].numbers if rank in others else absent for rank in self._others]
+        theirs = torch.stack(rows)
+        apart = _differs(own.numbers[:2], theirs[:, :2])
+        was_proven = self._equal >= _PROOF
+        self._equal = torch.where(apart, 0, self._equal)
+        self._note_equal(own.numbers[:2], theirs[:, :2])
+        weights, weights_there = own.numbers[2:], theirs[:, 2:]
+        # Where gradients are alike because ranks averaged them, weights have to be alike as well.
+        averaged, least = ~apart, 0.0
+        if not replicas.promised:
+            averaged = self._equal >= _PROOF
+            least = _UNSEEN * weights[0].nan_to_num().max().item()
+        unlike = _differs(weights, weights_there, least)
+        # An update less shows in any digit, however small the learning rate is.
+        have_skipped = torch.tensor([self._has_skipped(own, others, r) for r in self._others])
+        unlike |= have_skipped.unsqueeze(1) & (weights_there - weights).abs().gt(0).any(1)
+        alike = (weights + weights_there).isfinite().all(1) & ~unlike
+        self._met |= alike
+        told = apart & ~self._told["gradients"]
+        if not replicas.promised:
+            told &= was_proven
+        gradients = self._differences_of_gradients(own, theirs, told, replicas)
+        if not replicas.promised:
+            self._pending |= {(one.rank, one.place): one for one in gradients}
+            gradients = self._settled(averaged & unlike, averaged & alike)
+        yield from self._findings("gradients", gradients)
+        told = averaged & unlike & ~self._told["weights"]
+        found = self._differences_of_weights(own, others, theirs, told, replicas)
+        yield from self._findings("weights", found)
+
+    def _has_skipped(self, own: Row, others: Mapping[int, Row], rank: int) -> bool:
+        """Tell whether a rank, or the first one, has left out an update since their first rows."""
+        return rank in others and others[rank].step - own.step != self._leads[rank]
+
+    def _note_equal(self, ours: Tensor, theirs: Tensor) -> None:
+        """Count the gradients that show, by being equal, that ranks averaged them."""
+        norms, sums = ours
+        is_known = sums.isfinite()
+        # A gradient of zero, or one that never changes, is equal on ranks that have nothing in common.
+        is_new = is_known & (norms > 0) & ((norms - self._norms).abs() > _ROUNDING * norms)
+        is_telling = is_new & (ours == theirs).all(1)
+        # A few small gradients may be equal by chance, as where scripts take their signs.
+        are_most = is_telling.sum(1, keepdim=True) > is_new.sum() / 2
+        self._equal += is_telling & are_most
+        self._norms = torch.where(is_known, norms, self._norms)
+
+    def _differences_of_gradients(
+        self, own: Row, theirs: Tensor, told: Tensor, replicas: Replicas
+    ) -> list[_Difference]:
+        differences: list[_Difference] = []
+        for number in told.any(1).nonzero().flatten().tolist():
+            rank = self._others[number]
+            places = told[number].nonzero().flatten().tolist()
+            norms, norms_there = own.numbers[0], theirs[number, 0]
+            lost = _MOVED if replicas.promised else _LOST
+            if (factor := _common_factor(norms[places], norms_there[places])) is not None:
+                lost = _SCALED.format(other=rank, factor=factor, first=self._first)
+            for place in places:
+                missed = replicas.missed.get(self._indices[place])
+                remedy = lost if missed is None else _REMEDIES[missed]
+                pair = norms[place].item(), norms_there[place].item()
+                differences.append(_Difference(place, rank, own.step, *pair, remedy))
+        return differences
+
+    def _settled(self, unlike: Tensor, alike: Tensor) -> list[_Difference]:
+        """Return and remove pending differences that weights prove to be faults; drop those that left no trace."""
+        faults: list[_Difference] = []
+        for rank, place in list(self._pending):
+            number = self._others.index(rank)
+            if unlike[number, place]:
+                faults.append(self._pending.pop((rank, place)))
+            elif alike[number, place]:
+                del self._pending[rank, place]
+        return faults
+
+    def _differences_of_weights(
+        self,
+        own: Row,
+        others: Mapping[int, Row],
+        theirs: Tensor,
+        told: Tensor,
+        replicas: Replicas,
+    ) -> list[_Difference]:
+        differences: list[_Difference] = []
+        for number, place in told.nonzero().tolist():
+            rank = self._others[number]
+            met = replicas.promised or self._met[number, place]
+            remedy = _SINCE_THEN if met else _FROM_THE_START
+            if self._has_skipped(own, others, rank):
+                remedy = _SKIPPED
+            steps = {"ours": own.step, "theirs": others[rank].step}
+            text = remedy.format(first=self._first, other=rank, **steps)
+            pair = own.numbers[2, place].item(), theirs[number, 2, place].item()
+            differences.append(_Difference(place, rank, own.step, *pair, text))
+        return differences
+
+    def _findings(self, cause: str, differences: Iterable[_Difference]) -> Iterator[Finding]:
+        """Yield one finding for all differences that have a remedy in common."""
+        by_remedy: dict[tuple[int, str], list[_Difference]] = {}
+        for difference in differences:
+            self._told[cause][difference.place] = True
+            by_remedy.setdefault((difference.step, difference.remedy), []).append(difference)
+        for (step, remedy), alike in by_remedy.items():
+            ranks = _dist.named(sorted({self._first, *(one.rank for one in alike)}))
+            places = sorted({one.place for one in alike})
+            text = _WEIGHTS.format(ranks=ranks, remedy=remedy)
+            if cause == "gradients":
+                numbers = self._norms_of(min(alike, key=lambda one: one.place))
+                text = _GRADIENTS.format(ranks=ranks, numbers=numbers, remedy=remedy)
+            indices = tuple(self._indices[place] for place in places)
+            yield Finding(cause, text, indices, step=step)
+
+    def _norms_of(self, difference: _Difference) -> str:
+        ours, theirs = difference.ours, difference.theirs
+        is_equal = abs(ours - theirs) <= _ROUNDING * max(ours, theirs)
+        text = _ELEMENTS if is_equal else _NORMS
+        return text.format(ours=ours, theirs=theirs, first=self._first, other=difference.rank)
+
+
+def _differs(ours: Tensor, theirs: Tensor, least: float = 0.0) -> Tensor:
+    """Return by rank and parameter whether norms, or sums, differ by more than rounding.
+
+    ``ours`` has the shape ``[2, parameters]``, ``theirs`` ``[ranks, 2, parameters]``.
+    """
+    bound = _ROUNDING * torch.maximum(ours[0], theirs[:, 0]) + least
+    # Nothing is greater than NaN, which is the trap's to tell, and infinity minus infinity is NaN.
+    return ((ours - theirs).abs() > bound.unsqueeze(1)).any(1)
+
+
+def _common_factor(ours: Tensor, theirs: Tensor) -> float | None:
+    """Return the factor between the gradients of two ranks, if it is one factor for all of them and not 1."""
+    if len(ours) < 2 or not (ours > 0).all():  # noqa: PLR2004 # one gradient shows no pattern
+        return None
+    factors = theirs / ours
+    factor = factors.mean().item()
+    is_common = (factors - factor).abs().max().item() < _ROUNDING * factor
+    return factor if is_common and abs(factor - 1) > _ROUNDING else None

@@ -1,0 +1,114 @@
+"""Read rules and names for a review; git is asked for objects only, as its configuration may run commands."""
+
+import os
+import pathlib
+import posixpath
+import re
+import shutil
+import subprocess
+from functools import partial
+
+from gradsurgeon.cli.review import model_loading
+from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.language import packs, planning, schema, source
+from gradsurgeon.language.planning import Manifest, manifest_file
+from gradsurgeon.language.schema import RuleSet
+
+_SECONDS = 60
+# Users may set these for discovery. All other GIT_ variables could lead git to another repository.
+_KEPT_VARIABLES = ("GIT_CEILING_DIRECTORIES", "GIT_CONFIG_", "GIT_DISCOVERY_", "GIT_EXEC_PATH")
+_VARIABLES = {
+    "LC_ALL": "C",
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_ALLOW_PROTOCOL": "none",  # for versions of git without GIT_NO_LAZY_FETCH
+    # Replaced objects and grafts would show other content than the commit.
+    "GIT_NO_REPLACE_OBJECTS": "1",
+    "GIT_GRAFT_FILE": os.devnull,
+}
+_SETTINGS = (
+    "core.commitGraph=false",
+    # A bare repository among the files of a clone would replace the real repository.
+    "safe.bareRepository=explicit",
+)
+_HINT = (
+    "write REF:PATH with a path from the top of the repository, or with `./` from here; fetch the commit first, "
+    "because nothing is fetched here; write `./` before the name of a file on disk that holds a colon"
+)
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+
+
+def manifest_of(params: str | None = None, model: str | None = None) -> Manifest:
+    if params is not None:
+        return manifest_file.read(params)
+    return planning.from_model(model_loading.load_model(model or ""))
+
+
+def rules_at(spec: str) -> RuleSet:
+    """Return the rules of a file such as ``rules.yaml``, or of ``origin/main:rules.yaml`` in a commit."""
+    ref, path = split(spec)
+    if ref is None:
+        return schema.validate(source.read(path))
+    if path.startswith(("./", "../")):  # as git reads it, and so that includes have whole paths
+        here = os.fsdecode(_ask(spec, "rev-parse", "--show-prefix")).removesuffix("\n")
+        path = posixpath.normpath(posixpath.join(here, path))
+        if path.startswith("../"):
+            raise _unreadable(spec, "the path leads out of the repository", _HINT)
+    files = schema.Files(partial(_find, ref), lambda target: _read(target.name, target.path))
+    return schema.validate(_read(f"{ref}:{path}", pathlib.Path(path)), files)
+
+
+def split(spec: str) -> tuple[str | None, str]:
+    """Return commit, ``None`` for a file on disk, and path: a colon means a commit, unless a dot or slash is first."""
+    if spec.startswith((".", "/", "\\")) or _DRIVE.match(spec):
+        return None, spec
+    ref, colon, path = spec.partition(":")
+    return (ref, path) if colon else (None, spec)
+
+
+def _find(ref: str, entry: str, folder: pathlib.Path) -> packs.Included:
+    packs.check_portable(entry)
+    inside = posixpath.normpath(entry)
+    if inside == ".." or inside.startswith("../"):
+        raise packs.leads_out(entry)
+    target = folder / inside
+    return packs.Included(f"{ref}:{target.as_posix()}", target, target.parent)
+
+
+def _read(name: str, path: pathlib.Path) -> source.Document:
+    if int(_ask(name, "cat-file", "-s", "--end-of-options", name)) > source.MAX_BYTES:
+        raise _unreadable(name, f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
+    raw = _ask(name, "cat-file", "blob", "--end-of-options", name)
+    return source.read(path, name, raw)
+
+
+def _unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
+    message = f"cannot read the file: {cause}"
+    return RuleFileError([Problem(Place(spec, 1, 1), "unreadable-file", message, hint)])
+
+
+def _ask(spec: str, *arguments: str) -> bytes:
+    # Relative folders on the path are skipped, because a repository could bring its own git.
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    git = shutil.which("git", path=os.pathsep.join(filter(os.path.isabs, folders)))
+    if git is None:
+        raise _unreadable(spec, "git is not installed", _HINT)
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("GIT_") or key.startswith(_KEPT_VARIABLES)
+    }
+    try:
+        done = subprocess.run(  # noqa: S603 # no shell, and no argument of a user begins with a dash
+            (git, *(part for text in _SETTINGS for part in ("-c", text)), *arguments),
+            env=kept | _VARIABLES,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: a NUL
+        raise _unreadable(spec, f"git cannot be run: {error}", _HINT) from None
+    if done.returncode:
+        said = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
+        raise _unreadable(spec, f"git failed with exit code {done.returncode}: {said}", _HINT)
+    return done.stdout

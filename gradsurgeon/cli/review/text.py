@@ -1,0 +1,127 @@
+"""A difference in words: as text for the terminal, and as the same text in a comment on a pull request."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from gradsurgeon.actions import written
+from gradsurgeon.cli.review.difference import Difference, Ids, OptionChange, RuleChange
+from gradsurgeon.errors import printable
+from gradsurgeon.language.planning.table import NOUNS, abridged, count
+
+_CHAINS = 20
+_ENDS = "training with these rules ends with an error before its first step"
+
+
+def render(difference: Difference) -> str:
+    return "\n".join(_lines(difference))
+
+
+def markdown(difference: Difference) -> str:
+    """Return a difference as Markdown, in a fence that no text of a user can close."""
+    text = render(difference)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    # A line that begins with `!` is coloured, too.
+    text = re.sub("^(?:~ |(?=warning:))", "! ", text, flags=re.MULTILINE)
+    return f"**Effect of the change: {_summary(difference)}.**\n\n{fence}diff\n{text}\n{fence}\n"
+
+
+def _lines(difference: Difference) -> Iterator[str]:
+    manifest = difference.manifest
+    size = f"{count(len(manifest.params), 'parameter')}, {manifest.elements:,} elements"
+    files = f"{_shown(difference.old.file)} -> {_shown(difference.new.file)}"
+    yield f"diff: {files} on {_shown(manifest.origin)}: {size}"
+    yield _summary(difference)
+    if difference.obstacles or difference.lost or difference.untrapped:
+        yield ""
+    for rule, found in difference.obstacles:
+        yield f"warning: {_shown(rule)}: {_ENDS}. {_shown(found.text)}"
+    if lost := difference.lost:
+        yield (
+            f"warning: {count(len(lost), 'parameter')} lost all protection: no rule edits, freezes or traps "
+            f"the gradient now: {_names(lost)}."
+        )
+    if untrapped := difference.untrapped:
+        yield (
+            f"warning: no trap stops or skips a step of {count(len(untrapped), 'parameter')} any more: {_names(untrapped)}. "
+            "A non-finite gradient or a spike reaches the weights."
+        )
+    if difference.order_changed:
+        yield "note: the rules are in another order in the file"
+    yield from (f"note: {_shown(note)}" for note in manifest.notes)
+    if difference.in_effect:
+        yield ""
+        yield from _rules(difference)
+        yield from _chains(difference)
+
+
+def _summary(found: Difference) -> str:
+    if not found.in_effect:
+        return "no difference in effect"
+    rules = f"{len(found.added)} added, {len(found.removed)} removed, {len(found.changed)} changed"
+    covered = f"{_from_to(*found.covered)} of {len(found.manifest.params):,}"
+    lost = f"; {len(found.lost):,} lost all protection" * bool(found.lost)
+    return f"{rules}; {covered} parameters under rules{lost}"
+
+
+def _rules(found: Difference) -> Iterator[str]:
+    for sign, changes in (("+", found.added), ("-", found.removed), ("~", found.changed)):
+        for change in changes:
+            yield f"{sign} {change.id}  {change.action} on {_binds(change)}"
+            yield from (f"      {_option(option, sign)}" for option in change.options)
+
+
+def _binds(change: RuleChange) -> str:
+    before, after = change.before, change.after
+    things = f"{_from_to(len(before.names), len(after.names))} {NOUNS[change.target]}s"
+    if change.target == "params":
+        things += f" ({_from_to(before.elements, after.elements)} elements)"
+    return things
+
+
+def _option(option: OptionChange, sign: str) -> str:
+    absent = "always" if option.name in {"steps", "optional"} else "not given"
+    texts = [
+        # A list of one pattern is a pattern.
+        _shown(written(value[0] if isinstance(value, list) and len(value) == 1 else value))
+        if value is not None
+        else absent
+        for value in (option.before, option.after)
+    ]
+    shown = {"+": texts[1], "-": texts[0]}.get(sign) or " -> ".join(texts)
+    return f"{option.name}: {shown}"
+
+
+def _chains(found: Difference) -> Iterator[str]:
+    groups: dict[tuple[Ids, Ids], list[str]] = {}
+    changes = (*found.params, *found.tensors)
+    for change in changes:
+        groups.setdefault((change.before, change.after), []).append(change.name)
+    if not groups:
+        return
+    yield ""
+    yield f"tensors under other rules than before, in order of effect: {len(changes):,}"
+    for (before, after), names in list(groups.items())[:_CHAINS]:
+        yield f"  {_names(names)}"
+        yield f"      before: {_chain(before)}"
+        yield f"      now:    {_chain(after)}"
+    if (more := len(groups) - _CHAINS) > 0:
+        yield f"  and {more} other pairs of chains: `--format json` has all"
+
+
+def _names(names: Sequence[str]) -> str:
+    return _shown(abridged(names, {}))
+
+
+def _chain(ids: Sequence[str]) -> str:
+    return " -> ".join(ids) or "no rule"
+
+
+def _from_to(before: int, after: int) -> str:
+    return f"{before:,}" if before == after else f"{before:,} -> {after:,}"
+
+
+def _shown(text: str) -> str:
+    """Return a user's text without the commands that GitHub reads in logs: `##[`, and `::` at the start of a line."""
+    shown = printable(text).replace("##[", "#\\x23[")
+    # GitHub ignores blanks before the command.
+    return shown.replace("::", "\\x3a:", 1) if shown.lstrip().startswith("::") else shown

@@ -1,0 +1,73 @@
+"""`run --pdb`: the debugger, at the operation that made the NaN, then in the line of the script that a trap stopped."""
+
+import pdb  # noqa: T100 # the user asked for it
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+import gradsurgeon
+from gradsurgeon.common._patching import Patch
+from gradsurgeon.common.diagnosis import Diagnosis
+from gradsurgeon.errors import TrapError
+from gradsurgeon.forensics import diagnose
+from gradsurgeon.forensics.kept_step import FailedStep
+from gradsurgeon.integrations.launcher.messages import say
+from gradsurgeon.integrations.launcher.models import AttachedModel
+from gradsurgeon.runtime import step_diagnosis
+from gradsurgeon.tensors import _dist
+
+_OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
+# The last step that was diagnosed.
+_failed: list[FailedStep] = []
+
+
+def install(attached: list[AttachedModel]) -> None:
+    Patch(sys, "excepthook", partial(_on_end, attached))
+    Patch(step_diagnosis, "diagnose", _keep)
+
+
+def _keep(diagnose: Callable[[FailedStep], Diagnosis], failed: FailedStep) -> Diagnosis:
+    _failed[:] = [failed]
+    return diagnose(failed)
+
+
+def _on_end(
+    attached: list[AttachedModel],
+    end: Callable[..., None],
+    kind: type[BaseException],
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    end(kind, error, traceback)
+    # The script may have raised another error from the trap's error.
+    while error is not None and not isinstance(error, TrapError):
+        error = error.__cause__ or error.__context__
+    if error is None or error.__traceback__ is None:
+        return
+    if _dist.world() > 1:
+        # The end of any rank makes torchrun end the others, the debugger with them.
+        say("--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb` on the bundle instead")
+        return
+    if error.diagnosis is not None and error.diagnosis.operation and _failed:
+        with ExitStack() as stack:
+            for model in attached:
+                stack.enter_context(model.session.context.resting())
+            diagnose(_failed[0], debugger=True)
+    say("the trap stopped the update: the debugger is in the line that took the step (`q` to quit)")
+    cut_behind_the_script(error.__traceback__)
+    pdb.post_mortem(error.__traceback__)
+
+
+def cut_behind_the_script(traceback: TracebackType) -> None:
+    """Drop the last frames of a traceback, which belong to gradsurgeon and torch."""
+    last = frame = traceback
+    while (deeper := frame.tb_next) is not None:
+        frame = deeper
+        if not frame.tb_frame.f_code.co_filename.startswith(_OURS):
+            last = frame
+    last.tb_next = None

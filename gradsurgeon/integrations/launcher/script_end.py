@@ -1,0 +1,113 @@
+"""Write the summary and complete the records at the end of a launched script, unless a signal kills it."""
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from gradsurgeon.common._patching import Patch
+from gradsurgeon.errors import BindError, RecordError, printable
+from gradsurgeon.integrations.launcher import debugger
+from gradsurgeon.integrations.launcher.messages import say, write
+from gradsurgeon.integrations.launcher.models import Models
+from gradsurgeon.integrations.launcher.summary import summary
+from gradsurgeon.language.planning import manifest_file
+
+
+class ScriptEnd:
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._settings = models.settings
+        # The process that trains, which may be a forked worker; 0 if there is nothing left to do.
+        self._pid = 0
+        self._prepared = False
+        # How the script left, and after how many steps.
+        self._exit: tuple[SystemExit, int] | None = None
+
+    def prepare(self) -> None:
+        # Registered last, so it runs first: sessions write before their records are closed at exit.
+        atexit.unregister(self._finish)
+        atexit.register(self._finish)
+        if self._prepared:
+            return
+        self._prepared = True
+        self._pid = os.getpid()
+        # A worker that `multiprocessing` forked runs no functions at exit.
+        Finalize(None, self._finish, exitpriority=100)
+        Patch(sys, "exit", self._note_exit)
+        if self._settings.pdb:
+            debugger.install(self._models.attached)
+
+    def _note_exit(self, original: Callable[..., None], *status: Any) -> None:
+        """Remember the exit status, which Python forgets before the functions at exit run."""
+        with self._models.guard:
+            if threading.current_thread() is threading.main_thread():
+                self._exit = SystemExit(*status), self._steps()
+        original(*status)
+
+    def _steps(self) -> int:
+        return sum(model.session.step for model in self._models.attached)
+
+    def first_step(self) -> None:
+        self._models.check()
+        if not self._settings.dry_run or not self._models.attached:
+            return
+        self._pid = code = 0
+        for number, model in enumerate(self._models.attached if self._models.rank == 0 else ()):
+            print(model.session.plan, flush=True)  # noqa: T201 # the product of a dry run
+            path = Path(self._settings.dry_run)
+            if number:
+                path = path.with_name(f"{path.stem}.{model.title}{path.suffix}")
+            try:
+                manifest_file.write(model.session.plan.manifest, path)
+            except (OSError, RecordError) as error:
+                say(f"dry run: error: cannot write {printable(str(path))}: {printable(str(error))}")
+                code = 2
+            else:
+                say(f"dry run: wrote {printable(str(path))}")
+        sys.exit(code)
+
+    def _finish(self) -> None:
+        if os.getpid() != self._pid:
+            return  # The records belong to the parent of a forked child.
+        self._pid = 0
+        models = self._models
+        ended_by = getattr(sys, "last_value", None)
+        # A script that has caught the exit and trained on has not ended by it.
+        if ended_by is None and self._exit is not None and self._exit[1] == self._steps():
+            ended_by = self._exit[0]
+        refused = isinstance(ended_by, BindError) and not models.fitting
+        models.at_end = True
+        for model in models.attached:
+            with models.guard:
+                # A refused run leaves no directory that would block the next run.
+                if refused:
+                    model.session.discard()
+                else:
+                    model.session.remove(ended_by)
+                    # A session that ended with its model may not have heard the last of other ranks.
+                    model.session.controller.checks.conclude()
+        if refused:  # a refusal has a traceback
+            return
+        with models.guard:
+            write(models.without_module(), models.rank)
+            if models.attached:
+                self._say()
+
+    def _say(self) -> None:
+        models, settings = self._models, self._settings
+        # If no optimizer took a step, the rules were never checked against the models.
+        problems = [] if models.fitting else models.shortfalls()
+        if settings.dry_run:
+            problems.insert(0, "dry run: no optimizer took a step, so there is no plan")
+        for model in models.attached if not (settings.quiet or settings.dry_run) else ():
+            write(summary(model.session, model.start, model.record), models.rank)
+        for model in models.attached:
+            # At the end of the process, warnings are no longer shown. Each rank names what it lost.
+            lost = model.session.context.recorder.lost
+            write([f"gradsurgeon: error: {model.title}: {text}" for text in lost], 0)
+        write([f"gradsurgeon: error: {problem}" for problem in problems], models.rank)

@@ -1,0 +1,166 @@
+"""Wait for training, which a torch optimizer announces."""
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradsurgeon import api
+from gradsurgeon.common import _live
+from gradsurgeon.common._patching import Patch
+from gradsurgeon.errors import RuleFileError
+from gradsurgeon.integrations.launcher.messages import explain, write
+from gradsurgeon.integrations.launcher.models import Models, roots_of
+from gradsurgeon.integrations.launcher.script_end import ScriptEnd
+from gradsurgeon.integrations.launcher.settings import Settings
+from gradsurgeon.language.schema import RuleSet
+from gradsurgeon.runtime import registry
+from gradsurgeon.tensors import _backward_calls, _dist
+from gradsurgeon.tensors._backward_calls import BackwardCall
+
+
+def activate(settings: Settings) -> None:
+    """Put the rules on the models that this process will train; end the process if the rules are invalid."""
+    try:
+        rules = _perturbed(api.load(settings.rules), settings)
+    except RuleFileError as error:
+        explain()
+        print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
+        raise SystemExit(2) from None
+    # Events of updates are logged, the first trap or skipped step of a kind at once.
+    logging.getLogger("gradsurgeon").addHandler(_LogLines(logging.WARNING))
+    models = Models(settings, rules)
+    end = ScriptEnd(models)
+    TrainingDetector(models, end.prepare, end.first_step).install()
+
+
+def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:
+    if not settings.perturb:
+        return rules
+    noise = {
+        "action": "perturb",
+        "modules": "*",
+        "where": {"owns_params": True},
+        "eps": settings.perturb,
+        "seed": settings.seed,
+    }
+    names = {"noise-of-inputs": "input", "noise-of-output-gradients": "output.grad"}
+    added = [{"id": id_, "tensor": tensor, **noise} for id_, tensor in names.items()]
+    first = api.load({"version": 1, "rules": added}).rules
+    return replace(rules, rules=(*first, *rules.rules))
+
+
+class _LogLines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # The sessions of the launcher write their lines themselves.
+        if getattr(record, "is_said", False):
+            return
+        rank = f"rank {_dist.rank()}: " if _dist.rank() else ""
+        write([f"gradsurgeon: {rank}{record.getMessage()}"], 0)
+
+
+def _nothing() -> None:
+    pass
+
+
+class TrainingDetector:
+    """Finds the models of the parameters that an optimizer holds; ``found`` is called when rules were put on some."""
+
+    def __init__(
+        self,
+        models: Models,
+        found: Callable[[], None] = _nothing,
+        first_step: Callable[[], None] = _nothing,
+    ) -> None:
+        self._models = models
+        self._found = found
+        self._first_step = first_step
+        # Number of parameters of each optimizer at the last search for its models.
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._end_waiting: Callable[[], None] | None = None
+        self._undo = ExitStack()
+
+    def install(self) -> None:
+        self._undo.callback(Patch(Optimizer, "__init__", self._construct).undo)
+        # Registered before the hook of the sessions, which must find sessions that begin during a step.
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        registry.watch_steps()
+        self._undo.callback(registry.unwatch_steps)
+        distributed: Any = torch.distributed
+        if distributed.is_available():
+            # Early: a script that imports the function by name gets the patched one.
+            patch = Patch(distributed, "destroy_process_group", self._before_destruction)
+            self._undo.callback(patch.undo)
+        self._undo.callback(self._stop_waiting)
+
+    def uninstall(self) -> None:
+        self._undo.close()
+
+    def _construct(
+        self, construct: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        # The first optimizer makes torch import its compiler, which allocates no garbage.
+        with _live.uncollected():
+            construct(optimizer, *args, **kwargs)
+        with self._models.guard:
+            self._search(optimizer)
+
+    def _before_destruction(self, destroy: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Let the checks hear other ranks before a process group is destroyed: the store may end with it."""
+        for model in self._models.attached:
+            with self._models.guard:
+                model.session.controller.checks.conclude()
+        destroy(*args, **kwargs)
+
+    def _stop_waiting(self) -> None:
+        if self._end_waiting is not None:
+            self._end_waiting()
+            self._end_waiting = None
+
+    def _before_backward(self, call: BackwardCall) -> None:
+        with self._models.guard:
+            if call.accumulates:
+                for optimizer in list(self._sizes):
+                    self._search(optimizer)
+                self._begin()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+        del args, kwargs
+        with self._models.guard:
+            # The constructor of a copied or loaded optimizer never ran.
+            self._search(optimizer)
+            if self._models.waiting():
+                self._begin()
+            first, self._first_step = self._first_step, _nothing
+            first()
+
+    def _search(self, optimizer: Optimizer) -> None:
+        # A wrapper that skips the constructor of its base may have no groups.
+        groups = getattr(optimizer, "param_groups", ())
+        params = [param for group in groups for param in group["params"]]
+        if self._sizes.get(optimizer) == len(params):
+            return
+        # Lazy parameters have a shape by the first backward pass.
+        lazy = any(map(is_lazy, params))
+        self._sizes[optimizer] = -1 if lazy else len(params)
+        if not lazy:
+            if self._models.cover(params):
+                return
+            self._models.attach(roots_of(params), params, optimizer)
+            self._found()
+        if self._end_waiting is None:
+            self._end_waiting = _backward_calls.before(self._before_backward)
+
+    def _begin(self) -> None:
+        self._stop_waiting()
+        self._models.begin(list(self._sizes))
+        if self._models.attached:
+            self._found()

@@ -1,0 +1,117 @@
+"""RuleSet + names -> Plan. Pure: it reads a manifest and touches nothing."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
+from gradsurgeon.common import _live
+from gradsurgeon.common.match import compile_pattern
+from gradsurgeon.errors import BindError, printable
+from gradsurgeon.language.planning.manifest import Manifest, Module, Param
+from gradsurgeon.language.planning.matching import Match, Matcher, Thing
+from gradsurgeon.language.planning.obstacles import MatchedRules, complaint
+from gradsurgeon.language.planning.plan import Binding, Plan, hook_of
+from gradsurgeon.language.planning.table import count
+from gradsurgeon.language.schema import RuleSet
+
+NO_MATCH = "matches nothing in this model"
+
+
+@_live.uncollected()
+def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: bool = False) -> Plan:
+    """Return a plan; without ``alone`` another model may have missing names.
+
+    Rules that cannot act are an error; with ``lenient`` they bind nothing, and the plan lists them as ``refused``.
+    """
+    matcher = Matcher(manifest)
+    matched = MatchedRules(rules, matcher)
+    refused: dict[str, tuple[str, ...]] = {}
+    for rule in rules.rules:
+        if obstacles := list(matched.obstacles(rule.id, alone=alone)):
+            refused[rule.id] = tuple(complaint(rules, rule, found) for found in obstacles)
+    if refused and not lenient:
+        raise BindError([text for texts in refused.values() for text in texts])
+    bindings: list[Binding] = []
+    warnings: dict[str, tuple[str, ...]] = {}
+    for rule in rules.rules:
+        if rule.id not in refused:
+            match = matched.matches[rule.id]
+            bindings += _bindings(rule, match)
+            warnings[rule.id] = tuple(_warnings_on(rule, match, matcher))
+    plan = Plan(rules, manifest, tuple(bindings), warnings, refused=refused)
+    notes = map(printable, manifest.notes)
+    return replace(plan, warnings=(*_cost(plan), *_graph_breaks(plan), *notes))
+
+
+def _bindings(rule: Rule, match: Match) -> Iterator[Binding]:
+    """Yield the bindings of a rule. There can be thousands, so shared facts are computed once."""
+    rule_id, tensor, point, hook = rule.id, str(rule.ref), rule.point, hook_of(rule)
+    if rule.target == "tensors":
+        for text in match.names:
+            yield Binding(rule_id, text, (), tensor, point, hook)
+    for thing in match.things:
+        numel, dormant = (
+            (0, False) if isinstance(thing, Module) else (thing.numel, not thing.requires_grad)
+        )
+        yield Binding(rule_id, thing.name, thing.aliases, tensor, point, hook, numel, dormant)
+
+
+def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
+    if not match.is_for:
+        yield f"is for a model of the class {rule.model}, this one is {matcher.manifest.origin}"
+    elif rule.target == "tensors":
+        yield from rule.notes
+        yield "takes effect when the script tags a tensor with such a name"
+    else:
+        yield from matcher.names[rule.target].doubts(rule)
+        if match.things:
+            yield from _remarks(rule, match.things)
+            # The notes describe an effect, and a rule without a match has none.
+            yield from rule.notes
+        else:
+            yield "matches nothing (optional)" if rule.optional else NO_MATCH
+
+
+def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
+    params = [thing for thing in matched if isinstance(thing, Param)]
+    if params and not any(param.requires_grad for param in params):
+        yield "all matched parameters have `requires_grad` off: the rule acts once it is on"
+    if rule.target != "modules":
+        return
+    if rule.ref.grad and rule.ref.side == "input":
+        yield "the view that separates this module's share can regroup a sum in its last bit"
+    if not rule.ref.grad and isinstance(rule, EditRule) and rule.when is None:
+        yield "acts in every forward call, also in evaluation; `when: train` limits it to training"
+
+
+def _graph_breaks(plan: Plan) -> Iterator[str]:
+    if any(rule.target != "params" and plan.of(rule.id) for rule in plan.rules.rules):
+        yield (
+            "under torch.compile no call of gradsurgeon.tag(), of a module with rules, or around one, is part "
+            "of a graph: numerics may differ"
+        )
+
+
+def _cost(plan: Plan) -> Iterator[str]:
+    rules = [rule for rule in plan.rules.rules if isinstance(rule, LossRule) and rule.losses]
+    matched = {binding.name for rule in rules for binding in plan.of(rule.id)}
+    params = [param for param in plan.manifest.params if param.name in matched]
+    losses = dict.fromkeys(name for rule in rules if plan.of(rule.id) for name in rule.losses or ())
+    if params:
+        elements = count(sum(param.numel for param in params), "element")
+        yield (
+            f"gradsurgeon.backward takes one more backward pass per loss, and meanwhile keeps {len(losses)} "
+            f"gradients of {elements} and the graph"
+        )
+
+
+def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
+    rules = [rule for rule in plan.rules.rules if isinstance(rule, ObserverRule)]
+    if any(rule.target != "params" for rule in rules):
+        return ""
+    names = [binding.name for rule in rules for binding in plan.of(rule.id)]
+    astray = [text for text in patterns if not any(map(compile_pattern(text).matches, names))]
+    if not astray:
+        return ""
+    shown = ", ".join(f'"{printable(text)}"' for text in astray)
+    return f"names={shown} matches no tensor that a rule records, and gives no curve"

@@ -1,0 +1,236 @@
+"""The names a rule can match: the parameters of a model, read without touching it."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
+
+from gradsurgeon.common import _live
+
+# Wrappers put one segment between their own name and the name of the wrapped module. The segment is
+# dropped only if its owner is such a wrapper: a model may call a child `module`. Names identify the
+# wrappers and their subclasses, so planning needs no torch.
+_WRAPPERS = {
+    "DistributedDataParallel": {"module"},
+    "DataParallel": {"module"},
+    "FullyShardedDataParallel": {"_fsdp_wrapped_module"},
+    "OptimizedModule": {"_orig_mod"},
+    "ActivationWrapper": {"_checkpoint_wrapped_module"},
+    # Fabric holds the wrapped module twice, with and without the wrapper of its strategy.
+    "_FabricModule": {"_forward_module", "_original_module"},
+}
+_THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
+
+Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
+
+# Limits for files, not for models. On longer names a regular expression could take long.
+Name = Annotated[str, Field(min_length=1, max_length=300)]
+NameList = Annotated[tuple[Name, ...], FailFast()]
+Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
+Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Name  # canonical, the first one in the order of ``named_parameters``
+    aliases: NameList  # its other canonical names, if the tensor is tied
+    shape: Shape | None  # none while a lazy module has not seen its first input
+    dtype: Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,40}$")]
+    requires_grad: StrictBool
+    module_type: NameList  # class names of the owners, most derived first, base classes included
+    sparse: StrictBool = False  # the owner asks for sparse gradients
+    sharding: Sharding = ""
+
+    @property
+    def numel(self) -> int:
+        return 0 if self.shape is None else prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+ROOT = "."
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Name
+    aliases: Annotated[NameList, Field(default=())]
+    module_type: Annotated[NameList, Field(alias="type")]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """The place of a parameter: ``owner._parameters[key]``, under a canonical name."""
+
+    name: str
+    owner: Any
+    key: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All parameters and modules of a model, in the order of ``named_parameters``.
+
+    Names from a file of weights have no class names (``module_type`` is empty).
+
+    Attributes:
+        origin: class name of the root, or the file of weights.
+        params: the parameters.
+        modules: the modules, the root first.
+        model_type: class names of the root, most derived first, for `model:` in a rule.
+        notes: facts about the names that a reader of a plan must know.
+    """
+
+    origin: str
+    params: tuple[Param, ...]
+    modules: tuple[Module, ...] = ()
+    model_type: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Number of elements over all parameters."""
+        return sum(param.numel for param in self.params)
+
+    # Each rule asks for these facts about all names, and there may be thousands of both.
+
+    @cached_property
+    def flat_params(self) -> tuple[Param, ...]:
+        """The parameters that FullyShardedDataParallel keeps flat."""
+        return tuple(one for one in self.params if one.sharding == "FullyShardedDataParallel")
+
+    @cached_property
+    def lacks_classes(self) -> bool:
+        """Whether the source of the names lacks classes, as a file of weights does."""
+        things: tuple[Param | Module, ...] = (*self.params, *self.modules)
+        return any(not one.module_type for one in things)
+
+
+def is_scripted(kind: Collection[str]) -> bool:
+    """Tell whether `torch.jit` runs no hook of modules of a class."""
+    return "ScriptModule" in kind and "TopLevelTracedModule" not in kind
+
+
+def class_names(module: object) -> tuple[str, ...]:
+    return _names_of(type(module))  # type: ignore[arg-type] # a class has the hash of a class
+
+
+@lru_cache(maxsize=256)
+def _names_of(kind: type) -> tuple[str, ...]:
+    return tuple(base.__name__ for base in kind.__mro__[:-1])
+
+
+@lru_cache(maxsize=256)
+def _transparent(kind: type) -> frozenset[str]:
+    """Return the names of children that a wrapper only wraps."""
+    return frozenset(
+        segment
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] in _THEIR_PACKAGES
+        for segment in _WRAPPERS.get(base.__name__, ())
+    )
+
+
+def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    yield prefix, module
+    transparent = _transparent(type(module))  # type: ignore[arg-type] # a class has the hash of a class
+    for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
+        if child is None:
+            continue
+        step = "" if key in transparent else key
+        yield from walk(child, f"{prefix}.{step}" if prefix and step else prefix or step)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module inside `DistributedDataParallel`: the wrapper holds nothing of its own, and may be exchanged."""
+    while "DistributedDataParallel" in class_names(model):
+        kind: Any = type(model)
+        if "module" not in _transparent(kind):
+            break
+        model = model.module
+    return model
+
+
+def slots(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> Iterator[ParameterSlot]:
+    for path, module in tree or walk(model):
+        # `named_parameters` shows a tied parameter once, under its first name.
+        for key, param in module._parameters.items():  # noqa: SLF001
+            if param is not None:
+                yield ParameterSlot(f"{path}.{key}" if path else key, module, key)
+
+
+@_live.uncollected()
+def from_model(model: Any) -> Manifest:
+    """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
+    tree = list(walk(model))
+    groups: dict[int, list[ParameterSlot]] = {}
+    for slot in slots(model, tree):
+        groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
+    *_, root = (module for path, module in tree if not path)
+    managed = _managed(tree)
+    return Manifest(
+        origin=type(root).__name__,
+        params=tuple(_param(group, managed) for group in groups.values()),
+        modules=tuple(_modules(named_modules(model, tree))),
+        model_type=class_names(root),
+    )
+
+
+def named_modules(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> dict[str, Any]:
+    return {path or ROOT: module for path, module in tree or walk(model)}
+
+
+def _modules(names: Mapping[str, Any]) -> Iterator[Module]:
+    found: dict[int, tuple[Any, list[str]]] = {}
+    for name, module in names.items():
+        found.setdefault(id(module), (module, []))[1].append(name)
+    for module, own in found.values():
+        yield Module(own[0], tuple(own[1:]), class_names(module))
+
+
+def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
+    """Return the ids of the modules whose parameters `fully_shard` manages."""
+    ids: set[int] = set()
+    for _, module in tree:
+        if "FSDPModule" in class_names(module):
+            ids.update(id(one) for one in module.modules())
+    return ids
+
+
+def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
+    # FullyShardedDataParallel marks its flat parameters, and with `use_orig_params` the views of them.
+    if getattr(tensor, "_fsdp_flattened", False):
+        return "FullyShardedDataParallel"
+    if "DTensor" not in class_names(tensor):
+        return ""
+    return "fully_shard" if id(owner) in managed else "tensor parallel"
+
+
+def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
+    first = group[0]
+    tensor = first.owner._parameters[first.key]  # noqa: SLF001
+    types = {name: None for slot in group for name in class_names(slot.owner)}
+    names = list(dict.fromkeys(slot.name for slot in group))
+    return Param(
+        name=names[0],
+        aliases=tuple(names[1:]),
+        shape=None if "UninitializedTensorMixin" in class_names(tensor) else tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        requires_grad=tensor.requires_grad,
+        module_type=tuple(types),
+        sparse=any(vars(slot.owner).get("sparse") is True for slot in group),
+        sharding=_sharding(tensor, first.owner, managed),
+    )

@@ -1,0 +1,196 @@
+"""The names of a model as a file, perhaps of a stranger."""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+
+from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from gradsurgeon.actions import described
+from gradsurgeon.errors import ManifestError, Place, Problem, shorten_names
+from gradsurgeon.language.planning.manifest import ROOT, Manifest, Module, Name, Param, Shape
+from gradsurgeon.language.schema import Built
+from gradsurgeon.records.store.files import begins, check_replaceable, replacing
+
+VERSION = 1
+# A model of 100,000 tensors needs 40 MB.
+MAX_BYTES = 100_000_000
+# One byte of JSON can become many bytes of memory: this many values need half a gigabyte.
+_MAX_VALUES = 6_000_000
+_KINDS = "names come from params.json or from *.safetensors"
+_WRITE_AGAIN = "write the file again: `gradsurgeon params`"
+
+_LEAD = 8  # bytes of a safetensors file that hold the length of its header
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+}
+# Tensors of whole numbers or bits have no gradient.
+_WITHOUT_GRADIENT = ("I", "U", "BOOL")
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    version: Literal[1]
+    origin: Name
+    hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
+    params: Annotated[tuple[Param, ...], FailFast()]
+    modules: Annotated[tuple[Module, ...], FailFast()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor in the header of a safetensors file."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    dtype: Annotated[str, Field(max_length=40)]
+    shape: Shape
+    data_offsets: Any = None
+
+
+def to_dict(manifest: Manifest) -> dict[str, Any]:
+    kinds: dict[str, Any] = {"params": tuple[Param, ...], "modules": tuple[Module, ...]}
+    content = {
+        key: TypeAdapter(kind).dump_python(
+            getattr(manifest, key), mode="json", by_alias=True, exclude_defaults=True
+        )
+        for key, kind in kinds.items()
+    }
+    head = {"version": VERSION, "origin": manifest.origin, "hash": digest(content)}
+    return {**head, **content}
+
+
+def digest(content: dict[str, Any]) -> str:
+    """Return the hash of parameters and modules; it does not depend on layout or order of keys."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def dumps(manifest: Manifest) -> str:
+    entries = []
+    for key, value in to_dict(manifest).items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
+    place = Path(path)
+    check_replaceable(place, lambda there: begins(there, b'{\n "version"'), "params.json")
+    with replacing(place) as file:
+        file.write(dumps(manifest))
+
+
+def read(path: str | os.PathLike[str]) -> Manifest:
+    file = os.fspath(path)
+    if file.endswith(".safetensors"):
+        return _from_weights(file)
+    return from_dict(_read_json(file), file)
+
+
+def from_dict(data: object, file: str = "<dict>") -> Manifest:
+    """Return the manifest that `to_dict` has written; a wrong hash becomes a note of the manifest."""
+    top = _checked(_File, data, file)
+    for noun, things in (("parameter", top.params), ("module", top.modules)):
+        names = Counter(name for thing in things for name in thing.names)
+        if twice := [name for name, count in names.items() if count > 1]:
+            _refuse(file, f"the {noun} `{twice[0][:60]}` is listed twice", _WRITE_AGAIN)
+    root = next((one.module_type for one in top.modules if one.name == ROOT), ())
+    manifest = Manifest(top.origin, top.params, top.modules, root)
+    if to_dict(manifest)["hash"] == top.hash:
+        return manifest
+    note = (
+        f"{file} was edited by hand, or merged: its hash does not fit its content; write it again "
+        "with `gradsurgeon params`"
+    )
+    return replace(manifest, notes=(note,))
+
+
+def _from_weights(file: str) -> Manifest:
+    entries = _read_json(file, header=True)
+    if not isinstance(entries, dict):
+        _refuse(file, "its header is no JSON object: this is no safetensors file")
+    entries.pop("__metadata__", None)
+    tensors = _checked(dict[Name, _Tensor], entries, file)
+    params = []
+    left_out = []
+    # The root and every prefix of the names, each before the modules inside it.
+    paths = {ROOT: None}
+    for name in sorted(tensors):
+        dtype, shape = tensors[name].dtype, tensors[name].shape
+        if dtype.startswith(_WITHOUT_GRADIENT):
+            left_out.append(name)
+            continue
+        dtype = _DTYPES.get(dtype, dtype.lower())
+        params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
+        parts = name.split(".")
+        paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
+    notes = [
+        f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
+        "tied, and it lacks modules without parameters"
+    ]
+    if left_out:
+        notes.append(f"tensors of whole numbers are left out: {shorten_names(left_out)}")
+    modules = tuple(Module(path, (), ()) for path in paths if path)
+    return Manifest(file, tuple(params), modules, notes=tuple(notes))
+
+
+def _read_json(file: str, *, header: bool = False) -> object:
+    path, length = Path(file), MAX_BYTES
+    try:
+        with path.open("rb") as stream:
+            if header:
+                lead = stream.read(_LEAD)
+                length = int.from_bytes(lead, "little")
+                if len(lead) < _LEAD or length > os.fstat(stream.fileno()).st_size - _LEAD:
+                    message = "no safetensors file, or one that is cut off"
+                    _refuse(file, message, "save it again, or download it, as by `git lfs pull`")
+            # A bounded read, because the path may be a device.
+            raw = stream.read(min(length, MAX_BYTES) + (length >= MAX_BYTES))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        cause = getattr(error, "strerror", None) or str(error)
+        _refuse(file, f"cannot read the file: {cause}", _KINDS, "unreadable-file")
+    if len(raw) > MAX_BYTES:
+        _refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read", _KINDS)
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
+        _refuse(file, f"more than {_MAX_VALUES:,} values are not read", _KINDS)
+    try:
+        return from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
+    except ValueError as error:
+        _refuse(file, f"not JSON: {error}", _KINDS)
+
+
+def _checked(kind: type[_Value], value: object, file: str) -> _Value:
+    try:
+        valid: _Value = TypeAdapter(kind).validate_python(value)
+    except ValidationError as errors:
+        first = errors.errors(include_url=False)[0]
+        path = tuple(step[:60] if isinstance(step, str) else step for step in first["loc"])
+        text = first["msg"].replace("Input should be", "expected").replace("valid tuple", "list")
+        message = f"{text}, found {described(first['input'])}"
+        if first["type"] == "missing":
+            path, message = path[:-1], f"missing key `{path[-1]}`"
+        place = Built(None, file=file).place(path)
+        raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
+    return valid
+
+
+def _refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest") -> NoReturn:
+    raise ManifestError([Problem(Place(file, 0, 0), check, message, hint)])

@@ -1,0 +1,179 @@
+"""The problems of one document, a file or plain Python data, without its includes."""
+
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import eq, ge, gt, le, lt, ne
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator, Field
+
+from gradsurgeon.actions import (
+    FROM_LIST,
+    Flaw,
+    Options,
+    Rule,
+    check_rule,
+    described,
+    flawed,
+    read_options,
+)
+from gradsurgeon.errors import Place, Problem
+from gradsurgeon.language.packs import PREFIX
+from gradsurgeon.language.source import Document, Path
+
+VERSION = "0.1.0"
+FORMAT = 1
+
+_COMPARISONS = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
+_CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+){0,3})")
+MAX_PROBLEMS = 100  # no reader needs more, and the log of a job stays short
+
+
+@dataclass(frozen=True)
+class Built:
+    """Rules as plain Python data: the place of a value is its path."""
+
+    data: object
+    file: str = "<dict>"
+    text: str = ""
+    problems: tuple[Problem, ...] = ()
+    folder: pathlib.Path | None = None
+
+    def place(self, path: Path) -> Place:
+        """Return the path, such as ``<dict> rules[2].min``, as a place without a line."""
+        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
+        return Place(f"{self.file} {''.join(steps).lstrip('.')}".strip(), 0, 0)
+
+    key_place = place
+    missing_place = place
+
+
+# Plain data with the place of each value.
+Located: TypeAlias = Document | Built
+
+
+def no_mapping(source: Located) -> list[Problem]:
+    if source.data is None and source.problems:
+        return list(source.problems)
+    message = f"a rule file is a mapping with `version` and `rules`, found {described(source.data)}"
+    hint = f"begin the file with `version: {FORMAT}`, then `rules:` and the list of rules"
+    problem = Problem(source.place(()), "not-a-mapping", message, hint)
+    return tidy([*source.problems, problem])
+
+
+def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
+    version, requires = data.get("version"), data.get("requires")
+    if isinstance(requires, str) and meets(VERSION, requires) is False:
+        message = f"these rules require gradsurgeon {requires[:60]}, this is {VERSION}"
+        hint = "install a gradsurgeon that meets it"
+        return Problem(source.place(("requires",)), "unmet-requirement", message, hint)
+    if isinstance(version, int) and version > FORMAT:
+        message = f"this is version {version} of the rule language, gradsurgeon {VERSION} reads version {FORMAT}"
+        hint = "upgrade gradsurgeon"
+        return Problem(source.place(("version",)), "bad-version", message, hint)
+    return None
+
+
+def meets(version: str, requirement: str) -> bool | None:
+    """Tell whether a version meets a requirement such as ``>=0.1, <0.3``; ``None`` for any other text."""
+
+    def release(text: str) -> tuple[int, ...]:
+        numbers = [int(part) for part in text.split(".")]
+        return tuple(numbers + [0] * (4 - len(numbers)))
+
+    clauses = [_CLAUSE.fullmatch(clause.strip()) for clause in requirement.split(",")]
+    if not all(clauses):
+        return None
+    have = release(version)
+    return all(_COMPARISONS[one[1]](have, release(one[2])) for one in clauses if one)
+
+
+def _requirement(text: str) -> str:
+    if meets(VERSION, text) is None:
+        message = f"`requires` must be comparisons of versions, found {described(text)}"
+        raise flawed(Flaw("", message, 'such as ">=0.1" or ">=0.1, <0.3"'))
+    return text
+
+
+_Items = Annotated[tuple[Any, ...], FROM_LIST]
+
+
+class _RuleFile(Options):
+    """The top level of a rule file, whose rules and includes are read later."""
+
+    # `refusal` has refused later versions.
+    version: Annotated[
+        int, Field(ge=1, description="Version of the rule language.", examples=[FORMAT])
+    ]
+    requires: Annotated[str, AfterValidator(_requirement)] | None = None
+    include: Annotated[_Items | None, Field(min_length=1, examples=[f'["{PREFIX}nan-trap@1"]'])] = (
+        None
+    )
+    rules: Annotated[
+        _Items | None,
+        Field(min_length=1, examples=['- {id: my-rule, action: norm-log, params: "*"}']),
+    ] = None
+
+    def flaws(self) -> Iterator[Flaw]:
+        if self.rules is None and self.include is None:
+            message = "missing key `rules`: there is nothing to do"
+            hint = "write `rules:` with a list of rules below, each beginning with `- id: ...`"
+            yield Flaw("rules", message, hint, "missing-key")
+
+
+def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
+    yield from (_problem(source, (), flaw) for flaw in read_options(_RuleFile, data)[1])
+
+
+def duplicate_ids(
+    source: Located, ids: Sequence[tuple[int, object]], first: dict[str, Place]
+) -> Iterator[Problem]:
+    for index, rule_id in ids:
+        if not isinstance(rule_id, str):
+            continue
+        place = source.place(("rules", index, "id"))
+        where = first.setdefault(rule_id, place)
+        if where is not place:
+            message = f"the id `{rule_id[:60]}` is used twice, first at {where}"
+            hint = "reviews and diffs identify rules by id: rename one of the two rules"
+            yield Problem(place, "duplicate-rule-id", message, hint)
+
+
+def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, list[Problem]]:
+    at: Path = ("rules", index)
+    if not isinstance(entry, dict):
+        message = f"a rule is a mapping with `id`, `action` and `params`, found {described(entry)}"
+        hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
+        return None, [Problem(source.place(at), "wrong-type", message, hint)]
+    rule, flaws = check_rule(entry)
+    return rule, [_problem(source, at, flaw) for flaw in flaws]
+
+
+def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
+    path: Path = (*at, *flaw.path)
+    if flaw.is_missing:
+        place = source.missing_place(path[:-1])
+    else:
+        place = source.key_place(path) if flaw.is_unknown_key else source.place(path)
+    return Problem(place, flaw.check, flaw.message, flaw.hint)
+
+
+def tidy(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems in the order of the file, each once: aliases of one mapping repeat them."""
+    # The wrong type of a value with a YAML problem of its own is noise.
+    misread = {one.place for one in problems if one.check.startswith("yaml-")}
+    kept = [one for one in problems if one.check.startswith("yaml-") or one.place not in misread]
+    return sorted(dict.fromkeys(kept), key=lambda one: (one.place.line, one.place.col))
+
+
+def bounded(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the first problems, in order, and then the number of further problems."""
+    kept, more = [*problems[:MAX_PROBLEMS]], problems[MAX_PROBLEMS:]
+    if more:
+        message = f"and {len(more)} more problems, from here on"
+        kept.append(
+            replace(more[0], check="too-large", message=message, hint="correct these first")
+        )
+    return kept

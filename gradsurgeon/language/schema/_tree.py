@@ -1,0 +1,229 @@
+"""Document -> RuleSet, with the rules of everything that the document includes."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gradsurgeon.actions import Rule, described
+from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.language import packs, source
+from gradsurgeon.language.schema._document import (
+    MAX_PROBLEMS,
+    Built,
+    Located,
+    bounded,
+    duplicate_ids,
+    no_mapping,
+    refusal,
+    rule_at,
+    tidy,
+    top_level,
+)
+
+# A limit for the whole tree, so a hostile tree is read within seconds.
+MAX_FILES = 32
+
+
+class Files(NamedTuple):
+    """A tree of files for `include`: on disk, or in a commit of git."""
+
+    # Returns the file of a relative entry in a file in a folder, or raises `IncludeError`.
+    find: Callable[[str, pathlib.Path], packs.Included]
+    # Reads a file that `find` returned, or raises `RuleFileError`.
+    read: Callable[[packs.Included], Located]
+
+
+DISK = Files(packs.file_on_disk, lambda target: source.read(target.path, target.name))
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """Validated rules in order: the rules of included files first, then the rules of the file itself.
+
+    Attributes:
+        rules: the rules.
+        file: name of the file that was loaded.
+        text: its text, empty for rules from Python.
+        files: name and text of that file and of every included file and pack.
+    """
+
+    rules: tuple[Rule, ...]
+    file: str = "<python>"
+    text: str = ""
+    files: tuple[tuple[str, str], ...] = ()
+    # The file of each rule by id, and the index of the rule there.
+    _written: Mapping[str, tuple[Located, int]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    # The entry of `include` for each included file by name.
+    _entries: Mapping[str, Place] = field(default_factory=dict, repr=False, compare=False)
+
+    def place(self, rule_id: str, *path: str | int) -> Place:
+        """Return the place of a rule, or of an option of it, such as ``"expect", "params"``."""
+        if rule_id not in self._written:
+            return Place(self.file, 0, 0)
+        source, index = self._written[rule_id]
+        return source.place(("rules", index, *(path or ("id",))))
+
+    def place_to_correct(self, rule_id: str, *path: str | int) -> Place:
+        """Return the place of an option. For a pack, which users cannot change, it is the `include`."""
+        place = self.place(rule_id, *path)
+        while place.file.startswith(packs.PREFIX) and place.file in self._entries:
+            place = self._entries[place.file]
+        return place
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the text, of the hashes of all texts if files are included, or of rules from Python."""
+        if not self.text:
+            return _sha256("\n".join(rule.model_dump_json() for rule in self.rules))
+        hashes = [_sha256(text) for _, text in self.files] or [_sha256(self.text)]
+        return hashes[0] if len(hashes) == 1 else _sha256("\n".join(hashes))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def from_rules(rules: Sequence[Rule]) -> RuleSet:
+    source = Built(None, file="<python>")
+    problems = list(duplicate_ids(source, [(i, rule.id) for i, rule in enumerate(rules)], {}))
+    if not rules:
+        problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
+    if problems:
+        raise RuleFileError(problems)
+    written = {rule.id: (source, index) for index, rule in enumerate(rules)}
+    return RuleSet(tuple(rules), _written=written)
+
+
+def validate(source: Located, files: Files = DISK) -> RuleSet:
+    inspection = inspect(source, files)
+    if inspection.rules is None:
+        raise RuleFileError(list(inspection.problems))
+    return inspection.rules
+
+
+class Inspection(NamedTuple):
+    """A rule file with its includes, and all their problems."""
+
+    rules: RuleSet | None  # ``None`` if there are problems
+    problems: tuple[Problem, ...]  # file by file
+    sources: tuple[Located, ...]  # in the same order, packs too
+
+
+def inspect(source: Located, files: Files = DISK) -> Inspection:
+    tree = _Tree(source, files)
+    # The problems of a file come before the problems of its included files.
+    problems = tuple(bounded([problem for group in tree.problems for problem in group]))
+    rules = None
+    if not problems:
+        rules = RuleSet(
+            rules=tuple(tree.rules),
+            file=source.file,
+            text=source.text,
+            files=tuple((one.file, one.text) for one in tree.sources if one.text),
+            _written=tree.written,
+            _entries=tree.entries,
+        )
+    return Inspection(rules, problems, tuple(tree.sources))
+
+
+class _Tree:
+    def __init__(self, source: Located, files: Files) -> None:
+        self._from = files
+        self.rules: list[Rule] = []
+        self.sources: list[Located] = []
+        self.entries: dict[str, Place] = {}
+        self.written: dict[str, tuple[Located, int]] = {}
+        self.problems: list[list[Problem]] = []  # one list per file
+        self._ids: dict[str, Place] = {}
+        self._followed = 0  # entries
+        self._reached: dict[pathlib.Path, Place] = {}  # by which entry
+        if source.folder is not None:
+            # The path is relative in a commit of git, and absolute on disk.
+            own = source.folder / re.split("[/:]", source.file)[-1]
+            self._reached = dict.fromkeys((own, own.resolve()), source.place(()))
+        self._add_file(source, source.folder)
+
+    def _add_file(self, source: Located, folder: pathlib.Path | None) -> None:
+        group: list[Problem] = []
+        self.problems.append(group)
+        self.sources.append(source)
+        data = source.data
+        if not isinstance(data, dict):
+            group += no_mapping(source)
+            return
+        # In a file for another version the same words may have other meanings, so the rest is not checked.
+        if refused := refusal(source, data):
+            group.append(refused)
+            return
+        problems = [*source.problems, *top_level(source, data)]
+        included = data.get("include")
+        for index, entry in enumerate(included if isinstance(included, list | tuple) else ()):
+            place = source.place(("include", index))
+            if isinstance(entry, str):
+                problems += self._follow(entry, place, folder)
+            else:
+                message = f"expected a pack or the path of a file, found {described(entry)}"
+                hint = f'such as "{packs.PREFIX}nan-trap@1"'
+                problems.append(Problem(place, "wrong-type", message, hint))
+        group += tidy([*problems, *self._add_rules(source, data)])
+
+    def _add_rules(self, source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
+        given = data.get("rules")
+        given = given if isinstance(given, list | tuple) else []
+        wrong = 0
+        for index, entry in enumerate(given):
+            if wrong > MAX_PROBLEMS:
+                message = f"over {MAX_PROBLEMS} problems: the rules from here on are not checked"
+                yield Problem(source.place(("rules", index)), "too-large", message)
+                break
+            rule, flaws = rule_at(source, index, entry)
+            wrong += len(flaws)
+            yield from flaws
+            if rule is not None:
+                self.written.setdefault(rule.id, (source, index))
+                self.rules.append(rule)
+        ids = [(i, entry.get("id")) for i, entry in enumerate(given) if isinstance(entry, dict)]
+        yield from duplicate_ids(source, ids, self._ids)
+
+    def _follow(self, entry: str, place: Place, folder: pathlib.Path | None) -> Iterator[Problem]:
+        # Entries without a file count too, because their hints take time.
+        self._followed += 1
+        if self._followed > MAX_FILES:
+            if self._followed == MAX_FILES + 1:  # one message is enough
+                message = f"more than {MAX_FILES} entries in all"
+                yield Problem(place, "bad-include", message, "include fewer files")
+            return
+        try:
+            target = packs.locate(entry, folder, self._from.find)
+            first = self._reached.setdefault(target.path, place)
+            if first is not place:  # a circle, too
+                message = f"{target.name} is included twice, first at {first}"
+                yield Problem(place, "bad-include", message, "remove one of the two entries")
+                return
+            # A pack has no folder, and comes with gradsurgeon.
+            document = (DISK if target.folder is None else self._from).read(target)
+            target.check(document.text)
+            self.entries[document.file] = place
+        except packs.IncludeError as error:
+            yield Problem(place, "bad-include", error.message, error.hint)
+        except RuleFileError as error:
+            (problem,) = error.problems
+            yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
+        else:
+            self._add_file(document, target.folder)
+
+
+def pack(name: str) -> source.Document:
+    """Read a pack by its name, such as ``gradsurgeon:debug@1``, or raise `RuleFileError`."""
+    try:
+        return source.read(packs.rule_file(name).path, name)
+    except packs.IncludeError as error:
+        problem = Problem(Place(name, 1, 1), "unreadable-file", error.message, error.hint)
+        raise RuleFileError([problem]) from None

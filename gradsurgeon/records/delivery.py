@@ -1,0 +1,287 @@
+"""One sink of one session: the thread on which it works, and the queue in front of that thread."""
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+from array import array
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import median
+
+from gradsurgeon.common.events import Event
+from gradsurgeon.common.match import compile_pattern, select
+from gradsurgeon.errors import printable
+from gradsurgeon.records.store.files import Outlet
+from gradsurgeon.records.store.memory import Key, Measured
+from gradsurgeon.sinks.sink import Sink, patterns_of
+from gradsurgeon.tensors.statistics import STATISTICS
+
+_LOGGER = logging.getLogger("gradsurgeon")
+_PREFIX = "gradsurgeon"
+_ASIDE = "; training does not depend on it"
+# The session wakes the thread every two seconds.
+_INTERVAL = 2.0
+# Python runs one thread at a time, and a row takes up to two milliseconds. So the thread sends this many rows at once,
+# and more only at the beginning and at the end.
+_MOST_ROWS, _MORE_ROWS = 20, 200
+_MOST_BYTES = 64 * 2**20
+# The end of a training waits this many seconds for its sinks.
+_PATIENCE = 10.0
+# Up to so many tensors each have a curve: losses, or the layers of a small model.
+_FEW = 10
+NORM = "l2"
+
+
+class OpenSink:
+    """A sink that several sessions may use until the process ends, each with a title, ``None`` before it begins."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink  # while it lives, no other object has its number
+        self.lock = threading.Lock()
+        self.pid = os.getpid()
+        self.titles: dict[object, str | None] = {}
+
+    def take_title(self, session: object, title: str) -> str:
+        """Return the title, or ``model-2`` and so on if another session has it now."""
+        with _changing:
+            number = 1
+            while title in self.titles.values():
+                number += 1
+                title = f"model-{number}"
+            self.titles[session] = title
+        return title
+
+
+_open: dict[int, OpenSink] = {}
+_changing = threading.Lock()
+
+
+def opened(sink: Sink) -> OpenSink:
+    """Return the one object of a sink, which is closed when the process ends."""
+    with _changing:
+        return _open.setdefault(id(sink), OpenSink(sink))
+
+
+@atexit.register
+def close_all() -> None:
+    """Close the sinks that this process has opened and that no session uses. Until then a session may begin."""
+    with _changing:
+        ended = [one for one in _open.values() if one.pid == os.getpid() and not one.titles]
+        for one in ended:
+            del _open[id(one.sink)]
+    for one in ended:
+        try:
+            if not getattr(one.sink, "knows_exit", False):
+                one.sink.close()
+        except Exception as error:  # noqa: BLE001 # whatever a client raises
+            text = "the sink %s could not be closed: %s"
+            _LOGGER.error(text, type(one.sink).__name__, error)  # noqa: TRY400 # of the client
+
+
+class Delivery(Outlet):
+    """Brings rows and events to one sink, from `begin` on. The training's thread only puts them into the queue."""
+
+    def __init__(
+        self, sink: Sink, *, title: str = "", texts: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(_INTERVAL)
+        self.name = f"the sink {type(sink).__name__}"
+        self.patterns = patterns_of(sink.names)
+        self._sink, self._title = sink, title
+        self._shared = opened(sink)
+        self._shared.titles[self] = None
+        self._texts = dict(texts or {})
+        # Guards what waits.
+        self._lock = threading.Condition()
+        self._rows: deque[Measured] = deque()
+        self._bytes = 0
+        self._events: list[Event] = []
+        self._until = 0.0  # the longest wait at the end
+        self._thread = threading.Thread(
+            target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
+        )
+        # Only the thread uses these.
+        self._compiled = [compile_pattern(text) for text in self.patterns]
+        self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
+        self._prefixes: Prefixes = {}
+        # The newest row of each series that another pass of its step may replace.
+        self._unfinished: dict[Key, Measured] = {}
+        self._kinds: Counter[str] = Counter()
+        self._sent = 0
+
+    def begin(self) -> None:
+        """Start sending: the session has begun, and the session that it replaces is over."""
+        self._title = self._shared.take_title(self, self._title)
+        self._thread.start()
+
+    def take(self, row: Measured) -> None:
+        """Take one row. A row that may be replaced is sent once its step is over."""
+        if self.closed:
+            return
+        with self._lock:
+            self._rows.append(row)
+            self._bytes += len(row.values)
+            while self._bytes > _MOST_BYTES and len(self._rows) > 1:
+                self._bytes -= len(self._rows.popleft().values)
+                self._note(f"{self.name} cannot keep up: the oldest rows are left out{_ASIDE}")
+
+    def event(self, event: Event) -> None:
+        if not self.closed:
+            with self._lock:
+                self._events.append(event)
+        self.commit()
+
+    def commit(self) -> None:
+        """Wake the thread."""
+        if not self._inherited:  # in a child a thread of the parent may hold the lock for ever
+            self._committed = time.monotonic()
+            with self._lock:
+                self._lock.notify()
+
+    def end(self) -> None:
+        """Take nothing more. The thread sends the rest."""
+        if not self._inherited:
+            with self._lock:
+                self._ended, self._until = True, time.monotonic() + _PATIENCE
+                self._lock.notify()
+
+    def close(self) -> None:
+        """Wait a while after `end` for the thread to send the rest. A sink that takes longer is left alone."""
+        if self._inherited:
+            return
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, self._until - time.monotonic()))
+        if self._thread.is_alive() and not self.failed:
+            self.failed = f"{self.name} has not ended after {_PATIENCE:g} seconds: it is left alone"
+            self._note(f"{self.failed}{_ASIDE}")
+
+    def discard(self) -> None:
+        """End without a word: the session did not begin. The sink stays open for the next session."""
+        self._ended = True
+        self._shared.titles.pop(self, None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._shared.titles.pop(self, None)
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        self.failed = f"{self.name} has failed: {printable(reason)}"
+        self._note(f"{self.failed}{_ASIDE}")
+        self._taken()
+
+    def _taken(self) -> tuple[list[Measured], list[Event]]:
+        with self._lock:
+            taken = list(self._rows), list(self._events)
+            self._rows.clear()
+            self._events.clear()
+            self._bytes = 0
+        return taken
+
+    def _work(self) -> None:
+        try:
+            with self._shared.lock:
+                for name, text in self._texts.items():
+                    self._sink.text(0, self._named(name), text)
+            more = True
+            while more:
+                with self._lock:
+                    self._lock.wait_for(lambda: self._rows or self._events or self._ended)
+                    more = not self._ended
+                    taken, events = self._taken()
+                rows = list(self._finished(taken))
+                if not more:
+                    rows += self._unfinished.values()
+                with self._shared.lock:
+                    for event in events:
+                        self._send_event(event)
+                    for row in self._worst(rows):
+                        self._send(row)
+                    if events or rows:
+                        self._sink.flush()
+            self._shared.titles.pop(self, None)
+        except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
+            self._fail(error)
+
+    def _finished(self, rows: Iterable[Measured]) -> Iterator[Measured]:
+        """Yield the rows that no other pass of their step can replace any more."""
+        for row in rows:
+            before = self._unfinished.pop(row.key, row)
+            if before.step != row.step or not row.replace:
+                yield before
+            if row.replace:
+                self._unfinished[row.key] = row
+
+    def _worst(self, rows: Sequence[Measured]) -> Iterator[Measured]:
+        """Yield the rows to send. If there are too many, the worst of a few steps represents them."""
+        most = _MORE_ROWS if self._ended else max(_MOST_ROWS, _MORE_ROWS - self._sent)
+        self._sent += min(len(rows), most)
+        many = max(1, math.ceil(len(rows) / most))
+        by_key: defaultdict[Key, list[Measured]] = defaultdict(list)
+        for row in rows:
+            by_key[row.key].append(row)
+        for of_key in by_key.values():
+            for start in range(0, len(of_key), many):
+                yield max(of_key[start : start + many], key=weight)
+
+    def _named(self, name: str) -> str:
+        return "/".join(filter(None, (_PREFIX, self._title, name)))
+
+    def _send_event(self, event: Event) -> None:
+        self._kinds[event.kind] += 1
+        name = self._named(f"events/{event.kind}")
+        self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
+        self._sink.text(event.step, f"{name}/message", event.message)
+
+    def _send(self, row: Measured) -> None:
+        names, prefix = row.key.names, prefix_of(row.key, self._prefixes)
+        if names not in self._chosen:
+            columns = select(self._compiled, names)
+            self._chosen[names] = frozenset(names[column] for column in columns)
+        if scalars := summary(row, prefix, self._chosen[names]):
+            self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
+
+
+def weight(row: Measured) -> float:
+    """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
+    total, stat = math.hypot(*array("f", row.values)), row.key.stat
+    if stat not in STATISTICS or (math.isfinite(total) and stat != NORM):
+        return float(row.step)
+    return total if math.isfinite(total) else math.inf
+
+
+Prefixes = dict[tuple[str, str, str], list[Key]]
+
+
+def prefix_of(key: Key, known: Prefixes) -> str:
+    """Return the beginning of names of numbers over several tensors: each of several optimizers has its own."""
+    series = known.setdefault(key[:3], [])
+    if key not in series:
+        series.append(key)
+    part = series.index(key) + 1
+    return key.rule if part == 1 else f"{key.rule}/part-{part}"
+
+
+def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> dict[str, float]:
+    """Return the scalars that a sink gets of a row, by name. Tensors that are chosen have a curve each."""
+    rule, stat, _, names = row.key
+    numbers = zip(names, array("f", row.values), strict=True)
+    pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
+    if stat not in STATISTICS or STATISTICS[stat].of_update:
+        # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
+        pairs = [pair for pair in pairs if not math.isnan(pair[1])]
+    if not pairs:
+        return {}
+    of_norms = stat == NORM and len(names) > 1
+    if not of_norms and len(names) <= _FEW:
+        return {f"{rule}/{name}/{stat}": value for name, value in pairs}
+    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
+    finite = [value for _, value in pairs if math.isfinite(value)]
+    found = {"not finite": float(len(pairs) - len(finite))}
+    if of_norms:
+        found["total"] = math.hypot(*(value for _, value in pairs))
+    else:
+        prefix = f"{prefix}/{stat}"
+    if finite:
+        found |= {"median": median(finite), "largest": max(finite), "least": min(finite)}
+    return scalars | {f"{prefix}/{name}": value for name, value in found.items()}

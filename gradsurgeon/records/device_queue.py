@@ -1,0 +1,194 @@
+"""Numbers on their way from devices to the host, many at a time, while training goes on."""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain
+from threading import RLock
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions import ObserverRule
+from gradsurgeon.records.shared_rows import Row
+from gradsurgeon.records.store import Key
+from gradsurgeon.tensors import _numbers, _torch, measure
+from gradsurgeon.tensors.measure import Kept
+from gradsurgeon.tensors.statistics import columns_of
+
+Item = TypeVar("Item")
+# The bound for a model that never runs its modules twice in the same order.
+_MOST_ORDERS = 32
+# One observation: the rule, the name, the step, the device, and the kept data.
+_Seen = tuple[ObserverRule, str, int, torch.device, Kept]
+# The places of one row: its keys, one per statistic, its columns, and the positions of their values.
+_Places = tuple[Sequence[Key], tuple[int, ...], tuple[int, ...]]
+
+
+class DeviceQueue(Generic[Item]):
+    """Accepts numbers on all devices and delivers them on the host, float32, in the order they came."""
+
+    def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
+        self._take = take
+        self._waiting: dict[Hashable, tuple[Item, Tensor]] = {}
+        self._under_way: deque[_Transfer[Item]] = deque()
+        self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
+        # Several threads can call hooks, and readers live in other threads.
+        self.lock = RLock()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
+        """Queue a copy of numbers; it replaces the numbers that wait in the same slot."""
+        with self.lock:
+            self._streams[values.device].follow(values.device)
+            copied = values.detach().reshape(-1).to(torch.float32, copy=True)
+            self._waiting[object() if slot is None else slot] = item, copied
+
+    def send(self, *, wait: bool = False) -> None:
+        """Send the waiting numbers to the host, and deliver the numbers that have arrived; with ``wait`` all numbers."""
+        if _torch.is_capturing():
+            return
+        with self.lock:
+            if self._waiting:
+                for device in {values.device for _, values in self._waiting.values()}:
+                    self._streams[device].follow(device)
+                self._under_way.append(_Transfer(list(self._waiting.values())))
+                self._waiting.clear()
+            while self._under_way and (wait or self._under_way[0].arrived()):
+                self._take(self._under_way.popleft().read())
+
+    def drop(self) -> None:
+        """Forget the numbers that devices hold, because a device has failed; deliver those of the host."""
+        with self.lock:
+            rows = [row for transfer in self._under_way for row in transfer.rows]
+            rows += self._waiting.values()
+            self._under_way.clear()
+            self._waiting.clear()
+            self._take([row for row in rows if _torch.is_host(row[1])])
+
+
+class _Transfer(Generic[Item]):
+    def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
+        self.rows = rows
+        devices: dict[torch.device, list[Tensor]] = {}
+        for _, values in rows:
+            if not _torch.is_host(values):
+                devices.setdefault(values.device, []).append(values)
+        self._arrivals = {device: _torch.send(parts) for device, parts in devices.items()}
+
+    def arrived(self) -> bool:
+        return all(arrival.done() for arrival in self._arrivals.values())
+
+    def read(self) -> list[tuple[Item, Tensor]]:
+        """Return the numbers on the host. Waits for numbers that have not arrived."""
+        landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
+        return [
+            (item, next(landed[values.device]) if values.device in landed else values)
+            for item, values in self.rows
+        ]
+
+
+class PendingStatistics:
+    """The observations of rules on single tensors, until a caller takes them as rows."""
+
+    def __init__(self) -> None:
+        # Several threads append, and one thread takes.
+        self._seen: deque[_Seen] = deque()
+        self._layouts: dict[str, _Layout] = {}
+        self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
+        """Observe a detached tensor; later writes into the tensor do not change the observation."""
+        device = tensor.device
+        kept: Kept
+        if _numbers.is_small(tensor):
+            kept = tensor.clone()
+        else:
+            if not tensor.is_cpu:
+                self._streams[device].follow(device)
+            kept = measure.numbers(rule.stats, tensor)
+        self._seen.append((rule, name, step, device, kept))
+
+    def drop(self) -> None:
+        """Forget the observations of devices, because a device has failed."""
+        self._seen = deque(seen for seen in self._seen if seen[3].type == "cpu")
+
+    def take(self) -> Iterator[tuple[Row, Tensor]]:
+        """Yield rows of all observations, by rule and step. No other caller may take at the same time."""
+        groups: dict[tuple[str, torch.device], list[_Seen]] = {}
+        for _ in range(len(self._seen)):
+            seen = self._seen.popleft()
+            groups.setdefault((seen[0].id, seen[3]), []).append(seen)
+        for (rule_id, device), group in groups.items():
+            rule = group[0][0]
+            layout = self._layouts.setdefault(rule_id, _Layout(rule))
+            self._streams[device].follow(device)
+            kept = [seen[4] for seen in group]
+            values = measure.of_kept(rule.stats, kept)
+            sources = () if device.type == "cpu" else kept
+            steps: dict[int, list[int]] = {}
+            for position, (_, _, step, _, _) in enumerate(group):
+                steps.setdefault(step, []).append(position)
+            for step, positions in steps.items():
+                names = tuple([group[position][1] for position in positions])
+                rows = layout.of(names)
+                order = tuple([positions[place] for _, _, places in rows for place in places])
+                lengths = [len(columns) for _, columns, _ in rows]
+                pieces = torch.split(_picked(values, order), lengths, dim=1)
+                for (keys, columns, _), piece in zip(rows, pieces, strict=True):
+                    for key, numbers in zip(keys, piece, strict=True):
+                        yield Row(key, step, columns, sources=sources), numbers
+
+
+def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
+    first, count = columns[0], len(columns)
+    if columns == tuple(range(first, first + count)):  # nearly always: the device needs no index
+        return values[:, first : first + count]
+    return values[:, _torch.integers(columns, values.device)]
+
+
+class _Layout:
+    """The names that share the series of a rule: names that first came together, and equally often."""
+
+    def __init__(self, rule: ObserverRule) -> None:
+        self._rule, self._point = rule, rule.point
+        # By name: the keys of its series, one key per statistic, and its column.
+        self._columns: dict[str, tuple[Sequence[Key], int]] = {}
+        self._known: dict[tuple[str, ...], list[_Places]] = {}
+
+    def of(self, names: tuple[str, ...]) -> list[_Places]:
+        # Nearly always the same modules run in each step, in the same order.
+        if names not in self._known:
+            if len(self._known) >= _MOST_ORDERS:
+                self._known.clear()
+            self._known[names] = self._places(names)
+        return self._known[names]
+
+    def _places(self, names: tuple[str, ...]) -> list[_Places]:
+        # A module that runs a thousand times must not leave a thousand rows of the width of the model.
+        by_calls: dict[int, list[str]] = {}
+        for name, calls in Counter(names).items():
+            if name not in self._columns:
+                by_calls.setdefault(calls, []).append(name)
+        for group in by_calls.values():
+            rule, together = self._rule, tuple(group)
+            stats = chain.from_iterable(map(columns_of, rule.stats))
+            series = [Key(rule.id, stat, self._point, together) for stat in stats]
+            self._columns.update((name, (series, column)) for column, name in enumerate(group))
+        calls_so_far: Counter[str] = Counter()
+        rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}
+        for position, name in enumerate(names):
+            keys, column = self._columns[name]
+            row = rows.setdefault((id(keys), calls_so_far[name]), (keys, []))
+            row[1].append((column, position))
+            calls_so_far[name] += 1
+        found = []
+        for keys, places in rows.values():
+            columns, positions = zip(*sorted(places), strict=True)
+            found.append((keys, columns, positions))
+        return found

@@ -1,0 +1,377 @@
+"""The event log: the events of a session, the status of each rule, and what the user hears of them."""
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions import EditRule, Rule
+from gradsurgeon.common.events import TRIPS, Event, EventKind, RuleStatus, is_trip
+from gradsurgeon.errors import printable, warn
+from gradsurgeon.records.device_queue import DeviceQueue
+from gradsurgeon.tensors import _dist, _torch
+
+_LOGGER = logging.getLogger("gradsurgeon")
+# A trap with `then: warn` can trip in every step of a long run. The log keeps so many repetitions, and as many
+# innocent ones. A run directory gets no more innocent ones either.
+_MOST_EVENTS = 10_000
+_INNOCENT = frozenset({"notice", "scaler-skip", "hook-rearmed"})
+# The topic of a kind that can occur in every step, and the level of the log. A trap and the step that it skips are one
+# topic.
+_TOPICS = {
+    **{kind: (kind, logging.WARNING) for kind in TRIPS},
+    "check": ("", logging.WARNING),  # tells each finding once
+    "skipped-step": ("trap", logging.WARNING),
+    "scaler-skip": ("scaler-skip", logging.INFO),
+}
+# A single step can pass without a gradient for innocent reasons. Three in a row deserve a warning.
+_QUIET_STEPS = 3
+# This many flags on the device justify a transfer.
+_FLAGS_PER_TRANSFER = 256
+_NOT_THE_SCRIPT = (
+    *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
+    weakref.__file__,  # calls us when a model is gone
+    contextlib.__file__,  # calls us when a session is closed
+)
+
+
+def _line_of_the_script() -> tuple[int, str]:
+    """Return the number of frames above the caller's to the script, and its file and line; empty in a thread of autograd."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        level, frame = level + 1, frame.f_back
+    file = frame.f_code.co_filename
+    place = "" if file.startswith(_NOT_THE_SCRIPT) else f"{file}:{frame.f_lineno}: "
+    return level, place
+
+
+@dataclass(slots=True)
+class Tally:
+    matched: int
+    fired: int = 0
+    # `None` as long as nothing was counted.
+    altered: int | None = None
+    # Changes that devices have counted and the host has not read.
+    counters: dict[torch.device, Tensor] = field(default_factory=dict)
+    last_step: int | None = None
+    # Until the rule fires: the number of steps in which it was due, the last of them, and why it did not fire.
+    quiet: int = 0
+    quiet_step: int = -1
+    cause: str = ""
+    # Whether the user knows why the rule does not act.
+    is_excused: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+    def status(self) -> RuleStatus:
+        return RuleStatus(
+            matched=self.matched,
+            fired=self.fired,
+            changed=self._share_of_changes(),
+            last_step=self.last_step,
+            warnings=tuple(self.warnings),
+        )
+
+    def _share_of_changes(self) -> float | None:
+        if self.altered is None:
+            return None
+        return self.altered / self.fired if self.fired else 0.0
+
+
+class EventLog:
+    """Events in order, and a tally per rule. Several threads may write to it."""
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        matched: Sequence[int],
+        on_event: Callable[[Event], object] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._listener: Callable[[Event], None] | None = None
+        self._on_event = on_event
+        # The launcher shows lines by itself: a script may silence warnings and logging, or turn warnings into errors.
+        self._say = say
+        self._said: set[str] = set()
+        # Errors of checks, until the update.
+        self._raised: list[BaseException] = []
+        # The events by identity, and the identities of repetitions by whether they are innocent.
+        self._events: dict[int, Event] = {}
+        self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
+        self._known: set[tuple[str, str, str]] = set()
+        self.edits = {rule.id for rule in rules if rule.edits}
+        self.silent = {rule.id for rule in rules}
+        self._tallies = {
+            rule.id: Tally(number, altered=None if isinstance(rule, EditRule) else 0)
+            for rule, number in zip(rules, matched, strict=True)
+        }
+        # A rule on tags may match nothing: whether there are tags is unknown beforehand.
+        self._optional = {rule.id for rule in rules if rule.optional and rule.target == "tensors"}
+        self._noticed: set[tuple[str, str]] = set()
+        # How often each topic has occurred, and its last step.
+        self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
+        self._flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(_read)
+        # Never held during a call of another object: the recorder has a lock of its own, and calls back.
+        self._lock = RLock()
+
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        self._listener = listener
+
+    @property
+    def events(self) -> list[Event]:
+        with self._lock:
+            return list(self._events.values())
+
+    def emit(
+        self,
+        kind: EventKind,
+        message: str,
+        *,
+        rule: str = "",
+        step: int = 0,
+        name: str = "",
+        warn: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        """Record an event and report it once: by the warning if the caller should change something, else by the log.
+
+        A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO.
+        """
+        self._note(Event(kind, rule, step, _dist.rank(), name, message))
+        topic, level = _TOPICS.get(kind, ("", logging.INFO))
+        text = self._news((topic, rule), step, message) if topic else message
+        if text and warn:
+            self.warn(text, rule=rule)
+        elif text:
+            level = logging.INFO if quiet else level
+            lines = _lines(text, rule)
+            is_said = self._say is not None and level >= logging.WARNING
+            if self._say is not None and is_said:
+                self._say(lines)
+            _log(level, lines, is_said=is_said)
+
+    def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
+        """Return the text to report of an event that may repeat: all, the 10th, the 100th time a line, else nothing."""
+        with self._lock:
+            times, last = self._repeated.get(topic, (0, None))
+            if last == step:
+                return ""  # another event of this step has reported it
+            times += 1
+            self._repeated[topic] = times, step
+        if times == 1:
+            return message
+        if times != 10 ** (len(str(times)) - 1):
+            return ""
+        return f"{'; '.join(message.split(chr(10))[:2])} ({times:,} times so far)"
+
+    def warn(self, message: str, *, rule: str = "") -> None:
+        if rule:
+            with self._lock:
+                self._tallies[rule].warnings.append(message)
+        level, place = _line_of_the_script()
+        if self._say is None:
+            warn(_with_rule(message, rule), level)
+            return
+        # Each step may bring the same news.
+        lines = _lines(message, rule)
+        if lines not in self._said:
+            self._said.add(lines)
+            self._say(printable(place) + lines)
+
+    def _note(self, event: Event) -> None:
+        innocent = event.kind in _INNOCENT or (
+            event.kind in TRIPS and not is_trip(event, self.edits)
+        )
+        topic, full = (event.kind, event.rule, event.name), False
+        with self._lock:
+            self._events[id(event)] = event
+            if topic in self._known:
+                later = self._later[innocent]
+                later.append(id(event))
+                full = len(later) > _MOST_EVENTS
+                if full:
+                    del self._events[later.popleft()]
+            self._known.add(topic)
+        if self._listener is not None and not (innocent and full):
+            self._listener(event)
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
+                _log(logging.ERROR, "on_event raised an error, and training goes on", error)
+        if full:
+            text = (
+                f"more than {_MOST_EVENTS:,} events repeat others: the oldest of them are not kept"
+            )
+            self.notice_once("events", text, step=event.step)
+
+    def raise_later(self, error: BaseException) -> None:
+        """Keep an error until the update, where nothing is half done."""
+        self._raised.append(error)
+
+    @property
+    def has_raised(self) -> bool:
+        return bool(self._raised)
+
+    def raise_raised(self) -> None:
+        """Raise the first error that was kept since the last call, if there is one."""
+        if self._raised:
+            raise self._first_raised()
+
+    def _first_raised(self) -> BaseException:
+        # No frame of the traceback refers to the error, or the two would keep all that the frames refer to alive.
+        errors, self._raised = self._raised, []
+        return errors[0]
+
+    def notice_once(
+        self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
+    ) -> None:
+        with self._lock:
+            if (topic, rule) in self._noticed:
+                return
+            self._noticed.add((topic, rule))
+        self.emit("notice", message, rule=rule, step=step, warn=warn)
+
+    def is_noticed(self, topic: str, rule: str = "") -> bool:
+        return (topic, rule) in self._noticed
+
+    def count_fired(self, rule: str, step: int, count: int = 1) -> None:
+        tally = self._tallies[rule]
+        with self._lock:
+            self.silent.discard(rule)
+            tally.fired += count
+            # Each optimizer counts its own steps. The largest count stays.
+            tally.last_step = max(step, tally.last_step or 0)
+
+    def count_changed(self, rule: str, count: Tensor | int) -> None:
+        """Count firings that changed something. A count on a device is not read."""
+        tally = self._tallies[rule]
+        if not isinstance(count, Tensor) or _torch.is_host(count):
+            self._add(tally, count)
+        elif not _torch.is_capturing():  # every replay would count from zero
+            # A validation may come first, and a counter made in inference mode is no use outside.
+            with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+                if (counter := tally.counters.get(count.device)) is None:
+                    counter = torch.zeros((), dtype=torch.int64, device=count.device)
+                    tally.counters[count.device] = counter
+                counter.add_(count)
+
+    def _add(self, tally: Tally, count: Tensor | int) -> None:
+        with self._lock:
+            if tally.altered is None:
+                tally.altered = 0
+            tally.altered += int(count)
+
+    def emit_if(
+        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
+    ) -> None:
+        """Record an event if ``flag`` is set, once the flag can be read without waiting."""
+
+        def note(value: Tensor) -> None:
+            if value:
+                self.emit(kind, message, rule=rule, step=step)
+
+        self.when_read(flag, note)
+
+    def when_read(self, values: Tensor, act: Callable[[Tensor], None]) -> None:
+        """Call ``act`` with the values, float32 on the host, once they can be read without waiting."""
+        if _torch.is_capturing():
+            return  # they have no value yet, and belong to the graph
+        if _torch.is_host(values):
+            act(values)
+            return
+        self._flags.put(act, values)
+        if len(self._flags) >= _FLAGS_PER_TRANSFER:
+            self._flags.send()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Read the counters and flags of all devices. Without ``wait`` read only those that have arrived."""
+        if _torch.is_capturing():
+            return  # tensors on the device have no value yet
+        # Counters travel with the flags, and start again at zero.
+        for tally in self._tallies.values():
+            with self._lock:
+                counters, tally.counters = tally.counters, {}
+            for counter in counters.values():
+                self._flags.put(partial(self._add, tally), counter)
+        self._flags.send(wait=wait)
+
+    def drop(self) -> None:
+        """Forget the counters and flags of devices, because a device has failed."""
+        for tally in self._tallies.values():
+            tally.counters = {}
+        self._flags.drop()
+
+    def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
+        """Report early that a rule does not fire. Only the end shows whether it never did."""
+        tally = self._tallies[rule]
+        with self._lock:
+            if tally.fired or step <= tally.quiet_step:
+                return
+            tally.quiet, tally.quiet_step = tally.quiet + 1, step
+            news = tally.quiet == _QUIET_STEPS and rule not in self._optional
+        if news:
+            tally.cause = cause()
+            text = f"was due in {_QUIET_STEPS} steps and has not fired yet: {tally.cause}"
+            self.emit("notice", text, rule=rule, step=step, warn=True)
+
+    def cause(self, rule: str) -> str:
+        """Return why a rule has not fired, empty if that is unknown or if the rule has fired."""
+        tally = self._tallies[rule]
+        return "" if tally.fired else tally.cause
+
+    def excuse(self, rules: Iterable[str]) -> None:
+        """Note rules that do not act for a reason that the user knows."""
+        for rule in rules:
+            self._tallies[rule].is_excused = True
+            self.silent.discard(rule)
+
+    def never_fired(self) -> list[tuple[str, int, str]]:
+        """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
+        tallies = self._tallies.items()
+        return [
+            (rule, tally.quiet, tally.cause)
+            for rule, tally in tallies
+            if tally.matched and not (tally.fired or tally.is_excused)
+            if rule not in self._optional
+        ]
+
+    def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
+        """Return the status of each rule. Without ``wait`` the counts of devices are a moment old."""
+        self.settle(wait=wait)
+        return {rule: tally.status() for rule, tally in self._tallies.items()}
+
+
+def _read(arrived: Sequence[tuple[Callable[[Tensor], None], Tensor]]) -> None:
+    for act, values in arrived:
+        act(values)
+
+
+def _log(
+    level: int, text: str, error: BaseException | None = None, *, is_said: bool = False
+) -> None:
+    """Log. A handler that raises, such as a log server that is gone, must not leave a step half done."""
+    try:
+        _LOGGER.log(level, "%s", text, exc_info=error, extra={"is_said": is_said})
+    except Exception:  # noqa: BLE001 # whatever a handler raises
+        with contextlib.suppress(Exception):  # stderr may raise also
+            traceback.print_exc()
+
+
+def _lines(message: str, rule: str) -> str:
+    return "\n".join(map(printable, _with_rule(message, rule).split("\n")))
+
+
+def _with_rule(message: str, rule: str) -> str:
+    # A trap and its exception share one message, which names the rule already.
+    return message if not rule or f"rule {rule}" in message else f"rule {rule}: {message}"

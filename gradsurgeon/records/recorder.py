@@ -1,0 +1,315 @@
+"""The recorder of a session: rows on their way from the device to the store."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions import ObserverRule
+from gradsurgeon.common.events import Event, is_trip
+from gradsurgeon.errors import TrapError, printable
+from gradsurgeon.records.captured import CapturedTensors
+from gradsurgeon.records.device_queue import DeviceQueue, PendingStatistics
+from gradsurgeon.records.event_log import EventLog
+from gradsurgeon.records.shared_rows import Row, SharedRows, shares
+from gradsurgeon.records.store import Key, Records
+from gradsurgeon.records.store.layout import captures_name, state_name
+from gradsurgeon.tensors import _torch
+
+if TYPE_CHECKING:
+    from gradsurgeon.records.delivery import Delivery
+    from gradsurgeon.records.store.writer import RunWriter
+
+# Rows wait on the device so one transfer serves many; this many rows take a few hundred kB
+# for a large model.
+_ROWS_PER_FLUSH = 64
+# Statistics of single tensors, each with a copy of at most 8 kB: several steps are measured together.
+_MOST_PENDING = 1024
+# A killed script resumes from a state that is at most this many seconds old.
+_STATE_SECONDS = 60.0
+_LONG_STEP = 1.0
+_DROPPED = (
+    "records in memory have reached their limit: from now on new records replace the oldest; a run "
+    "directory (record=) keeps all of them"
+)
+
+
+class Recorder:
+    """Moves rows of measurements to the host in one transfer per flush, to memory, the run directory and sinks."""
+
+    def __init__(
+        self,
+        records: Records,
+        event_log: EventLog,
+        writer: RunWriter | None = None,
+        sinks: Sequence[Delivery] = (),
+        *,
+        step: Callable[[], int] = int,
+        state: Callable[[], dict[str, Any]] | None = None,
+        pending: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self.records = records
+        self.writer = writer
+        self._sinks = list(sinks)
+        self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
+        self.captures = CapturedTensors(event_log)
+        self._step, self._state, self._next = step, state, pending
+        self._state_written = self._step_ended = time.monotonic()
+        self._outlived = _exceptions()
+        # The failed writes, with the reasons.
+        self.lost: list[str] = []
+        self._event_log = event_log
+        self._pending = PendingStatistics()
+        self._ring: DeviceQueue[Row] = DeviceQueue(self._take)
+        self.shared = SharedRows(self._tell_of_shared)
+        event_log.listen(self.event)
+        if self._outlets:
+            # A script may end without `remove()`, above all on an exception. The reference is weak, because otherwise
+            # the exit handler would keep alive a session that never began.
+            self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
+
+    def _is_due(self) -> bool:
+        return any(outlet.due() for outlet in self._outlets)
+
+    def add(
+        self,
+        key: Key,
+        step: int,
+        columns: Sequence[int],
+        values: Tensor,
+        *,
+        replace: bool,
+        grads: Sequence[Tensor] = (),
+    ) -> None:
+        """Add one row, or replace the last row of the same step. ``columns`` are ascending.
+
+        ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
+        ``grads`` are the tensors of the columns, if this rank has measured only shards of some.
+        """
+        row = Row(key, step, columns, replace, (), shares(grads), self.shared.passes)
+        # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
+        self._ring.put(row, values, slot=(id(key), step) if replace else None)
+        self._move(due=self._is_due())
+
+    def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
+        """Record the statistics of one tensor as it is now; each call adds a value of its own."""
+        self._pending.add(rule, name, step, tensor)
+        due = self._is_due()
+        if due or len(self._pending) >= _MOST_PENDING:
+            self._gather()
+            self._move(due=due)
+
+    def _gather(self) -> None:
+        # Tensors on the device have no value during the capture of a CUDA graph.
+        if not len(self._pending) or _torch.is_capturing():
+            return
+        # If two threads take rows, the first must put all of its rows before the second.
+        with self._ring.lock:
+            for row, values in self._pending.take():
+                self._ring.put(row, values)
+
+    def end_step(self, *, raised: bool = False) -> None:
+        # Exceptions that were there at an update have not ended the training: the script trains in an `except` block, or
+        # in a notebook, which shows an exception and goes on. The error that the step has ``raised`` may end it.
+        if not raised:
+            self._outlived = _exceptions()
+        # The rows of a long step must not wait until the next one ends.
+        is_long = time.monotonic() - self._step_ended > _LONG_STEP
+        self._step_ended = time.monotonic()
+        if self._outlets and (is_long or self._is_due()):
+            self._gather()
+            self._move(due=True)
+        # The state has its own clock: each event commits the outlets and restarts theirs.
+        if time.monotonic() - self._state_written > _STATE_SECONDS:
+            self._write_state()
+
+    def _move(self, *, due: bool) -> None:
+        if due or len(self._ring) >= _ROWS_PER_FLUSH:
+            self._send(wait=False)
+        if due:
+            self._commit()
+
+    def _send(self, *, wait: bool) -> None:
+        self._ring.send(wait=wait)
+        with self._ring.lock:
+            self._store(self.shared.exchange())
+
+    def event(self, event: Event) -> None:
+        if not (outlets := self._open):
+            return
+        # The trip may be the last event of a run; the host has waited for the device anyway.
+        if event.kind == "skipped-step" or is_trip(event, self._event_log.edits):
+            self.flush()
+        else:
+            self._gather()
+            self._send(wait=False)
+        for outlet in outlets:
+            outlet.event(event)
+        self._tell_failures()
+
+    def flush(self) -> None:
+        self._gather()
+        self._send(wait=True)
+        if self._is_due():
+            self._commit()
+
+    def collect(self, first: Callable[[], object] = int) -> None:
+        """Read what devices still hold. If a device has failed, drop it: from then on no device is asked any more.
+
+        ``first`` may read devices also.
+        """
+        try:
+            first()
+            self._event_log.settle()
+            self.flush()
+        except RuntimeError as error:
+            if not (failure := _torch.device_failure(error)):
+                raise
+            for holder in (self._event_log, self._pending, self._ring):
+                holder.drop()
+            steps = [step for series in self.records for step in series.ends()]
+            kept = f"records up to step {max(steps):,} are kept" if steps else "no record was kept"
+            text = f"{printable(failure)}; {kept}"
+            self.lost.append(text)
+            self._event_log.emit("notice", text, step=self._step(), warn=True)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Store everything, and write that the run has ended, by this exception if there is one."""
+        outlived, self._outlived = self._outlived, (None, None)
+        if any(error is one for one in outlived):
+            error = None
+        # Closing may take seconds, and Ctrl-C must not leave the run open.
+        with ExitStack() as stack:
+            if self._outlets:
+                stack.callback(atexit.unregister, self._at_exit)
+            stack.callback(self._tell_failures)
+            stack.callback(self._close_writer, error)
+            self.collect()
+            with self._ring.lock:
+                self._store(self.shared.close())
+            if self._outlets:
+                self._commit(wait=True)
+                self._write_state()
+            # They end at once, so that several sinks do not wait one after the other.
+            for sink in self._sinks:
+                sink.end()
+            if self.captures.rules:
+                what = "the pictures of captured tensors could not be written"
+                self._write(what, captures_name, self.captures.previews)
+            # A failure of a sink is an event, which the run still gets.
+            for sink in self._sinks:
+                sink.close()
+            self._tell_failures()
+
+    def _close_writer(self, error: BaseException | None) -> None:
+        if self.writer is None:
+            return
+        # The last rows have arrived by now.
+        steps, keys = self._next(), [series.key for series in self.records]
+        firsts = {key.names[0] for key in keys if key.names and key.point == "accumulated"}
+        pending = {name: steps[name] for name in firsts if name in steps}
+        self.writer.close(cause_of_end(error), pending)
+
+    def discard(self) -> None:
+        if self._outlets:
+            atexit.unregister(self._at_exit)
+        for outlet in self._outlets:
+            outlet.discard()
+        self.writer, self._sinks, self._outlets = None, [], []
+
+    @property
+    def _open(self) -> list[RunWriter | Delivery]:
+        return [outlet for outlet in self._outlets if not outlet.closed]
+
+    def _tell_failures(self) -> None:
+        for text in [text for outlet in self._outlets for text in outlet.news()]:
+            self.lost.append(text)
+            self._event_log.emit("notice", text, step=self._step(), warn=True)
+
+    def _tell_of_shared(self, topic: str, rule: str, text: str) -> None:
+        self._event_log.notice_once(topic, text, rule=rule, step=self._step(), warn=True)
+
+    def _commit(self, *, wait: bool = False) -> None:
+        # A writer that failed still has to report it.
+        if self.writer is not None and not self.writer.closed:
+            self.writer.statuses(self._event_log.status(wait=wait))
+        for outlet in self._outlets:
+            outlet.commit()
+        self._tell_failures()
+
+    def _write_state(self) -> None:
+        self._state_written = time.monotonic()
+        if (state := self._state) is not None:
+
+            def saved() -> bytes:
+                file = io.BytesIO()
+                torch.save(state(), file)
+                return file.getvalue()
+
+            what = "the state to resume from could not be written, and training goes on"
+            self._write(what, state_name, saved)
+
+    def _write(self, what: str, name: Callable[[int], str], content: Callable[[], bytes]) -> None:
+        """Write a file beside the records; a failure becomes a notice."""
+        if self.writer is None or self.writer.closed or _torch.is_capturing():
+            return
+        try:
+            self.writer.file(name(self.writer.rank), content())
+        except Exception as error:  # noqa: BLE001 # a failure here must not stop training
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            text = f"{what}: {printable(reason)}"
+            if text not in self.lost:  # the write may be retried every minute
+                self.lost.append(text)
+            self._event_log.notice_once(what, text, step=self._step(), warn=True)
+
+    def _take(self, rows: Sequence[tuple[Row, Tensor]]) -> None:
+        whole = []
+        for row, values in rows:
+            if row.shares:
+                self.shared.take(row, values)
+            else:
+                whole.append((row, values))
+        self._store(whole)
+
+    def _store(self, rows: Iterable[tuple[Row, Tensor]]) -> None:
+        packed = [row.measured(values) for row, values in rows]
+        # Memory has all rows before the file can fail.
+        for store in (self.records, *self._open):
+            for measured in packed:
+                store.take(measured)
+        if packed and self.records.dropped and self.writer is None:
+            self._event_log.notice_once("records", _DROPPED, step=packed[-1].step)
+
+
+def cause_of_end(error: BaseException | None) -> dict[str, Any]:
+    """Return the type of the exception that ends a training, with step and rule of a trap; nothing of a clean end."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return {}
+    found: dict[str, Any] = {"error": type(error).__name__}
+    if isinstance(error, SystemExit):
+        # Python prints a text and exits with 1.
+        found["status"] = error.code if isinstance(error.code, int) else 1
+    if isinstance(error, TrapError):
+        found |= {"step": error.step, "rule": error.rule}
+    return found
+
+
+def _exceptions() -> tuple[BaseException | None, BaseException | None]:
+    """Return the exception that is being handled, and the last one that Python, or a notebook, has shown."""
+    return sys.exc_info()[1], getattr(sys, "last_value", None)
+
+
+def _close(reference: weakref.ref[Recorder]) -> None:
+    if (recorder := reference()) is not None:
+        # The interpreter is shutting down, and knows the exception that nobody has caught.
+        recorder.close(getattr(sys, "last_value", None))

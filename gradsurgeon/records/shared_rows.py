@@ -1,0 +1,354 @@
+"""Rows of measurements on their way; of tensors that ranks share, the lowest rank merges the rows of all."""
+
+import pickle
+import time
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.errors import RecordError
+from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.memory import Measured
+from gradsurgeon.tensors import _dist, _job_store, _numbers, measure
+
+Answer = TypeVar("Answer")
+# Rule, statistic, point, and a checksum of the names.
+_Series = tuple[str, str, str, int]
+# Seconds: the longest wait for other ranks, at the end of a session or when a person asks for a record.
+LIMIT = 10.0
+_PAUSE = 0.005
+# A rank that has not read this many batches of each rank gets no more.
+_MOST_UNREAD = 256
+# If this many newer rows wait behind a row, the row is merged without its missing parts.
+_MOST_WAITING = 1024
+_GIVEN_UP = (
+    "not all ranks that share its parameters measured the same backward passes (one was paused, removed its session or left "
+    "an update out): those steps have no record of them"
+)
+_FAILED = "the key-value store of the job failed ({reason}): from now on nothing is recorded of parameters that ranks share"
+
+
+class Share(NamedTuple):
+    """The places in a row whose tensors the same ranks share; no ranks if this rank holds the tensors whole."""
+
+    ranks: tuple[int, ...]
+    places: tuple[int, ...]
+
+    def is_led_by(self, rank: int) -> bool:
+        return not self.ranks or self.ranks[0] == rank
+
+
+def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
+    if not tensors:
+        return ()
+    places_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        # The statistic of a tensor without elements is the same everywhere.
+        places_of[_dist.sharing(tensor) if tensor.numel() else ()].append(place)
+    return tuple(Share(ranks, tuple(places)) for ranks, places in places_of.items())
+
+
+def by_column(
+    keys: Sequence[Key], values: Tensor, *, are_parts: bool
+) -> Iterator[tuple[Key, Tensor]]:
+    """Yield each key of a statistic with its numbers. Numbers that ranks are going to merge keep a second dimension."""
+    if len(keys) == 1:
+        yield keys[0], values
+        return
+    for key, column in zip(keys, torch.split(values, 1, dim=1), strict=True):
+        yield key, column if are_parts else column.squeeze(1)
+
+
+class Row(NamedTuple):
+    """A row on its way, without its numbers. `columns` ascend; `number` counts backward passes, alike on all ranks."""
+
+    key: Key
+    step: int
+    columns: Sequence[int]
+    replace: bool = False
+    sources: Sequence[object] = ()
+    shares: tuple[Share, ...] = ()
+    number: int = 0
+
+    def measured(self, values: Tensor) -> Measured:
+        """Return the row with its numbers: one float32 per name of the key, and the columns without a value."""
+        width, absent = len(self.key.names), frozenset[int]()
+        if len(self.columns) < width:
+            # Scripts may set another default dtype or default device.
+            whole = torch.zeros(width, dtype=torch.float32, device="cpu")
+            whole[torch.tensor(self.columns, device="cpu")] = values
+            values, absent = whole, frozenset(range(width)) - frozenset(self.columns)
+        return Measured(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
+
+
+class Found(NamedTuple):
+    """The keys of the ranks that share some tensors, or the reason why these ranks cannot exchange rows."""
+
+    store: _job_store.OwnStore
+    problem: str = ""
+
+
+class Search(Protocol):
+    """Looks for the ranks that share tensors, in the key-value store of the job."""
+
+    def find(self, limit: float) -> Found | None:
+        """Return what came of the search, ``None`` if not all ranks come within some seconds."""
+
+    def leave(self) -> str:
+        """End the search; return which ranks are missing."""
+
+
+class SharedRows:
+    """Merges the rows of shared tensors by the key-value store of the job. No rank waits for another in training."""
+
+    def __init__(self, tell: Callable[[str, str, str], None]) -> None:
+        self._tell = tell
+        # The process group may be newer than the session, and gone at its end.
+        self._rank = _dist.rank()
+        self._store: _job_store.OwnStore | None = None
+        self._search: Search | None = None
+        # Whether all ranks began to exchange after the same backward pass, so that they can call collectives together.
+        self.together = False
+        # Backward passes that gave a gradient to shared tensors.
+        self.passes = 0
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        # The rows of each series that lack parts of other ranks, with the numbers of this rank.
+        self._waiting: defaultdict[Key, deque[tuple[Row, Tensor]]] = defaultdict(deque)
+        # The parts that have come, by series and rank, each with the number of its pass.
+        self._parts: defaultdict[tuple[_Series, int], dict[int, bytes]] = defaultdict(dict)
+        self._newest: dict[tuple[_Series, int], int] = {}
+        # The parts to send, by rank, and the number of batches that this rank has read.
+        self._outgoing: defaultdict[int, list[tuple[_Series, int, bytes]]] = defaultdict(list)
+        self._read = 0
+        self._closed: set[int] = set()
+        self._ending = False
+        self._asked: defaultdict[int, int] = defaultdict(int)
+
+    def open(self, store: _job_store.OwnStore) -> None:
+        """Begin to exchange parts, under keys that only these ranks use, and all of them from this pass on."""
+        if self._store is None:
+            self._store, self.together = store, True
+            self._rank = _dist.rank()
+
+    def seek(self, search: Search) -> None:
+        """Begin to exchange parts once the other ranks are found. Until then the rows wait."""
+        if self._store is None and self._search is None:
+            self._search = search
+            self._rank = _dist.rank()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._store is not None
+
+    def _look(self, limit: float) -> None:
+        """Look for the other ranks, for some seconds at most."""
+        found = None if self._search is None else self._search.find(limit)
+        if found is None:
+            return
+        self._search = None
+        if found.problem:
+            self._tell("shared rows", "", found.problem)
+        else:
+            self._store = found.store
+
+    def _give_up(self) -> None:
+        """End the search for the other ranks, if it is not over."""
+        search, self._search = self._search, None
+        if search is not None:
+            problem = search.leave()
+            if any(self._waiting.values()):
+                self._tell("shared rows", "", problem)
+
+    def take(self, row: Row, values: Tensor) -> None:
+        """Take this rank's numbers of a row: per column as many numbers as the statistic needs from a part."""
+        values = values.reshape(len(row.columns), -1)
+        # The whole tensors of a row wait for the shared tensors also.
+        most = max((share.ranks for share in row.shares), key=len)
+        for share in row.shares:
+            for place in share.places:
+                self._ranks[row.key.names[row.columns[place]]] = share.ranks or most
+            if not share.is_led_by(self._rank):
+                part = _numbers.to_bytes(values[list(share.places)].contiguous())
+                self._outgoing[share.ranks[0]].append((_series(row, share), row.number, part))
+        queue = self._waiting[row.key]
+        # An earlier pass may feed the same update; its row may be complete, and is replaced then.
+        if queue and queue[-1][0].step == row.step:
+            queue.pop()
+        queue.append((row, values))
+
+    def exchange(self) -> Iterator[tuple[Row, Tensor]]:
+        """Send this rank's parts; yield the rows that are complete by now. Waits for no other rank."""
+        self._look(0.0)
+        if self._store is not None:
+            try:
+                self._send(self._store)
+                self._receive(self._store)
+            except RuntimeError as error:
+                self._store = None
+                self._tell("shared rows failed", "", _FAILED.format(reason=_told(error)))
+        if any(len(queue) >= _MOST_WAITING for queue in self._waiting.values()):
+            self._give_up()
+        if self._search is None:
+            self._outgoing.clear()
+        for queue in self._waiting.values():
+            while queue and (len(queue) >= _MOST_WAITING or not any(self._awaited(queue[0][0]))):
+                yield from self._merged(*queue.popleft())
+
+    def close(self) -> Iterator[tuple[Row, Tensor]]:
+        """End the exchange; yield the last rows. A rank with incomplete rows waits for parts, within a limit."""
+        yield from self.exchange()
+        if self._search is not None:
+            self._give_up()
+            yield from self.exchange()
+        if self._store is None:
+            return
+        self._ending = True
+        with suppress(RuntimeError):
+            self._store.set(f"closed/{self._rank}", "")
+        end = time.monotonic() + LIMIT
+        while self._is_open and any(self._waiting.values()) and time.monotonic() < end:
+            time.sleep(_PAUSE)
+            yield from self.exchange()
+        self._store = None
+        yield from self.exchange()
+
+    def ask(self, name: str, stat: str, answer: Callable[[], Answer]) -> Answer:
+        """Return the answer of the rank that merges the rows of a tensor. All ranks that share it must call this.
+
+        It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
+        """
+        ranks, rank = self._ranks_that_share(name), self._rank
+        leads = not ranks or ranks[0] == rank
+        if not ranks or (self._store is None and leads):
+            return answer()
+        leader, named = ranks[0], _dist.named(ranks)
+        if self._store is None:
+            why = f"{name} is shared by {named}, and rank {leader} keeps its records: ask there"
+            raise RecordError(why)
+        self._asked[leader] += 1
+        key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
+        found: Answer | None = None
+        error: Exception | None = None
+        try:
+            if not leads:
+                self._store.set(f"{key}/{rank}", "")
+            wanted = ranks[1:] if leads else ranks[:1]
+            here = _job_store.present(self._store, wanted, LIMIT, under=f"{key}/")
+            if absent := [other for other in wanted if other not in here]:
+                error = RecordError(
+                    f"{name} is shared by {named}, and {_dist.named(absent)} did not ask for this record within {LIMIT:g} s: "
+                    "all of these ranks must call `latest` and `history` of it while a session is on"
+                )
+            elif leads:
+                found, error = _attempt(answer)
+            else:
+                found, error = pickle.loads(self._store.get(f"{key}/{leader}"))  # noqa: S301 # the ranks of a job trust each other
+            if leads:
+                self._store.set(f"{key}/{leader}", pickle.dumps((found, error)))
+                for other in ranks[1:]:
+                    self._store.delete_key(f"{key}/{other}")
+        except RuntimeError as failure:
+            raise RecordError(_FAILED.format(reason=_told(failure))) from None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # The traceback of the error refers to this frame, and so to all that the caller holds.
+                del error
+        return cast("Answer", found)
+
+    def _ranks_that_share(self, name: str) -> tuple[int, ...]:
+        """Return the ranks that share a tensor. Waits for them if they are not found yet."""
+        ranks = self._ranks.get(name, ())
+        if ranks:
+            self._look(LIMIT)
+        return ranks
+
+    def _send(self, store: _job_store.OwnStore) -> None:
+        for leader, parts in self._outgoing.items():
+            read, sent = (store.add(f"{leader}/{of}", 0) for of in ("read", "sent"))
+            if sent - read < _MOST_UNREAD * _dist.world():
+                ticket = store.add(f"{leader}/sent", 1)
+                store.set(f"{leader}/{ticket}", pickle.dumps((self._rank, parts)))
+
+    def _receive(self, store: _job_store.OwnStore) -> None:
+        waiting = [row for queue in self._waiting.values() for row, _ in queue]
+        if not waiting:
+            return
+        rank, closed = self._rank, set[int]()
+        if self._ending:
+            # Checked before the batches are read: a rank closes after it has sent its last batch.
+            others = {other for share in waiting[0].shares for other in share.ranks}
+            closed = {other for other in others if store.check([f"closed/{other}"])}
+        sent = store.add(f"{rank}/sent", 0)
+        tickets = [f"{rank}/{ticket}" for ticket in range(self._read + 1, sent + 1)]
+        # A rank draws a ticket before it writes its batch.
+        while tickets and not store.check(tickets):
+            tickets.pop()
+        for ticket in tickets:
+            sender, parts = pickle.loads(store.get(ticket))  # noqa: S301 # as above
+            for series, number, part in parts:
+                self._parts[series, sender][number] = part
+                self._newest[series, sender] = number
+            store.delete_key(ticket)
+        if tickets:
+            self._read += len(tickets)
+            store.add(f"{rank}/read", len(tickets))
+        self._closed = closed
+
+    def _led(self, row: Row) -> list[Share]:
+        return [share for share in row.shares if share.is_led_by(self._rank)]
+
+    def _awaited(self, row: Row) -> Iterator[bool]:
+        """Yield of each part of another rank whether it is missing and may still come."""
+        for share in self._led(row):
+            series = _series(row, share)
+            for rank in share.ranks[1:]:
+                gone = (self._store is None and self._search is None) or rank in self._closed
+                has_come = row.number in self._parts[series, rank]
+                yield not (gone or has_come or self._newest.get((series, rank), -1) >= row.number)
+
+    def _merged(self, row: Row, values: Tensor) -> Iterator[tuple[Row, Tensor]]:
+        """Yield the columns of a row that this rank holds whole, or can merge."""
+        found: dict[int, Tensor] = {}
+        merge = measure.merge_of(row.key.stat)
+        for share in self._led(row):
+            own = values[list(share.places)]
+            parts, series = [own.double()], _series(row, share)
+            for rank in share.ranks[1:]:
+                come = self._parts[series, rank]
+                if row.number in come:
+                    numbers = torch.frombuffer(bytearray(come[row.number]), dtype=torch.float32)
+                    parts.append(numbers.reshape(own.shape).double())
+                self._parts[series, rank] = {n: p for n, p in come.items() if n > row.number}
+            if len(parts) == max(1, len(share.ranks)):
+                found.update(zip(share.places, merge(torch.stack(parts)).unbind(), strict=True))
+            elif self._store is not None:
+                self._tell("shared rows", row.key.rule, _GIVEN_UP)
+        if found:
+            places = sorted(found)
+            numbers = torch.stack([found[place] for place in places]).float()
+            columns = [row.columns[place] for place in places]
+            yield Row(row.key, row.step, columns, replace=True), numbers
+
+
+def _attempt(answer: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+    try:
+        return answer(), None
+    except (KeyError, RecordError) as error:
+        return None, error
+
+
+def _told(error: RuntimeError) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _series(row: Row, share: Share) -> _Series:
+    names = "\0".join(row.key.names[row.columns[place]] for place in share.places)
+    checksum = zlib.crc32(names.encode("utf-8", "surrogatepass"))
+    return row.key.rule, row.key.stat, row.key.point, checksum

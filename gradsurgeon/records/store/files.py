@@ -1,0 +1,88 @@
+"""Writing files as a whole, and what all destinations of records have in common."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.records.store.memory import Destination
+
+
+@contextmanager
+def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
+    """Open a file of text, or of bytes, that replaces another once it is complete. If writing fails, the old one stays."""
+    # A pipe or a device such as /dev/stdout cannot be replaced. A directory raises by itself.
+    at_once = path.exists() and not path.is_file()
+    target = Path(os.path.realpath(path))  # through links
+    part = path if at_once else target.with_name(f".{target.name}.{os.getpid()}")
+    mode = "w" if at_once else "x"
+    text: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
+    with part.open(mode + "b" * binary, **({} if binary else text)) as file:
+        if at_once:
+            yield file
+            return
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            with suppress(FileNotFoundError):
+                shutil.copymode(target, part)
+            part.replace(target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
+    """Raise `RecordError` if a file must not be written over. An empty file may be."""
+    if path.is_file() and path.stat().st_size and not is_ours(path):
+        raise RecordError(
+            f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"
+        )
+
+
+def begins(path: Path, *marks: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(max(map(len, marks))).startswith(marks)
+
+
+class Outlet(Destination):
+    """Where records go besides memory. It is due every so many seconds, and reports each problem once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.failed = ""
+        self._ended = False
+        # The problems so far, and the number of those that `news` has returned.
+        self._problems: list[str] = []
+        self._told = 0
+        self._pid = os.getpid()
+        self._seconds = seconds
+        self._committed = time.monotonic()
+
+    @property
+    def _inherited(self) -> bool:
+        # A forked data loader inherits an outlet. Its file and its thread belong to the parent.
+        return os.getpid() != self._pid
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is written any more: ended, failed, or in a child process."""
+        return self._ended or bool(self.failed) or self._inherited
+
+    def due(self) -> bool:
+        """Return whether it is time for a commit, or for `news`."""
+        is_time = time.monotonic() - self._committed >= self._seconds
+        return is_time and (not self.closed or self._told < len(self._problems))
+
+    def news(self) -> list[str]:
+        news = [] if self._inherited else self._problems[self._told :]
+        self._told = len(self._problems)
+        return news
+
+    def _note(self, problem: str) -> None:
+        if problem not in self._problems:
+            self._problems.append(problem)

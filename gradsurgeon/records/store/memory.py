@@ -1,0 +1,301 @@
+"""Measurements in memory, and records by the name of a tensor.
+
+A *series* holds the values of one rule and one statistic over tensors that share a counter: a row per step,
+with one float32 per tensor. A tensor without a gradient in that step has no value in the row, not NaN.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from gradsurgeon.errors import RecordError
+from gradsurgeon.records.store.layout import Stored, is_absent, pack_absent
+
+# At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
+_OF_EACH_CALL = frozenset({"backward", "forward"})
+# With 500 parameters this keeps 30,000 steps, enough for a debugging session. Longer runs have a run directory.
+MEMORY_LIMIT = 64 * 2**20
+_FLOAT = struct.Struct("f").unpack_from
+# Python needs so many bytes for a row besides its values.
+_ROW_BYTES = 160
+Answer = TypeVar("Answer")
+_NEAREST = 3
+NOTHING_RECORDED = 'nothing: a rule {id: norms, action: norm-log, params: "*"} records norms'
+
+
+class Key(NamedTuple):
+    rule: str
+    stat: str
+    point: str
+    names: tuple[str, ...]
+
+
+class Measured(NamedTuple):
+    key: Key
+    step: int
+    values: bytes
+    absent: frozenset[int] = frozenset()
+    # A later row of the same step may replace it.
+    replace: bool = False
+
+
+class Destination(ABC):
+    """Where rows go: memory, a file, or a tracker."""
+
+    @abstractmethod
+    def take(self, row: Measured) -> None:
+        """Take a row."""
+
+    def add(
+        self,
+        key: Key,
+        step: int,
+        values: bytes,
+        absent: frozenset[int] = frozenset(),
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
+        self.take(Measured(key, step, values, absent, replace))
+
+
+class WholeSeries(ABC):
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.columns = {name: column for column, name in enumerate(key.names)}
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    @abstractmethod
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        """Yield of each row: step, values as bytes of float32, and bits of the absent columns."""
+
+    def ends(self) -> tuple[int, ...]:
+        """Return the steps of the first and of the last row, nothing if there are no rows."""
+        last = max(0, len(self) - 1)
+        return tuple(row[0] for start in (0, last) for row in self.stored(start, start + 1))
+
+    def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor in some rows."""
+        column = self.columns[name]
+        return [
+            (step, _FLOAT(values, 4 * column)[0])
+            for step, values, absent in self.stored(start, stop)
+            if absent is None or not is_absent(absent, column)
+        ]
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor, oldest first."""
+        return self.between(name, 0, len(self))
+
+    def last(self, name: str) -> tuple[int, float] | None:
+        # The last row most often has a value, and callers ask again and again.
+        end, size = len(self), 1
+        while end:
+            start = max(0, end - size)
+            if pairs := self.between(name, start, end):
+                return pairs[-1]
+            end, size = start, 2 * size
+        return None
+
+
+class Part(WholeSeries):
+    """The rows of a series but for those that a pass has left for an update that never came, or the `newest` of these.
+
+    `pending` has the number of the next update of each parameter.
+    """
+
+    def __init__(
+        self, series: WholeSeries, pending: Mapping[str, int], newest: int | None = None
+    ) -> None:
+        super().__init__(series.key)
+        self.whole: Any = series
+        self.rank = int(getattr(series, "rank", 0))  # a session has one
+        end, (name, *_) = len(series), (*self.key.names, "")
+        may_wait = self.key.point == "accumulated" and end > 1 and name in pending
+        self._end = end - (may_wait and series.ends()[-1] == pending[name])
+        self.skipped = 0 if newest is None else max(0, self._end - newest)
+
+    def __len__(self) -> int:
+        return self._end - self.skipped
+
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        stop = len(self) if stop is None else min(stop, len(self))
+        rows: Iterator[Stored] = self.whole.stored(self.skipped + start, self.skipped + stop)
+        return rows
+
+
+AnySeries = TypeVar("AnySeries", bound=WholeSeries)
+
+
+def matching(every: Iterable[AnySeries], name: str, stat: str, rule: str | None) -> list[AnySeries]:
+    return [
+        series
+        for series in every
+        if series.key.stat == stat and name in series.columns and rule in (None, series.key.rule)
+    ]
+
+
+class Series(WholeSeries):
+    def __init__(self, key: Key) -> None:
+        super().__init__(key)
+        self.rows: deque[Stored] = deque()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        # A copy: another thread may be training.
+        return islice(list(self.rows), start, stop)
+
+
+class Records(Destination):
+    """All series of one session in bounded memory: the oldest rows make room for new rows."""
+
+    def __init__(self, limit_bytes: int = MEMORY_LIMIT) -> None:
+        self._limit = limit_bytes
+        self._series: dict[Key, Series] = {}
+        # The series of each row, by age.
+        self._order: deque[Series] = deque()
+        self._bytes = 0
+        self.dropped = 0
+
+    def take(self, row: Measured) -> None:
+        key, step, values, absent, replace = row
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = Series(key)
+        stored = step, values, pack_absent(absent, len(key.names))
+        if replace and series.rows and series.rows[-1][0] == step:
+            series.rows[-1] = stored
+            return
+        series.rows.append(stored)
+        self._order.append(series)
+        self._bytes += _ROW_BYTES + len(values)
+        while self._bytes > self._limit and len(self._order) > 1:
+            _, dropped, _ = self._order.popleft().rows.popleft()
+            self._bytes -= _ROW_BYTES + len(dropped)
+            self.dropped += 1
+
+    def series(self, name: str, stat: str, rule: str | None = None) -> list[Series]:
+        return matching(self, name, stat, rule)
+
+    def __iter__(self) -> Iterator[Series]:
+        return iter(self._series.values())
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+
+def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
+    """Return ``(step, value)`` over several series of one rule, in order of step.
+
+    A tensor moves to a new series when another optimizer claims it, or its module is called more often than others.
+    """
+    if len(series) == 1:
+        return series[0].of(name)
+    pairs = sorted((pair for part in series for pair in part.of(name)), key=lambda pair: pair[0])
+    if any(part.key.point in _OF_EACH_CALL for part in series):
+        return pairs
+    return list(dict(pairs).items())
+
+
+class RecordQueries(ABC):
+    """`history` and `latest` of a session or a run, which makes a `Lookup` of its records."""
+
+    @abstractmethod
+    def _lookup(self) -> Lookup:
+        """Return the records by name. A session waits for the device first."""
+
+    def history(
+        self, name: str, stat: str = "l2", *, rule: str | None = None
+    ) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` pairs of one tensor, oldest first; nothing if no gradient has arrived.
+
+        In a run of several ranks these are the records of the lowest rank that has some. A session waits for the device.
+        For a parameter that ranks share (FSDP2, tensor parallel) the call is a collective while the session is on: all
+        ranks that share the parameter must call it. Afterwards the lowest of these ranks answers.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: the id of the `norm-log` rule; needed if several rules record the statistic.
+
+        Raises:
+            KeyError: there is no such name; the text gives the nearest names.
+            RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
+        """
+        return self._asked(name, stat, lambda: self._lookup().history(name, stat, rule))
+
+    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
+        """Return the newest value of `history`, under the same conditions and without reading the rest.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: the id of the `norm-log` rule; needed if several rules record the statistic.
+
+        Raises:
+            KeyError: there is no such name; the text gives the nearest names.
+            RecordError: no rule, or several rules, record it; nothing is recorded yet; or another rank did not call
+                within 10 s.
+        """
+        return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
+
+    def _asked(self, _name: str, _stat: str, answer: Callable[[], Answer]) -> Answer:
+        """Return an answer of this process, or of the rank that has the records of a tensor."""
+        return answer()
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    known: tuple[str, ...]
+    aliases: Mapping[str, str]
+    logged: Mapping[str, tuple[Collection[str], Collection[str]]]  # statistics and names, by rule
+    # Returns the series of a tensor, a statistic, and a rule or all rules.
+    find: Callable[[str, str, str | None], Sequence[WholeSeries]]
+
+    def history(self, name: str, stat: str, rule: str | None) -> list[tuple[int, float]]:
+        canonical, series = self._series(name, stat, rule)
+        return merged(series, canonical)
+
+    def latest(self, name: str, stat: str, rule: str | None) -> float:
+        canonical, series = self._series(name, stat, rule)
+        ends = [end for recorded in series if (end := recorded.last(canonical)) is not None]
+        if not ends:
+            raise RecordError(
+                f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
+            )
+        # If two series have the same step, the later series wins, as in `merged`.
+        return max(reversed(ends), key=lambda end: end[0])[1]
+
+    def _series(self, name: str, stat: str, rule: str | None) -> tuple[str, Sequence[WholeSeries]]:
+        """Return the canonical name and the series of one rule, possibly none yet."""
+        canonical = self.aliases.get(name, name)
+        if canonical not in self.known:
+            near = get_close_matches(name, [*self.known, *self.aliases], n=_NEAREST, cutoff=0.0)
+            listed = ", ".join(near) or "none"
+            raise KeyError(f"no parameter {name!r} in the model; nearest: {listed}")
+        series = self.find(canonical, stat, rule)
+        rules = sorted({recorded.key.rule for recorded in series})
+        if len(rules) > 1:
+            raise RecordError(
+                f"{stat} of {canonical} is recorded by several rules: pass rule= one of {', '.join(rules)}"
+            )
+        logging = {key: stats for key, (stats, names) in self.logged.items() if canonical in names}
+        if not rules and not any(stat in logging[key] for key in logging if rule in (None, key)):
+            recorded = "; ".join(f"{key}: {', '.join(stats)}" for key, stats in logging.items())
+            raise RecordError(
+                f"{'no rule' if rule is None else f'no rule {rule!r}'} records {stat} of {canonical}; recorded: "
+                f"{recorded or NOTHING_RECORDED}"
+            )
+        return canonical, series

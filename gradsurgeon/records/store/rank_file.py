@@ -1,0 +1,165 @@
+"""Reading the SQLite file of one rank, finished, killed, or still being written. It trusts nothing in the file."""
+
+import json
+import sqlite3
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from gradsurgeon.common.events import Event, EventKind, RuleStatus
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.records.store import layout
+from gradsurgeon.records.store.database import connect, is_live
+from gradsurgeon.records.store.layout import Stored, row_id
+from gradsurgeon.records.store.memory import Key, WholeSeries
+
+_T = TypeVar("_T")
+# The columns of the records in long form, in the order of `gradsurgeon export`.
+COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
+_PATIENCE = 5.0
+_LONGEST = 256 * 2**20
+# Short queries bound the memory, and keep no writer without WAL waiting.
+_BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
+_FLOAT = 4
+_ROWS = "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ? ORDER BY id"
+# Rows that a writer cannot have written.
+_ODD_ROWS = """
+SELECT count(*) FROM rows WHERE id BETWEEN ? AND ? AND NOT (
+    typeof(step) = 'integer' AND typeof(floats) = 'blob' AND length(floats) = ?
+    AND (absent IS NULL OR typeof(absent) = 'blob' AND length(absent) = ?)
+)
+"""
+_NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
+_MAPPING, _TEXTS = TypeAdapter(dict[str, Any]), TypeAdapter(dict[str, str])
+_SERIES = TypeAdapter(tuple[int, str, str, str, str])
+_EVENT = TypeAdapter(tuple[float, EventKind, str, int, int, str, str])
+
+
+class RankFile:
+    """The records of one rank. ``close`` closes the file, and so does the garbage collector."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self.rank = rank
+        self._series: dict[int, StoredSeries] = {}
+        try:
+            self._connection = connect(path, _PATIENCE, "?mode=ro")
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from None
+        # A caller that drops a run without closing it gets no warning of an open database.
+        self.close = weakref.finalize(self, self._connection.close)
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+        for pragma in ("query_only=ON", "trusted_schema=OFF", "cell_size_check=ON"):
+            self.query(f"PRAGMA {pragma}")
+        tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        ((application,),) = self.query("PRAGMA application_id")
+        ((form,),) = self.query("PRAGMA user_version")
+        found = application, form, dict(tables)
+        if found != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
+            raise self.damaged("its tables are not those of a run, or have yet to be written")
+
+    def query(self, sql: str, *arguments: int) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(sql, arguments).fetchall()
+        except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
+            # A text that is no UTF-8 raises no error of sqlite3.
+            raise self._unreadable(error) from None
+
+    def damaged(self, what: str = "it has values of wrong types or sizes") -> RecordError:
+        return RecordError(
+            f"{printable(str(self.path))}: is damaged: {what}; the other files of the run may still be fine: move this "
+            "one elsewhere to read them"
+        )
+
+    def _unreadable(self, error: Exception) -> RecordError:
+        return RecordError(
+            f"{printable(str(self.path))}: cannot be read: {printable(str(error))}; it is damaged, or was "
+            "not written by gradsurgeon, or has to be copied, with all of its directory, to a place that "
+            "can be written"
+        )
+
+    def _checked(self, value: object, kind: TypeAdapter[_T]) -> _T:
+        try:
+            return kind.validate_python(value)
+        except ValueError:
+            raise self.damaged() from None
+
+    def _parsed(self, text: str, kind: TypeAdapter[_T]) -> _T:
+        try:
+            # Not `validate_json`: a name may have lone surrogates.
+            return kind.validate_python(json.loads(text))
+        except (ValueError, RecursionError):
+            raise self.damaged() from None
+
+    def _meta(self) -> dict[str, str]:
+        return self._checked(dict(self.query("SELECT key, value FROM meta")), _TEXTS)
+
+    def written(self, key: str) -> dict[str, Any]:
+        """Return a mapping that the writer left at the end of the run, empty if there is none."""
+        return self._parsed(self._meta().get(key, "{}"), _MAPPING)
+
+    @property
+    def state(self) -> str:
+        """``running``, ``finished``, or ``stopped`` without having been closed."""
+        if "closed" in self._meta():
+            return "finished"
+        return "running" if is_live(self.path) else "stopped"
+
+    def series(self) -> list["StoredSeries"]:
+        """Return all series in order of creation. A running process adds further series."""
+        sql = "SELECT id, rule, stat, point, names FROM series WHERE id > ? ORDER BY id"
+        for row in self.query(sql, max(self._series, default=0)):
+            number, rule, stat, point, text = self._checked(row, _SERIES)
+            names = self._parsed(text, _NAMES)
+            self._series[number] = StoredSeries(self, number, Key(rule, stat, point, names))
+        return list(self._series.values())
+
+    def events(self) -> Iterator[tuple[float, Event]]:
+        """Yield the events in the order of writing, each with its time in seconds since 1970."""
+        sql = "SELECT time, kind, rule, step, rank, name, message FROM events ORDER BY id"
+        for row in self.query(sql):
+            event = self._checked(row, _EVENT)
+            yield event[0], Event(*event[1:])
+
+    def statuses(self) -> dict[str, RuleStatus]:
+        rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid")
+        texts = self._checked(dict(rows), _TEXTS)
+        return {rule: self._parsed(text, _STATUS) for rule, text in texts.items()}
+
+
+class StoredSeries(WholeSeries):
+    """One series in a file. Every call reads anew."""
+
+    def __init__(self, file: RankFile, number: int, key: Key) -> None:
+        super().__init__(key)
+        self.rank = file.rank
+        self._file = file
+        self._width = len(key.names)
+        self._batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, _FLOAT * self._width)))
+        self._low, self._high = row_id(number, 0), row_id(number + 1, 0) - 1
+
+    def __len__(self) -> int:
+        ((top,),) = self._file.query(
+            "SELECT max(id) FROM rows WHERE id BETWEEN ? AND ?", self._low, self._high
+        )
+        return 0 if top is None else int(top) - self._low + 1
+
+    def damaged(self) -> RecordError:
+        return self._file.damaged("it lacks rows")
+
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+        sizes = _FLOAT * self._width, layout.absent_size(self._width)
+        end = len(self) if stop is None else stop
+        for first in range(start, end, self._batch):
+            bounds = self._low + first, self._low + min(end, first + self._batch) - 1
+            ((odd,),) = self._file.query(_ODD_ROWS, *bounds, *sizes)
+            if odd:
+                raise self._file.damaged()
+            yield from self._file.query(_ROWS, *bounds)
+
+
+# Series, each with the columns that were asked for.
+Chosen = Sequence[tuple[StoredSeries, Sequence[int]]]

@@ -1,0 +1,275 @@
+"""Reading a run directory: finished, killed, or still being written. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from gradsurgeon.common._libraries import library
+from gradsurgeon.common.events import Event, RuleStatus
+from gradsurgeon.common.match import compile_pattern, select
+from gradsurgeon.errors import RecordError, printable, shorten_names
+from gradsurgeon.records.store.database import logs
+from gradsurgeon.records.store.layout import FORMAT, RUN_FILE, database_name, section
+from gradsurgeon.records.store.memory import Lookup, RecordQueries, matching
+from gradsurgeon.records.store.rank_file import Chosen, RankFile, StoredSeries
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
+_MOST_RANKS = 10**6
+AnyRun = TypeVar("AnyRun", bound="Run")
+
+
+class Run(RecordQueries):
+    """The records and events of a run, even while it is being written. A context manager.
+
+    Attributes:
+        path: the directory.
+        meta: the content of `run.json`: versions, rules, plan, when the run began.
+        params: canonical names of the parameters, in the order of the model.
+        ranks: the ranks that have records.
+    """
+
+    def __init__(self, path: Path, meta: Mapping[str, Any], files: Sequence[RankFile]) -> None:
+        self.path = path
+        self.meta = meta
+        self._files = list(files)
+        model = section(meta, "model")
+        self._aliases = {**section(model, "aliases")}
+        params = model.get("params", ())
+        self.params = tuple(param["name"] for param in params)
+        for param in params:
+            self._aliases.update(dict.fromkeys(param.get("aliases", ()), param["name"]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have records."""
+        return tuple(file.rank for file in self._files)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+    @property
+    def states(self) -> dict[int, str]:
+        """The state of each rank: ``running``, ``finished``, or ``stopped`` without having been closed."""
+        return {file.rank: file.state for file in self._files}
+
+    @property
+    def endings(self) -> dict[int, dict[str, Any]]:
+        """What each rank wrote of its end: `error`, and the `step` and `rule` of a trap; nothing of a clean end."""
+        return {file.rank: file.written("ended") for file in self._files}
+
+    @property
+    def pending(self) -> dict[str, int]:
+        """By name of a parameter, the update that its last records waited for, and that never came."""
+        steps = self._files[0].written("pending")
+        return {name: step for name, step in steps.items() if isinstance(step, int)}
+
+    def last_write(self, rank: int) -> float | None:
+        """Return when a rank last wrote to its file, in seconds since 1970."""
+        path = self.path / database_name(rank)
+        # A reader touches the index of the log.
+        files = (one for one in (path, *logs(path)) if not one.name.endswith("-shm"))
+        times = [one.stat().st_mtime for one in files if one.is_file()]
+        return max(times, default=None)
+
+    @property
+    def events(self) -> list[Event]:
+        """The events so far of all ranks, oldest first."""
+        # The sort is stable: of events at one time, the lower rank comes first.
+        stored = [pair for file in self._files for pair in file.events()]
+        return [event for _, event in sorted(stored, key=itemgetter(0))]
+
+    def status(self) -> dict[str, RuleStatus]:
+        """Return what each rule has done. The firings of all ranks are added up."""
+        by_rule: dict[str, list[RuleStatus]] = {rule["id"]: [] for rule in self.rules}
+        for file in self._files:
+            for rule, status in file.statuses().items():
+                by_rule.setdefault(rule, []).append(status)
+        return {rule: _joined(statuses) for rule, statuses in by_rule.items() if statuses}
+
+    @property
+    def rules(self) -> list[dict[str, Any]]:
+        """The plan of each rule, in file order: at least `id`, `action`, and names."""
+        return list(section(self.meta, "plan").get("rules", ()))
+
+    def __iter__(self) -> Iterator[StoredSeries]:
+        """Yield every series of every rank."""
+        for file in self._files:
+            yield from file.series()
+
+    def series(self, name: str, stat: str, rule: str | None = None) -> list[StoredSeries]:
+        """Return the series that measure one tensor, from the lowest rank that recorded it."""
+        matches = matching(self, name, stat, rule)
+        return [series for series in matches if series.rank == matches[0].rank]
+
+    def to_pandas(
+        self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
+    ) -> pd.DataFrame:
+        """Return one line per recorded value of all ranks, with the columns of `gradsurgeon export`.
+
+        The columns are `step` (int64), `rank` (int32), `rule`, `point`, `stat`, `name` (categories) and `value`
+        (float32). A tensor without a gradient has no line in that step; NaN and infinity are values. All
+        lines must fit into memory: a line takes 64 bytes while the table is made, and 22 afterwards.
+
+        Args:
+            name: only tensors whose canonical name matches this pattern, as in a rule file.
+            stat: only this statistic.
+            rule: only the records of the rule with this id.
+
+        Raises:
+            GradSurgeonError: pandas is missing: `pip install 'gradsurgeon[pandas]'`.
+            RecordError: nothing recorded fits.
+            ValueError: the pattern is malformed.
+        """
+        library("pandas", "pandas", "to_pandas")
+        from gradsurgeon.records.store import tables  # noqa: PLC0415 # events are read without numpy
+
+        if found := chosen(self, name, stat, rule):
+            return tables.data_frame(found)
+        raise nothing_fits(self)
+
+    def _lookup(self) -> Lookup:
+        logged = {rule: (set(of), set(self.names_of(rule))) for rule, of in self.stats.items()}
+        for series in self:
+            stats, names = logged.setdefault(series.key.rule, (set(), set()))
+            stats.add(series.key.stat)
+            names.update(series.key.names)
+        more = set[str]().union(*(names for _, names in logged.values())).difference(self.params)
+        sorted_stats = {rule: (sorted(stats), names) for rule, (stats, names) in logged.items()}
+        return Lookup((*self.params, *sorted(more)), self._aliases, sorted_stats, self.series)
+
+    @property
+    def stats(self) -> dict[str, tuple[str, ...]]:
+        """The statistics that each recording rule was to record, by rule id."""
+        roles = section(self.meta, "roles")
+        stats = {rule: tuple(role.get("stats", ())) for rule, role in roles.items()}
+        return {rule: recorded for rule, recorded in stats.items() if recorded}
+
+    def names_of(self, rule: str) -> tuple[str, ...]:
+        """Return the names that a rule was bound to."""
+        for planned in self.rules:
+            if planned["id"] == rule:
+                return (*planned.get("params", ()), *planned.get("modules", ()))
+        return ()
+
+
+def chosen(run: Run, name: str | None, stat: str | None, rule: str | None) -> Chosen:
+    """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
+    pattern = None if name is None else compile_pattern(name)
+    found: list[tuple[StoredSeries, Sequence[int]]] = []
+    for series in run:
+        of_rule, of_stat, _, names = series.key
+        if rule in (None, of_rule) and stat in (None, of_stat):
+            columns = range(len(names)) if pattern is None else select([pattern], names)
+            found += [(series, columns)] if columns else []
+    return found
+
+
+def nothing_fits(run: Run) -> RecordError:
+    if stats := sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in run}):
+        return RecordError(
+            f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(stats)}"
+        )
+    return RecordError(f"{printable(str(run.path))}: nothing was recorded")
+
+
+def missing_ranks(run: Run) -> list[int]:
+    known = set(run.ranks)
+    world = run.meta.get("ranks")
+    # A number in a damaged file may be of any size.
+    started = world if isinstance(world, int) and 0 <= world <= _MOST_RANKS else 0
+    return sorted(set(range(max(started, *(rank + 1 for rank in known)))) - known)
+
+
+def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
+    """Yield every series that no lower rank has recorded whole, each with the columns that a lower rank has recorded."""
+    # A module that runs on some ranks only can share a series with other modules.
+    owners: dict[tuple[str, str, str], int] = {}
+    for series in run:
+        rule, stat, _, names = series.key
+        repeated = frozenset(
+            column
+            for column, name in enumerate(names)
+            if owners.setdefault((rule, stat, name), series.rank) != series.rank
+        )
+        if len(repeated) < len(names):
+            yield series, repeated
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    return opened(path, Run)
+
+
+def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
+    folder = Path(path)
+    meta = _read_meta(folder / RUN_FILE)
+    names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+    ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+    if not ranks:
+        raise RecordError(
+            f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
+        )
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(closing(RankFile(folder / database_name(rank), rank)))
+            for rank in ranks
+        ]
+        run = kind(folder, meta, files)
+        stack.pop_all()
+    return run
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    meta: object = None
+    try:
+        meta = json.loads(path.read_bytes())
+    except OSError as error:
+        # Models and processes of one script have runs of their own.
+        inside = shorten_names(sorted(str(one.parent) for one in path.parent.glob(f"*/{RUN_FILE}")))
+        raise RecordError(
+            f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
+            "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
+            f"{'; runs inside: ' * bool(inside)}{inside}"
+        ) from None
+    except (ValueError, RecursionError):
+        pass  # refused below
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise RecordError(
+            f"{printable(str(path))}: is damaged, or was not written by this version of gradsurgeon: no JSON "
+            f"with format {FORMAT}; restore it, or record the run again"
+        )
+    return meta
+
+
+def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
+    fired = sum(status.fired for status in ranks)
+    steps = [status.last_step for status in ranks if status.last_step is not None]
+    shares = [status.changed * status.fired for status in ranks if status.changed is not None]
+    changed = None
+    if shares:
+        changed = sum(shares) / fired if fired else 0.0
+    return RuleStatus(
+        # Each rank has all the parameters, or a part of each.
+        matched=max(status.matched for status in ranks),
+        fired=fired,
+        changed=changed,
+        last_step=max(steps, default=None),
+        warnings=tuple(dict.fromkeys(text for status in ranks for text in status.warnings)),
+    )

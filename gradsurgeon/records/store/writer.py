@@ -1,0 +1,230 @@
+"""Writing a run directory, in one short transaction per second. If that fails, training goes on."""
+
+import json
+import os
+import sqlite3
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from gradsurgeon.common.events import Event, RuleStatus
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.records.store import layout
+from gradsurgeon.records.store.database import created, is_busy, is_live, lock_file, locked, logs
+from gradsurgeon.records.store.files import Outlet, replacing
+from gradsurgeon.records.store.memory import Key, Measured
+
+_INTERVAL = 1.0
+# Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
+_MOST_WAITING = 128 * 2**20
+
+
+@dataclass(slots=True)
+class _Written:
+    """One series in the file: its id, and the number and last step of its rows."""
+
+    id: int
+    rows: int = 0
+    step: int | None = None
+
+
+class RunWriter(Outlet):
+    """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, rank: int = 0, meta: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(_INTERVAL)
+        run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
+        self.path, self.rank = Path(path), rank
+        self._database = self.path / layout.database_name(rank)
+        with ExitStack() as undo:
+            try:
+                if not self.path.exists():
+                    undo.callback(_remove, self.path.rmdir)
+                self.path.mkdir(parents=True, exist_ok=True)
+                if found := _found(self._database, rank):
+                    raise RecordError(
+                        f"{printable(str(self.path))}: already holds a run ({found}), and records are never written over "
+                        "or mixed up with those of another; pass another directory, or remove this one"
+                    )
+                # The process that makes the file has the rank. This is atomic, even on network file systems, and
+                # cannot go stale.
+                os.close(os.open(self._database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                for file in (self._database, *logs(self._database)):
+                    undo.callback(_remove, file.unlink)
+                self._claim = locked(self._database)
+                undo.callback(self._unlock)
+                self._connection = created(self._database)
+                undo.callback(self._connection.close)
+                # An earlier run may have left it, and its other files be gone.
+                (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
+                if rank == 0:
+                    run_file = self.path / layout.RUN_FILE
+                    with replacing(run_file, binary=True) as out:
+                        out.write(run_json.encode())
+                    undo.callback(_remove, run_file.unlink)
+            except (sqlite3.Error, OSError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                raise RecordError(
+                    f"{printable(str(self.path))}: cannot write records there: {printable(reason)}; pass a directory "
+                    "that can be made and written, if need be on another file system"
+                ) from None
+            self._undo = undo.pop_all()
+        self._identity = self._file_identity()
+        self._series: dict[Key, _Written] = {}
+        # The rows of the next transaction, by table and by id: a later row replaces an earlier one.
+        self._batch: defaultdict[str, dict[object, tuple[Any, ...]]] = defaultdict(dict)
+        self._event_ids = count(1)
+        self._lock = RLock()
+
+    def take(self, row: Measured) -> None:
+        """Take one row. The row that it replaces may be in the file already."""
+        key = row.key
+        if self.closed:
+            return
+        with self._lock:
+            series = self._series.get(key)
+            if series is None:
+                series = self._series[key] = _Written(len(self._series) + 1)
+                named = series.id, *key[:3], json.dumps(key.names)
+                self._batch["series"][series.id] = named
+            if not (row.replace and series.step == row.step):
+                series.rows += 1
+                series.step = row.step
+            row_id = layout.row_id(series.id, series.rows - 1)
+            bits = layout.pack_absent(row.absent, len(key.names))
+            self._batch["rows"][row_id] = (row_id, row.step, row.values, bits)
+
+    def event(self, event: Event) -> None:
+        with self._lock:
+            if not self.closed:
+                number, e = next(self._event_ids), event
+                texts = layout.clean(e.name), layout.clean(e.message)
+                row = number, time.time(), e.kind, e.rule, e.step, e.rank, *texts
+                self._batch["events"][number] = row
+                committed = self._committed
+                self.commit()
+                # The statuses of the rules have to be written in time, even if each step has an event.
+                self._committed = committed
+
+    def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:
+        """Take the status of each rule. It is written with the next rows."""
+        if self.closed:
+            return
+        for rule, status in statuses.items():
+            self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
+
+    def file(self, name: str, content: bytes) -> None:
+        with self._lock:
+            if not self.closed:
+                with replacing(self.path / name, binary=True) as file:
+                    file.write(content)
+
+    def commit(self) -> None:
+        """Write the waiting rows and events. Raises nothing: see `news`."""
+        with self._lock:
+            if self.closed:
+                return
+            self._committed = time.monotonic()
+            if not self._batch:
+                return
+            try:
+                # A removed file can be written for ever, and nobody will see it.
+                if self._file_identity() != self._identity:
+                    raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
+                self._connection.execute("BEGIN IMMEDIATE")
+                for table, rows in self._batch.items():
+                    marks = ", ".join("?" * len(next(iter(rows.values()))))
+                    insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
+                    self._connection.executemany(insert, rows.values())
+                self._connection.execute("COMMIT")
+                self._batch.clear()
+            except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
+                self._failed(error)
+
+    def close(
+        self, ended: Mapping[str, Any] | None = None, pending: Mapping[str, int] | None = None
+    ) -> None:
+        """Write the rest, how the run `ended`, and the updates that last rows wait for. May be called twice."""
+        with self._lock:
+            if self.closed:
+                return
+            meta = {
+                "closed": repr(time.time()),
+                "ended": layout.json_text(dict(ended or {})),
+                "pending": layout.json_text(dict(pending or {})),
+            }
+            self._batch["meta"].update((row[0], row) for row in meta.items())
+            self.commit()
+            if not self.closed:
+                self._ended = True
+                # Without a log a finished run is one plain file per rank, readable from anywhere.
+                # A reader that is there right now prevents that, and loses nothing.
+                with suppress(sqlite3.Error):
+                    self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
+                self._release()
+
+    def discard(self) -> None:
+        """Remove all files again: the session did not begin."""
+        with self._lock:
+            if not self.closed:
+                self._ended = True
+                self._undo.close()
+
+    def _release(self) -> None:
+        with suppress(sqlite3.Error):
+            self._connection.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            _remove(lock_file(self._database).unlink)
+            self._claim = None
+
+    def _file_identity(self) -> tuple[int, int]:
+        stat = self._database.stat()
+        return stat.st_dev, stat.st_ino
+
+    def _failed(self, error: Exception) -> None:
+        with suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        waiting = sum(len(row[2]) for row in self._batch.get("rows", {}).values())
+        if is_busy(error) and waiting < _MOST_WAITING:
+            return  # tried again in a second
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        self.failed = (
+            f"records are no longer written to {printable(str(self._database))}: "
+            f"{printable(reason)}; training goes on, and records go on in memory"
+        )
+        self._note(self.failed)
+        self._batch.clear()
+        self._release()
+
+
+def _remove(remove: Callable[[], None]) -> None:
+    with suppress(OSError):
+        remove()
+
+
+def _found(database: Path, rank: int) -> str:
+    """Return the file of a run that rank 0 of this run did not begin, empty if there is none."""
+    folder = database.parent
+    if database.exists():
+        now = ", which is being recorded right now" if is_live(database) else ""
+        return f"{database.name}{now}"
+    if not (folder / layout.RUN_FILE).exists():
+        return ""
+    # Rank 0 of this very job may have finished: ranks need not wait for each other.
+    ours = bool(layout.job()) and not layout.is_of_another_start(folder)
+    if rank and (ours or is_live(folder / layout.database_name(0))):
+        return ""
+    return f"{layout.RUN_FILE}, whose rank 0 is not recording"

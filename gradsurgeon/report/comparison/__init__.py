@@ -1,0 +1,86 @@
+"""Two runs that should agree: where they part, and by how much more than rounding explains. Needs numpy, not torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gradsurgeon.common._libraries import library
+from gradsurgeon.records.store.run import Run
+from gradsurgeon.report.comparison.models import Source, counterparts, models_of
+
+if TYPE_CHECKING:
+    from gradsurgeon.report.comparison.comparison import Comparison
+
+
+def compare(
+    run: Source,
+    reference: Source,
+    noise: Source | Sequence[Source] = (),
+    renamed: str | os.PathLike[str] | Mapping[str, str] | None = None,
+) -> Comparison:
+    """Return where a run parts from a reference. Needs numpy, but no torch.
+
+    Each model of a script that trains several is compared with the model of its name.
+
+    Args:
+        run: a run directory, recorded with the rules ``gradsurgeon:fingerprint@1``.
+        reference: the run that it should equal.
+        noise: repetitions of the reference under ``gradsurgeon run --perturb 1e-6 --seed N``, which measure how far
+            rounding alone goes: best three.
+        renamed: the names that changed, from the reference to the run: a mapping, or a file with lines ``old: new``.
+            A name stands for all names that begin with it.
+
+    Raises:
+        RecordError: a run cannot be read, has no fingerprints, or has no tensor or step in common with the reference.
+        RuleFileError: the changed names are not those of the runs.
+    """
+    library("numpy", "report", "compare")
+    from gradsurgeon.report.comparison.comparison import compared, of_models  # noqa: PLC0415 # needs numpy
+    from gradsurgeon.report.comparison.reading import Words, read  # noqa: PLC0415 # the same
+
+    sources = [noise] if isinstance(noise, str | os.PathLike | Run) else list(noise)
+    with ExitStack() as stack:
+        models, references, *noises = (
+            models_of(source, stack) for source in (run, reference, *sources)
+        )
+        rename = _renaming(renamed, references.values(), models.values())
+        same = counterparts(references, models)
+        same_in_noise = [counterparts(references, others) for others in noises]
+        found = []
+        for name, of_reference in references.items():
+            if name not in same:
+                continue
+            words = Words()
+            # The reference comes first: its names make the order.
+            b = read(of_reference, words, rename)
+            a = read(models[same[name]], words, str)
+            more = [
+                read(others[known[name]], words, rename)
+                for others, known in zip(noises, same_in_noise, strict=True)
+                if name in known
+            ]
+            found.append(replace(compared(a, b, more, words), model=name))
+        only_run = models.keys() - {*same.values()}
+        only_reference = references.keys() - same.keys()
+        return of_models(found, sorted(only_run), sorted(only_reference))
+
+
+def _renaming(
+    renamed: str | os.PathLike[str] | Mapping[str, str] | None,
+    references: Iterable[Run],
+    models: Iterable[Run],
+) -> Callable[[str], str]:
+    from gradsurgeon.report.comparison.reading import Words, read, renaming  # noqa: PLC0415 # needs numpy
+
+    if renamed is None:
+        return str
+    old, new = Words(), Words()
+    for model in references:
+        read(model, old, str)
+    for model in models:
+        read(model, new, str)
+    return renaming(renamed, old.names, new.names)

@@ -1,0 +1,170 @@
+"""What the distances of two runs say: the border, what modules add, how it goes on. Needs numpy."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gradsurgeon.report.comparison.alignment import (
+    BOTH,
+    MISSING_IN_REFERENCE,
+    MISSING_IN_RUN,
+    RESIZED,
+    Pairs,
+)
+from gradsurgeon.report.comparison.order import is_inside, parent_of
+
+_LAST, _FIRST = 3, 5
+# A module adds to a difference if so many times as much goes out as came in: a projection can be several times too
+# small.
+_ADDS, _MODULES, _GROWS = 10.0, 8, 2.0
+_STATES = {
+    MISSING_IN_RUN: "missing in the run",
+    MISSING_IN_REFERENCE: "missing in the reference",
+    RESIZED: "another number of elements",
+}
+
+
+class Tensor(NamedTuple):
+    """A tensor of one step in both runs.
+
+    `distance` and `tolerance` are relative to the norm; `why` says why there is no distance.
+    """
+
+    name: str
+    tensor: str
+    step: int
+    phase: str
+    micro_batch: int
+    call: int
+    rank: int
+    distance: float
+    tolerance: float
+    why: str
+    text: str
+
+
+class Module(NamedTuple):
+    """A module that adds to a difference: the distances of its input and its output."""
+
+    name: str
+    came_in: float
+    went_out: float
+
+
+class Step(NamedTuple):
+    """How many tensors are apart in a step, and how far."""
+
+    step: int
+    compared: int
+    apart: int
+    median: float
+    largest: float
+
+
+def words(pairs: Pairs, at: int) -> str:
+    return pairs.kind(at).text(pairs.name(at))
+
+
+def tensor_of(pairs: Pairs, at: int) -> Tensor:
+    cell, kind, text = pairs.cells[at], pairs.kind(at), words(pairs, at)
+    alike = pairs.cells[pairs.like(at, "kind", "name")]
+    more = [] if kind.tensor == kind.base else [kind.tensor]
+    for key, word in (("call", "call"), ("part", "micro-batch")):
+        if number := int(alike[key].max()):
+            more.append(f"{word} {cell[key] + 1} of {number + 1}")
+    more += [f"rank {cell['rank']}"] if alike["rank"].any() else []
+    text += f" ({', '.join(more)})" if more else ""
+    why = _STATES.get(int(cell["state"]), "")
+    if not why and np.isinf(cell["distance"]):
+        why = f"non-finite in the {'reference' if cell['finite'][0] else 'run'}"
+    step, part, call, rank = (int(cell[key]) for key in ("step", "part", "call", "rank"))
+    far, limit = float(cell["distance"]), float(cell["limit"])
+    name = pairs.name(at)
+    return Tensor(name, kind.tensor, step, kind.phase, part, call, rank, far, limit, why, text)
+
+
+def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
+    apart = np.flatnonzero(pairs.apart)
+    if not len(apart):
+        return [], []
+    border = apart[0]
+    agree = np.flatnonzero(~pairs.cells["undecided"][:border])
+    here = apart[pairs.cells["step"][apart] == pairs.cells["step"][border]].tolist()
+    here = [at for at in here if pairs.kind(at).phase == pairs.kind(border).phase]
+    if not any(pairs.kinds[kind].of_modules for kind in np.unique(pairs.cells["kind"])):
+        # The gradients all part, whatever module is wrong: those of its own weights part most.
+        here = [at for at in here if pairs.kind(at) == pairs.kind(border)]
+        here.sort(key=lambda at: -pairs.ratio[at])
+    return agree[-_LAST:].tolist(), here[:_FIRST]
+
+
+def inside_of(pairs: Pairs, border: int) -> str:
+    kind, name = pairs.kind(border), pairs.name(border)
+    inputs = pairs.of_base("input") & pairs.like(border, "step", "rank", "part")
+    agree: dict[str, bool] = {}
+    unlike = pairs.apart | pairs.cells["undecided"]
+    for at in np.flatnonzero(inputs).tolist():
+        fine = not unlike[at]
+        agree[pairs.name(at)] = agree.get(pairs.name(at), True) and fine
+    around = name if kind.base == "output" else parent_of(name, agree)
+    while around and not agree.get(around):
+        around = parent_of(around, agree)
+    return around if kind.phase == "forward" else ""
+
+
+def modules_of(pairs: Pairs, border: int) -> list[Module]:
+    same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
+    came: dict[tuple[str, int], int] = {}
+    # Where its input is, how far that was apart at least, how many times as far its output is.
+    added: dict[tuple[str, int], tuple[int, float, float, Module]] = {}
+    apart, distances = pairs.apart, pairs.cells["distance"]
+    for at in np.flatnonzero(same & (pairs.cells["state"] == BOTH)).tolist():
+        base, key = pairs.kind(at).base, (pairs.name(at), int(pairs.cells["call"][at]))
+        if base == "input":
+            came[key] = max(at, came.get(key, at), key=distances.__getitem__)
+        elif base == "output" and key in came and apart[at]:
+            module = Module(key[0], float(distances[came[key]]), float(distances[at]))
+            start = max(module.came_in, float(pairs.cells["limit"][at]), 1e-30)
+            times = module.went_out / start
+            if times >= _ADDS and (key not in added or times > added[key][2]):
+                added[key] = (came[key], start, times, module)
+
+    every = [*added.values()]
+    # A module inside adds the difference if no more came into it.
+    inner = [
+        one
+        for one in every
+        if not any(
+            is_inside(other[-1].name, one[-1].name)
+            and other[-1].name != one[-1].name
+            and other[-1].came_in < _ADDS * one[1]
+            for other in every
+        )
+    ]
+    most = sorted(inner, key=lambda one: -one[2])[:_MODULES]
+    return [module for *_, module in sorted(most)]
+
+
+def steps_of(pairs: Pairs) -> Iterator[Step]:
+    cells, apart = pairs.cells, pairs.apart
+    for step in np.unique(cells["step"]).tolist():
+        here = cells["step"] == step
+        far = cells["distance"][here & apart & np.isfinite(cells["distance"])]
+        compared, number = int((here & ~cells["undecided"]).sum()), int((here & apart).sum())
+        median = float(np.median(far)) if len(far) else 0.0
+        yield Step(step, compared, number, median, far.max(initial=0.0).item())
+
+
+def growth_of(steps: Sequence[Step]) -> str:
+    medians = [step.median for step in steps if step.median]
+    if len(medians) < 2:  # noqa: PLR2004 # to compare
+        return ""
+    times = medians[-1] / medians[0]
+    return "grows" if times > _GROWS else "shrinks" if times * _GROWS < 1 else "stays"
+
+
+def largest_of(pairs: Pairs) -> int:
+    """Return the tensor with the largest ratio of distance and tolerance, -1 if rounding decides all."""
+    decided = np.flatnonzero(~pairs.cells["undecided"])
+    return int(decided[np.argmax(pairs.ratio[decided])]) if len(decided) else -1

@@ -1,0 +1,53 @@
+"""The models of a script that trains several: each is a run inside the run of the first."""
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from gradsurgeon.records.store.layout import runs_inside, section
+from gradsurgeon.records.store.run import Run
+from gradsurgeon.report.run import open_run
+
+Source = str | os.PathLike[str] | Run
+_PROCESS = re.compile(r"process-[0-9]+")
+
+
+def models_of(source: Source, stack: ExitStack) -> dict[str, Run]:
+    """Return the runs of all models of a script by name, the first model first; the stack closes what it opens.
+
+    Further models without records were never used.
+    """
+    run = source if isinstance(source, Run) else stack.enter_context(open_run(source))
+    found = {_title(run): run}
+    for folder in runs_inside(run.path):
+        inner = stack.enter_context(open_run(folder))
+        name = _name_inside(folder.relative_to(run.path), _title(inner))
+        if name and any(inner):
+            found[name] = inner
+    return found
+
+
+def _title(run: Run) -> str:
+    model = section(run.meta, "model")
+    return str(model.get("title") or model.get("origin") or "")
+
+
+def _name_inside(place: Path, title: str) -> str:
+    """Return the name of a further model, or of one of another process; none for a folder that a person named."""
+    processes = [*place.parts]
+    if processes[-1] == title:
+        processes.pop()
+    if all(map(_PROCESS.fullmatch, processes)):
+        return "/".join([*processes, title])
+    return ""
+
+
+def counterparts(models: Mapping[str, Run], others: Mapping[str, Run]) -> dict[str, str]:
+    """Return which model of other runs has the same name; the first models go together if they have none."""
+    found = {name: name for name in models if name in others}
+    first, other = next(iter(models)), next(iter(others))
+    if first not in found and other not in found:
+        found[first] = other
+    return found

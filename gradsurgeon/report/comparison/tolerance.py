@@ -1,0 +1,226 @@
+"""How far two runs are apart, and how far rounding alone takes them; unfit noise runs are refused.
+
+A projection is a signed sum, so the difference of two projections is a sample of the norm of the difference:
+its expected square is the squared norm.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.records.store.layout import section
+from gradsurgeon.report.comparison.reading import Reading
+from gradsurgeon.report.spikes import Flags, Floats, Ints
+
+_TIMES, _EPS, _FLOOR = 10.0, 8, 8 * 2.0**-23  # records are float32
+_COARSE = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+# Noise that is as large as the rounding of half precision: ten times it would hide most faults.
+_GROSS, _GROSS_TIMES = 2.0**-10, 4.0
+DECIDED_BY_ROUNDING = 0.1
+# The share of inputs and outputs that noise leaves alone if it rounds away.
+_MOST = 0.5
+# A gradient so many times smaller than the median seems to be what rounding leaves of a sum.
+_VANISHING, _VANISHING_EPS = 1e-5, 4
+_LEAST = 1e-30
+# Distances that rounding can reach, of float32 and of bfloat16, which autocast uses and no run tells.
+BOUND, AUTOCAST = 1e-3, 2.0**-7
+# Without noise runs: float32 sums of some thousand elements differ by up to 30 eps on other kernels. Half precision
+# rounds the result alone, so its kernels differ by 1 eps.
+_ULPS = 64.0
+# An error goes on into what comes after it, and grows there by so many times at most.
+CARRIED = 16.0
+# A parameter's gradient is a sum over the batch, in which much cancels.
+_CANCELLED = 10.0
+# Layers carry a difference on: at once it becomes a hundred times as large only by another computation.
+_JUMP, _FAR = 100.0, 0.01
+# Runs that rounding parts are not nearer to each other than by so many times.
+_ALIKE = 10.0
+# In later steps the weights of a noise run differ by more than rounding.
+EARLY = 10
+
+
+class Tolerance(NamedTuple):
+    """How tolerances came about: `times` the distance of noise runs, and `least` more, or 8 eps of half precision."""
+
+    kind: str
+    times: float
+    least: float
+    text: str
+
+
+def distances(run: Floats, reference: Floats) -> Floats:
+    """Return the relative distance of tensors by norms and projections, infinite if one alone is non-finite."""
+    bad = ~np.isfinite(run).all(axis=1), ~np.isfinite(reference).all(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = np.abs(run - reference).max(axis=1) / np.maximum(run[:, 0], reference[:, 0])
+    found = np.where((run == reference).all(axis=1) | (bad[0] & bad[1]), 0.0, found)
+    return np.where(bad[0] != bad[1], np.inf, found)
+
+
+def noise_of(noise: Floats, reference: Floats) -> Floats:
+    """Return how far noise of shape `[noise runs, tensors, 3]` takes each tensor, NaN where no noise run has it.
+
+    It is the root mean square over noise runs and projections, and at least the shift of the norm.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shifts = np.abs(noise - reference) / reference[:, :1]
+        known = np.isfinite(shifts).all(axis=2)
+        shifts[~known] = 0.0
+        squares = (shifts[..., 1:] ** 2).mean(axis=2).sum(axis=0) / known.sum(axis=0)
+    return np.asarray(np.maximum(np.sqrt(squares), shifts[..., 0].max(axis=0)))
+
+
+def vanishing(norms: Floats, groups: Ints, dtype: str) -> Floats:
+    """Return 1 for gradients that seem to be rounding alone, by the norms of their group, and 0 for others."""
+    times = max(_VANISHING, _VANISHING_EPS * eps_of(dtype))
+    found = np.zeros(len(norms))
+    for group in np.unique(groups):
+        here = groups == group
+        found[here] = norms[here] < times * np.median(norms[here])
+    return found
+
+
+def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
+    """Return drifts that are at least the median of their group; rounding decides the update if it decides the gradient.
+
+    Adam divides a gradient by its size, so it makes a full step of a gradient that is rounding alone.
+    """
+    found = drift.copy()
+    known, of = np.unique(tensors, return_inverse=True)
+    theirs = np.zeros(len(known))
+    decided = gradient & (drift > DECIDED_BY_ROUNDING)
+    np.fmax.at(theirs, of[decided], drift[decided])  # accumulated and final
+    found[update] = np.fmax(found[update], theirs[of[update]])
+    for group in np.unique(groups):
+        here = groups == group
+        if np.isfinite(drift[here]).any():
+            found[here] = np.fmax(found[here], np.nanmedian(drift[here]))
+    return np.nan_to_num(found)
+
+
+def moved(cells: Any, values: Floats) -> Floats:
+    """Return how far updates move each weight, relative to its norm: the largest change between two steps.
+
+    The change of a projection is a sample of the norm of the change. Weights of one step alone get 0.
+    """
+    found = np.zeros(len(cells))
+    for name in np.unique(cells["name"]):
+        here = np.flatnonzero(cells["name"] == name)
+        here = here[np.argsort(cells["step"][here])]
+        changes = np.abs(np.diff(values[here], axis=0)) / np.maximum(values[here[1:], :1], _LEAST)
+        found[here] = np.nan_to_num(changes).max(initial=0.0)
+    return found
+
+
+def coarsest(dtypes: Iterable[str]) -> str:
+    """Return the dtype that rounds most; finer ones count as `float32`, the dtype of records."""
+    return max(("float32", *(one for one in dtypes if one in _COARSE)), key=eps_of)
+
+
+def eps_of(dtype: str) -> float:
+    return _COARSE.get(dtype, 2.0**-23)
+
+
+def floors(names: Ints, of_modules: Flags, dtypes: Sequence[Mapping[int, str]]) -> Floats:
+    """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
+    widest = eps_of(coarsest(dtype for of in dtypes for dtype in of.values()))
+    own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names.tolist()]
+    return _EPS * np.where(of_modules, widest, np.array(own))
+
+
+def remedy_for(dtype: str) -> str:
+    size = "1e-6" if dtype == "float32" else "4e-3"
+    command = f"`gradsurgeon run --perturb {size} --seed N`"
+    return f"record noise runs by {command}, and pass them with --noise"
+
+
+def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
+    """Return the rule, by how far noise takes inputs and outputs in the first step of a model of some dtype."""
+    drift = drift[np.isfinite(drift)]
+    equal = float(np.mean(drift == 0)) if len(drift) else 1.0
+    # A deep model carries any noise far: its first layers show how large the noise was.
+    low = np.quantile(drift, 0.25) if len(drift) else 0.0
+    measured = f"times the distance of noise runs, {low:.1g} in the first layers"
+    if low >= _GROSS:
+        text = f"{_GROSS_TIMES:g} {measured}, as by half precision: only gross faults can be told"
+        return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, text)
+    kind, text = "noise", f"{_TIMES:g} {measured}"
+    if equal >= _MOST:
+        kind = "noise" if dtype == "float32" else "rounded-away"
+        text = (
+            f"the rounding of {dtype}: most inputs and outputs of the noise runs equal the reference bit for bit, "
+            f"so noise of this size rounds away; {remedy_for(dtype)}"
+        )
+    return Tolerance(kind, _TIMES, _FLOOR, text)
+
+
+def by_rounding(dtype: str = "float32") -> Tolerance:
+    """Return the rule for runs without noise runs."""
+    least = max(_ULPS * eps_of("float32"), eps_of(dtype))
+    text = (
+        f"the rounding of {dtype}, {least:.2g}, which grows with depth, and {CARRIED:g} times what came before; "
+        f"{remedy_for(dtype)}"
+    )
+    return Tolerance("rounding", CARRIED, least, text)
+
+
+def grown(steps: Ints, phases: Any, floors: Floats) -> Floats:
+    """Return the limits of tensors in order without noise runs: rounding adds up like a random walk."""
+    found = np.maximum(_ULPS * eps_of("float32"), floors / _EPS)
+    for step in np.unique(steps):
+        here = np.flatnonzero(steps == step)
+        depths = np.where(phases[here] == "gradient", len(here), 1.0 + np.arange(len(here)))
+        found[here] *= np.where(phases[here] == "update", 1.0, np.sqrt(depths))
+    found[phases == "gradient"] *= _CANCELLED
+    return found
+
+
+def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) -> None:
+    """Refuse a noise run that is the run, the reference or another noise run, by `RecordError`."""
+    known = {os.path.realpath(one.path) for one in (run, reference)}
+    for one in noise:
+        if (path := os.path.realpath(one.path)) in known:
+            what = "is the run or the reference, or is given twice"
+            _refuse(one, what, "give each noise run once, none of which is compared")
+        known.add(path)
+
+
+def refuse_unlike(
+    noise: Sequence[Reading],
+    found: Flags,
+    values: Floats,
+    forward: Flags,
+    told: Callable[[int], str],
+) -> None:
+    """Refuse noise runs that differ from the reference by more than rounding can in the first forward pass.
+
+    Values are of the reference and of the noise runs, NaN where a run lacks a tensor. No tensor is of the forward pass
+    if the first step is late, as weights differ there.
+    """
+    finite = np.asarray(np.isfinite(values[0]).all(axis=1))
+    # Where rounding decides, noise runs differ from each other; another script differs alike in all.
+    spread = np.zeros(len(forward))
+    if len(noise) > 1:
+        spread = np.min([distances(*both) for both in combinations(values, 2)], axis=0)
+    for one, here, numbers in zip(noise, found, values[1:], strict=True):
+        known = np.flatnonzero(forward & here & finite)
+        far = distances(numbers[known], values[0][known])
+        before = np.concatenate([[0.0], np.maximum.accumulate(far)])[: len(far)]
+        # The first tensor that noise moves shows how large the noise is.
+        rules = section(one.meta, "plan").get("rules", ())
+        begin = DECIDED_BY_ROUNDING if any(rule["action"] == "perturb" for rule in rules) else _FAR
+        limit = np.where(before == 0, begin, np.maximum(_FAR, _JUMP * before))
+        strange = np.flatnonzero((far > limit) & (_ALIKE * spread[known] < far))
+        if len(strange):
+            at = strange[0]
+            moved = f"differs from the reference by {far[at]:.2g} at the {told(known[at])}"
+            rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
+            _refuse(one, f"{moved}, {rounding}", "make noise runs by the script of the reference")
+
+
+def _refuse(one: Reading, what: str, do: str) -> None:
+    raise RecordError(f"noise run {printable(one.path)}: {what}; {do}")

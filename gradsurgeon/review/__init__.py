@@ -1,5 +1,0 @@
-"""Review of rules: lint finds problems in a file, diff shows the effect of a change, both in several formats."""
-
-from gradsurgeon.review.linter import lint
-
-__all__ = ["lint"]

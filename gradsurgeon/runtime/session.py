@@ -1,0 +1,248 @@
+"""The session that `apply` returns: control, records and events of the rules on a model, and its display."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from torch import Tensor
+
+from gradsurgeon.actions import CaptureRule, ObserverRule
+from gradsurgeon.common import _html
+from gradsurgeon.common.events import Event, RuleStatus, is_trip
+from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
+from gradsurgeon.language.planning import Module, Param, Plan
+from gradsurgeon.records.captured import CaptureKey
+from gradsurgeon.records.store import Lookup, RecordQueries
+from gradsurgeon.report import pictures
+from gradsurgeon.runtime import session_state
+from gradsurgeon.runtime.attachment import Attachment
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Answer = TypeVar("Answer")
+_PAUSED = "the session pauses on this rank: pause it on all ranks at the same place, or ranks wait and weights drift apart"
+
+
+class Session(RecordQueries):
+    """Rules acting on one model, until `remove()` or the end of the ``with`` block.
+
+    `gradsurgeon.apply` makes it. The rules stay on the model as long as the model, or some module of it that has parameters,
+    lives, even if the caller drops the session. If a session is an attribute of its model, copies of the model and models
+    loaded from a file have ``None`` instead.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    @property
+    def plan(self) -> Plan:
+        """The bindings of each rule: ``print(session.plan)`` shows a table."""
+        return self._attachment.plan
+
+    def remove(self) -> None:
+        """Take everything off the model and its optimizers. Records and events stay readable.
+
+        Warns of rules that never fired if gradients came and their optimizer never stepped. A second call does nothing.
+        """
+        self._attachment.remove()
+        self._attachment.context.event_log.raise_raised()
+
+    def pause(self) -> None:
+        """Stop all rules until `resume()`. Steps are still counted.
+
+        On several ranks, pause all of them at the same place. Under DDP a paused rank leaves its gradients unedited while the
+        others edit theirs, so the weights drift apart. Rules that need whole gradients of sharded parameters wait for a paused
+        rank until the time limit of the process group. Sharded parameters have no records of passes in which one rank is paused.
+        """
+        context = self._attachment.context
+        context.paused = True
+        if context.ranks.are_several:
+            context.event_log.notice_once("paused", _PAUSED, step=self.step)
+
+    def resume(self) -> None:
+        """Resume the rules after `pause()`."""
+        self._attachment.context.paused = self._attachment.removed
+
+    @property
+    def step(self) -> int:
+        """The number of the next update. It starts at ``start_step`` and includes skipped updates.
+
+        If several optimizers update the model, this is the largest of their numbers.
+        """
+        return self._attachment.step
+
+    def tick(self) -> bool:
+        """Mark one update of a script without a torch optimizer, right before it happens.
+
+        Returns:
+            Whether to update: ``False`` if a trap with ``then: skip-step`` tripped.
+
+        Raises:
+            NonFiniteGradientError: a trap stops the update.
+            GradSurgeonError: a torch optimizer owns the parameters, so its steps are counted already.
+        """
+        controller = self._attachment.controller
+        if controller.steps.owned:
+            raise GradSurgeonError(
+                "tick() marks manual updates, but a torch optimizer owns the parameters: remove the call"
+            )
+        return self._attachment.removed or controller.manual.tick()
+
+    @property
+    def events(self) -> list[Event]:
+        """The events so far, oldest first.
+
+        Does not wait for the device: events that a device has not reported yet come later. `status()` waits for them.
+        """
+        return self._attachment.events
+
+    def status(self) -> dict[str, RuleStatus]:
+        """Return what each rule has done so far, by its id. Waits for the device."""
+        return self._attachment.status()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clocks and the learnt state of rules, for a checkpoint. Waits for the device.
+
+        Returns:
+            Plain tensors on the host, numbers and texts, which ``torch.load(weights_only=True)`` reads. For sharded
+            models each rank returns the same.
+        """
+        return session_state.state_dict(self._attachment.controller)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from another session's state: a run that is stopped and resumed behaves as an uninterrupted run.
+
+        Call it before the first step, as soon as the rules are applied. A `GradSurgeonWarning` names each rule or parameter
+        that the state lacks, or that has changed since; rules restart what they learn there.
+
+        Args:
+            state: the result of `state_dict`.
+
+        Raises:
+            GradSurgeonError: the state is not of a session, or is damaged; nothing has changed then.
+        """
+        session_state.load_state_dict(self._attachment.controller, state)
+
+    def captured(self, rule: str) -> dict[CaptureKey, Tensor]:
+        """Return the tensors that a `capture` rule has kept, oldest first.
+
+        Args:
+            rule: the id of the rule.
+
+        Returns:
+            Detached copies, each with the shape and dtype of its tensor, by ``(name, step, call)``;
+            ``call`` counts from 0 within a step.
+
+        Raises:
+            KeyError: no `capture` rule has this id.
+        """
+        known = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
+        if rule not in known:
+            hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
+            raise KeyError(f"no capture rule {rule!r}; {hint}")
+        return self._attachment.context.captures.of(rule)
+
+    def plot(
+        self,
+        kind: Literal["norms", "features"] = "norms",
+        *,
+        name: str | Sequence[str] | None = None,
+        rule: str | None = None,
+        step: int | None = None,
+        call: int | None = None,
+        sample: int = 0,
+    ) -> Figure:
+        """Draw recorded or captured data. Needs matplotlib, opens no window, and waits for the device.
+
+        * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name`, the norm of all parameters
+          together and the ten worst layers: non-finite first, then the largest spikes. A gap is a step without a
+          gradient, a cross at the top a non-finite norm, a triangle at the bottom a norm of 0. Vertical lines mark
+          traps, skipped steps and lost hooks.
+        * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
+          `capture` has kept, each scaled from its smallest to its largest element.
+
+        If there are more than 800 steps, several share a column: the largest norm counts, and non-finite steps are marked.
+
+        Args:
+            kind: the picture.
+            name: a name, a pattern as in a rule file, or several of them; for captured tensors, exactly one tensor.
+            rule: the id of the rule.
+            step: the number of the update; by default the last update of which a tensor was kept.
+            call: the call of the module in that step, from 0; by default the last call.
+            sample: the place in the batch, from 0.
+
+        Returns:
+            A figure, which a notebook shows directly; ``figure.savefig("norms.png")`` writes it to a file.
+
+        Raises:
+            ValueError: there is no such picture, an option does not apply to it, a tensor does not have the shape
+                (N, C, H, W), or there are several to choose from.
+            KeyError: a name or pattern matches nothing, or there is no such `capture` rule.
+            RecordError: there is nothing to draw: the text names the rule to add.
+            GradSurgeonError: matplotlib is missing.
+        """
+        options = {"step": step, "call": call, "sample": sample or None}
+        return pictures.draw(self, kind, name=name, rule=rule, **options)
+
+    def _asked(self, name: str, stat: str, answer: Callable[[], Answer]) -> Answer:
+        # The lookup sends all measurements of this rank on their way before it asks.
+        canonical = self._lookup().aliases.get(name, name)
+        return self._attachment.context.recorder.shared.ask(canonical, stat, answer)
+
+    def _lookup(self) -> Lookup:
+        records, manifest = self._attachment.records, self.plan.manifest
+        # A module can return several tensors, each with a name of its own.
+        measured: dict[str, set[str]] = {}
+        for series in records:
+            measured.setdefault(series.key.rule, set()).update(series.key.names)
+        logged = {}
+        for rule in self.plan.rules.rules:
+            if isinstance(rule, ObserverRule):
+                bound = {binding.name for binding in self.plan.of(rule.id)}
+                names = bound | measured.get(rule.id, set())
+                logged[rule.id] = getattr(rule, "stats", ()), names
+        things: list[Module | Param] = [*manifest.params, *manifest.modules]
+        aliases = {alias: thing.name for thing in things for alias in thing.aliases}
+        known = dict.fromkeys(thing.name for thing in things)
+        known |= dict.fromkeys(sorted(set().union(*measured.values())))
+        return Lookup(tuple(known), aliases, logged, records.series)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._attachment.remove()
+        if kind is None:  # else the script's own exception goes on
+            self._attachment.context.event_log.raise_raised()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # Copies and files get `None` instead of the session, without a name of this package.
+        return type(None), ()
+
+    def __repr__(self) -> str:
+        attachment, plan = self._attachment, self.plan
+        words = [f"step {self.step}"]
+        words += ["removed"] if attachment.removed else ["paused"] * attachment.context.paused
+        words += ["observing only"] * (attachment.options.mode == "observe")
+        # A cut by a trap is no trip.
+        cutting = {rule.id for rule in plan.rules.rules if rule.edits}
+        traps = [event for event in attachment.events if is_trip(event, cutting)]
+        last = "no trap has tripped"
+        if traps:
+            on = f" on {traps[-1].name}" if traps[-1].name else ""
+            last = f"the last trap tripped at step {traps[-1].step}: rule {traps[-1].rule}{on}"
+        # A debugger that displays a session must not make the training wait.
+        statuses = attachment.status(wait=False).values()
+        params = len(plan.manifest.params)
+        lines = (
+            f"Session of {plan.rules.file} on {plan.subject} ({params} parameters)",
+            f"  {', '.join(words)}; {last}",
+            f"  {sum(of.fired > 0 for of in statuses)} of {len(statuses)} rules have fired",
+        )
+        return "\n".join(map(printable, lines))
+
+    def _repr_html_(self) -> str:
+        more = "print(session.plan), gradsurgeon.report.summary(session), session.plot()"
+        return _html.pre(f"{self!r}\nto see more: {more}")

@@ -1,9 +1,0 @@
-"""Measurements in memory and in run directories. No torch.
-
-Import modules that need SQLite, such as `store.writer` and `store.run`, by their own names: a session that
-keeps its records in memory works on a Python without SQLite.
-"""
-
-from gradsurgeon.store.memory import Key, Lookup, Part, RecordQueries, Records, WholeSeries
-
-__all__ = ["Key", "Lookup", "Part", "RecordQueries", "Records", "WholeSeries"]
