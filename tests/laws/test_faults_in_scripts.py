@@ -29,7 +29,7 @@ TRAIN: dict[str, tuple[Train, str]] = {
     "heads": (trainings.two_heads, "gradsurgeon:multi-task@1"),
 }
 # What a script calls is one of these rooms, or is called by one of them: no guard is around the doors themselves.
-PASS_ON = {str(PACKAGE / name) for name in ("_patching.py", "_backward_calls.py")}
+PASS_ON = {str(PACKAGE / name) for name in ("common/_patching.py", "tensors/_backward_calls.py")}
 DOORS = {
     "Guard.__enter__",
     "Guard.__exit__",
