@@ -58,10 +58,10 @@ def learnt(session: gradsurgeon.Session) -> dict[str, list[float]]:
     """Return what is kept of each norm, the number of updates and their mean first, by name."""
     names = [param.name for param in session.plan.manifest.params]
     found = {}
-    for (_, tensor), statistic in session._attachment.controller.spikes.statistics.items():
-        over_all = statistic.kept.shape[1] == 1 < len(statistic.tensors)
-        column = 0 if over_all else statistic.tensors.index(tensor)
-        found["" if over_all else names[tensor]] = statistic.kept[:, column].tolist()
+    for (_, index), statistic in session._attachment.controller.spikes.statistics.items():
+        over_all = statistic.kept.shape[1] == 1 < len(statistic.indices)
+        column = 0 if over_all else statistic.indices.index(index)
+        found["" if over_all else names[index]] = statistic.kept[:, column].tolist()
     return found
 
 

@@ -96,9 +96,9 @@ class Ranks:
                 meshes.setdefault(groups, []).append(index)
         self._meshes = list(meshes.values())
 
-    def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:
+    def shard_groups(self, param_indices: Sequence[int]) -> _dist.Groups:
         self._search_once()
-        wanted = set(tensors) if self._meshes else set()
+        wanted = set(param_indices) if self._meshes else set()
         groups: list[Any] = []
         for indices in self._meshes:
             first = next((index for index in indices if index in wanted), None)
@@ -106,22 +106,22 @@ class Ranks:
                 groups += _dist.mesh_groups(param)
         return tuple(dict.fromkeys(groups))
 
-    def groups_of(self, wrappers: Sequence[Any], tensors: Sequence[int]) -> _dist.Groups:
+    def groups_of(self, wrappers: Sequence[Any], indices: Sequence[int]) -> _dist.Groups:
         # A parameter inside a wrapper counts, even if the wrapper was told to ignore it.
-        having = self.wrappers_of(tensors) if wrappers else ()
+        having = self.wrappers_of(indices) if wrappers else ()
         return tuple(dict.fromkeys(one.process_group for one in having if one in wrappers))
 
-    def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:
-        return [wrapper for wrapper, indices in self._live() if not indices.isdisjoint(tensors)]
+    def wrappers_of(self, indices: Sequence[int]) -> list[Any]:
+        return [wrapper for wrapper, held in self._live() if not held.isdisjoint(indices)]
 
     def averaging(
-        self, tensors: Sequence[int], leaves: Collection[int]
+        self, indices: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
         groups: dict[Any, set[int]] = {}
-        for wrapper in self.wrappers_of(tensors):
+        for wrapper in self.wrappers_of(indices):
             held = self._params()
             averaged = data_parallel.averaged(wrapper, leaves)
-            if ids := averaged.intersection(id(held[tensor]) for tensor in tensors):
+            if ids := averaged.intersection(id(held[index]) for index in indices):
                 groups.setdefault(wrapper.process_group, set()).update(ids)
         for group, params in groups.items():
             return (group,), frozenset(params)
@@ -151,12 +151,12 @@ class Ranks:
         params = (param for one in self._reducing() for param in data_parallel.averaged_by(one))
         return frozenset(map(id, params))
 
-    def own(self, tensors: Collection[int]) -> list[int]:
+    def own(self, indices: Collection[int]) -> list[int]:
         averaged, params = self.averaged(), self._params()
         return [
-            tensor
-            for tensor in (tensors if self.are_several else ())
-            if (param := params[tensor]) is not None
+            index
+            for index in (indices if self.are_several else ())
+            if (param := params[index]) is not None
             and param.requires_grad
             and id(param) not in averaged
             and not _dist.is_divided(param)

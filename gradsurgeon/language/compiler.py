@@ -11,7 +11,7 @@ from gradsurgeon.language.planning import ROOT, Plan
 @dataclass(frozen=True, slots=True)
 class Stage:
     rule: Rule
-    tensors: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Program:
 
 def compile_plan(plan: Plan) -> Program:
     names = tuple(param.name for param in plan.manifest.params)
-    index = {name: number for number, name in enumerate(names)}
+    index_of = {name: number for number, name in enumerate(names)}
     rules = in_order(plan.rules.rules)
     of_losses: list[Stage] = []
     of_weights: list[Stage] = []
@@ -77,7 +77,7 @@ def compile_plan(plan: Plan) -> Program:
     stages: dict[str, list[Stage]] = {"backward": [], "accumulated": [], "step": []}
     for rule in rules:
         if rule.target == "params" and (bindings := plan.of(rule.id)):
-            stage = Stage(rule, tuple(index[binding.name] for binding in bindings))
+            stage = Stage(rule, tuple(index_of[binding.name] for binding in bindings))
             if isinstance(rule, LossRule):
                 of_losses.append(stage)
             elif isinstance(rule, CheckRule):
@@ -89,26 +89,26 @@ def compile_plan(plan: Plan) -> Program:
     combined = [stage for stage in of_losses if stage.rule.edits]
     return Program(
         names=names,
-        armed=tuple(sorted({tensor for stage in every for tensor in stage.tensors})),
+        armed=tuple(sorted({index for stage in every for index in stage.indices})),
         of_losses=tuple(of_losses),
         in_backward=tuple(in_backward),
         after_backward=tuple(after_backward),
         at_step=tuple(at_step),
         of_weights=tuple(of_weights),
         checks=tuple(checks),
-        per_tensor=_by_tensor(in_backward),
-        contributing=_by_tensor([*combined, *in_backward]),
+        per_tensor=_by_index(in_backward),
+        contributing=_by_index([*combined, *in_backward]),
         modules=tuple(_modules(plan)),
         tags=tuple(rule for rule in rules if rule.target == "tensors" and plan.of(rule.id)),
     )
 
 
-def _by_tensor(stages: Sequence[Stage]) -> dict[int, tuple[Rule, ...]]:
+def _by_index(stages: Sequence[Stage]) -> dict[int, tuple[Rule, ...]]:
     rules: dict[int, list[Rule]] = {}
     for stage in stages:
-        for tensor in stage.tensors:
-            rules.setdefault(tensor, []).append(stage.rule)
-    return {tensor: tuple(some) for tensor, some in rules.items()}
+        for index in stage.indices:
+            rules.setdefault(index, []).append(stage.rule)
+    return {index: tuple(some) for index, some in rules.items()}
 
 
 def _modules(plan: Plan) -> list[ModuleProgram]:

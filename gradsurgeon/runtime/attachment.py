@@ -75,7 +75,7 @@ class Attachment:
     def pending_steps(self) -> dict[str, int]:
         """Return the number of the next update of each parameter whose optimizer has begun: records of it wait for it."""
         counters, names = self.context.counters, self.context.program.names
-        found = ((name, counters[tensor]) for tensor, name in enumerate(names))
+        found = ((name, counters[index]) for index, name in enumerate(names))
         return {name: counter.step for name, counter in found if counter.begun}
 
     def attach(self, removed: Callable[[], None]) -> None:

@@ -153,12 +153,12 @@ class BackwardWatch:
             if len(_running) == 1:
                 # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
-            tensors, grads = self.context.parameters.grads(self._watched)
-            by_tensor = dict(zip(tensors, grads, strict=True))
-            held = self._events.tensors_that_matter(by_tensor) if by_tensor else ()
+            indices, grads = self.context.parameters.grads(self._watched)
+            by_index = dict(zip(indices, grads, strict=True))
+            held = self._events.indices_that_matter(by_index) if by_index else ()
             return _Before(
-                {tensor: (grad, _writes(grad)) for tensor, grad in by_tensor.items()},
-                {tensor: _holds_something(by_tensor[tensor]) for tensor in held},
+                {index: (grad, _writes(grad)) for index, grad in by_index.items()},
+                {index: _holds_something(by_index[index]) for index in held},
             )
 
     def end(self, running: RunningPass, before: _Before, averaging: Sequence[Any]) -> None:
@@ -167,30 +167,30 @@ class BackwardWatch:
         with lock:
             if not self._concerns(running):
                 return
-            tensors = self._changed(before)
+            indices = self._changed(before)
         seen, self.seen = self.seen, Seen()
         order, divided = tuple(dict.fromkeys(seen.order)), False
         if order:
             # A sharded model has other parameters when a pass begins: only hooks see its gradients.
-            tensors = {
-                t for t in tensors if (p := params.param(t)) is None or not _dist.is_sharded(p)
+            indices = {
+                t for t in indices if (p := params.param(t)) is None or not _dist.is_sharded(p)
             }
             divided = any(map(_dist.is_divided, params.params(order)))
-        tensors.update(order, seen.calls)
-        if tensors:
+        indices.update(order, seen.calls)
+        if indices:
             self.context.refuse_graph_capture()
         elif not seen.module:
             return
         self._events.backward_finished(
             BackwardPass(
-                tensors=(*order, *sorted(tensors.difference(order))),
+                indices=(*order, *sorted(indices.difference(order))),
                 graph=None if divided else running.graph,
                 calls=seen.calls,
                 logged=seen.logged,
                 contributed=seen.contributed,
                 scale=self.scaling.of(running.tasks),
                 averaging=averaging,
-                held={t: flag for t, flag in before.held.items() if t in tensors},
+                held={t: flag for t, flag in before.held.items() if t in indices},
             )
         )
 
@@ -201,9 +201,9 @@ class BackwardWatch:
         self.scaling.of(running.tasks)
         if before is not None and _dist.world() > 1:
             with lock:
-                tensors = self._changed(before).union(self.seen.order)
+                indices = self._changed(before).union(self.seen.order)
             self.seen = Seen()
-            self._events.backward_failed(BackwardPass((*tensors,), averaging=averaging))
+            self._events.backward_failed(BackwardPass((*indices,), averaging=averaging))
 
     def _concerns(self, running: RunningPass) -> bool:
         """Tell whether a pass may reach the model. Only if other threads also ran passes, its graph is searched."""
@@ -214,14 +214,14 @@ class BackwardWatch:
         return any(map(_dist.is_divided, params)) or running.reaches(set(map(id, params)))
 
     def _changed(self, before: _Before) -> set[int]:
-        tensors, grads = self.context.parameters.grads(self._watched)
+        indices, grads = self.context.parameters.grads(self._watched)
         if not before.grads:
-            return set(tensors)
+            return set(indices)
         changed = set()
-        for tensor, grad in zip(tensors, grads, strict=True):
-            earlier = before.grads.get(tensor)
+        for index, grad in zip(indices, grads, strict=True):
+            earlier = before.grads.get(index)
             if earlier is None or earlier[0] is not grad or earlier[1] != _writes(grad):
-                changed.add(tensor)
+                changed.add(index)
         return changed
 
 

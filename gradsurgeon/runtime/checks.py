@@ -40,7 +40,7 @@ class Checks:
         self._context, self._kept = context, kept
         compiled = [(stage, stage.rule.compile()) for stage in context.program.checks]
         running = [
-            _Running(stage, effect.check, effect.then == "raise", frozenset(stage.tensors))
+            _Running(stage, effect.check, effect.then == "raise", frozenset(stage.indices))
             for stage, effect in compiled
             if isinstance(effect, Examination)
         ]
@@ -51,7 +51,7 @@ class Checks:
             if callable(method)
         }
         self._told: set[tuple[str, str, Hashable]] = set()
-        self._tensors: dict[tuple[str, StepCounter], tuple[int, Sequence[int]]] = {}
+        self._owned_indices: dict[tuple[str, StepCounter], tuple[int, Sequence[int]]] = {}
         if running:
             numbers = {name: number for number, name in enumerate(context.program.names)}
             found = [slot for slot in slots(model) if slot.name in numbers]
@@ -71,8 +71,8 @@ class Checks:
 
     def after_pass(self, done: BackwardPass) -> None:
         if self._having["before_edits"] and _dist.world() > 1:
-            self._replication.passed(done.tensors, done.averaging)
-        self._look_at_pass("after_pass", done.tensors, done.graph)
+            self._replication.passed(done.indices, done.averaging)
+        self._look_at_pass("after_pass", done.indices, done.graph)
 
     def _look_at_pass(
         self, method: str, reached: Sequence[int], graph: BackwardGraph | None
@@ -112,11 +112,11 @@ class Checks:
         context = self._context
         freezes = context.program.freezes if context.mode == "act" else ()
         due = [stage for stage in freezes if context.schedule.due(stage.rule, step.counter.step)]
-        frozen = {tensor: stage.rule.id for stage in due for tensor in stage.tensors}
+        frozen = {index: stage.rule.id for stage in due for index in stage.indices}
         facts = {"took_place": took_place, "frozen": frozen}
         self._look("after_update", step.counter, step.optimizer(), **facts)
         if self._having[""]:
-            self._replication.updated(step.counter.tensors)
+            self._replication.updated(step.counter.indices)
 
     def conclude(self) -> None:
         """Let the checks tell what they know so far. More may come."""
@@ -129,7 +129,7 @@ class Checks:
         """Return the due checks that have a method; without a counter, by that of their first parameter."""
         due, context = [], self._context
         for one in () if context.paused else self._having[method]:
-            clock = counter or context.counters[one.stage.tensors[0]]
+            clock = counter or context.counters[one.stage.indices[0]]
             if context.schedule.due(one.stage.rule, clock.step):
                 due.append((one, clock))
         return due
@@ -139,10 +139,10 @@ class Checks:
     ) -> None:
         several = _dist.world() > 1
         for running, _ in self._due(method, counter):
-            if tensors := self._owned(running.stage, counter):
+            if indices := self._owned(running.stage, counter):
                 update = Update(
                     **self._facts(running, counter),
-                    tensors=tensors,
+                    indices=indices,
                     owner=counter,
                     optimizer=optimizer,
                     evaluations=self._kept.evaluations,
@@ -164,7 +164,7 @@ class Checks:
 
         return {
             "step": step,
-            "members": running.stage.tensors,
+            "members": running.stage.indices,
             "model": self._model,
             "find": context.parameters.param,
             "later": later,
@@ -173,24 +173,24 @@ class Checks:
     def _owned(self, stage: Stage, counter: StepCounter) -> Sequence[int]:
         """Return the parameters of a rule that the optimizer of a counter owns, or that no optimizer owns."""
         counters = self._context.counters
-        version, tensors = self._tensors.get((stage.rule.id, counter), (-1, ()))
+        version, indices = self._owned_indices.get((stage.rule.id, counter), (-1, ()))
         if version != counters.version:
             known = (counter, counters.common)
-            tensors = [tensor for tensor in stage.tensors if counters[tensor] in known]
-            self._tensors[stage.rule.id, counter] = counters.version, tensors
-        return tensors
+            indices = [index for index in stage.indices if counters[index] in known]
+            self._owned_indices[stage.rule.id, counter] = counters.version, indices
+        return indices
 
     def _tell(self, running: _Running, step: int, findings: Iterable[Finding]) -> None:
         """Make events of findings, each cause once for each tensor; errors are raised at the next update."""
         context, rule = self._context, running.stage.rule.id
         for finding in findings:
-            places: Sequence[Hashable] = finding.tensors or (finding.names,)
+            places: Sequence[Hashable] = finding.indices or (finding.names,)
             news = [place for place in places if (rule, finding.cause, place) not in self._told]
             if not news:
                 continue
             self._told.update((rule, finding.cause, place) for place in news)
             names = context.program.names
-            told = [names[tensor] for tensor in finding.tensors if tensor in news] or finding.names
+            told = [names[index] for index in finding.indices if index in news] or finding.names
             it = "them" if len(told) > 1 else "it"
             text = finding.text.format(names=shorten_names(told), it=it)
             event_log, name = context.event_log, told[0] if told else ""

@@ -200,7 +200,7 @@ class Context:
         self._several = Ranks(self.parameters.params)
         # The ranks of this process when the last backward pass began.
         self.ranks = Ranks()
-        self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
+        self.trapped = frozenset(i for stage in self.program.traps for i in stage.indices)
         self.spikes = {rule: of for rule, of in self.decisions.items() if isinstance(of, Spikes)}
         # For modules and tags the session keeps flags alone, so other statistics are unknown.
         for rule, _ in self.program.site_rules:

@@ -134,14 +134,14 @@ class Controller:
     def _note_pass(self, done: BackwardPass) -> bool:
         """Note which gradients came; return whether the pass counts as a manual step."""
         context = self.context
-        if context.ranks.shard_groups(done.tensors):
+        if context.ranks.shard_groups(done.indices):
             context.recorder.shared.passes += 1
         if done.scale is not None:
             refuse_scaling(context.program)
-        self._unstepped |= bool(done.tensors)
-        self._notices.arrived.update(done.tensors)
+        self._unstepped |= bool(done.indices)
+        self._notices.arrived.update(done.indices)
         context.flags.passed()
-        params = () if done.tensors else context.parameters.params()
+        params = () if done.indices else context.parameters.params()
         # A pass that gave no parameter a gradient feeds no update.
         if any(param is not None and param.requires_grad for param in params):
             return False
@@ -150,10 +150,10 @@ class Controller:
     def _end_pass(self, done: BackwardPass) -> None:
         if self.context.program.checks:
             self.checks.after_pass(done)
-        for counter in self.context.counters.among(done.tensors):
+        for counter in self.context.counters.among(done.indices):
             counter.passes += 1
         self._notices.passed(done)
-        self.losses.passed(done.tensors)
+        self.losses.passed(done.indices)
         self._kept.reaching += 1
 
     def update_began(self, update: Step) -> None:
@@ -187,9 +187,9 @@ class Controller:
 
     def _catch_up(self, step: Step, gradients: Gradients) -> None:
         """Measure gradients that came before the hooks were on, or that the script assigned."""
-        tensors = step.counter.tensors
-        is_whole = len(gradients) == len(tensors)
-        having = tensors if is_whole else tuple(self.context.parameters.grads(tensors)[0])
+        indices = step.counter.indices
+        is_whole = len(gradients) == len(indices)
+        having = indices if is_whole else tuple(self.context.parameters.grads(indices)[0])
         if step.inside:
             # Measured now: the script clears this gradient before the pass ends.
             after_pass(self.context, BackwardPass(having, scale=self.context.scaling.scale))
@@ -198,7 +198,7 @@ class Controller:
             taken = after_pass(self.context, BackwardPass(having, scale=step.scale), gradients)
             self.traps.add_snapshots(taken)
             if own := taken.get(step.counter):
-                gradients.know(own.tensors, own.norms)
+                gradients.know(own.indices, own.norms)
 
     def _judge(self, step: Step, update: StepContext) -> StepDecision:
         context, due = self.context, update.due
@@ -229,7 +229,7 @@ class Controller:
             self._count_due(counter)
             if not step.inside:  # hooks on a gradient inside backward may still be running
                 self.model.after_step(counter)
-                self._notices.arrived.difference_update(counter.tensors)
+                self._notices.arrived.difference_update(counter.indices)
         self.traps.done(counter)
         if context.program.modules or context.program.tags:
             self.activations.missed(counter)
@@ -271,11 +271,11 @@ class Controller:
             # The step did not take place, so no rule at `step` could fire.
             self.step_finished(Step(counter), took_place=False)
 
-    def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
+    def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
         matter = self._notices.awaits_sum(held)
         if not (self.steps.owned or self.manual.declared):
-            matter += [tensor for tensor in self.manual.edited() if tensor in held]
+            matter += [index for index in self.manual.edited() if index in held]
         return matter
 
     def expects_update(self) -> bool:

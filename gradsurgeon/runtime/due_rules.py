@@ -42,7 +42,7 @@ class StepCounter:
     """Counts the updates of one optimizer; ``step`` is the number of the next one, from 0."""
 
     step: int
-    tensors: tuple[int, ...] = field(default=())
+    indices: tuple[int, ...] = field(default=())
     # Backward passes that feed the next update.
     passes: int = 0
     # Whether it has counted an update.
@@ -73,24 +73,24 @@ class StepCounters:
         # Restored step per tensor.
         self._resumed: dict[int, int] = {}
 
-    def __getitem__(self, tensor: int) -> StepCounter:
-        return self._of[tensor]
+    def __getitem__(self, index: int) -> StepCounter:
+        return self._of[index]
 
-    def among(self, tensors: Sequence[int]) -> list[StepCounter]:
-        if not tensors:
+    def among(self, indices: Sequence[int]) -> list[StepCounter]:
+        if not indices:
             return []
-        first = self._of[tensors[0]]
-        if len(first.tensors) == len(self._of):  # nearly always one optimizer owns all tensors
+        first = self._of[indices[0]]
+        if len(first.indices) == len(self._of):  # nearly always one optimizer owns all tensors
             return [first]
-        return list(dict.fromkeys(map(self._of.__getitem__, tensors)))
+        return list(dict.fromkeys(map(self._of.__getitem__, indices)))
 
     @property
     def latest(self) -> int:
         return max((counter.step for counter in self._of), default=self.common.step)
 
-    def begin(self, tensors: Iterable[int]) -> int:
+    def begin(self, indices: Iterable[int]) -> int:
         """Return the first number of a counter for tensors that no optimizer has owned yet."""
-        return max((self._resumed.get(t, self.start) for t in tensors), default=self.start)
+        return max((self._resumed.get(t, self.start) for t in indices), default=self.start)
 
     def resume(self, steps: Mapping[int, int], *, common: int, latest: int) -> None:
         """Resume from the numbers of tensors; tensors without a number begin with the latest."""
@@ -98,28 +98,28 @@ class StepCounters:
         self.common.step, self.start = common, latest
         for counter in set(self._of):
             if counter is not self.common:
-                counter.step = self.begin(counter.tensors)
+                counter.step = self.begin(counter.indices)
 
-    def claim(self, tensors: Iterable[int], counter: StepCounter) -> None:
+    def claim(self, indices: Iterable[int], counter: StepCounter) -> None:
         """Give tensors to a counter, which goes on from their latest one: a script may rebuild its optimizer."""
-        wanted = tuple(sorted(tensors))
-        held = [tensor for tensor, holder in enumerate(self._of) if holder is counter]
+        wanted = tuple(sorted(indices))
+        held = [index for index, holder in enumerate(self._of) if holder is counter]
         if held == list(wanted):
             return
-        for tensor in held:
-            self._of[tensor] = self.common
-        earlier = [self._of[tensor] for tensor in wanted]
+        for index in held:
+            self._of[index] = self.common
+        earlier = [self._of[index] for index in wanted]
         for holder in earlier:
             if holder is not self.common:
                 counter.step = max(counter.step, holder.step)
             counter.trips |= holder.trips
             # Passes that came before their optimizer was known still feed its next update.
             counter.passes = max(counter.passes, holder.passes)
-        for tensor in wanted:
-            self._of[tensor] = counter
-        counter.tensors = wanted
+        for index in wanted:
+            self._of[index] = counter
+        counter.indices = wanted
         for other in {*self._of, *earlier, self.common}:
-            other.tensors = tuple(i for i, holder in enumerate(self._of) if holder is other)
+            other.indices = tuple(i for i, holder in enumerate(self._of) if holder is other)
         self.version += 1
 
 
@@ -133,16 +133,16 @@ class BoundRule:
 
     rule: Rule
     counter: StepCounter
-    tensors: tuple[int, ...]
+    indices: tuple[int, ...]
     keys: dict[str, tuple[Key, ...]]
     decides_by: str
 
-    def columns(self, tensors: Sequence[int]) -> Sequence[int]:
-        """Return the columns of some of the tensors in a record; ``tensors`` are in the order of the record."""
-        if len(tensors) == len(self.tensors):
-            return range(len(tensors))
-        column = {tensor: number for number, tensor in enumerate(self.tensors)}
-        return [column[tensor] for tensor in tensors]
+    def columns(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return the columns of some of the tensors in a record; ``indices`` are in the order of the record."""
+        if len(indices) == len(self.indices):
+            return range(len(indices))
+        column = {index: number for number, index in enumerate(self.indices)}
+        return [column[index] for index in indices]
 
 
 class DueRules:
@@ -157,14 +157,14 @@ class DueRules:
         self.spike_traps = [bound for bound in at_step if isinstance(bound.rule, TrapRule)]
         # Spike traps that report spikes instead of cutting them.
         self.reported = [bound for bound in self.spike_traps if not bound.rule.edits]
-        self.watched = _tensors(after)
-        self.trapped = _tensors(self.traps)
+        self.watched = _indices_of(after)
+        self.trapped = _indices_of(self.traps)
         # Tensors whose norm after backward a trap or a record reads.
-        self.normed = _tensors([*self.traps, *(bound for bound in after if "l2" in bound.keys)])
+        self.normed = _indices_of([*self.traps, *(bound for bound in after if "l2" in bound.keys)])
         # Tensors that rules judge or edit at the update.
-        self.final = _tensors([*deciding, *at_step])
-        self.edited = frozenset(_tensors(b for b in at_step if b.rule.edits))
-        self.frozen = frozenset(_tensors(b for b in at_step if isinstance(b.rule, FreezeRule)))
+        self.final = _indices_of([*deciding, *at_step])
+        self.edited = frozenset(_indices_of(b for b in at_step if b.rule.edits))
+        self.frozen = frozenset(_indices_of(b for b in at_step if isinstance(b.rule, FreezeRule)))
         self.bound_rules = (*in_backward, *after, *at_step, *of_weights)
         # A trap judges the gradients again after rules that can make finite gradients non-finite.
         self.judged_again = bool(self.traps) and any(b.rule.may_overflow for b in at_step)
@@ -175,8 +175,8 @@ class DueRules:
         )
 
 
-def _tensors(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
-    return tuple(sorted({tensor for bound_rule in bound_rules for tensor in bound_rule.tensors}))
+def _indices_of(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
+    return tuple(sorted({index for bound_rule in bound_rules for index in bound_rule.indices}))
 
 
 NOTHING_DUE = DueRules(((), (), (), ()))
@@ -243,14 +243,14 @@ class RulesByCounter:
 
     def _parts(self, stages: Iterable[Stage], counter: StepCounter) -> Iterator[BoundRule]:
         for stage in stages:
-            tensors = tuple(tensor for tensor in stage.tensors if self._counters[tensor] is counter)
-            if tensors:
+            indices = tuple(index for index in stage.indices if self._counters[index] is counter)
+            if indices:
                 rule = stage.rule
-                names = tuple(self._program.names[tensor] for tensor in tensors)
+                names = tuple(self._program.names[index] for index in indices)
                 stats: tuple[str, ...] = getattr(rule, "stats", ())
                 keys = {
                     stat: tuple(Key(rule.id, one, rule.point, names) for one in columns_of(stat))
                     for stat in stats
                 }
                 decides_by = self._decides_by.get(rule.id, "")
-                yield BoundRule(rule, counter, tensors, keys, decides_by)
+                yield BoundRule(rule, counter, indices, keys, decides_by)

@@ -36,7 +36,7 @@ def after_pass(
     """
     _log_contributions(context, done)
     snapshots: dict[StepCounter, GradientSnapshot] = {}
-    for counter in context.counters.among(done.tensors):
+    for counter in context.counters.among(done.indices):
         due_rules = context.due_rules(counter)
         gradients = known
         if gradients is None or gradients.asked != due_rules.watched:
@@ -57,39 +57,39 @@ def after_pass(
 def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> None:
     """Record statistics, or keep copies, of the gradients that a rule matched, in true units."""
     rule, step = bound_rule.rule, bound_rule.counter.step
-    tensors = gradients.having(bound_rule.tensors)
+    indices = gradients.having(bound_rule.indices)
     if isinstance(rule, CaptureRule):
-        for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
+        for index, true in zip(indices, gradients.unscaled(indices), strict=True):
             # `keep` counts the firing.
-            context.captures.keep(rule, context.program.names[tensor], step, true)
+            context.captures.keep(rule, context.program.names[index], step, true)
         return
-    shared = _dist.any_sharded(gradients.of(tensors))
+    shared = _dist.any_sharded(gradients.of(indices))
     if shared:
-        tensors = _recordable(context, bound_rule, gradients, tensors)
-    if tensors:
-        columns = bound_rule.columns(tensors)
+        indices = _recordable(context, bound_rule, gradients, indices)
+    if indices:
+        columns = bound_rule.columns(indices)
         for stat, keys in bound_rule.keys.items():
             grads: Sequence[Tensor] = ()
             if shared:
-                grads, values = gradients.parts(stat, tensors)
+                grads, values = gradients.parts(stat, indices)
             else:
-                values = gradients.statistics(stat, tensors)
+                values = gradients.statistics(stat, indices)
             for key, numbers in by_column(keys, values, are_parts=shared):
                 context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
-        context.event_log.count_fired(rule.id, step, len(tensors))
+        context.event_log.count_fired(rule.id, step, len(indices))
 
 
 def _recordable(
-    context: Context, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]
+    context: Context, bound_rule: BoundRule, gradients: Gradients, indices: Sequence[int]
 ) -> Sequence[int]:
     """Return the tensors that a rule can record without a collective that other ranks may not call."""
-    awaiting = [tensor for tensor in tensors if _dist.is_partial(gradients[tensor])]
+    awaiting = [index for index in indices if _dist.is_partial(gradients[index])]
     if not awaiting or context.recorder.shared.together:
-        return tensors
-    names = shorten_names([context.program.names[tensor] for tensor in awaiting])
+        return indices
+    names = shorten_names([context.program.names[index] for index in awaiting])
     text, step = _AWAITING.format(names=names), bound_rule.counter.step
     context.event_log.notice_once("awaiting", text, rule=bound_rule.rule.id, step=step)
-    return [tensor for tensor in tensors if tensor not in awaiting]
+    return [index for index in indices if index not in awaiting]
 
 
 def edit_one(
@@ -118,9 +118,9 @@ def _log_contributions(context: Context, done: BackwardPass) -> None:
     for rule_id, rows in done.logged.items():
         for counter in context.counters.among(sorted(rows)):
             bound_rule = context.by_counter.bound_rule(rule_id, counter)
-            tensors = [tensor for tensor in bound_rule.tensors if tensor in rows]
-            columns, stats = bound_rule.columns(tensors), list(bound_rule.keys)
-            values = measure.of_kept(stats, [rows[tensor] for tensor in tensors])
+            indices = [index for index in bound_rule.indices if index in rows]
+            columns, stats = bound_rule.columns(indices), list(bound_rule.keys)
+            values = measure.of_kept(stats, [rows[index] for index in indices])
             keys = chain.from_iterable(bound_rule.keys.values())
             for key, row in zip(keys, values, strict=True):
                 context.recorder.add(key, counter.step, columns, row, replace=False)
@@ -145,18 +145,18 @@ def run_step_rules(
                 continue
             # A trap that does not edit has judged already.
             skipped = not acting if rule.edits else isinstance(rule, TrapRule)
-            tensors = [] if skipped else gradients.having(bound_rule.tensors)
-            if not tensors:
+            indices = [] if skipped else gradients.having(bound_rule.indices)
+            if not indices:
                 continue
             if isinstance(rule, FreezeRule):
-                log.count_changed(rule.id, len(tensors))
+                log.count_changed(rule.id, len(indices))
             elif isinstance(rule, TrapRule):
-                spikes.cut(bound_rule, gradients, tensors)
+                spikes.cut(bound_rule, gradients, indices)
             else:
-                gradients.edit(bound_rule, tensors, due.frozen)
-            log.count_fired(rule.id, update.step, len(tensors))
+                gradients.edit(bound_rule, indices, due.frozen)
+            log.count_fired(rule.id, update.step, len(indices))
             if rule.may_overflow and context.mode == "act":
-                suspicious.update(tensors)
+                suspicious.update(indices)
     return suspicious
 
 
@@ -176,11 +176,11 @@ class WeightRecords:
         if not (due := self._due(step)):
             return
         changing = (bound for bound in due if bound.rule.ref.side == "update")
-        tensors = {tensor for bound in changing for tensor in bound.tensors}
+        indices = {index for bound in changing for index in bound.indices}
         self._before[step.counter] = {
-            tensor: _sample(param)
-            for tensor in tensors
-            if (param := self._context.parameters.param(tensor)) is not None
+            index: _sample(param)
+            for index in indices
+            if (param := self._context.parameters.param(index)) is not None
         }
 
     def after_update(self, step: Step, *, took_place: bool) -> None:
@@ -199,20 +199,20 @@ class WeightRecords:
 
     def _record(self, bound: BoundRule, before: dict[int, Tensor] | None) -> None:
         context, step = self._context, bound.counter.step
-        found = zip(bound.tensors, context.parameters.params(bound.tensors), strict=True)
+        found = zip(bound.indices, context.parameters.params(bound.indices), strict=True)
         there = {
-            tensor: param.detach()
-            for tensor, param in found
-            if param is not None and (before is None or tensor in before)
+            index: param.detach()
+            for index, param in found
+            if param is not None and (before is None or index in before)
         }
         if not there:
             return
-        tensors, params = list(there), list(there.values())
-        columns, shared = bound.columns(tensors), _dist.any_sharded(params)
+        indices, params = list(there), list(there.values())
+        columns, shared = bound.columns(indices), _dist.any_sharded(params)
         measured = measure.parts if shared else measure.statistics
         grads = params if shared else ()
         with torch.no_grad():
-            changes = [] if before is None else [_pair(before[t], there[t]) for t in tensors]
+            changes = [] if before is None else [_pair(before[t], there[t]) for t in indices]
             for stat, keys in bound.keys.items():
                 if before is None:
                     values = measured(stat, params)
@@ -220,7 +220,7 @@ class WeightRecords:
                     values = _scaled(stat, measured(stat, _changes(stat, changes)), params, changes)
                 for key, numbers in by_column(keys, values, are_parts=shared):
                     context.recorder.add(key, step, columns, numbers, replace=False, grads=grads)
-        context.event_log.count_fired(bound.rule.id, step, len(tensors))
+        context.event_log.count_fired(bound.rule.id, step, len(indices))
 
 
 def _sample(param: Tensor) -> Tensor:

@@ -22,13 +22,13 @@ LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 class Gradients:
     """The gradients that a backward pass left, or that an update consumes; ``scale`` is that of a `GradScaler`."""
 
-    def __init__(self, context: Context, tensors: Sequence[int], scale: Tensor | None) -> None:
+    def __init__(self, context: Context, indices: Sequence[int], scale: Tensor | None) -> None:
         self._context = context
-        self.asked = tensors
+        self.asked = indices
         # Whether no parameter of the session is left out.
-        self._is_whole = len(tensors) == len(context.program.names)
-        self._tensors, grads = context.parameters.grads(tensors)
-        self._now = dict(zip(self._tensors, grads, strict=True))
+        self._is_whole = len(indices) == len(context.program.names)
+        self._indices, grads = context.parameters.grads(indices)
+        self._now = dict(zip(self._indices, grads, strict=True))
         self.scale = scale
         # The measured norms, and their tensors.
         self._norms: Norms = ()
@@ -40,77 +40,77 @@ class Gradients:
     def __len__(self) -> int:
         return len(self._now)
 
-    def __contains__(self, tensor: int) -> bool:
-        return tensor in self._now
+    def __contains__(self, index: int) -> bool:
+        return index in self._now
 
-    def __getitem__(self, tensor: int) -> Tensor:
-        return self._now[tensor]
+    def __getitem__(self, index: int) -> Tensor:
+        return self._now[index]
 
-    def having(self, tensors: Sequence[int]) -> Sequence[int]:
-        if len(tensors) == len(self._tensors) and list(tensors) == self._tensors:  # nearly always
-            return self._tensors
-        return [tensor for tensor in tensors if tensor in self._now]
+    def having(self, indices: Sequence[int]) -> Sequence[int]:
+        if len(indices) == len(self._indices) and list(indices) == self._indices:  # nearly always
+            return self._indices
+        return [index for index in indices if index in self._now]
 
-    def of(self, tensors: Iterable[int]) -> list[Tensor]:
-        return list(map(self._now.__getitem__, tensors))
+    def of(self, indices: Iterable[int]) -> list[Tensor]:
+        return list(map(self._now.__getitem__, indices))
 
-    def unscaled(self, tensors: Iterable[int]) -> list[Tensor]:
+    def unscaled(self, indices: Iterable[int]) -> list[Tensor]:
         """Return gradients in true units, for reading only."""
-        return [unscaled(grad, self.scale) for grad in self.of(tensors)]
+        return [unscaled(grad, self.scale) for grad in self.of(indices)]
 
-    def take_norms(self, tensors: Sequence[int]) -> Norms:
+    def take_norms(self, indices: Sequence[int]) -> Norms:
         """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients."""
-        if self._norms and not self._ours and tensors == self._measured:
+        if self._norms and not self._ours and indices == self._measured:
             return self._norms
-        norms = measure.norms_here(tensors, self.of(tensors), scale=self.scale)
-        self.know(tensors, norms)
+        norms = measure.norms_here(indices, self.of(indices), scale=self.scale)
+        self.know(indices, norms)
         return norms
 
-    def know(self, tensors: Sequence[int], norms: Norms) -> None:
+    def know(self, indices: Sequence[int], norms: Norms) -> None:
         """Take norms of this rank's parts of these gradients, which nobody has edited since they were measured."""
-        if norms is not self._norms and not _dist.any_sharded(self.of(self.having(tensors))):
-            self._norms, self._measured = norms, tensors
+        if norms is not self._norms and not _dist.any_sharded(self.of(self.having(indices))):
+            self._norms, self._measured = norms, indices
 
-    def known_norms(self, tensors: Sequence[int]) -> Tensor | None:
+    def known_norms(self, indices: Sequence[int]) -> Tensor | None:
         """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""
-        is_known = len(self._norms) == 1 and self._knows(tensors)
-        return self.norms(tensors, 2.0) if is_known else None
+        is_known = len(self._norms) == 1 and self._knows(indices)
+        return self.norms(indices, 2.0) if is_known else None
 
-    def _knows(self, tensors: Sequence[int]) -> bool:
-        if tensors is not self._measured and not set(self._measured).issuperset(tensors):
+    def _knows(self, indices: Sequence[int]) -> bool:
+        if indices is not self._measured and not set(self._measured).issuperset(indices):
             return False
-        return not self._ours or self._ours.isdisjoint(tensors)
+        return not self._ours or self._ours.isdisjoint(indices)
 
-    def norms(self, tensors: Sequence[int], order: float) -> Tensor:
+    def norms(self, indices: Sequence[int], order: float) -> Tensor:
         """Return the current norms of some gradients, float32."""
-        if order == 2.0 and self._knows(tensors):  # noqa: PLR2004 # l2
+        if order == 2.0 and self._knows(indices):  # noqa: PLR2004 # l2
             known = self._norms
         else:
-            known = measure.norms(tensors, self.of(tensors), order, scale=self.scale)
+            known = measure.norms(indices, self.of(indices), order, scale=self.scale)
         if len(known) != 1:
             # Norms of several devices: one record needs them on one device, and that is the host.
-            by_tensor = measure.as_dict(known)
-            return torch.tensor([by_tensor[tensor] for tensor in tensors])
+            by_index = measure.as_dict(known)
+            return torch.tensor([by_index[index] for index in indices])
         ((measured, values),) = known
-        if len(measured) == len(tensors):
+        if len(measured) == len(indices):
             return values
-        place = {tensor: number for number, tensor in enumerate(measured)}
-        places = tuple([place[tensor] for tensor in tensors])
+        place = {index: number for number, index in enumerate(measured)}
+        places = tuple([place[index] for index in indices])
         return values[_torch.integers(places, values.device)]
 
-    def statistics(self, stat: str, tensors: Sequence[int]) -> Tensor:
+    def statistics(self, stat: str, indices: Sequence[int]) -> Tensor:
         if stat == "l2":
-            return self.norms(tensors, 2.0)
+            return self.norms(indices, 2.0)
         with torch.no_grad():
-            return measure.statistics(stat, self.unscaled(tensors))
+            return measure.statistics(stat, self.unscaled(indices))
 
-    def parts(self, stat: str, tensors: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """Return gradients, and numbers ``[len(tensors), k]`` of this rank's shards to merge a statistic from.
+    def parts(self, stat: str, indices: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Return gradients, and numbers ``[len(indices), k]`` of this rank's shards to merge a statistic from.
 
         Runs a collective only for gradients that await a sum over ranks.
         """
         with torch.no_grad():
-            grads = list(map(_dist.settled, self.unscaled(tensors)))
+            grads = list(map(_dist.settled, self.unscaled(indices)))
             return grads, measure.parts(stat, grads)
 
     @contextmanager
@@ -119,17 +119,17 @@ class Gradients:
         written = self.having([*edited]) if self._context.mode == "act" else []
         scaled = dict(zip(written, self.writable(written), strict=True))
         # In float32: half precision cannot hold the scale, nor small unscaled gradients.
-        self._now = {tensor: unscaled(grad, scale) for tensor, grad in self._now.items()}
+        self._now = {index: unscaled(grad, scale) for index, grad in self._now.items()}
         self.scale = None
         try:
             yield
         finally:
-            for tensor, grad in scaled.items():
-                grad.copy_(self._now[tensor] * scale.to(grad.device))
+            for index, grad in scaled.items():
+                grad.copy_(self._now[index] * scale.to(grad.device))
 
-    def writable(self, tensors: Collection[int]) -> list[Tensor]:
+    def writable(self, indices: Collection[int]) -> list[Tensor]:
         """Return gradients that rules may write to; copies that only the rules see under ``mode="observe"``."""
-        fresh = [tensor for tensor in tensors if tensor not in self._ours]
+        fresh = [index for index in indices if index not in self._ours]
         self._ours.update(fresh)
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()
         observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
@@ -137,8 +137,8 @@ class Gradients:
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
         graphed = [grad for grad in grads if grad.requires_grad]
         if not (observing or sharded or twice or graphed or True in shared):  # nearly always
-            return self.of(tensors)
-        for tensor, grad, is_shared in zip(fresh, grads, shared, strict=True):
+            return self.of(indices)
+        for index, grad, is_shared in zip(fresh, grads, shared, strict=True):
             editable = grad
             if observing:
                 editable = grad.detach().clone()
@@ -147,46 +147,46 @@ class Gradients:
                 # differentiates the gradient: the copy keeps the graph, so it gets the Hessian of the loss.
                 with torch.enable_grad():
                     editable = grad.clone()
-            elif is_shared or tensor in twice:
+            elif is_shared or index in twice:
                 editable = grad.clone()
             if sharded:
                 # Gradients that await a sum over ranks are summed first: a bound on addends does not bound their sum.
                 editable = _dist.settled(editable)
             if editable is not grad:
-                self._now[tensor] = editable
-                param = self._context.parameters.param(tensor)
+                self._now[index] = editable
+                param = self._context.parameters.param(index)
                 if param is not None and not observing:
                     param.grad = editable
-        return self.of(tensors)
+        return self.of(indices)
 
     def _held_twice(self) -> set[int]:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is None:
-            own = self._tensors, self.of(self._tensors)
+            own = self._indices, self.of(self._indices)
             everything, grads = own if self._is_whole else self._context.parameters.grads()
             holders = Counter(map(id, grads)) if len(set(map(id, grads))) < len(grads) else {}
             several = zip(everything, grads, strict=True) if holders else ()
-            self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
+            self._twice = {index for index, grad in several if holders[id(grad)] > 1}
         return self._twice
 
     def edit(
-        self, bound_rule: BoundRule, tensors: Sequence[int], frozen: Collection[int] = ()
+        self, bound_rule: BoundRule, indices: Sequence[int], frozen: Collection[int] = ()
     ) -> None:
         """Edit gradients in true units; ``frozen`` ones count in no norm."""
         rule, edit = bound_rule.rule, self._context.edits[bound_rule.rule.id]
         if not rule.keeps_zero:
-            for tensor in tensors:
-                check_layout(rule, self._now[tensor], self._context.program.names[tensor])
+            for index in indices:
+                check_layout(rule, self._now[index], self._context.program.names[index])
         if isinstance(edit, Edit):
-            self._edit_elements(rule, edit, tensors)
+            self._edit_elements(rule, edit, indices)
             return
         if edit.over_rule and frozen:
-            tensors = [tensor for tensor in tensors if tensor not in frozen]
-        if tensors:
-            self._clip(bound_rule, edit, tensors)
+            indices = [index for index in indices if index not in frozen]
+        if indices:
+            self._clip(bound_rule, edit, indices)
 
-    def _edit_elements(self, rule: Rule, edit: Edit, tensors: Sequence[int]) -> None:
-        edited = _dist.parts(self.writable(tensors))
+    def _edit_elements(self, rule: Rule, edit: Edit, indices: Sequence[int]) -> None:
+        edited = _dist.parts(self.writable(indices))
         if self._context.mode == "observe":
             for part in edited:
                 self._context.event_log.count_changed(rule.id, changes(edit, part))
@@ -197,9 +197,9 @@ class Gradients:
                 # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
                 grad.copy_(_numbers.on_values(edit.apply, grad))
 
-    def _clip(self, bound_rule: BoundRule, edit: ByNorm, tensors: Sequence[int]) -> None:
+    def _clip(self, bound_rule: BoundRule, edit: ByNorm, indices: Sequence[int]) -> None:
         event_log, rule, step = self._context.event_log, bound_rule.rule.id, bound_rule.counter.step
-        norms = self.norms(tensors, edit.order)
+        norms = self.norms(indices, edit.order)
         if edit.over_rule:
             norms = _numbers.over(norms, edit.order)
         factors = edit.factor(norms)
@@ -209,29 +209,29 @@ class Gradients:
             if not math.isfinite(sum(norms.tolist())):
                 event_log.emit("notice", LEFT_ALONE, rule=rule, step=step)
             if not _torch.is_host(factors):
-                shorter = edit.factor(norms).expand(len(tensors)) < 1.0
+                shorter = edit.factor(norms).expand(len(indices)) < 1.0
                 event_log.count_changed(rule, shorter.sum())
 
         # Events and counts are computed on the host; norms of a device arrive there later.
         event_log.when_read(norms, tell)
-        self.shorten(rule, tensors, factors)
+        self.shorten(rule, indices, factors)
 
-    def shorten(self, rule: str, tensors: Sequence[int], factors: Tensor) -> None:
+    def shorten(self, rule: str, indices: Sequence[int], factors: Tensor) -> None:
         """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
 
         On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
         """
         if _torch.is_host(factors):
             numbers = factors.tolist()
-            biting = [*tensors] if min(numbers) < 1.0 else []
+            biting = [*indices] if min(numbers) < 1.0 else []
             if biting and len(numbers) > 1:
-                biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
+                biting = [i for i, factor in zip(indices, numbers, strict=True) if factor < 1.0]
             self._context.event_log.count_changed(rule, len(biting))
             if biting:
                 shortening = [factor for factor in numbers if factor < 1.0]
                 _numbers.scale_(_dist.parts(self.writable(biting)), shortening)
             return
-        parts = _dist.parts(self.writable(tensors))
+        parts = _dist.parts(self.writable(indices))
         if len(factors) == 1:
             _numbers.multiply_(parts, factors)
             return

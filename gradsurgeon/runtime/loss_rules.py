@@ -117,12 +117,12 @@ class NamedPass:
         deliver.__name__ = "gradsurgeon.backward"
         return deliver
 
-    def reached(self, context: Context, rule: LossRule, tensors: Sequence[int]) -> None:
+    def reached(self, context: Context, rule: LossRule, indices: Sequence[int]) -> None:
         """Compare the parameters that got gradients with the parameters that the rules expected."""
-        for tensor, param in zip(tensors, context.parameters.params(tensors), strict=True):
+        for index, param in zip(indices, context.parameters.params(indices), strict=True):
             is_divided = _dist.is_divided(param)
             if is_divided or id(param) not in self._params or id(param) in self._astray:
-                name = printable(context.program.names[tensor])
+                name = printable(context.program.names[index])
                 self._problem = (_DIVIDED if is_divided else _ASTRAY).format(
                     rule=rule.id, name=name
                 )
@@ -156,7 +156,7 @@ class LossRules:
         self.context, self._agreement = context, agreement
         self.effects = LossEffects(context)
         self._stages = [
-            (cast("LossRule", stage.rule), stage.tensors) for stage in context.program.of_losses
+            (cast("LossRule", stage.rule), stage.indices) for stage in context.program.of_losses
         ]
         # By rule id, the losses that calls passed while the rule was due.
         self._given: dict[str, set[str]] = {}
@@ -175,16 +175,16 @@ class LossRules:
         acting: list[DueLossRule] = []
         # A paused session does this too: other ranks may wait for it.
         for rule, matched in self._stages:
-            tensors = [t for t in matched if rule.steps.due(context.counters[t].step)]
-            if not tensors:
+            indices = [t for t in matched if rule.steps.due(context.counters[t].step)]
+            if not indices:
                 continue
             groups, averaged = context.ranks.averaging(matched, keys)
-            reaches, step = not reached.isdisjoint(tensors), context.counters[tensors[0]].step
+            reaches, step = not reached.isdisjoint(indices), context.counters[indices[0]].step
             if groups:
                 self._agreement.roll(groups)
                 _refuse_unlike(rule, groups, (reaches, context.paused, sorted(given or ())))
             # Ranks that average know no better which parameters the others reach.
-            params = self._params(tensors, None if groups else reached)
+            params = self._params(indices, None if groups else reached)
             if reaches and params and given is not None and not context.paused:
                 step = context.counters[next(iter(params))].step
                 senders = rule.losses or ()
@@ -194,14 +194,14 @@ class LossRules:
                 self._note_given(rule, step, list(given))
         return acting
 
-    def _params(self, tensors: Sequence[int], reached: Collection[int] | None) -> dict[int, Tensor]:
+    def _params(self, indices: Sequence[int], reached: Collection[int] | None) -> dict[int, Tensor]:
         """Return the matched parameters that get a gradient in a pass; ``reached`` is ``None`` if it is unknown."""
-        params = zip(tensors, self.context.parameters.params(tensors), strict=True)
+        params = zip(indices, self.context.parameters.params(indices), strict=True)
         return {
-            tensor: param
-            for tensor, param in params
+            index: param
+            for index, param in params
             if param is not None and param.requires_grad
-            if reached is None or tensor in reached
+            if reached is None or index in reached
             # A sharded parameter is refused once the pass reached it: the leaves of the graph do not show it.
             if not _dist.is_divided(param)
         }
@@ -223,12 +223,12 @@ class LossRules:
             given = self._given.get(rule.id, ())
             yield from ((rule, name) for name in rule.losses or () if given and name not in given)
 
-    def passed(self, tensors: Sequence[int]) -> None:
+    def passed(self, indices: Sequence[int]) -> None:
         """Check the gradients that a pass left: warn if the losses were unknown, else compare the parameters."""
         context, named = self.context, current.get()
         for rule, matched in self._stages:
             among = set(matched)
-            due = [t for t in tensors if t in among and context.is_due(rule, context.counters[t])]
+            due = [t for t in indices if t in among and context.is_due(rule, context.counters[t])]
             if due and named is None:
                 text = _UNKNOWN.format(name=printable(context.program.names[due[0]]))
                 step = context.counters[due[0]].step

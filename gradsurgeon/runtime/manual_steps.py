@@ -47,15 +47,15 @@ class ManualSteps:
         if self.declared or self._context.mode != "act" or self._context.paused:
             return
         held = measure.read(list(done.held.values()))
-        onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
-        if compounded := [tensor for tensor in self.edited() if tensor in onto]:
+        onto = [index for index, any_ in zip(done.held, held, strict=True) if any_]
+        if compounded := [index for index in self.edited() if index in onto]:
             name = self._context.program.names[compounded[0]]
             error = GradSurgeonError(_COMPOUNDS.format(name=name))
             self._context.refusals.refuse(error, [stage.rule.id for stage in self._editing()])
 
     def edited(self) -> list[int]:
         """Return the tensors that rules at `step` edit or learn from."""
-        return sorted({tensor for stage in self._editing() for tensor in stage.tensors})
+        return sorted({index for stage in self._editing() for index in stage.indices})
 
     def _editing(self) -> list[Stage]:
         return [

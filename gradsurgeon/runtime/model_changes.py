@@ -73,8 +73,8 @@ class ModelChanges:
             self._context.refusals.refuse_complaints(plan.refused)
 
     def swapped(self, params: Sequence[Tensor]) -> None:
-        tensors = self._context.parameters.owned(params)
-        self._swapped.update(tensor for tensor in tensors if self._param_hooks.revive(tensor))
+        indices = self._context.parameters.owned(params)
+        self._swapped.update(index for index in indices if self._param_hooks.revive(index))
 
     def after_step(self, counter: StepCounter) -> None:
         self._begun = True
@@ -192,8 +192,8 @@ class ModelChanges:
                 self._context.event_log.emit("notice", text, rule=rule.id, step=step, warn=warn)
         self._known |= unknown
 
-    def _names(self, tensors: Iterable[int]) -> list[str]:
-        return [self._context.program.names[tensor] for tensor in tensors]
+    def _names(self, indices: Iterable[int]) -> list[str]:
+        return [self._context.program.names[index] for index in indices]
 
     def _tell(
         self, kind: EventKind, names: Sequence[str], text: str, *, noun: str = "", warn: bool = True

@@ -49,12 +49,12 @@ class Notices:
         """Return at most one tensor that shows whether a pass adds to earlier gradients, if a rule must warn about it."""
         rules, counters = self._context.program.contributing, self._context.counters
         bounded = (
-            tensor
-            for tensor in held
-            if tensor in rules
-            and counters[tensor].passes
+            index
+            for index in held
+            if index in rules
+            and counters[index].passes
             and any(
-                not (r.linear or self._log.is_noticed("accumulation", r.id)) for r in rules[tensor]
+                not (r.linear or self._log.is_noticed("accumulation", r.id)) for r in rules[index]
             )
         )
         return list(islice(bounded, 1))
@@ -65,20 +65,20 @@ class Notices:
         if not context.program.contributing:
             return
         if done.held and any(read(list(done.held.values()))):
-            several = [tensor for tensor in done.tensors if context.counters[tensor].passes > 1]
+            several = [index for index in done.indices if context.counters[index].passes > 1]
             self._say("accumulation", several, _PASSES, of_losses=_CALLS)
         if done.averaging:
             averaged, param = context.ranks.averaged(), context.parameters.param
-            reduced = (tensor for tensor in done.tensors if id(param(tensor)) in averaged)
+            reduced = (index for index in done.indices if id(param(index)) in averaged)
             self._say("ranks", reduced, _RANKS)
-        parts = (tensor for tensor, times in done.calls.items() if times > 1)
+        parts = (index for index, times in done.calls.items() if times > 1)
         self._say("reentrant", parts, _REENTRANT)
 
-    def _say(self, topic: str, tensors: Iterable[int], text: str, *, of_losses: str = "") -> None:
+    def _say(self, topic: str, indices: Iterable[int], text: str, *, of_losses: str = "") -> None:
         """Warn once per rule whose result differs between the parts and their sum, if there is a text for it."""
-        for tensor in tensors:
-            step, name = self._context.counters[tensor].step, self._context.program.names[tensor]
-            for rule in self._context.program.contributing.get(tensor, ()):
+        for index in indices:
+            step, name = self._context.counters[index].step, self._context.program.names[index]
+            for rule in self._context.program.contributing.get(index, ()):
                 # Sums of scaled parts are right, but the sum of their statistics is not.
                 splits = not rule.linear or (
                     topic == "reentrant" and not isinstance(rule, EditRule)
@@ -91,7 +91,7 @@ class Notices:
         """Count an update; return the tensors that had gradients and no owner for some updates by now."""
         unowned = self._without_owner()
         self._unowned.update(unowned)
-        return [tensor for tensor in unowned if self._unowned[tensor] == SETTLED]
+        return [index for index in unowned if self._unowned[index] == SETTLED]
 
     def _without_owner(self) -> list[int]:
         counters = self._context.counters
@@ -104,9 +104,9 @@ class Notices:
         settled = {t for t in self._without_owner() if self._unowned[t] >= SETTLED}
         for stage in program.checks:
             if isinstance(stage.rule, CheckRule) and stage.rule.tells_owners:
-                settled.difference_update(stage.tensors)
+                settled.difference_update(stage.indices)
         for stage in (*program.traps, *program.at_step) if settled else ():
-            names = [program.names[tensor] for tensor in stage.tensors if tensor in settled]
+            names = [program.names[index] for index in stage.indices if index in settled]
             rule, cause = stage.rule.id, self._log.cause(stage.rule.id)
             # A rule that was not due yet may still meet their optimizer.
             if names and cause != _UNOWNED and (cause or rule not in self._log.silent):
@@ -117,15 +117,15 @@ class Notices:
         """Count a step for every rule that is due in it; ``owned`` if an optimizer owns parameters."""
         context = self._context
         for bound in context.due_rules(counter).bound_rules:
-            cause = partial(self._why_silent, bound.rule, bound.tensors, owned=owned)
+            cause = partial(self._why_silent, bound.rule, bound.indices, owned=owned)
             self._log.note_due(bound.rule.id, counter.step, cause)
         for rule, owner in context.program.site_rules:
             if self._counter_of(owner) is counter and context.is_due(rule, counter):
                 cause = partial(_why_no_tensor, rule)
                 self._log.note_due(rule.id, counter.step, cause)
 
-    def _why_silent(self, rule: Rule, tensors: Sequence[int], *, owned: bool) -> str:
-        counters, params = self._context.counters, self._context.parameters.params(tensors)
+    def _why_silent(self, rule: Rule, indices: Sequence[int], *, owned: bool) -> str:
+        counters, params = self._context.counters, self._context.parameters.params(indices)
         there = [param for param in params if param is not None]
         if not there:
             return "the parameters the rule matched are gone from the model"
@@ -136,8 +136,8 @@ class Notices:
         if isinstance(rule, LossRule):
             return _NO_LOSS.format(names=", ".join(map(printable, rule.losses or ())))
         if all(param.grad is None for param in there):
-            return _NONE_REACHED if self.arrived.isdisjoint(tensors) else _CLEARED
-        return _UNOWNED if owned and counters[tensors[0]] is counters.common else _UNSEEN
+            return _NONE_REACHED if self.arrived.isdisjoint(indices) else _CLEARED
+        return _UNOWNED if owned and counters[indices[0]] is counters.common else _UNSEEN
 
 
 def _why_no_tensor(rule: Rule) -> str:

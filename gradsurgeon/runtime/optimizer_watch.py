@@ -47,7 +47,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Owner:
     counter: StepCounter
     handles: tuple[RemovableHandle, ...]
-    tensors: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     # The version of the counters after this owner has claimed its tensors.
     version: int = -1
     # Whether each step so far has cleared the gradients that it found; unknown before the first.
@@ -98,22 +98,22 @@ class OptimizerWatch:
         if self._known.get(optimizer) == (held, self._context.parameters.ids()):
             return owner
         self._model.rearm()
-        tensors = self._held(params)
-        if owner is None and tensors:
+        indices = self._held(params)
+        if owner is None and indices:
             # `ZeroRedundancyOptimizer` steps an inner optimizer of its own.
-            if any(set(tensors) <= set(outer.counter.tensors) for outer in self._under_way()):
+            if any(set(indices) <= set(outer.counter.indices) for outer in self._under_way()):
                 return None
             if isinstance(optimizer, LBFGS):
                 self._context.refusals.soften_skips(_LBFGS)
-                self._refuse(tensors, _LBFGS, self._hides)
+                self._refuse(indices, _LBFGS, self._hides)
             if not self._owners:
                 self._manual.withdraw()
-            counter = StepCounter(self._context.counters.begin(tensors))
+            counter = StepCounter(self._context.counters.begin(indices))
             owner = self._owners[optimizer] = Owner(counter, self._hooks_on(optimizer))
         # The search above may have found parameters under new places.
         self._known[optimizer] = held, self._context.parameters.ids()
         if owner is not None:
-            owner.tensors, owner.version = tuple(tensors), -1
+            owner.indices, owner.version = tuple(indices), -1
             self._claim(owner)
         return owner
 
@@ -136,19 +136,19 @@ class OptimizerWatch:
     def _held(self, params: list[Tensor]) -> list[int]:
         if any(_dist.is_flattened(param) for param in params):
             self._model.check()
-        tensors = self._context.parameters.owned(params)
-        if len(tensors) < len(params):
+        indices = self._context.parameters.owned(params)
+        if len(indices) < len(params):
             # The others belong to another model, or to this model under unknown names.
             self._model.compare()
             self._model.rearm()
-            tensors = self._context.parameters.owned(params)
-        return tensors
+            indices = self._context.parameters.owned(params)
+        return indices
 
     def _claim(self, owner: Owner) -> None:
         """Give the tensors of an optimizer back to its counter if another counter has claimed them since."""
         counters = self._context.counters
         if owner.version != counters.version:
-            counters.claim(owner.tensors, owner.counter)
+            counters.claim(owner.indices, owner.counter)
             owner.version = counters.version
 
     def _is_part_of(self, owner: Owner, outer: Update) -> bool:
@@ -157,7 +157,7 @@ class OptimizerWatch:
         around = None if optimizer is None else self._owners.get(optimizer)
         if around is None:
             return False
-        return around is owner or (outer.judged and set(owner.tensors) <= set(around.tensors))
+        return around is owner or (outer.judged and set(owner.indices) <= set(around.indices))
 
     def end_failed(self) -> None:
         """End the steps of this thread that have raised, if torch did not show their end."""
@@ -181,10 +181,10 @@ class OptimizerWatch:
         decision = self._context.decisions.get(rule.id)
         return isinstance(rule, FreezeRule) or getattr(decision, "then", "") == "skip-step"
 
-    def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
-        held, program = set(tensors), self._context.program
+    def _refuse(self, indices: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
+        held, program = set(indices), self._context.program
         stages = (*program.after_backward, *program.at_step)
-        rules = [stage.rule for stage in stages if held & set(stage.tensors)]
+        rules = [stage.rule for stage in stages if held & set(stage.indices)]
         rules += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
         self._context.refusals.refuse_rules((one.id for one in rules if is_refused(one)), why)
 
@@ -231,7 +231,7 @@ class OptimizerWatch:
         self._claim(owner)
         update = Update(optimizer, owner.counter, frame, self._failed)
         if update.inside:
-            self._refuse(owner.tensors, _INSIDE, _needs_whole_step)
+            self._refuse(owner.indices, _INSIDE, _needs_whole_step)
         running.append(update)
         self._events.update_began(update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

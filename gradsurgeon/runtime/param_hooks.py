@@ -25,10 +25,10 @@ class Hook:
     # attribute marks the hook.
     __torch_unserializable__ = True
 
-    def __init__(self, passes: BackwardWatch, tensor: int) -> None:
+    def __init__(self, passes: BackwardWatch, index: int) -> None:
         self._passes = weakref.ref(passes)
-        self.tensor = tensor
-        self._rules = passes.context.program.per_tensor.get(tensor, ())
+        self.index = index
+        self._rules = passes.context.program.per_tensor.get(index, ())
 
 
 class ArrivalHook(Hook):
@@ -44,11 +44,11 @@ class ArrivalHook(Hook):
 
     def _note(self, passes: BackwardWatch, param: Tensor) -> None:
         context = passes.context
-        passes.seen.order.append(self.tensor)
-        if self.tensor not in context.trapped or param.grad is None or _dist.is_sharded(param):
+        passes.seen.order.append(self.index)
+        if self.index not in context.trapped or param.grad is None or _dist.is_sharded(param):
             return
         if context.ranks.is_reducing:
-            passes.seen.contributed[self.tensor] = _numbers.norms([param.grad])[0]
+            passes.seen.contributed[self.index] = _numbers.norms([param.grad])[0]
 
 
 class TensorHook(Hook):
@@ -66,8 +66,8 @@ class TensorHook(Hook):
 
     def _run(self, passes: BackwardWatch, grad: Tensor) -> Tensor | None:
         context = passes.context
-        passes.seen.calls[self.tensor] += 1
-        param, counter = context.parameters.param(self.tensor), context.counters[self.tensor]
+        passes.seen.calls[self.index] += 1
+        param, counter = context.parameters.param(self.index), context.counters[self.index]
         due = [rule for rule in self._rules if context.is_due(rule, counter)]
         if param is None or not due:
             return None
@@ -76,7 +76,7 @@ class TensorHook(Hook):
             context.event_log.notice_once("autograd.grad", text, step=counter.step)
             return None
         context.refuse_graph_capture()
-        name, scale = context.program.names[self.tensor], context.scaling.scale
+        name, scale = context.program.names[self.index], context.scaling.scale
         out = grad
         for rule in due:
             if isinstance(rule, EditRule):
@@ -84,7 +84,7 @@ class TensorHook(Hook):
             elif isinstance(rule, CaptureRule):  # `keep` counts the firing
                 context.captures.keep(rule, name, counter.step, unscaled(out, scale))
             else:
-                passes.seen.logged[rule.id][self.tensor] = _kept(rule, unscaled(out, scale))
+                passes.seen.logged[rule.id][self.index] = _kept(rule, unscaled(out, scale))
                 context.event_log.count_fired(rule.id, counter.step)
         return None if out is grad or context.mode == "observe" else out
 
@@ -115,31 +115,31 @@ class ParamHooks:
         self._handles: dict[int, list[RemovableHandle]] = {}
 
     def arm(self) -> None:
-        for tensor in self._armed:
-            self.rearm(tensor)
+        for index in self._armed:
+            self.rearm(index)
 
-    def rearm(self, tensor: int) -> bool:
+    def rearm(self, index: int) -> bool:
         """Put the hooks on the parameter now under the name; tell whether there is a parameter."""
-        for handle in self._handles.pop(tensor, []):
+        for handle in self._handles.pop(index, []):
             handle.remove()
-        param = self._context.parameters.param(tensor)
+        param = self._context.parameters.param(index)
         if param is not None:
             # Hooks are listed one by one, so they can be removed if a later one raises.
-            for handle in self._put(tensor, param):
-                self._handles.setdefault(tensor, []).append(handle)
+            for handle in self._put(index, param):
+                self._handles.setdefault(index, []).append(handle)
         return param is not None
 
     def taken_off(self) -> list[int]:
         return [
-            tensor
-            for tensor, handles in self._handles.items()
+            index
+            for index, handles in self._handles.items()
             if any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in handles)
         ]
 
-    def revive(self, tensor: int) -> bool:
+    def revive(self, index: int) -> bool:
         """Reinstall hooks on a parameter whose content was swapped; tell whether the parameter has hooks."""
-        param = self._context.parameters.param(tensor)
-        if param is None or not self._handles.get(tensor):
+        param = self._context.parameters.param(index)
+        if param is None or not self._handles.get(index):
             return False
         _torch.reinstall_hooks(param)
         return True
@@ -153,22 +153,22 @@ class ParamHooks:
             if param is not None:
                 _torch.forget_empty_hooks(param)
 
-    def _put(self, tensor: int, param: Tensor) -> Iterator[RemovableHandle]:
+    def _put(self, index: int, param: Tensor) -> Iterator[RemovableHandle]:
         if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
             return  # Integers and inference tensors never have a gradient.
         if not param.is_leaf:
-            name = printable(self._context.program.names[tensor])
+            name = printable(self._context.program.names[index])
             raise BindError([f"{name} is not a leaf of the graph: it never gets a gradient"])
         needs_grad = param.requires_grad
         try:
-            if tensor in self._context.program.per_tensor:
+            if index in self._context.program.per_tensor:
                 # torch refuses hooks on frozen parameters but keeps existing hooks, so a
                 # rule acts as soon as the parameter is unfrozen.
                 param.requires_grad_(True)
-                yield _torch.register_hook(param, TensorHook(self._passes, tensor))
+                yield _torch.register_hook(param, TensorHook(self._passes, index))
             if _dist.world() > 1:
                 param.requires_grad_(True)
-                yield _torch.register_post_accumulate_hook(param, ArrivalHook(self._passes, tensor))
+                yield _torch.register_post_accumulate_hook(param, ArrivalHook(self._passes, index))
         finally:
             if not needs_grad:
                 param.requires_grad_(False)

@@ -51,18 +51,18 @@ class Parameters:
         # The parameters that the rules were bound to.
         self._bound = self.ids()
 
-    def param(self, tensor: int) -> Tensor | None:
-        return self._as_divided(tensor, held(self._places[tensor]))
+    def param(self, index: int) -> Tensor | None:
+        return self._as_divided(index, held(self._places[index]))
 
-    def _as_divided(self, tensor: int, param: Tensor | None) -> Tensor | None:
+    def _as_divided(self, index: int, param: Tensor | None) -> Tensor | None:
         """Return this rank's shard, which the optimizer owns, where `fully_shard` shows the whole parameter."""
-        if param is None or tensor not in self._shards or _dist.is_sharded(param):
+        if param is None or index not in self._shards or _dist.is_sharded(param):
             return param
-        return self._shards[tensor]
+        return self._shards[index]
 
-    def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
+    def params(self, indices: Iterable[int] | None = None) -> list[Tensor | None]:
         """Return all or some parameters, with ``None`` for names that are gone."""
-        wanted = None if tensors is None else list(tensors)
+        wanted = None if indices is None else list(indices)
         places = self._places if wanted is None else [self._places[i] for i in wanted]
         params: list[Tensor | None]
         try:
@@ -77,9 +77,9 @@ class Parameters:
     def ids(self) -> list[int]:
         return list(map(id, self.params()))
 
-    def grads(self, tensors: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
+    def grads(self, indices: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
         """Return the tensors that have a gradient now, among all or some in ascending order, and these gradients."""
-        wanted = list(range(len(self._places)) if tensors is None else tensors)
+        wanted = list(range(len(self._places)) if indices is None else indices)
         # A parameter that is gone has no gradient.
         params = self.params(None if len(wanted) == len(self._places) else wanted)
         try:
@@ -88,16 +88,16 @@ class Parameters:
             grads = [None if param is None else param.grad for param in params]
         if type(None) not in map(type, grads):
             return wanted, grads
-        having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
+        having = [index for index, grad in zip(wanted, grads, strict=True) if grad is not None]
         return having, [grad for grad in grads if grad is not None]
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
         wanted = {id(param) for param in params}
-        return [tensor for tensor, identity in enumerate(self.ids()) if identity in wanted]
+        return [index for index, identity in enumerate(self.ids()) if identity in wanted]
 
     def tensor_at(self) -> dict[tuple[int, str], int]:
         """Return the tensors by the id of the dictionary and the key where they are looked up."""
-        return {(id(table), key): tensor for tensor, (table, key) in enumerate(self._places)}
+        return {(id(table), key): index for index, (table, key) in enumerate(self._places)}
 
     def replaced(self) -> list[int]:
         """Return the tensors that have another parameter now than the rules were bound to, or none."""

@@ -70,7 +70,7 @@ class _Voted:
 
     voter: Voter
     number: int
-    tensors: set[int]
+    indices: set[int]
 
 
 class RankAgreement:
@@ -110,7 +110,7 @@ class RankAgreement:
         """Find the other ranks after the first pass that all of them take together. Only rules that act wait for them."""
         acts = self._measures or self._decides or self._drifts
         if self._measures or self._records:
-            groups = self._context.ranks.shard_groups(done.tensors)
+            groups = self._context.ranks.shard_groups(done.indices)
             if not acts:
                 self._seek(groups)
             elif (roll := self.roll(groups)) is not None and self._records:
@@ -133,10 +133,10 @@ class RankAgreement:
         votes = self.votes(done)
         if not (self._voted or votes):
             return
-        tensors = set(done.tensors)
+        indices = set(done.indices)
         for earlier in self._voted:
-            earlier.tensors -= tensors
-        self._voted = [earlier for earlier in self._voted if earlier.tensors]
+            earlier.indices -= indices
+        self._voted = [earlier for earlier in self._voted if earlier.indices]
         # A pass that raised may have come before any search for other ranks.
         roll = self._rolls.get(_names(self._groups(done))) if votes else None
         if roll is None:
@@ -146,23 +146,23 @@ class RankAgreement:
             limit = _dist.patience(self._groups(done))
             voter = Voter(roll.prefix, roll.wanted, hosts, limit, self._tell)
             self._voters[roll.prefix] = voter
-        self._voted.append(_Voted(voter, voter.cast(objections), tensors))
+        self._voted.append(_Voted(voter, voter.cast(objections), indices))
 
     def heard(self, counter: StepCounter) -> Heard:
         """Return the votes of the ranks on an update. Waits for votes, never for updates."""
         context = self._context
         if not context.ranks.are_several:
             return ALONE
-        tensors = set(counter.tensors) if self._voted else set()
-        voted = (one for one in reversed(self._voted) if not one.tensors.isdisjoint(tensors))
+        indices = set(counter.indices) if self._voted else set()
+        voted = (one for one in reversed(self._voted) if not one.indices.isdisjoint(indices))
         if (last := next(voted, None)) is None:
             # If a rank without rules is known, an earlier notice has said so.
             if self._votes and counter.passes and None not in self._rolls.values():
                 context.event_log.notice_once("alone", _ALONE, step=counter.step)
             # A session attached after the backward pass has not heard the findings of other ranks.
             missed = not counter.passes and (
-                context.ranks.wrappers_of(counter.tensors)
-                or context.ranks.shard_groups(counter.tensors)
+                context.ranks.wrappers_of(counter.indices)
+                or context.ranks.shard_groups(counter.indices)
             )
             return Heard() if missed else ALONE
         told = last.voter.decision(last.number)
@@ -172,7 +172,7 @@ class RankAgreement:
         objections = tuple(
             one
             for one in decision.objections
-            if one.concerns not in names or names.index(one.concerns) in tensors
+            if one.concerns not in names or names.index(one.concerns) in indices
         )
         unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
         return Heard(last.voter, objections, unanimous)
@@ -189,23 +189,23 @@ class RankAgreement:
         """Warn once per rule whose norm differs by rank; refuse a `spike-trap` that would stop by such a norm."""
         context = self._context
         for bound in due.at_step if context.ranks.is_reducing else ():
-            rule, tensors = bound.rule, bound.tensors
+            rule, indices = bound.rule, bound.indices
             # A rule that stops or skips an update by norms at the update itself.
             judges, one_norm = _decides(rule), rule.edits and getattr(rule, "per", "") == "rule"
-            if not (judges or one_norm) or (rule.id, tensors) in self._asked:
+            if not (judges or one_norm) or (rule.id, indices) in self._asked:
                 continue
-            self._asked.add((rule.id, tensors))
-            own = [context.program.names[tensor] for tensor in context.ranks.own(tensors)]
+            self._asked.add((rule.id, indices))
+            own = [context.program.names[index] for index in context.ranks.own(indices)]
             if own and judges and context.mode == "act":
                 raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(own)))
-            if own and one_norm and len(own) < len(tensors):
+            if own and one_norm and len(own) < len(indices):
                 text, step = _OWN_NORM.format(name=own[0]), counter.step
                 context.event_log.notice_once("own norm", text, rule=rule.id, step=step, warn=True)
 
     def _groups(self, done: BackwardPass) -> _dist.Groups:
         """Return the groups whose ranks all took part in a pass, even ranks without a session."""
         known = self._context.ranks
-        groups = (*known.shard_groups(done.tensors), *known.groups_of(done.averaging, done.tensors))
+        groups = (*known.shard_groups(done.indices), *known.groups_of(done.averaging, done.indices))
         return largest(tuple(dict.fromkeys(groups)))
 
     def roll(self, groups: _dist.Groups) -> Roll | None:

@@ -26,11 +26,11 @@ class RunningStatistic:
     """The state that a rule has learnt from the tensors of one counter, float64.
 
     Attributes:
-        kept: the state of the rule's bound, of shape ``[rows, 1]`` or ``[rows, len(tensors)]``.
-        usual: running means of the norms of the tensors, of shape ``[len(tensors)]``, 0 for a tensor without a mean.
+        kept: the state of the rule's bound, of shape ``[rows, 1]`` or ``[rows, len(indices)]``.
+        usual: running means of the norms of the tensors, of shape ``[len(indices)]``, 0 for a tensor without a mean.
     """
 
-    tensors: tuple[int, ...]
+    indices: tuple[int, ...]
     kept: Tensor
     usual: Tensor
 
@@ -40,9 +40,9 @@ class JudgedNorms:
     """The norms of one update under one rule, as its bound sees them.
 
     Attributes:
-        tensors: the tensors whose gradients the update is about to consume.
+        indices: the parameters whose gradients the update is about to consume.
         columns: the places of the tensors in the statistic, ``None`` if the statistic has no other tensors.
-        each: their norms, float64 of shape ``[len(tensors)]``.
+        each: their norms, float64 of shape ``[len(indices)]``.
         norms: the norms to compare: one norm over all tensors, or the norm of each.
         before: the state that the bound kept so far, of shape ``[rows, len(norms)]``.
         passed: the norms as the bound lets them through.
@@ -52,7 +52,7 @@ class JudgedNorms:
     bound_rule: BoundRule
     spikes: Spikes
     statistic: RunningStatistic
-    tensors: tuple[int, ...]
+    indices: tuple[int, ...]
     columns: Tensor | None
     each: Tensor
     norms: Tensor
@@ -86,13 +86,13 @@ class JudgedNorms:
         norms, passed = table[:2].tolist()
         return norms, passed, table[2:]
 
-    def factors(self, tensors: Sequence[int]) -> Tensor:
+    def factors(self, indices: Sequence[int]) -> Tensor:
         """Return the factors of gradients, float32: one for all, or one for each."""
         factors = (self.passed / self.norms).where(self.passed < self.norms, 1.0).float()
-        if self.spikes.over_rule or len(tensors) == len(self.tensors):
+        if self.spikes.over_rule or len(indices) == len(self.indices):
             return factors
-        place = {tensor: number for number, tensor in enumerate(self.tensors)}
-        places = tuple([place[tensor] for tensor in tensors])
+        place = {index: number for number, index in enumerate(self.indices)}
+        places = tuple([place[index] for index in indices])
         return factors[_torch.integers(places, factors.device)]
 
     def learn(self) -> None:
@@ -103,23 +103,23 @@ class JudgedNorms:
         else:
             old.kept = old.kept.index_copy(1, columns, self.after)
         if over_rule and self.spikes.then != "clip":
-            each, usual = self.each * self.factors(self.tensors), self.usual
+            each, usual = self.each * self.factors(self.indices), self.usual
             new = (_BETA * usual + (1 - _BETA) * each).where(usual > 0, each)
             new = new.where(each.isfinite(), usual)
             old.usual = new if columns is None else old.usual.index_copy(0, columns, new)
 
 
 def regrouped(
-    spikes: Spikes, tensors: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
+    spikes: Spikes, indices: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
 ) -> RunningStatistic:
     """Return the learnt state of tensors that several statistics had; a norm over other tensors has none."""
     device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
-    columns = 1 if spikes.over_rule else len(tensors)
+    columns = 1 if spikes.over_rule else len(indices)
     kept = torch.zeros(spikes.bound.rows, columns, dtype=_wide_dtype(device), device=device)
-    new = RunningStatistic(tensors, kept, kept.new_zeros(len(tensors)))
-    for place, (tensor, old) in enumerate(zip(tensors, earlier, strict=True)):
+    new = RunningStatistic(indices, kept, kept.new_zeros(len(indices)))
+    for place, (index, old) in enumerate(zip(indices, earlier, strict=True)):
         if old is not None:
-            column = old.tensors.index(tensor)
+            column = old.indices.index(index)
             new.usual[place] = old.usual[column].to(device)
             if not spikes.over_rule:
                 kept[:, place] = old.kept[:, column].to(device)

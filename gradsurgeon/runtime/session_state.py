@@ -54,7 +54,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "version": _VERSION,
         "step": counters.latest,
         "common_step": counters.common.step,
-        "steps": {name: counters[tensor].step for tensor, name in enumerate(names)},
+        "steps": {name: counters[index].step for index, name in enumerate(names)},
         "shapes": _shapes(controller),
         "rules": controller.spikes.state(),
     }
@@ -100,17 +100,17 @@ def _shapes(controller: Controller) -> dict[str, list[int]]:
 def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     """Resume from a state; yield each mismatch, with its rule if it concerns one."""
     context = controller.context
-    index = {name: tensor for tensor, name in enumerate(context.program.names)}
-    steps = {index[name]: step for name, step in state.steps.items() if name in index}
+    index_of = {name: index for index, name in enumerate(context.program.names)}
+    steps = {index_of[name]: step for name, step in state.steps.items() if name in index_of}
     context.counters.resume(steps, common=state.common_step, latest=state.step)
-    if gone := [name for name in state.steps if name not in index]:
+    if gone := [name for name in state.steps if name not in index_of]:
         yield "", f"the state knows {shorten_names(gone)}, which this model does not have: ignored"
-    if new := [name for name in index if name not in state.steps]:
+    if new := [name for name in index_of if name not in state.steps]:
         text = "which the state does not have: rules restart what they learn of them"
         yield "", f"the model has {shorten_names(new)}, {text}"
     shapes = _shapes(controller)
     reshaped = {n for n, shape in state.shapes.items() if shapes.get(n, shape) != shape}
-    yield from controller.spikes.load(state.rules, index, reshaped)
+    yield from controller.spikes.load(state.rules, index_of, reshaped)
 
 
 def resume(folder: Path, controller: Controller, *, step: int | None = None) -> int | None:

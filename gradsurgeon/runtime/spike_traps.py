@@ -42,12 +42,12 @@ class SpikeTraps:
         looks = []
         for bound_rule in update.due.spike_traps:
             # The optimizer does not consume a gradient that a `freeze` hides in this step.
-            having = update.gradients.having(bound_rule.tensors)
-            tensors = [tensor for tensor in having if tensor not in update.due.frozen]
-            if not tensors:
+            having = update.gradients.having(bound_rule.indices)
+            indices = [index for index in having if index not in update.due.frozen]
+            if not indices:
                 continue
             with torch.no_grad():
-                one = self._compare(bound_rule, update, tensors)
+                one = self._compare(bound_rule, update, indices)
             judged[bound_rule.rule.id] = one
             if not bound_rule.rule.edits:
                 self._context.event_log.count_fired(bound_rule.rule.id, update.step)
@@ -62,32 +62,32 @@ class SpikeTraps:
         return [(judged.bound_rule.rule.id, report)]
 
     def _compare(
-        self, bound_rule: BoundRule, update: StepContext, tensors: Sequence[int]
+        self, bound_rule: BoundRule, update: StepContext, indices: Sequence[int]
     ) -> JudgedNorms:
         spikes = self._context.spikes[bound_rule.rule.id]
-        each = wide(update.gradients.norms(tensors, 2.0))
+        each = wide(update.gradients.norms(indices, 2.0))
         if update.overflow is not None:
             each = each.masked_fill(update.overflow.to(each.device).bool(), math.nan)
         norms = torch.linalg.vector_norm(each, keepdim=True) if spikes.over_rule else each
         statistic = self._statistic(bound_rule, each.device)
         columns, kept = None, statistic.kept
-        if len(tensors) < len(bound_rule.tensors):
-            columns = _torch.integers(tuple(bound_rule.columns(tensors)), each.device)
+        if len(indices) < len(bound_rule.indices):
+            columns = _torch.integers(tuple(bound_rule.columns(indices)), each.device)
             kept = kept if spikes.over_rule else kept[:, columns]
         passed, after = spikes.bound.advance(kept, norms)
         return JudgedNorms(
-            bound_rule, spikes, statistic, tuple(tensors), columns, each, norms, kept, passed, after
+            bound_rule, spikes, statistic, tuple(indices), columns, each, norms, kept, passed, after
         )
 
     def _statistic(self, bound_rule: BoundRule, device: torch.device) -> RunningStatistic:
         """Return the learnt state of a rule for the tensors of a counter, on a device."""
-        rule, tensors = bound_rule.rule.id, bound_rule.tensors
-        statistic = self.statistics.get((rule, tensors[0]))
-        if statistic is None or statistic.tensors != tensors:
-            earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
+        rule, indices = bound_rule.rule.id, bound_rule.indices
+        statistic = self.statistics.get((rule, indices[0]))
+        if statistic is None or statistic.indices != indices:
+            earlier = [self.statistics.get((rule, index)) for index in indices]
             # Another optimizer may have owned some of these tensors meanwhile.
-            own = (one for one in earlier if one is not None and one.tensors == tensors)
-            statistic = next(own, None) or regrouped(self._context.spikes[rule], tensors, earlier)
+            own = (one for one in earlier if one is not None and one.indices == indices)
+            statistic = next(own, None) or regrouped(self._context.spikes[rule], indices, earlier)
             if statistic not in earlier:
                 self._keep(rule, statistic)
         if statistic.kept.device != device:
@@ -96,17 +96,17 @@ class SpikeTraps:
         return statistic
 
     def _keep(self, rule: str, statistic: RunningStatistic) -> None:
-        self.statistics.update({(rule, tensor): statistic for tensor in statistic.tensors})
+        self.statistics.update({(rule, index): statistic for index in statistic.indices})
 
-    def cut(self, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]) -> None:
+    def cut(self, bound_rule: BoundRule, gradients: Gradients, indices: Sequence[int]) -> None:
         """Shorten gradients whose norms exceed the bound of a rule."""
         rule, step = bound_rule.rule.id, bound_rule.counter.step
         judged = self._judged.get(bound_rule.counter, {}).get(rule)
-        known = set() if judged is None else set(judged.tensors)
-        tensors = [tensor for tensor in tensors if tensor in known]
-        if judged is None or not tensors:
+        known = set() if judged is None else set(judged.indices)
+        indices = [index for index in indices if index in known]
+        if judged is None or not indices:
             return
-        gradients.shorten(rule, tensors, judged.factors(tensors))
+        gradients.shorten(rule, indices, judged.factors(indices))
         on_host = _torch.is_host(judged.norms)
 
         def tell(numbers: Tensor) -> None:
@@ -117,7 +117,7 @@ class SpikeTraps:
                 text, name = told_of_cut(self._context.program.names, judged, numbers)
                 log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
                 if not on_host:
-                    log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
+                    log.count_changed(rule, len(indices) if judged.spikes.over_rule else cut)
 
         self._context.event_log.when_read(judged.to_be_read(), tell)
 
@@ -128,7 +128,7 @@ class SpikeTraps:
             of_rule = [one for (of, _), one in self.statistics.items() if of == rule]
             parts = []
             for one in {id(one): one for one in of_rule}.values():
-                params = [names[tensor] for tensor in one.tensors]
+                params = [names[index] for index in one.indices]
                 parts.append({"params": params, "kept": one.kept.cpu(), "usual": one.usual.cpu()})
             per = "rule" if spikes.over_rule else "parameter"
             params = self._params(rule)
@@ -137,10 +137,13 @@ class SpikeTraps:
         return found
 
     def load(
-        self, rules: Mapping[str, LearntByRule], index: Mapping[str, int], reshaped: Collection[str]
+        self,
+        rules: Mapping[str, LearntByRule],
+        index_of: Mapping[str, int],
+        reshaped: Collection[str],
     ) -> Iterator[tuple[str, str]]:
         """Resume from the result of `state`, except ``reshaped`` parameters; yield each mismatch with its rule."""
-        index = {name: tensor for name, tensor in index.items() if name not in reshaped}
+        index_of = {name: index for name, index in index_of.items() if name not in reshaped}
         self.statistics.clear()
         self._judged.clear()
         for rule in sorted(rules.keys() - self._context.spikes.keys()):
@@ -166,20 +169,20 @@ class SpikeTraps:
                 old = f"has learnt as `{learnt.bound}`, per: {learnt.per}"
                 yield rule, f"{old}, and is `{spikes.bound.name}`, per: {per}: the rule restarts"
             if is_same and not (odd and spikes.over_rule):
-                self._resume(rule, learnt, index)
+                self._resume(rule, learnt, index_of)
 
-    def _resume(self, rule: str, learnt: LearntByRule, index: Mapping[str, int]) -> None:
+    def _resume(self, rule: str, learnt: LearntByRule, index_of: Mapping[str, int]) -> None:
         # Longest first: a statistic of a part of these parameters, learnt with another optimizer, then replaces its entries.
         for part in sorted(learnt.statistics, key=lambda part: -len(part.params)):
-            columns = [column for column, name in enumerate(part.params) if name in index]
-            tensors = tuple(index[part.params[column]] for column in columns)
+            columns = [column for column, name in enumerate(part.params) if name in index_of]
+            indices = tuple(index_of[part.params[column]] for column in columns)
             kept = part.kept.clone() if learnt.per == "rule" else part.kept[:, columns]
-            self._keep(rule, RunningStatistic(tensors, kept, part.usual[columns]))
+            self._keep(rule, RunningStatistic(indices, kept, part.usual[columns]))
 
     def _params(self, rule: str) -> list[str]:
         program = self._context.program
         stages = [stage for stage in program.at_step if stage.rule.id == rule]
-        return [program.names[tensor] for stage in stages for tensor in stage.tensors]
+        return [program.names[index] for stage in stages for index in stage.indices]
 
     def end(self, counter: StepCounter, *, took_place: bool) -> None:
         """Learn from the update that was judged last if it has taken place, else discard it."""

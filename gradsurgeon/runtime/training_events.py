@@ -27,14 +27,14 @@ class BackwardPass:
     """One backward pass that has ended.
 
     Attributes:
-        tensors: those that got a gradient.
-        graph: their order, if it differs from that of ``tensors``.
+        indices: the parameters that got a gradient.
+        graph: their order, if it differs from that of ``indices``.
         logged: by rule at `backward` and by tensor, the statistics of this pass's contribution, or a copy of it.
         contributed: norms of this rank's own contributions, before an average.
         held: by tensor, whether its gradient was non-zero before, if a rule needs to know.
     """
 
-    tensors: tuple[int, ...]
+    indices: tuple[int, ...]
     graph: BackwardGraph | None = None
     calls: Mapping[int, int] = field(default_factory=dict)
     logged: Logged = field(default_factory=dict)
@@ -50,36 +50,36 @@ class GradientSnapshot:
 
     done: BackwardPass
     parameters: Parameters
-    tensors: Sequence[int]
+    indices: Sequence[int]
     norms: Norms
     # Whether a rule reports spikes in the order in which the gradients came.
     reported: bool = False
 
     @property
     def order(self) -> list[int]:
-        got = set(self.tensors).intersection(self.done.tensors)
+        got = set(self.indices).intersection(self.done.indices)
         came = chain.from_iterable(self.arrived)
-        return [tensor for tensor in (*came, *self.done.tensors) if tensor in got]
+        return [index for index in (*came, *self.done.indices) if index in got]
 
     @property
     def arrived(self) -> list[list[int]]:
         """Return all tensors of the pass in the order of their gradients, in one list where it is unknown; -1 is no parameter."""
         if self.done.graph is not None:
-            by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}
+            by_id = {identity: index for index, identity in enumerate(self.parameters.ids())}
             groups = self.done.graph.groups()
             return [[by_id.get(id(leaf), -1) for leaf in group] for group in groups]
         # Only matched parameters have hooks that see the order: other parameters may have come before them.
-        told = set(self.done.tensors)
+        told = set(self.done.indices)
         params = enumerate(self.parameters.params())
         others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
-        return [*([others] if others else []), *([tensor] for tensor in self.done.tensors)]
+        return [*([others] if others else []), *([index] for index in self.done.indices)]
 
     def without_graph(self) -> GradientSnapshot:
         """Return a copy without the graph, which keeps tensors alive; with the order that a report may need."""
         finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
         first = () if finite else self.order
-        tensors = tuple(dict.fromkeys((*first, *self.done.tensors)))
-        return replace(self, done=replace(self.done, tensors=tensors, graph=None))
+        indices = tuple(dict.fromkeys((*first, *self.done.indices)))
+        return replace(self, done=replace(self.done, indices=indices, graph=None))
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +136,7 @@ class TrainingEvents(Protocol):
     def backward_failed(self, done: BackwardPass) -> None:
         """Receive a pass that raised after gradients had come."""
 
-    def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
+    def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors for which a rule must know whether their gradients were zero before the pass."""
 
     def update_began(self, update: Step) -> None:

@@ -57,7 +57,7 @@ class GradientEvidence:
     """The norms and counts of the gradients of one update: after each backward pass, and right before the update."""
 
     snapshots: Sequence[GradientSnapshot]
-    tensors: Sequence[int]
+    indices: Sequence[int]
     # The tensors that are non-finite at the update.
     now: dict[int, NonfiniteCount]
     # The norms at the update of the parts of this rank, if they were taken.
@@ -72,22 +72,22 @@ class GradientEvidence:
     @cached_property
     def before(self) -> frozenset[int]:
         norms = as_dict(self.norms)
-        found = {tensor for tensor, norm in self._after.items() if not math.isfinite(norm)}
+        found = {index for index, norm in self._after.items() if not math.isfinite(norm)}
         # The norm of finite elements can overflow, and then it still does at the update.
         overflowed = {
-            tensor
-            for tensor in found - self.now.keys()
-            if math.isinf(self._after[tensor]) and not math.isfinite(norms.get(tensor, math.inf))
+            index
+            for index in found - self.now.keys()
+            if math.isinf(self._after[index]) and not math.isfinite(norms.get(index, math.inf))
         }
         return frozenset(found - overflowed)
 
     @cached_property
     def repaired(self) -> frozenset[int]:
-        return self.before.intersection(self.tensors).difference(self.now)
+        return self.before.intersection(self.indices).difference(self.now)
 
     def concerns(self, bound: BoundRule) -> bool:
         """Tell whether a tensor of a rule is non-finite."""
-        return not self.now.keys().isdisjoint(bound.tensors)
+        return not self.now.keys().isdisjoint(bound.indices)
 
     @property
     def _guilty(self) -> bool:
@@ -98,12 +98,12 @@ class GradientEvidence:
             norms, contributed = as_dict(snapshot.norms), snapshot.done.contributed
             there = wanted & contributed.keys()
             if spoilt := [t for t in there if not math.isfinite(norms.get(t, 0.0))]:
-                return any(not bool(contributed[tensor].isfinite()) for tensor in spoilt)
+                return any(not bool(contributed[index].isfinite()) for index in spoilt)
         return False
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
         """Return a report on the border after the first pass that shows one, else at the update."""
-        order, norms, passes = tuple(self.tensors), self.norms, len(self.snapshots)
+        order, norms, passes = tuple(self.indices), self.norms, len(self.snapshots)
         moment, bad, edited = "right before the update", self.now, passes > 0
         for number, snapshot in enumerate(self.snapshots, 1):
             if found := self._nonfinite(snapshot):
@@ -111,7 +111,7 @@ class GradientEvidence:
                 if passes > 1:
                     moment += f", micro-batch {number} of {passes}"
                 # Some tensors keep a gradient from an earlier pass and received none in this pass.
-                order, norms = (*snapshot.order, *snapshot.tensors), snapshot.norms
+                order, norms = (*snapshot.order, *snapshot.indices), snapshot.norms
                 break
         if edited:
             moment += ", and finite after backward: something in between did it"
@@ -119,16 +119,16 @@ class GradientEvidence:
         # The norm of a part is not the norm of the whole.
         told = {t: norm for t, norm in as_dict(norms).items() if t not in self.divided}
         report = gradient_report(names, moment, order, bad, told, edited=edited)
-        bad_now = tuple(names[tensor] for tensor in self.now)
+        bad_now = tuple(names[index] for index in self.now)
         return replace(report, head=why + report.head, guilty=self._guilty, bad=bad_now)
 
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
         # The counts at the update hold for the pass only if the script has not clipped since.
         known = self.now if _finite(self._after) == _finite(as_dict(self.norms)) else {}
         return {
-            tensor: known.get(tensor, uncounted(norm))
-            for tensor, norm in as_dict(snapshot.norms).items()
-            if not math.isfinite(norm) and tensor in self.before
+            index: known.get(index, uncounted(norm))
+            for index, norm in as_dict(snapshot.norms).items()
+            if not math.isfinite(norm) and index in self.before
         }
 
 
@@ -152,15 +152,15 @@ def gradient_report(
 ) -> TrapReport:
     """Return a report in the order of backward, which means nothing for gradients ``edited`` since."""
     order = tuple(dict.fromkeys(arrived))
-    labels = [printable(names[tensor]) for tensor in order]
-    first = next(place for place, tensor in enumerate(order) if tensor in bad)
+    labels = [printable(names[index]) for index in order]
+    first = next(place for place, index in enumerate(order) if index in bad)
     rows = [
         (
-            bad[tensor].kind if tensor in bad else "",
+            bad[index].kind if index in bad else "",
             label,
-            _note(bad.get(tensor), norms.get(tensor)),
+            _note(bad.get(index), norms.get(index)),
         )
-        for tensor, label in zip(order, labels, strict=True)
+        for index, label in zip(order, labels, strict=True)
     ]
     lines = _table("in the order in which backward produced them:", "finite", rows)
     if edited:
@@ -241,7 +241,7 @@ def spike_report(
     ``arrived`` has the order of backward, empty if it is unknown: tensors of one node share a group, -1 is no parameter.
     """
     before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
-    total, spikes = count(len(judged.tensors), "gradient"), judged.spikes
+    total, spikes = count(len(judged.indices), "gradient"), judged.spikes
     if spikes.over_rule:
         head = f"spike: over {total} {_above(spikes, norms[0], before[:, 0])}"
         title, rows = "each parameter's share of the squared norm:", _by_share(judged)
@@ -250,8 +250,8 @@ def spike_report(
         places.sort(key=lambda place: -_excess(norms[place], passed[place]))
         head = f"spike: {len(places)} of {total} above the bound of its own past"
         title = "the largest first:"
-        rows = [(judged.tensors[p], _above(spikes, norms[p], before[:, p])) for p in places]
-    shown = [(printable(names[tensor]), text) for tensor, text in rows[:_SPIKES_SHOWN]]
+        rows = [(judged.indices[p], _above(spikes, norms[p], before[:, p])) for p in places]
+    shown = [(printable(names[index]), text) for index, text in rows[:_SPIKES_SHOWN]]
     lines = [title, *grid(shown)]
     if len(rows) > _SPIKES_SHOWN:
         lines.append(f"    ... {len(rows) - _SPIKES_SHOWN} more")
@@ -267,8 +267,8 @@ def told_of_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> t
     place = max(cut, key=lambda place: _excess(norms[place], passed[place]))
     told = f"{_above(judged.spikes, norms[place], before[:, place])}: cut to {passed[place]:.3g}"
     if judged.spikes.over_rule:
-        return f"over {count(len(judged.tensors), 'gradient')} {told}", ""
-    name = names[judged.tensors[place]]
+        return f"over {count(len(judged.indices), 'gradient')} {told}", ""
+    name = names[judged.indices[place]]
     return f"of {printable(name)} {told}", name
 
 
@@ -287,14 +287,14 @@ def _excess(norm: float, passed: float) -> float:
 
 def _by_share(judged: JudgedNorms) -> list[tuple[int, str]]:
     """Return the parameters that carry a norm, the largest first, with a text."""
-    each = zip(judged.tensors, judged.each.tolist(), judged.usual.tolist(), strict=True)
+    each = zip(judged.indices, judged.each.tolist(), judged.usual.tolist(), strict=True)
     rows = sorted(each, key=lambda row: -math.inf if math.isnan(row[1]) else -row[1])
     total, found = sum(norm * norm for _, norm, _ in rows), []
     known = math.isfinite(total) and total > 0
-    for tensor, norm, mean in rows:
+    for index, norm, mean in rows:
         share = f"{norm * norm / total:4.0%}  " if known else ""
         times = f", {norm / mean:.3g} times its running mean {mean:.3g}" if mean else ""
-        found.append((tensor, f"{share}norm {norm:.3g}{times if math.isfinite(norm) else ''}"))
+        found.append((index, f"{share}norm {norm:.3g}{times if math.isfinite(norm) else ''}"))
     return found
 
 
@@ -302,24 +302,24 @@ def _beginning(
     names: Sequence[str], judged: JudgedNorms, arrived: Sequence[Sequence[int]]
 ) -> Iterator[str]:
     """Report where, in the order of backward, gradients begin to exceed their past; nothing if the order is unknown."""
-    each = zip(judged.tensors, judged.each.tolist(), judged.usual.tolist(), strict=True)
+    each = zip(judged.indices, judged.each.tolist(), judged.usual.tolist(), strict=True)
     times = {t: norm / mean for t, norm, mean in each if mean and math.isfinite(norm)}
     order = [group for group in arrived if not times.keys().isdisjoint(group)]
-    is_known = times.keys() <= {tensor for group in order for tensor in group}
+    is_known = times.keys() <= {index for group in order for index in group}
     largest = max(times.values(), default=0.0)
     # If all come from one node, as in a fully compiled model, they have no order.
     if not is_known or len(order) < min(len(times), 2) or largest < _LEAST:
         return
-    peaks = [max((times[tensor], tensor) for tensor in group if tensor in times) for group in order]
+    peaks = [max((times[index], index) for index in group if index in times) for group in order]
     # Half of the growth on a logarithmic scale.
     half = math.sqrt(largest)
     first = next(place for place, (grown, _) in enumerate(peaks) if grown >= half)
-    grown, tensor = peaks[first]
+    grown, index = peaks[first]
     before = max((peak for peak, _ in peaks[:first]), default=0.0)
     # Nearly all of the growth in one place outweighs growth by the loss, or by chance, before it.
     if before and grown >= before * (_LEAST if before < _LEAST else half**1.5):
         yield (
-            f"in the order of backward the spike begins at {_times(names, times, tensor)}; "
+            f"in the order of backward the spike begins at {_times(names, times, index)}; "
             f"{_times(names, times, peaks[first - 1][1])} right before it: look at this layer, and at the layers between "
             "the two"
         )
@@ -328,11 +328,11 @@ def _beginning(
     is_start = not first and order[0] is arrived[0] and times.keys() >= set(order[0])
     if is_start and min(times[one] for one in order[0]) >= _GROWN:
         yield (
-            f"the first gradient of the backward pass is large already, {_times(names, times, tensor)}: the spike came "
+            f"the first gradient of the backward pass is large already, {_times(names, times, index)}: the spike came "
             "with the loss, or from the operations between the loss and this layer: look at the batch of this step (a "
             "label, a length, an outlier)"
         )
 
 
-def _times(names: Sequence[str], times: Mapping[int, float], tensor: int) -> str:
-    return f"{printable(names[tensor])} ({times[tensor]:.3g} times its running mean)"
+def _times(names: Sequence[str], times: Mapping[int, float], index: int) -> str:
+    return f"{printable(names[index])} ({times[index]:.3g} times its running mean)"

@@ -73,8 +73,8 @@ class Traps:
     def objections(self, done: BackwardPass) -> list[Objection]:
         """Return this rank's objections to the update after a pass. Reads the device once, and again for a report."""
         context, rank, found = self._context, _dist.rank(), []
-        for counter in context.counters.among(done.tensors):
-            concerns = self._names[counter.tensors[0]]
+        for counter in context.counters.among(done.indices):
+            concerns = self._names[counter.indices[0]]
             deciding = [one for one in context.due_rules(counter).traps if decides(one.rule)]
             snapshots = self._snapshots[counter] if deciding else []
             norms = snapshots[-1].norms if snapshots else ()
@@ -122,14 +122,14 @@ class Traps:
         (doubtful,) = measure.nonfinite(norms)
         suspects = dict(zip(*context.parameters.grads(doubtful), strict=True))
         bad, numbers = measure.counts(suspects), measure.as_dict(norms) if doubtful else {}
-        divided = [tensor for tensor, grad in suspects.items() if _dist.is_sharded(grad)]
-        bad |= {tensor: uncounted(numbers[tensor]) for tensor in divided if tensor not in bad}
+        divided = [index for index, grad in suspects.items() if _dist.is_sharded(grad)]
+        bad |= {index: uncounted(numbers[index]) for index in divided if index not in bad}
         order, _ = context.parameters.grads(trapped)
         moment = "right before the update, and finite before the rules at `step`"
         findings = [
             (bound.rule.id, gradient_report(self._names, moment, order, bad, {}))
             for bound in update.due.traps
-            if not bad.keys().isdisjoint(bound.tensors)
+            if not bad.keys().isdisjoint(bound.indices)
         ]
         return self._conclude(update, findings, known=not context.ranks.own(bad))
 
@@ -145,63 +145,63 @@ class Traps:
             raise decision.error()
 
     def _look_at_gradients(self, update: StepContext) -> list[Look]:
-        tensors = update.gradients.having(update.due.trapped)
-        if not tensors:
+        indices = update.gradients.having(update.due.trapped)
+        if not indices:
             return []
-        norms = update.gradients.take_norms(tensors)
+        norms = update.gradients.take_norms(indices)
         snapshots = self._snapshots[update.counter]
         before = snapshots[-1].norms if snapshots else ()
-        return [Look((before, norms), partial(self._nonfinite, update, tensors, norms))]
+        return [Look((before, norms), partial(self._nonfinite, update, indices, norms))]
 
     def _nonfinite(
         self,
         update: StepContext,
-        tensors: Sequence[int],
+        indices: Sequence[int],
         norms: Norms,
         before: Sequence[int],
         doubtful: Sequence[int],
     ) -> list[Finding]:
         """Return the findings of traps, given the tensors with a doubtful norm after backward and now."""
         event_log, gradients = self._context.event_log, update.gradients
-        there = set(tensors)
-        fired = [one for one in update.due.traps if not there.isdisjoint(one.tensors)]
+        there = set(indices)
+        fired = [one for one in update.due.traps if not there.isdisjoint(one.indices)]
         for bound in fired:
             event_log.count_fired(bound.rule.id, update.step)
         if not (before or doubtful):
             return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
         snapshots = self._snapshots[update.counter]
-        divided = frozenset(t for t in tensors if _dist.is_sharded(gradients[t]))
-        evidence = GradientEvidence(snapshots, tensors, bad, norms, divided)
+        divided = frozenset(t for t in indices if _dist.is_sharded(gradients[t]))
+        evidence = GradientEvidence(snapshots, indices, bad, norms, divided)
         objecting = {one.rule for one in update.heard.objections}
         for bound in fired:
             rule = bound.rule.id
-            names = [self._names[tensor] for tensor in bound.tensors if tensor in evidence.repaired]
-            if names and rule not in objecting and bad.keys().isdisjoint(bound.tensors):
+            names = [self._names[index] for index in bound.indices if index in evidence.repaired]
+            if names and rule not in objecting and bad.keys().isdisjoint(bound.indices):
                 text = _REPAIRED.format(number=len(names), names=shorten_names(names))
                 event_log.emit("notice", text, rule=rule, step=update.step, name=names[0])
         return self._findings(fired, evidence)
 
     def _look_at_statistics(self, update: StepContext) -> Iterator[Look]:
         for bound in update.due.thresholds:
-            if tensors := update.gradients.having(bound.tensors):
+            if indices := update.gradients.having(bound.indices):
                 rule = bound.rule.id
                 self._context.event_log.count_fired(rule, update.step)
                 decision = self._context.decisions[rule]
                 assert isinstance(decision, Decision)  # noqa: S101 # it has a threshold
-                values = update.gradients.statistics(decision.statistic, tensors)
+                values = update.gradients.statistics(decision.statistic, indices)
                 # A non-finite number marks a tensor that trips.
                 flags = values.new_zeros(len(values)).masked_fill(decision.trips(values), math.inf)
-                told = partial(self._over_threshold, rule, decision.statistic, tensors, values)
-                yield Look((((tuple(tensors), flags),),), told)
+                told = partial(self._over_threshold, rule, decision.statistic, indices, values)
+                yield Look((((tuple(indices), flags),),), told)
 
     def _over_threshold(
-        self, rule: str, stat: str, tensors: Sequence[int], values: Tensor, tripped: Sequence[int]
+        self, rule: str, stat: str, indices: Sequence[int], values: Tensor, tripped: Sequence[int]
     ) -> list[Finding]:
         if not tripped:
             return [(rule, None)]
-        names = [self._names[tensor] for tensor in tensors]
-        flags = [tensor in tripped for tensor in tensors]
+        names = [self._names[index] for index in indices]
+        flags = [index in tripped for index in indices]
         return [(rule, threshold_report(stat, names, values.tolist(), flags))]
 
     def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[Finding]:
@@ -236,7 +236,7 @@ class Traps:
         seen = snapshots[-1].norms if snapshots else ()
         trapped = self._context.due_rules(counter).trapped
         norms = measure.as_dict(seen or measure.norms_here(*parameters.grads(trapped)))
-        bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
+        bad = {index: uncounted(norm) for index, norm in norms.items() if not math.isfinite(norm)}
         return GradientEvidence(snapshots, list(norms), bad)
 
     def _diagnose_skip(self, counter: StepCounter, rule: str, evidence: GradientEvidence) -> None:
@@ -275,7 +275,7 @@ class Traps:
     def _arrived(self, counter: StepCounter) -> list[list[int]]:
         """Return the order in which the gradients of an update came; nothing if its passes reached different tensors."""
         snapshots = self._snapshots[counter]
-        reached = {frozenset(snapshot.done.tensors) for snapshot in snapshots}
+        reached = {frozenset(snapshot.done.indices) for snapshot in snapshots}
         return snapshots[-1].arrived if len(reached) == 1 else []
 
     def _judge_activations(self, counter: StepCounter, *, final: bool) -> list[Finding]:

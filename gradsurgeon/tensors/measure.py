@@ -39,7 +39,7 @@ class NonfiniteCount:
 
 
 def norms(
-    tensors: Sequence[int],
+    indices: Sequence[int],
     grads: Sequence[Tensor],
     order: float = 2.0,
     *,
@@ -47,17 +47,17 @@ def norms(
 ) -> Norms:
     """Return the norms of gradients, float32, without the scale of a `GradScaler`."""
     measure = _norms_of_shards if _dist.any_sharded(grads) else _numbers.norms
-    parts = [(tuple(part), measure(group, order)) for part, group in _by_device(tensors, grads)]
+    parts = [(tuple(part), measure(group, order)) for part, group in _by_device(indices, grads)]
     if scale is not None:
         parts = [(part, values / scale.to(values.device)) for part, values in parts]
     return tuple(parts)
 
 
 def norms_here(
-    tensors: Sequence[int], grads: Sequence[Tensor], *, scale: Tensor | None = None
+    indices: Sequence[int], grads: Sequence[Tensor], *, scale: Tensor | None = None
 ) -> Norms:
     """Return `norms` of the part that this rank holds of each gradient, even if other ranks hold other parts."""
-    return norms(tensors, _dist.parts(grads), scale=scale)
+    return norms(indices, _dist.parts(grads), scale=scale)
 
 
 def _by_device(
@@ -198,12 +198,12 @@ def _part(stat: str, shard: Tensor) -> Tensor:
 
 def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     """Count the non-finite elements in the local part of each gradient; skip finite gradients. Waits."""
-    by_tensor = {}
-    for tensor, grad in sorted(grads.items()):
+    by_index = {}
+    for index, grad in sorted(grads.items()):
         kind, number = _numbers.first_nonfinite(_dist.local(grad))
         if number:
-            by_tensor[tensor] = NonfiniteCount(kind, number)
-    return by_tensor
+            by_index[index] = NonfiniteCount(kind, number)
+    return by_index
 
 
 def nonfinite(*several: Norms) -> list[list[int]]:
@@ -217,17 +217,17 @@ def nonfinite(*several: Norms) -> list[list[int]]:
         if math.isfinite(sum(numbers)):
             continue
         rest = iter(numbers)
-        for into, tensors, _ in group:
-            into += [t for t, norm in zip(tensors, rest, strict=False) if not math.isfinite(norm)]
+        for into, indices, _ in group:
+            into += [t for t, norm in zip(indices, rest, strict=False) if not math.isfinite(norm)]
     return bad
 
 
 def as_dict(norms: Norms) -> dict[int, float]:
     """Return the norms as numbers by tensor. Waits for the device."""
     return {
-        tensor: norm
-        for tensors, values in norms
-        for tensor, norm in zip(tensors, values.tolist(), strict=True)
+        index: norm
+        for indices, values in norms
+        for index, norm in zip(indices, values.tolist(), strict=True)
     }
 
 

@@ -65,8 +65,8 @@ def largest(grad: Tensor) -> Tensor:
     return flat.topk(min(SAMPLE, flat.numel())).indices
 
 
-def by_device(tensors: Iterable[int], of: Mapping[int, Tensor]) -> list[list[int]]:
+def by_device(indices: Iterable[int], of: Mapping[int, Tensor]) -> list[list[int]]:
     groups: dict[torch.device, list[int]] = {}
-    for tensor in tensors:
-        groups.setdefault(of[tensor].device, []).append(tensor)
+    for index in indices:
+        groups.setdefault(of[index].device, []).append(index)
     return list(groups.values())

@@ -78,17 +78,17 @@ def test_all_rules_bind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "tensors", "elements"),
+    ("net", "count", "elements"),
     [
         (nets.Gpt2, 148, 124_439_808),
         (nets.ResNet50, 161, 25_557_032),
         (lambda: nets.DeepMlp(5_000, width=16), 10_000, 1_360_000),
     ],
 )
-def test_models_have_the_sizes_that_the_tables_name(net: Any, tensors: int, elements: int) -> None:
+def test_models_have_the_sizes_that_the_tables_name(net: Any, count: int, elements: int) -> None:
     with torch.device("meta"):
         params = list(net().parameters())
-    assert (len(params), sum(param.numel() for param in params)) == (tensors, elements)
+    assert (len(params), sum(param.numel() for param in params)) == (count, elements)
 
 
 def test_a_step_can_be_measured_with_everything_on_it() -> None:

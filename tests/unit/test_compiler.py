@@ -30,8 +30,8 @@ def test_the_rules_at_the_step_keep_file_order_for_every_tensor() -> None:
     rules = [halve("h1", "a.*"), bound("low", 1.0, "*.bias"), halve("h2"), halve("h3", "*.weight")]
     plan = plan_of(*rules)
     program = compile_plan(plan)
-    for tensor, name in enumerate(PARAMS):
-        ids = [stage.rule.id for stage in program.at_step if tensor in stage.tensors]
+    for index, name in enumerate(PARAMS):
+        ids = [stage.rule.id for stage in program.at_step if index in stage.indices]
         assert tuple(ids) == plan.chains[name]
 
 
@@ -44,7 +44,7 @@ def test_one_hook_per_tensor_runs_its_rules_in_file_order() -> None:
         bound("low", 1.0, "a.*"),
     ]
     program = compile_plan(plan_of(*rules))
-    hooks = {PARAMS[tensor]: [one.id for one in own] for tensor, own in program.per_tensor.items()}
+    hooks = {PARAMS[index]: [one.id for one in own] for index, own in program.per_tensor.items()}
     assert hooks == {
         "a.weight": ["h1", "h2"],
         "a.bias": ["h1"],

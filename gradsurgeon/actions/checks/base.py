@@ -26,14 +26,14 @@ class Finding:
     Attributes:
         cause: a word for the kind of fault; the same cause is told once for each tensor.
         text: one sentence or two, with ``{names}`` where the names belong, and ``{it}`` for it or them.
-        tensors: the parameters that it concerns, as numbers of the session; none if it concerns the whole model.
+        indices: the parameters that it concerns, as numbers of the session; none if it concerns the whole model.
         names: other names, for tensors that are not in the model.
         step: the step in which it happened, if that is not the one in which it is told.
     """
 
     cause: str
     text: str
-    tensors: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     step: int | None = None
 
@@ -45,7 +45,7 @@ class Model:
         self._root = weakref.ref(root)
         self._holders = weakref.WeakValueDictionary(holders)
         self._modal = weakref.WeakSet(m for m in root.modules() if isinstance(m, _MODAL))
-        self.kinds = {tensor: type(holder).__name__ for tensor, holder in holders.items()}
+        self.kinds = {index: type(holder).__name__ for index, holder in holders.items()}
 
     def is_evaluated(self) -> bool | None:
         root = self._root()
@@ -53,8 +53,8 @@ class Model:
             return None
         return not root.training and not any(module.training for module in self._modal)
 
-    def is_resting(self, tensor: int) -> bool:
-        root, holder = self._root(), self._holders.get(tensor)
+    def is_resting(self, index: int) -> bool:
+        root, holder = self._root(), self._holders.get(index)
         return root is not None and holder is not None and root.training and not holder.training
 
     def is_configured_untied(self) -> bool:
@@ -92,19 +92,19 @@ class Replicas:
 class _Looked(Mapping[int, Tensor]):
     """Tensors that are looked up when they are asked for. Of a sharded one only the local part is there."""
 
-    def __init__(self, tensors: Sequence[int], find: Callable[[int], Tensor | None]) -> None:
-        self._tensors, self._find = tensors, find
+    def __init__(self, indices: Sequence[int], find: Callable[[int], Tensor | None]) -> None:
+        self._indices, self._find = indices, find
 
-    def __getitem__(self, tensor: int) -> Tensor:
-        if (found := self._find(tensor)) is None:
-            raise KeyError(tensor)
+    def __getitem__(self, index: int) -> Tensor:
+        if (found := self._find(index)) is None:
+            raise KeyError(index)
         return _dist.local(found.detach())
 
-    def __contains__(self, tensor: object) -> bool:
-        return isinstance(tensor, int) and self._find(tensor) is not None
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and self._find(index) is not None
 
     def __iter__(self) -> Iterator[int]:
-        return (tensor for tensor in self._tensors if tensor in self)
+        return (index for index in self._indices if index in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -138,7 +138,7 @@ class Moment:
         """The gradients that are there now."""
         # A reference to the moment would keep its optimizer alive until the cycle collector comes.
         find = self.find
-        return _Looked(self.members, lambda tensor: getattr(find(tensor), "grad", None))
+        return _Looked(self.members, lambda index: getattr(find(index), "grad", None))
 
 
 @dataclass(eq=False)
@@ -156,10 +156,10 @@ class Pass(Moment):
     strangers: Callable[[], Sequence[Tensor]]
 
     @property
-    def tensors(self) -> Sequence[int]:
+    def indices(self) -> Sequence[int]:
         """The parameters of the rule that it reached."""
         reached = set(self.reached)
-        return [tensor for tensor in self.members if tensor in reached]
+        return [index for index in self.members if index in reached]
 
     @property
     def loss(self) -> Tensor | None:
@@ -172,7 +172,7 @@ class Update(Moment):
     """An update of one optimizer, right before and right after it takes place.
 
     Attributes:
-        tensors: the parameters of the rule that the optimizer owns, or that none owns.
+        indices: the parameters of the rule that the optimizer owns, or that none owns.
         owner: a value that stands for the optimizer.
         optimizer: the optimizer, ``None`` if the script updates by hand.
         evaluations: how often the model has been called in evaluation mode without gradients; ``None`` if unknown.
@@ -185,7 +185,7 @@ class Update(Moment):
         known_norms: returns the norms that a trap has just measured, if one has.
     """
 
-    tensors: Sequence[int]
+    indices: Sequence[int]
     owner: Hashable
     optimizer: Optimizer | None
     evaluations: int | None
@@ -200,26 +200,26 @@ class Update(Moment):
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
         found = self.optimizer.param_groups if self.optimizer is not None else ()
-        return self._by_tensor({id(param): group for group in found for param in group["params"]})
+        return self._by_index({id(param): group for group in found for param in group["params"]})
 
     @cached_property
     def state(self) -> Mapping[int, Mapping[str, Any]]:
         found = self.optimizer.state if self.optimizer is not None else {}
-        return self._by_tensor({id(param): state for param, state in found.items()})
+        return self._by_index({id(param): state for param, state in found.items()})
 
     @cached_property
     def replicas(self) -> Sequence[Replicas]:
         """The parameters of an optimizer that other ranks hold as well."""
-        return self.find_replicas([tensor for tensor in self.tensors if tensor in self.groups])
+        return self.find_replicas([index for index in self.indices if index in self.groups])
 
-    def norms(self, tensors: Sequence[int]) -> Tensor:
+    def norms(self, indices: Sequence[int]) -> Tensor:
         """Return the norms of gradients on one device."""
-        known = self.known_norms(tensors)
-        return _numbers.norms([self.grads[t] for t in tensors]) if known is None else known
+        known = self.known_norms(indices)
+        return _numbers.norms([self.grads[t] for t in indices]) if known is None else known
 
-    def _by_tensor(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
-        ids = ((tensor, id(self.find(tensor))) for tensor in self.tensors)
-        return {tensor: by_id[key] for tensor, key in ids if key in by_id}
+    def _by_index(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
+        ids = ((index, id(self.find(index))) for index in self.indices)
+        return {index: by_id[key] for index, key in ids if key in by_id}
 
 
 class Check:

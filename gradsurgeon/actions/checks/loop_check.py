@@ -66,7 +66,7 @@ class _Owner:
     # By update that found scaled gradients: norm and largest element after its last pass, and right before it.
     clips: list[tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=list)
     sizes_after_pass: tuple[float, ...] = ()
-    tensors: Sequence[int] = ()
+    indices: Sequence[int] = ()
     witnesses: Sequence[int] = ()
 
     @property
@@ -108,7 +108,7 @@ class LoopCheck(Check):
             if owner.looks and (flag := _any_of(done.grads, owner.witnesses)) is not None:
                 owner.came = flag if owner.came is None else owner.came | flag
             if owner.clips:
-                owner.sizes_after_pass = _sizes(done.grads, owner.tensors)
+                owner.sizes_after_pass = _sizes(done.grads, owner.indices)
         if (is_evaluated := done.model.is_evaluated()) is not None:
             self._modes.add(is_evaluated)
         if done.loss is not None:
@@ -122,8 +122,8 @@ class LoopCheck(Check):
     def before_update(self, update: Update) -> Iterator[Finding]:
         owner = self._owners.setdefault(update.owner, _Owner())
         if owner.looks:
-            owned = [tensor for tensor in update.tensors if tensor in update.groups]
-            owner.tensors = owned
+            owned = [index for index in update.indices if index in update.groups]
+            owner.indices = owned
             owner.witnesses = owned[:: max(1, len(owned) // _WITNESSES)][:_WITNESSES]
             if owner.came is not None:
                 there = _any_of(update.grads, owner.witnesses)
@@ -142,16 +142,16 @@ class LoopCheck(Check):
         owner.last_step = update.step
         owner.kept, owner.came, owner.sizes_after_pass = set(), None, ()
         if owner.looks:
-            for tensor in owner.witnesses:
-                grad = update.grads.get(tensor)
+            for index in owner.witnesses:
+                grad = update.grads.get(index)
                 if grad is not None and grad.layout == torch.strided and grad.numel():
                     at = largest(grad)
-                    owner.used[tensor] = at, torch.take(grad, at)
+                    owner.used[index] = at, torch.take(grad, at)
         return ()
 
     def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
         lost, loss = seen.tolist()
-        grads = [done.grads[t] for t in done.tensors if t in done.grads] if lost else ()
+        grads = [done.grads[t] for t in done.indices if t in done.grads] if lost else ()
         # A NaN that is in the gradients as well is the trap's to tell.
         if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
             value, remedy = ("NaN", _NOTHING) if math.isnan(loss) else (f"{loss:g}", _GROWN)
@@ -162,7 +162,7 @@ class LoopCheck(Check):
     def _judge_gone(self, owner: _Owner, update: Update, seen: Tensor) -> Iterator[Finding]:
         came, there = seen.tolist()
         # The witnesses may be cleared on purpose: then other gradients are there.
-        others = None if there or not came else _any_of(update.grads, update.tensors)
+        others = None if there or not came else _any_of(update.grads, update.indices)
         gone = came and not there and (others is None or not bool(others))
         owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0
         if owner.gone_in_a_row == IN_A_ROW:
@@ -196,8 +196,8 @@ def _maker(done: Pass) -> str:
     return f" (made by `{name}`)"
 
 
-def _any_of(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> Tensor | None:
-    flags = [_numbers.values(grads[t]).any() for t in tensors if t in grads]
+def _any_of(grads: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor | None:
+    flags = [_numbers.values(grads[t]).any() for t in indices if t in grads]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
 
@@ -207,7 +207,7 @@ def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
 
 def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that were there before the last update reach this one, again and again."""
-    stale = sorted(tensor for tensor in owner.kept if tensor in update.grads)
+    stale = sorted(index for index in owner.kept if index in update.grads)
     owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
     if owner.stale_in_a_row == IN_A_ROW:
         # Of four witnesses none is special: one stands for all that the script has not cleared.
@@ -215,8 +215,8 @@ def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
         yield Finding("stale", text, (stale[0],))
 
 
-def _sizes(grads: Mapping[int, Tensor], tensors: Sequence[int]) -> tuple[float, ...]:
-    there = [grads[t] for t in tensors if t in grads]
+def _sizes(grads: Mapping[int, Tensor], indices: Sequence[int]) -> tuple[float, ...]:
+    there = [grads[t] for t in indices if t in grads]
     # A rank may hold no element of a gradient, which has no maximum then.
     found = [grad for grad in there if grad.layout == torch.strided and grad.numel()]
     if not found:
@@ -229,7 +229,7 @@ def _clipped(owner: _Owner, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that still carry the loss scale always come to the same, smaller size."""
     if update.scale is None or len(owner.clips) > IN_A_ROW:
         return
-    now = _sizes(update.grads, owner.tensors)
+    now = _sizes(update.grads, owner.indices)
     if not (owner.sizes_after_pass and now):
         # Sizes after a pass are taken from the second update on: then the scale is known.
         owner.clips = owner.clips or [((), ())]

@@ -43,7 +43,7 @@ class StructureCheck(Check):
             return
         new = [
             t
-            for t in update.tensors
+            for t in update.indices
             if t not in self._seen and t in update.grads and _is_matrix(update.params[t])
         ]
         self._seen.update(new)
@@ -51,17 +51,17 @@ class StructureCheck(Check):
         # At the first update the gradients of equal units may cancel: then rounding noise tells nothing.
         looked_at = [t for t in self._equal if t in update.params]
         copies = [t for t in looked_at if _is_copied(update.params[t], update.grads.get(t))]
-        for tensor in looked_at:
-            self._equal[tensor] += 1
+        for index in looked_at:
+            self._equal[index] += 1
             if (
-                tensor in copies
-                or self._equal[tensor] > _UPDATES
-                or not _rows_equal(update.params[tensor])
+                index in copies
+                or self._equal[index] > _UPDATES
+                or not _rows_equal(update.params[index])
             ):
-                del self._equal[tensor]
+                del self._equal[index]
         for units in sorted({len(update.params[t]) for t in copies}):
-            tensors = tuple(t for t in copies if len(update.params[t]) == units)
-            yield Finding("copies", _COPIES.format(units=units), tensors)
+            indices = tuple(t for t in copies if len(update.params[t]) == units)
+            yield Finding("copies", _COPIES.format(units=units), indices)
         for pair in _untied(update, new) if new and not update.model.is_configured_untied() else ():
             yield Finding("untied", _UNTIED, pair)
 
@@ -70,10 +70,10 @@ def _is_matrix(param: Tensor) -> bool:
     return param.dim() > 1 and param.layout == torch.strided and param.is_floating_point()
 
 
-def _has_units(update: Update, tensor: int) -> bool:
+def _has_units(update: Update, index: int) -> bool:
     # An embedding has no units: equal rows are tokens that the loss treats alike.
     # A matrix of no layer, such as a field or a position code, may have equal rows for good reason.
-    kind, param = update.model.kinds.get(tensor, ""), update.params[tensor]
+    kind, param = update.model.kinds.get(index, ""), update.params[index]
     return len(param) > 1 and any(word in kind for word in _LAYERS) and _rows_equal(param)
 
 
@@ -90,12 +90,12 @@ def _is_copied(param: Tensor, grad: Tensor | None) -> bool:
     return same and bool(grad.any())
 
 
-def _untied(update: Update, tensors: list[int]) -> Iterator[tuple[int, int]]:
+def _untied(update: Update, indices: list[int]) -> Iterator[tuple[int, int]]:
     """Yield pairs of an embedding and another weight that are equal in every element."""
-    embeddings = [t for t in tensors if update.model.kinds.get(t, "").startswith("Embedding")]
+    embeddings = [t for t in indices if update.model.kinds.get(t, "").startswith("Embedding")]
     for embedding in embeddings:
         table = update.params[embedding].detach()
-        for other in tensors:
+        for other in indices:
             weight = update.params[other].detach()
             if other in embeddings or weight.shape != table.shape or weight.device != table.device:
                 continue

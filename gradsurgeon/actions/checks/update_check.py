@@ -109,11 +109,11 @@ class UpdateCheck(Check):
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _Owner())
-        for tensor in owner.suspects:
-            param, grad = update.params.get(tensor), update.grads.get(tensor)
+        for index in owner.suspects:
+            param, grad = update.params.get(index), update.grads.get(index)
             if param is not None and grad is not None:
                 at = largest(grad)
-                owner.tests[tensor] = at, torch.take(param, at)
+                owner.tests[index] = at, torch.take(param, at)
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:
@@ -136,30 +136,30 @@ class UpdateCheck(Check):
             self._look(owner, update, window=window)
 
     def _look(self, owner: _Owner, update: Update, *, window: bool) -> None:
-        having = [t for t in update.tensors if t in update.grads]
+        having = [t for t in update.indices if t in update.grads]
         new = {t: sample(update.params[t]) for t in having if update.params[t].numel()}
         old = {t: owner.samples.get(t, new[t]) for t in new}
-        for tensors in by_device(new, new):
-            shares = differing([old[t] for t in tensors], [new[t] for t in tensors])
-            finite = torch.stack([new[t].isfinite().all() for t in tensors])
+        for indices in by_device(new, new):
+            shares = differing([old[t] for t in indices], [new[t] for t in indices])
+            finite = torch.stack([new[t].isfinite().all() for t in indices])
             span = owner.updates - owner.sampled if window else 0
-            judged = partial(self._judge, owner, update, tensors, span)
+            judged = partial(self._judge, owner, update, indices, span)
             update.later(torch.stack([shares, finite.float()]), judged)
         owner.samples = {**owner.samples, **new} if window else {**new, **owner.samples}
         owner.sampled = owner.updates if window else owner.sampled
 
     def _judge(
-        self, owner: _Owner, update: Update, tensors: Sequence[int], span: int, seen: Tensor
+        self, owner: _Owner, update: Update, indices: Sequence[int], span: int, seen: Tensor
     ) -> Iterator[Finding]:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
         shares, finite = seen.tolist()
-        spoilt = [t for t, is_finite in zip(tensors, finite, strict=True) if not is_finite]
+        spoilt = [t for t, is_finite in zip(indices, finite, strict=True) if not is_finite]
         yield from _broken(update, spoilt)
-        owner.moved.update(t for t, share in zip(tensors, shares, strict=True) if share)
+        owner.moved.update(t for t, share in zip(indices, shares, strict=True) if share)
         if span:
             owner.suspects = {
                 t: owner.suspects.get(t, 0) + span
-                for t, share in zip(tensors, shares, strict=True)
+                for t, share in zip(indices, shares, strict=True)
                 if not share
             }
 
@@ -168,22 +168,22 @@ class UpdateCheck(Check):
         # Compared with earlier ones also: near a minimum all gradients are rounding noise.
         usual = owner.usual = max(owner.usual, _usual_gradient(update) if waited else 0.0)
         found: dict[str, list[tuple[int, str]]] = {}
-        for tensor, updates in waited.items():
-            grad = update.grads.get(tensor)
+        for index, updates in waited.items():
+            grad = update.grads.get(index)
             if grad is None or not _rms(grad) > _NOISE * usual:
                 continue
-            cause, patience = _cause(update, tensor, owner)
+            cause, patience = _cause(update, index, owner)
             if cause and updates < patience:
-                owner.suspects[tensor] = updates
+                owner.suspects[index] = updates
             elif cause:
-                text = _STILL.format(updates=updates) + _told(cause, update, tensor)
-                found.setdefault(cause, []).append((tensor, text))
+                text = _STILL.format(updates=updates) + _told(cause, update, index)
+                found.setdefault(cause, []).append((index, text))
         for cause, cases in found.items():
-            tensors, texts = zip(*cases, strict=True)
+            indices, texts = zip(*cases, strict=True)
             if cause == "lr":  # the gradient of some tells nothing, but they are no exception
-                groups, still = update.groups, set(update.tensors) - owner.moved
-                tensors = tuple(t for t in groups if t in still and not _learning_rate(groups[t]))
-            yield Finding(cause, texts[0], tensors)
+                groups, still = update.groups, set(update.indices) - owner.moved
+                indices = tuple(t for t in groups if t in still and not _learning_rate(groups[t]))
+            yield Finding(cause, texts[0], indices)
 
 
 def _is_homeless(leaf: Tensor) -> bool:
@@ -201,38 +201,38 @@ def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
     return not bool(differing([old], [torch.take(param, at)]))
 
 
-def _cause(update: Update, tensor: int, owner: _Owner) -> tuple[str, int]:
-    param, group = update.params[tensor], update.groups.get(tensor)
-    if tensor in update.frozen:
+def _cause(update: Update, index: int, owner: _Owner) -> tuple[str, int]:
+    param, group = update.params[index], update.groups.get(index)
+    if index in update.frozen:
         return "frozen", WINDOW
     if group is None:
         # A part in evaluation mode, such as a network inside the loss, is not meant to train.
-        cause = "" if update.model.is_resting(tensor) else "unowned"
+        cause = "" if update.model.is_resting(index) else "unowned"
         return cause, PATIENCE if param.dtype in _numbers.HALF else WINDOW
     if not owner.performed:
         return "skipped", WINDOW
     lr = _learning_rate(group)
-    is_unwritten = bool(lr) and _should_move(update, tensor, lr)
+    is_unwritten = bool(lr) and _should_move(update, index, lr)
     # A schedule that ends, a proximal step that holds a weight at 0, or an optimizer that stops at a tolerance.
-    is_over = tensor in owner.moved and not is_unwritten
+    is_over = index in owner.moved and not is_unwritten
     if is_over or not bool(param.detach().any()) or "tolerance_grad" in group:
         return "", 0
     if not lr:
         return "lr", PATIENCE
     has_copy = any(
         isinstance(one, Tensor) and one.numel() == param.numel() and one.dtype == torch.float32
-        for one in update.state.get(tensor, {}).values()
+        for one in update.state.get(index, {}).values()
     )
     patience = PATIENCE if param.dtype in _numbers.HALF and has_copy else WINDOW
     return "unwritten" if is_unwritten else "rounded", patience
 
 
-def _told(cause: str, update: Update, tensor: int) -> str:
-    param = update.params[tensor]
+def _told(cause: str, update: Update, index: int) -> str:
+    param = update.params[index]
     dtype = str(param.dtype).removeprefix("torch.")
     return _CAUSES[cause].format(
-        rule=update.frozen.get(tensor),
-        lr=_learning_rate(update.groups.get(tensor, {})),
+        rule=update.frozen.get(index),
+        lr=_learning_rate(update.groups.get(index, {})),
         dtype=dtype,
         remedy=(_REDUCED if param.dtype in _numbers.HALF else _FULL).format(dtype=dtype),
     )
@@ -242,8 +242,8 @@ def _learning_rate(group: Mapping[str, Any]) -> float:
     return float(group.get("lr", 1.0))
 
 
-def _should_move(update: Update, tensor: int, lr: float) -> bool:
-    param, state, grad = update.params[tensor], update.state.get(tensor, {}), update.grads[tensor]
+def _should_move(update: Update, index: int, lr: float) -> bool:
+    param, state, grad = update.params[index], update.state.get(index, {}), update.grads[index]
     size = grad.detach().to_dense().abs().float() if grad.is_sparse else grad.detach().abs().float()
     # Optimizers with second moments divide a gradient by its usual size. A noisy one moves by a tenth of that.
     if any("sq" in key or key == "sum" for key in state):
@@ -266,7 +266,7 @@ def _rms(grad: Tensor) -> float:
 
 
 def _usual_gradient(update: Update) -> float:
-    sizes = [_rms(update.grads[t]) for t in update.tensors if t in update.grads]
+    sizes = [_rms(update.grads[t]) for t in update.indices if t in update.grads]
     return float(torch.tensor(sizes).median()) if sizes else 0.0
 
 
@@ -284,25 +284,25 @@ class MovedCheck(Check):
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         take = fingerprint if self._unmoved else sample
-        for tensor in update.tensors:
-            param = update.params.get(tensor)
-            if tensor not in self._steps and param is not None and param.numel():
-                self._first[tensor] = take(param)
-                self._steps[tensor] = update.step
-                self._updates[tensor] = 0
+        for index in update.indices:
+            param = update.params.get(index)
+            if index not in self._steps and param is not None and param.numel():
+                self._first[index] = take(param)
+                self._steps[index] = update.step
+                self._updates[index] = 0
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:
-        watched = [t for t in update.tensors if t in self._first and t in update.params]
+        watched = [t for t in update.indices if t in self._first and t in update.params]
         take = fingerprint if self._unmoved else sample
         new = {t: take(update.params[t]) for t in watched}
-        for tensor in watched:
-            self._updates[tensor] += update.took_place
-        for tensors in by_device(watched, new):
-            shares = differing([self._first[t] for t in tensors], [new[t] for t in tensors])
+        for index in watched:
+            self._updates[index] += update.took_place
+        for indices in by_device(watched, new):
+            shares = differing([self._first[t] for t in indices], [new[t] for t in indices])
 
-            def judge(seen: Tensor, tensors: Sequence[int] = tensors) -> Iterator[Finding]:
-                return self._judge(update, dict(zip(tensors, seen.tolist(), strict=True)))
+            def judge(seen: Tensor, indices: Sequence[int] = indices) -> Iterator[Finding]:
+                return self._judge(update, dict(zip(indices, seen.tolist(), strict=True)))
 
             update.later(shares, judge)
         return ()
@@ -313,15 +313,15 @@ class MovedCheck(Check):
                 text = _MOVED.format(first=self._steps[moved[0]], step=update.step)
                 yield Finding("moved", text, tuple(moved))
             return
-        for tensor in [t for t, share in shares.items() if share >= self._least]:
-            self._first.pop(tensor, None)
+        for index in [t for t, share in shares.items() if share >= self._least]:
+            self._first.pop(index, None)
         late = [t for t in shares if t in self._first and self._updates[t] >= self._within]
         if late:
             share, first = min(shares[t] for t in late), self._steps[late[0]]
             text = _TOO_FEW.format(within=self._within, share=share, first=first, least=self._least)
             yield Finding("unmoved", text, tuple(late))
-        for tensor in late:
-            del self._first[tensor]
+        for index in late:
+            del self._first[index]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

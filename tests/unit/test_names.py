@@ -1,0 +1,63 @@
+"""A name of the package stands for one thing: `tensor` is a tensor, and an index is no tensor."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "gradsurgeon"
+# An int, or a collection of ints such as `Sequence[int]` or `tuple[int, ...] | None`.
+INTS = re.compile(r"(int|\w+\[int(, \.\.\.)?\])( \| None)?")
+
+
+def annotated(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the name and the annotation of each parameter, variable, attribute and function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg, node.annotation
+        elif isinstance(node, ast.AnnAssign):
+            yield ast.unparse(node.target).rpartition(".")[2], node.annotation
+        elif isinstance(node, ast.FunctionDef):
+            yield node.name, node.returns
+
+
+def misnamed(tree: ast.AST) -> list[str]:
+    """Return the annotations that call an index, or several, a tensor."""
+    return [
+        f"{name}: {ast.unparse(annotation)}"
+        for name, annotation in annotated(tree)
+        if name in ("tensor", "tensors") and annotation is not None
+        if INTS.fullmatch(ast.unparse(annotation))
+    ]
+
+
+def test_an_index_is_not_called_a_tensor() -> None:
+    found = {
+        str(file.relative_to(PACKAGE)): names
+        for file in PACKAGE.rglob("*.py")
+        if (names := misnamed(ast.parse(file.read_text(encoding="utf-8"))))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(tensor: int): ...",
+        "def f(*, tensors: Sequence[int] | None = None): ...",
+        "class A:\n    tensors: tuple[int, ...] = ()",
+        "self.tensors: dict[str, int] = {}\nself.tensors: set[int] = set()",
+        "@property\ndef tensors(self) -> list[int]: ...",
+    ],
+)
+def test_each_place_of_a_name_is_seen(code: str) -> None:
+    assert len(misnamed(ast.parse(code))) == 1
+
+
+def test_a_tensor_may_be_called_so() -> None:
+    code = "def f(tensor: Tensor, tensors: Mapping[int, Tensor]): ..."
+    assert misnamed(ast.parse(code)) == []
