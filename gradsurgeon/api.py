@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradsurgeon.records.delivery import Delivery
     from gradsurgeon.records.store.writer import RunWriter
     from gradsurgeon.report.run import Run
-    from gradsurgeon.runtime import Attachment, Options
+    from gradsurgeon.runtime import Attachment, SessionOptions
     from gradsurgeon.runtime.session import Session
     from gradsurgeon.sinks.sink import Sink
 
@@ -148,7 +148,7 @@ def apply(
         raise TypeError(f"on_event= must be a function of one event, not {type(on_event).__name__}")
     optimizers = _optimizers(optimizer)
     bound = _bound(model, rules)
-    options = _runtime().Options(optimizers, scaler, mode, start_step, on_event=on_event)
+    options = _runtime().SessionOptions(optimizers, scaler, mode, start_step, on_event=on_event)
     attachment = attach(model, bound, options, record=record, sinks=sinks, replace=replace)
     from gradsurgeon.runtime.session import Session  # noqa: PLC0415 # needs torch
 
@@ -175,7 +175,7 @@ def _bound(model: nn.Module, rules: Rules) -> Plan:
 def attach(
     model: nn.Module,
     bound: Plan,
-    options: Options,
+    options: SessionOptions,
     *,
     record: str | os.PathLike[str] | None = None,
     sinks: Sequence[Sink] = (),
@@ -335,7 +335,7 @@ def _check_scaler(scaler: object) -> None:
 
 
 def _writer(
-    model: nn.Module, record: str | os.PathLike[str], bound: Plan, options: Options
+    model: nn.Module, record: str | os.PathLike[str], bound: Plan, options: SessionOptions
 ) -> RunWriter:
     import torch  # noqa: PLC0415 # a session exists, so torch is installed
 

@@ -12,10 +12,10 @@ from gradsurgeon.actions._base import known_actions as known_actions
 from gradsurgeon.actions._effects import NEVER as NEVER
 from gradsurgeon.actions._effects import ByNorm as ByNorm
 from gradsurgeon.actions._effects import Combination as Combination
-from gradsurgeon.actions._effects import Comparison as Comparison
 from gradsurgeon.actions._effects import Decision as Decision
 from gradsurgeon.actions._effects import Edit as Edit
 from gradsurgeon.actions._effects import Examination as Examination
+from gradsurgeon.actions._effects import LossComparison as LossComparison
 from gradsurgeon.actions._effects import Observer as Observer
 from gradsurgeon.actions._effects import Spikes as Spikes
 from gradsurgeon.actions._fields import FROM_LIST as FROM_LIST

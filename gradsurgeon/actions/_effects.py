@@ -149,7 +149,7 @@ class Combination:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LossComparison:
     """The gradients of several losses are compared in pairs, and nothing is changed.
 
     Attributes:
@@ -181,6 +181,6 @@ Effect = (
     | Copies
     | Hidden
     | Combination
-    | Comparison
+    | LossComparison
     | Examination
 )

@@ -12,12 +12,12 @@ from gradsurgeon.actions._base import GRADIENTS_ONLY, Point, Role, Rule
 from gradsurgeon.actions._effects import (
     ByNorm,
     Combination,
-    Comparison,
     Copies,
     Decision,
     Edit,
     Examination,
     Hidden,
+    LossComparison,
     Observer,
     Spikes,
     Then,
@@ -175,7 +175,7 @@ class LossRule(Rule):
     ] = None
 
     @abstractmethod
-    def compile(self) -> Combination | Comparison:
+    def compile(self) -> Combination | LossComparison:
         """Return how the gradients are combined or compared. Needs torch; called once per session."""
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
-from gradsurgeon.actions._effects import Comparison
+from gradsurgeon.actions._effects import LossComparison
 from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import LossRule
 
@@ -60,6 +60,6 @@ class Conflict(LossRule):
             message = "`per` is for `params`: on modules the gradients of one tensor are compared"
             yield Flaw("per", message, "remove it")
 
-    def compile(self) -> Comparison:
+    def compile(self) -> LossComparison:
         """Return the comparison of pairs."""
-        return Comparison(self.per)
+        return LossComparison(self.per)

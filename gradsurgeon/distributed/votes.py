@@ -128,14 +128,14 @@ class Objection(NamedTuple):
     guilty: bool = False
 
 
-class Decision(NamedTuple):
+class VoteResult(NamedTuple):
     """The votes of the ranks on a pass: objections in no order that ranks share, and whether all ranks object."""
 
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
 
 
-_GO = Decision()
+_GO = VoteResult()
 _open: weakref.WeakSet[Voter] = weakref.WeakSet()
 # Of voters that closed before other ranks: the store, the number of ranks, and whether this process serves others.
 # The process that hosts the store waits for them. A voter itself would keep its session alive.
@@ -169,7 +169,7 @@ class Voter:
         self._passes = 0
         # By pass: the known sum of votes after this rank cast its vote, and the decision.
         self._values: dict[int, int] = {}
-        self._decisions: dict[int, Decision] = {}
+        self._decisions: dict[int, VoteResult] = {}
         # The keys of this rank's objections, with the pass.
         self._keys: deque[tuple[int, str]] = deque()
         self._met = 0
@@ -204,7 +204,7 @@ class Voter:
                 self._clean()
         return self._passes
 
-    def decision(self, number: int) -> Decision | None:
+    def decision(self, number: int) -> VoteResult | None:
         """Return the votes of the ranks on a recent pass; ``None`` if they are not known. It may wait."""
         if number in self._values and not self.is_over:
             with self._asking():
@@ -254,7 +254,7 @@ class Voter:
         if number == 1:
             self._keys.append((self._passes, kind))
 
-    def _read(self, number: int, value: int) -> Decision:
+    def _read(self, number: int, value: int) -> VoteResult:
         value = self._awaited(str(number), value)
         if value >= LATE:
             # The first rank that decides on a pass with a late vote decides for all.
@@ -266,7 +266,7 @@ class Voter:
         if not objecting:
             return _GO
         found = [*self._objections(number, "guilty"), *self._objections(number, "other")]
-        return Decision(tuple(found), objecting == len(self.ranks))
+        return VoteResult(tuple(found), objecting == len(self.ranks))
 
     def _awaited(self, key: str, value: int) -> int:
         began, is_complete = time.monotonic(), self._counter.is_complete

@@ -128,7 +128,7 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
     try:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         document = _bounded_load.load(folder / STEP, _MOST_BYTES, device)
-        return _Reader(model, document, device.type).step()
+        return _BundleReader(model, document, device.type).step()
     except GradSurgeonError:
         raise
     except Exception as error:
@@ -145,7 +145,7 @@ def check(folder: Path) -> None:
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: it has no file {STEP}")
 
 
-class _Reader:
+class _BundleReader:
     def __init__(self, model: nn.Module, document: Mapping[str, Any], device: str) -> None:
         self._modules = named_modules(model)
         self._document = document

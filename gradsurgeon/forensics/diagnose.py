@@ -12,7 +12,7 @@ from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
 from gradsurgeon.forensics.replay import INPUT, Replayed, input_name, replay
-from gradsurgeon.forensics.sources import BLANK, Source, held
+from gradsurgeon.forensics.sources import BLANK, NonfiniteSource, held
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 from gradsurgeon.tensors.structure import tensors_in
 
@@ -104,8 +104,8 @@ def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
     return None
 
 
-def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] | None:
-    outside: tuple[Replayed, Source] | None = None
+def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, NonfiniteSource] | None:
+    outside: tuple[Replayed, NonfiniteSource] | None = None
     for call in failed.kept.calls:
         replayed = replay(call)
         if call.iterators:
@@ -123,7 +123,7 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
     return outside
 
 
-def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
+def _to_blame(replayed: Replayed, failed: FailedStep) -> NonfiniteSource | None:
     blamed = [
         source
         for name, source in replayed.gradients.items()
@@ -148,7 +148,7 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
     return min(blamed, key=lambda source: source.when, default=None)
 
 
-def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[str]:
+def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> Iterator[str]:
     call, told = replayed.call, source.told
     if replayed.compared & {"near", "other"}:
         yield _UPDATED if failed.kept.updated else _CLOSE
@@ -187,7 +187,7 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
 
 
 def _told(
-    replayed: Replayed, source: Source, failed: FailedStep, reasons: tuple[str, ...]
+    replayed: Replayed, source: NonfiniteSource, failed: FailedStep, reasons: tuple[str, ...]
 ) -> Diagnosis:
     call = replayed.call
     loss = failed.kept.losses.get(call.number) if source.is_outside else None
@@ -216,7 +216,7 @@ def _told(
     )
 
 
-def _source_in(loss: KeptLoss) -> Source | None:
+def _source_in(loss: KeptLoss) -> NonfiniteSource | None:
     """Return the operation or tensor that made a loss outside of the model non-finite, by what its graph keeps."""
     try:
         # The script may mean an infinity, but never NaN.
@@ -232,7 +232,7 @@ def _source_in(loss: KeptLoss) -> Source | None:
     return None
 
 
-def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Source | None:
+def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> NonfiniteSource | None:
     result = _tensors(node).get("result")
     if result is not None and nonfinite_kind(result):
         return _made(node, loss, result)
@@ -254,7 +254,7 @@ def _nonfinite(node: LossNode) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in _tensors(node).items() if nonfinite_kind(tensor)}
 
 
-def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
+def _repeated(node: LossNode, loss: KeptLoss) -> NonfiniteSource | None:
     """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
     func, names = _AGAIN.get(node.name, (None, ()))
     kept = node.held()
@@ -267,7 +267,9 @@ def _repeated(node: LossNode, loss: KeptLoss) -> Source | None:
     return _made(node, loss, result, Call(func, args, {})) if nonfinite_kind(result) else None
 
 
-def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None) -> Source:
+def _made(
+    node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None
+) -> NonfiniteSource:
     measured, alike = facts(result), [one for one in loss.nodes if one.name == node.name]
     number = f", number {alike.index(node) + 1} of {len(alike)}" if len(alike) > 1 else ""
     told = replace(
@@ -280,4 +282,4 @@ def _made(node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = No
         output=measured,
         cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
     )
-    return Source(0, told, repeated=call is not None)
+    return NonfiniteSource(0, told, repeated=call is not None)

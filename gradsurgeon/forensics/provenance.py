@@ -37,7 +37,14 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
-from gradsurgeon.forensics.sources import BLANK, Memory, Source, first_to_blame, held, taken_from
+from gradsurgeon.forensics.sources import (
+    BLANK,
+    Memory,
+    NonfiniteSource,
+    first_to_blame,
+    held,
+    taken_from,
+)
 from gradsurgeon.language.planning.manifest import ROOT
 from gradsurgeon.tensors import _torch
 
@@ -66,7 +73,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
 
-    def seed(self, what: Seed, name: str, tensor: Tensor) -> Source | None:
+    def seed(self, what: Seed, name: str, tensor: Tensor) -> NonfiniteSource | None:
         """Note a tensor if it is non-finite before the operations begin, or between them."""
         with _disable_current_modes():
             if not (kind := nonfinite_kind(tensor)):
@@ -77,7 +84,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             self.memory.remember(tensor, {one: [source] for one in kinds_in(tensor)})
         return source
 
-    def source_of(self, tensor: Tensor) -> Source | None:
+    def source_of(self, tensor: Tensor) -> NonfiniteSource | None:
         """Return the source of a non-finite tensor, ``None`` for a finite one, or below `vmap`."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 # no public name
             return None
@@ -159,8 +166,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return torch.zeros_like(copy) if self.memory.of(tensor).unwritten else copy
 
     def _of_kind(
-        self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Source]
-    ) -> list[Source]:
+        self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], NonfiniteSource]
+    ) -> list[NonfiniteSource]:
         taken, fresh = taken_from(call, output, kind)
         infinite = [one for one in taken if one[1] != "NaN"]
         known = [self._known(call, *one) for one in taken if kind != "NaN" or one[1] == "NaN"]
@@ -179,7 +186,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             found.append(birth())
         return found
 
-    def _known(self, call: Call, tensor: Tensor, kind: Kind) -> list[Source]:
+    def _known(self, call: Call, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of a non-finite tensor; none if the script holds the tensor."""
         place = call.passed(tensor)
         found = self.memory.sources(place, kind)
@@ -188,8 +195,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return found
 
     def _of_infinities(
-        self, call: Call, infinite: Sequence[tuple[Tensor, Kind]], birth: Callable[[], Source]
-    ) -> Source:
+        self,
+        call: Call,
+        infinite: Sequence[tuple[Tensor, Kind]],
+        birth: Callable[[], NonfiniteSource],
+    ) -> NonfiniteSource:
         """Return the infinity to blame for a NaN, or the operation if all infinities were masks."""
         found = [(source, kind) for t, kind in infinite for source in self._known(call, t, kind)]
         masks = [source for source, kind in found if source.may_mask(kind)]
@@ -213,7 +223,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             return first
         return replace(first, rival=" at ".join(map(str, (rival.operation, *rival.lines[-1:]))))
 
-    def _birth(self, call: Call, output: Tensor, number: int) -> Source:
+    def _birth(self, call: Call, output: Tensor, number: int) -> NonfiniteSource:
         node = _torch.current_node()
         module, module_type = self._modules.place(node)
         backward = node is not None and not self._modules.running
@@ -237,7 +247,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             cause=self._cause(call, number, name if backward else ""),
         )
         constant = not backward and not any(tensor.requires_grad for tensor in inputs.values())
-        return Source(when, told, constant=constant)
+        return NonfiniteSource(when, told, constant=constant)
 
     def _cause(self, call: Call, number: int, node: str) -> Cause:
         if any(map(math.isnan, call.nonfinite_numbers)):

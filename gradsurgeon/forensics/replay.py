@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
-from gradsurgeon.forensics.sources import Source
+from gradsurgeon.forensics.sources import NonfiniteSource
 from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
 from gradsurgeon.language.planning import slots
 from gradsurgeon.tensors import _torch
@@ -40,9 +40,9 @@ class Replayed:
     """
 
     call: KeptCall
-    gradients: dict[str, Source] = field(default_factory=dict)
-    outputs: dict[Path, tuple[str, Source]] = field(default_factory=dict)
-    modules: dict[str, Source] = field(default_factory=dict)
+    gradients: dict[str, NonfiniteSource] = field(default_factory=dict)
+    outputs: dict[Path, tuple[str, NonfiniteSource]] = field(default_factory=dict)
+    modules: dict[str, NonfiniteSource] = field(default_factory=dict)
     returned: set[Path] = field(default_factory=set)
     compared: set[Literal["equal", "near", "other"]] = field(default_factory=set)
     buffers: dict[str, Tensor] = field(default_factory=dict)

@@ -35,7 +35,7 @@ _LOOK_AT_LOSS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class NonfiniteSource:
     """An operation that made non-finite numbers, or a tensor or number that was non-finite before.
 
     Attributes:
@@ -81,7 +81,7 @@ def held(
     lines: tuple[Line, ...] = (),
     *,
     intended: bool = False,
-) -> Source:
+) -> NonfiniteSource:
     """Return a tensor or number that was non-finite before any operation as a source."""
     why = cause("bad input")
     if where == "output gradient":
@@ -93,10 +93,10 @@ def held(
     told = replace(
         BLANK, what=measured.kind, where=where, name=name, lines=lines, output=measured, cause=why
     )
-    return Source(when, told, intended)
+    return NonfiniteSource(when, told, intended)
 
 
-def first_to_blame(sources: Iterable[Source]) -> Source | None:
+def first_to_blame(sources: Iterable[NonfiniteSource]) -> NonfiniteSource | None:
     return min(sources, key=lambda source: (source.intended, source.when), default=None)
 
 
@@ -160,7 +160,7 @@ class _Entry(NamedTuple):
     first: int
     end: int
     kind: Kind
-    source: Source
+    source: NonfiniteSource
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +189,7 @@ class Memory:
             known = self.of(tensor)
             known.made, known.unwritten = True, known.unwritten or empty
 
-    def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[Source]]) -> None:
+    def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[NonfiniteSource]]) -> None:
         """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""
         self.forget(tensor)
         _, first, end = place_of(tensor)
@@ -204,7 +204,7 @@ class Memory:
             _, first, end = place_of(tensor)
             entries[:] = [e for e in entries if not (first <= e.first and e.end <= end)]
 
-    def sources(self, tensor: Tensor, kind: Kind) -> list[Source]:
+    def sources(self, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
         _, first, end = place_of(tensor)
         there = [e for e in self.of(tensor).entries if e.first < end and first < e.end]

@@ -12,7 +12,7 @@ from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.language import planning
 from gradsurgeon.records.delivery import Prefixes, prefix_of, summary
 from gradsurgeon.records.store.layout import unpack_absent
-from gradsurgeon.records.store.memory import Measured
+from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.sinks.sink import patterns_of
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class AppliedRules:
         found |= {f"events/{kind}": float(count) for kind, count in self._counts.items()}
         return {f"{_PREFIX}/{name}": value for name, value in found.items()}
 
-    def _new_rows(self) -> Iterator[Measured]:
+    def _new_rows(self) -> Iterator[RecordedRow]:
         session: Any = self.session
         for series in list(session._attachment.records):  # noqa: SLF001 # all series at once
             key = series.key
@@ -108,4 +108,4 @@ class AppliedRules:
             step, values, bits = next(finished, (-1, b"", None))
             if step > self._logged.get(id(key), -1):
                 self._logged[id(key)] = step
-                yield Measured(key, step, values, unpack_absent(bits))
+                yield RecordedRow(key, step, values, unpack_absent(bits))

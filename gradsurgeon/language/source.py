@@ -162,7 +162,7 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
 
 
 def parse(text: str, file: str = "<text>") -> Document:
-    reader, root = _Reader(source := _Text(file, text)), None
+    reader, root = _YamlReader(source := _Text(file, text)), None
     try:
         reader.check_text()
         root = reader.walk()
@@ -171,7 +171,7 @@ def parse(text: str, file: str = "<text>") -> Document:
     return Document(file, text, root and root.data, tuple(reader.problems), source, root)
 
 
-class _Reader:
+class _YamlReader:
     def __init__(self, source: _Text) -> None:
         self.source = source
         self.problems: list[Problem] = []

@@ -15,7 +15,7 @@ from gradsurgeon.common.events import Event
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import printable
 from gradsurgeon.records.store.files import Outlet
-from gradsurgeon.records.store.memory import Key, Measured
+from gradsurgeon.records.store.memory import Key, RecordedRow
 from gradsurgeon.sinks.sink import Sink, patterns_of
 from gradsurgeon.tensors.statistics import STATISTICS
 
@@ -96,7 +96,7 @@ class Delivery(Outlet):
         self._texts = dict(texts or {})
         # Guards what waits.
         self._lock = threading.Condition()
-        self._rows: deque[Measured] = deque()
+        self._rows: deque[RecordedRow] = deque()
         self._bytes = 0
         self._events: list[Event] = []
         self._until = 0.0  # the longest wait at the end
@@ -108,7 +108,7 @@ class Delivery(Outlet):
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
         self._prefixes: Prefixes = {}
         # The newest row of each series that another pass of its step may replace.
-        self._unfinished: dict[Key, Measured] = {}
+        self._unfinished: dict[Key, RecordedRow] = {}
         self._kinds: Counter[str] = Counter()
         self._sent = 0
 
@@ -117,7 +117,7 @@ class Delivery(Outlet):
         self._title = self._shared.take_title(self, self._title)
         self._thread.start()
 
-    def take(self, row: Measured) -> None:
+    def take(self, row: RecordedRow) -> None:
         """Take one row. A row that may be replaced is sent once its step is over."""
         if self.closed:
             return
@@ -170,7 +170,7 @@ class Delivery(Outlet):
         self._note(f"{self.failed}{_ASIDE}")
         self._taken()
 
-    def _taken(self) -> tuple[list[Measured], list[Event]]:
+    def _taken(self) -> tuple[list[RecordedRow], list[Event]]:
         with self._lock:
             taken = list(self._rows), list(self._events)
             self._rows.clear()
@@ -203,7 +203,7 @@ class Delivery(Outlet):
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)
 
-    def _finished(self, rows: Iterable[Measured]) -> Iterator[Measured]:
+    def _finished(self, rows: Iterable[RecordedRow]) -> Iterator[RecordedRow]:
         """Yield the rows that no other pass of their step can replace any more."""
         for row in rows:
             before = self._unfinished.pop(row.key, row)
@@ -212,12 +212,12 @@ class Delivery(Outlet):
             if row.replace:
                 self._unfinished[row.key] = row
 
-    def _worst(self, rows: Sequence[Measured]) -> Iterator[Measured]:
+    def _worst(self, rows: Sequence[RecordedRow]) -> Iterator[RecordedRow]:
         """Yield the rows to send. If there are too many, the worst of a few steps represents them."""
         most = _MORE_ROWS if self._ended else max(_MOST_ROWS, _MORE_ROWS - self._sent)
         self._sent += min(len(rows), most)
         many = max(1, math.ceil(len(rows) / most))
-        by_key: defaultdict[Key, list[Measured]] = defaultdict(list)
+        by_key: defaultdict[Key, list[RecordedRow]] = defaultdict(list)
         for row in rows:
             by_key[row.key].append(row)
         for of_key in by_key.values():
@@ -233,7 +233,7 @@ class Delivery(Outlet):
         self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
         self._sink.text(event.step, f"{name}/message", event.message)
 
-    def _send(self, row: Measured) -> None:
+    def _send(self, row: RecordedRow) -> None:
         names, prefix = row.key.names, prefix_of(row.key, self._prefixes)
         if names not in self._chosen:
             columns = select(self._compiled, names)
@@ -242,7 +242,7 @@ class Delivery(Outlet):
             self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
 
 
-def weight(row: Measured) -> float:
+def weight(row: RecordedRow) -> float:
     """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
     total, stat = math.hypot(*array("f", row.values)), row.key.stat
     if stat not in STATISTICS or (math.isfinite(total) and stat != NORM):
@@ -262,7 +262,7 @@ def prefix_of(key: Key, known: Prefixes) -> str:
     return key.rule if part == 1 else f"{key.rule}/part-{part}"
 
 
-def summary(row: Measured, prefix: str, chosen: Collection[str] = ()) -> dict[str, float]:
+def summary(row: RecordedRow, prefix: str, chosen: Collection[str] = ()) -> dict[str, float]:
     """Return the scalars that a sink gets of a row, by name. Tensors that are chosen have a curve each."""
     rule, stat, _, names = row.key
     numbers = zip(names, array("f", row.values), strict=True)

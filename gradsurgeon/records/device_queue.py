@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.actions import ObserverRule
-from gradsurgeon.records.shared_rows import Row
+from gradsurgeon.records.shared_rows import PendingRow
 from gradsurgeon.records.store import Key
 from gradsurgeon.tensors import _numbers, _torch, measure
 from gradsurgeon.tensors.measure import Kept
@@ -118,7 +118,7 @@ class PendingStatistics:
         """Forget the observations of devices, because a device has failed."""
         self._seen = deque(seen for seen in self._seen if seen[3].type == "cpu")
 
-    def take(self) -> Iterator[tuple[Row, Tensor]]:
+    def take(self) -> Iterator[tuple[PendingRow, Tensor]]:
         """Yield rows of all observations, by rule and step. No other caller may take at the same time."""
         groups: dict[tuple[str, torch.device], list[_Seen]] = {}
         for _ in range(len(self._seen)):
@@ -142,7 +142,7 @@ class PendingStatistics:
                 pieces = torch.split(_picked(values, order), lengths, dim=1)
                 for (keys, columns, _), piece in zip(rows, pieces, strict=True):
                     for key, numbers in zip(keys, piece, strict=True):
-                        yield Row(key, step, columns, sources=sources), numbers
+                        yield PendingRow(key, step, columns, sources=sources), numbers
 
 
 def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:

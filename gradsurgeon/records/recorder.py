@@ -21,7 +21,7 @@ from gradsurgeon.errors import TrapError, printable
 from gradsurgeon.records.captured import CapturedTensors
 from gradsurgeon.records.device_queue import DeviceQueue, PendingStatistics
 from gradsurgeon.records.event_log import EventLog
-from gradsurgeon.records.shared_rows import Row, SharedRows, shares
+from gradsurgeon.records.shared_rows import PendingRow, SharedRows, shares
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.layout import captures_name, state_name
 from gradsurgeon.tensors import _torch
@@ -70,7 +70,7 @@ class Recorder:
         self.lost: list[str] = []
         self._event_log = event_log
         self._pending = PendingStatistics()
-        self._ring: DeviceQueue[Row] = DeviceQueue(self._take)
+        self._ring: DeviceQueue[PendingRow] = DeviceQueue(self._take)
         self.shared = SharedRows(self._tell_of_shared)
         event_log.listen(self.event)
         if self._outlets:
@@ -96,7 +96,7 @@ class Recorder:
         ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
         ``grads`` are the tensors of the columns, if this rank has measured only shards of some.
         """
-        row = Row(key, step, columns, replace, (), shares(grads), self.shared.passes)
+        row = PendingRow(key, step, columns, replace, (), shares(grads), self.shared.passes)
         # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
         self._move(due=self._is_due())
@@ -272,7 +272,7 @@ class Recorder:
                 self.lost.append(text)
             self._event_log.notice_once(what, text, step=self._step(), warn=True)
 
-    def _take(self, rows: Sequence[tuple[Row, Tensor]]) -> None:
+    def _take(self, rows: Sequence[tuple[PendingRow, Tensor]]) -> None:
         whole = []
         for row, values in rows:
             if row.shares:
@@ -281,7 +281,7 @@ class Recorder:
                 whole.append((row, values))
         self._store(whole)
 
-    def _store(self, rows: Iterable[tuple[Row, Tensor]]) -> None:
+    def _store(self, rows: Iterable[tuple[PendingRow, Tensor]]) -> None:
         packed = [row.measured(values) for row, values in rows]
         # Memory has all rows before the file can fail.
         for store in (self.records, *self._open):

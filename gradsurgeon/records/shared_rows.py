@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.records.store import Key
-from gradsurgeon.records.store.memory import Measured
+from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.tensors import _dist, _job_store, _numbers, measure
 
 Answer = TypeVar("Answer")
@@ -64,7 +64,7 @@ def by_column(
         yield key, column if are_parts else column.squeeze(1)
 
 
-class Row(NamedTuple):
+class PendingRow(NamedTuple):
     """A row on its way, without its numbers. `columns` ascend; `number` counts backward passes, alike on all ranks."""
 
     key: Key
@@ -75,7 +75,7 @@ class Row(NamedTuple):
     shares: tuple[Share, ...] = ()
     number: int = 0
 
-    def measured(self, values: Tensor) -> Measured:
+    def measured(self, values: Tensor) -> RecordedRow:
         """Return the row with its numbers: one float32 per name of the key, and the columns without a value."""
         width, absent = len(self.key.names), frozenset[int]()
         if len(self.columns) < width:
@@ -83,7 +83,7 @@ class Row(NamedTuple):
             whole = torch.zeros(width, dtype=torch.float32, device="cpu")
             whole[torch.tensor(self.columns, device="cpu")] = values
             values, absent = whole, frozenset(range(width)) - frozenset(self.columns)
-        return Measured(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
+        return RecordedRow(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
 
 
 class Found(NamedTuple):
@@ -118,7 +118,7 @@ class SharedRows:
         self.passes = 0
         self._ranks: dict[str, tuple[int, ...]] = {}
         # The rows of each series that lack parts of other ranks, with the numbers of this rank.
-        self._waiting: defaultdict[Key, deque[tuple[Row, Tensor]]] = defaultdict(deque)
+        self._waiting: defaultdict[Key, deque[tuple[PendingRow, Tensor]]] = defaultdict(deque)
         # The parts that have come, by series and rank, each with the number of its pass.
         self._parts: defaultdict[tuple[_Series, int], dict[int, bytes]] = defaultdict(dict)
         self._newest: dict[tuple[_Series, int], int] = {}
@@ -164,7 +164,7 @@ class SharedRows:
             if any(self._waiting.values()):
                 self._tell("shared rows", "", problem)
 
-    def take(self, row: Row, values: Tensor) -> None:
+    def take(self, row: PendingRow, values: Tensor) -> None:
         """Take this rank's numbers of a row: per column as many numbers as the statistic needs from a part."""
         values = values.reshape(len(row.columns), -1)
         # The whole tensors of a row wait for the shared tensors also.
@@ -181,7 +181,7 @@ class SharedRows:
             queue.pop()
         queue.append((row, values))
 
-    def exchange(self) -> Iterator[tuple[Row, Tensor]]:
+    def exchange(self) -> Iterator[tuple[PendingRow, Tensor]]:
         """Send this rank's parts; yield the rows that are complete by now. Waits for no other rank."""
         self._look(0.0)
         if self._store is not None:
@@ -199,7 +199,7 @@ class SharedRows:
             while queue and (len(queue) >= _MOST_WAITING or not any(self._awaited(queue[0][0]))):
                 yield from self._merged(*queue.popleft())
 
-    def close(self) -> Iterator[tuple[Row, Tensor]]:
+    def close(self) -> Iterator[tuple[PendingRow, Tensor]]:
         """End the exchange; yield the last rows. A rank with incomplete rows waits for parts, within a limit."""
         yield from self.exchange()
         if self._search is not None:
@@ -301,10 +301,10 @@ class SharedRows:
             store.add(f"{rank}/read", len(tickets))
         self._closed = closed
 
-    def _led(self, row: Row) -> list[Share]:
+    def _led(self, row: PendingRow) -> list[Share]:
         return [share for share in row.shares if share.is_led_by(self._rank)]
 
-    def _awaited(self, row: Row) -> Iterator[bool]:
+    def _awaited(self, row: PendingRow) -> Iterator[bool]:
         """Yield of each part of another rank whether it is missing and may still come."""
         for share in self._led(row):
             series = _series(row, share)
@@ -313,7 +313,7 @@ class SharedRows:
                 has_come = row.number in self._parts[series, rank]
                 yield not (gone or has_come or self._newest.get((series, rank), -1) >= row.number)
 
-    def _merged(self, row: Row, values: Tensor) -> Iterator[tuple[Row, Tensor]]:
+    def _merged(self, row: PendingRow, values: Tensor) -> Iterator[tuple[PendingRow, Tensor]]:
         """Yield the columns of a row that this rank holds whole, or can merge."""
         found: dict[int, Tensor] = {}
         merge = measure.merge_of(row.key.stat)
@@ -334,7 +334,7 @@ class SharedRows:
             places = sorted(found)
             numbers = torch.stack([found[place] for place in places]).float()
             columns = [row.columns[place] for place in places]
-            yield Row(row.key, row.step, columns, replace=True), numbers
+            yield PendingRow(row.key, row.step, columns, replace=True), numbers
 
 
 def _attempt(answer: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
@@ -348,7 +348,7 @@ def _told(error: RuntimeError) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _series(row: Row, share: Share) -> _Series:
+def _series(row: PendingRow, share: Share) -> _Series:
     names = "\0".join(row.key.names[row.columns[place]] for place in share.places)
     checksum = zlib.crc32(names.encode("utf-8", "surrogatepass"))
     return row.key.rule, row.key.stat, row.key.point, checksum

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.common._libraries import library
 from gradsurgeon.errors import RecordError
-from gradsurgeon.language.planning import Module, Param
+from gradsurgeon.language.planning import ModuleEntry, Param
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,7 +94,7 @@ def _kept(
 
     kept = session.captured(rule)
     manifest = session.plan.manifest
-    named: tuple[Module | Param, ...] = (*manifest.modules, *manifest.params)
+    named: tuple[ModuleEntry | Param, ...] = (*manifest.modules, *manifest.params)
     aliases = {alias: one.name for one in named for alias in one.aliases}
     names = list(dict.fromkeys(one for one, _, _ in kept))
     names = names if name is None or not kept else matching(name, names, aliases)

@@ -2,7 +2,7 @@
 
 from gradsurgeon.runtime._oldest_torch import OLDEST as OLDEST
 from gradsurgeon.runtime.attachment import Attachment as Attachment
-from gradsurgeon.runtime.context import Options as Options
+from gradsurgeon.runtime.context import SessionOptions as SessionOptions
 from gradsurgeon.runtime.refusals import Guard as Guard
 from gradsurgeon.runtime.registry import applied_to as applied_to
 from gradsurgeon.runtime.registry import backward as backward

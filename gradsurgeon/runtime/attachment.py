@@ -18,7 +18,7 @@ from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.records.recorder import Recorder
 from gradsurgeon.records.store import Records
 from gradsurgeon.runtime import session_state
-from gradsurgeon.runtime.context import Context, Options
+from gradsurgeon.runtime.context import Context, SessionOptions
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.tensors import _torch
@@ -41,7 +41,7 @@ class Attachment:
         self,
         model: nn.Module,
         plan: Plan,
-        options: Options,
+        options: SessionOptions,
         writer: RunWriter | None = None,
         sinks: Sequence[Delivery] = (),
     ) -> None:

@@ -20,7 +20,7 @@ from gradsurgeon.language.planning import slots
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.training_events import BackwardPass, Step
+from gradsurgeon.runtime.training_events import BackwardPass, WeightUpdate
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -97,18 +97,18 @@ class Checks:
         if self._having["before_unscaling"] and states[id(optimizer)]["stage"] is OptState.READY:
             self._look("before_unscaling", counter, optimizer, scale=scaler.get_scale())
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: WeightUpdate) -> None:
         for running, counter in self._due("", step.counter):
             self._context.event_log.count_fired(running.stage.rule.id, counter.step)
         self._look("before_update", step.counter, step.optimizer())
 
-    def before_edits(self, step: Step, gradients: Gradients | None) -> None:
+    def before_edits(self, step: WeightUpdate, gradients: Gradients | None) -> None:
         facts: dict[str, Any] = {"has_moved": step.has_moved}
         if gradients is not None:
             facts["known_norms"] = gradients.known_norms
         self._look("before_edits", step.counter, step.optimizer(), **facts)
 
-    def after_update(self, step: Step, *, took_place: bool) -> None:
+    def after_update(self, step: WeightUpdate, *, took_place: bool) -> None:
         context = self._context
         freezes = context.program.freezes if context.mode == "act" else ()
         due = [stage for stage in freezes if context.schedule.due(stage.rule, step.counter.step)]

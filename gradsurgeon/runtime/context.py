@@ -148,7 +148,7 @@ def _counted(flags: Sequence[Flag]) -> list[tuple[Flag, int]]:
 Mode = Literal["act", "observe"]
 
 
-class Options(NamedTuple):
+class SessionOptions(NamedTuple):
     """The options of `apply`, and further options for the launcher."""
 
     # `None` to search for optimizers, empty if the script updates the weights by hand.
@@ -172,7 +172,7 @@ class Context:
         self,
         model: nn.Module,
         plan: Plan,
-        options: Options,
+        options: SessionOptions,
         event_log: EventLog,
         recorder: Recorder,
     ) -> None:

@@ -17,7 +17,7 @@ from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
-from gradsurgeon.runtime.context import Context, Options
+from gradsurgeon.runtime.context import Context, SessionOptions
 from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
 from gradsurgeon.runtime.gradient_rules import WeightRecords, after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
@@ -32,7 +32,7 @@ from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, Step, StepDecision
+from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, StepDecision, WeightUpdate
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -40,7 +40,9 @@ _NOT_MET = "the optimizer {kind} holds no parameter of the model, or hides the o
 
 
 class Controller:
-    def __init__(self, model: nn.Module, context: Context, plan: Plan, options: Options) -> None:
+    def __init__(
+        self, model: nn.Module, context: Context, plan: Plan, options: SessionOptions
+    ) -> None:
         self._model = weakref.ref(model)
         self.context = context
         self._agreement = RankAgreement(context)
@@ -156,11 +158,11 @@ class Controller:
         self.losses.passed(done.indices)
         self._kept.reaching += 1
 
-    def update_began(self, update: Step) -> None:
+    def update_began(self, update: WeightUpdate) -> None:
         if self.context.program.of_weights:
             self.weights.before_update(update)
 
-    def step_starting(self, step: Step) -> StepDecision:
+    def step_starting(self, step: WeightUpdate) -> StepDecision:
         """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
         context, counter = self.context, step.counter
         if context.program.checks:
@@ -185,7 +187,7 @@ class Controller:
         update = StepContext(counter, due, gradients, heard, step.overflow, step.has_moved)
         return self._judge(step, update)
 
-    def _catch_up(self, step: Step, gradients: Gradients) -> None:
+    def _catch_up(self, step: WeightUpdate, gradients: Gradients) -> None:
         """Measure gradients that came before the hooks were on, or that the script assigned."""
         indices = step.counter.indices
         is_whole = len(gradients) == len(indices)
@@ -200,7 +202,7 @@ class Controller:
             if own := taken.get(step.counter):
                 gradients.know(own.indices, own.norms)
 
-    def _judge(self, step: Step, update: StepContext) -> StepDecision:
+    def _judge(self, step: WeightUpdate, update: StepContext) -> StepDecision:
         context, due = self.context, update.due
         # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(update)
@@ -216,7 +218,7 @@ class Controller:
             decision = replace(decision, frozen=tuple(sorted(due.frozen)))
         return decision
 
-    def step_finished(self, step: Step, *, took_place: bool) -> None:
+    def step_finished(self, step: WeightUpdate, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
         updated = took_place and not step.skipped
         if context.program.checks:
@@ -269,7 +271,7 @@ class Controller:
         finally:
             self.context.flags.forget(counter)
             # The step did not take place, so no rule at `step` could fire.
-            self.step_finished(Step(counter), took_place=False)
+            self.step_finished(WeightUpdate(counter), took_place=False)
 
     def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""

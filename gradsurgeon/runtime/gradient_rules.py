@@ -16,7 +16,7 @@ from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
 from gradsurgeon.runtime.gradients import Gradients, NormClip, changes
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, Step
+from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, WeightUpdate
 from gradsurgeon.tensors import _dist, _numbers, measure
 from gradsurgeon.tensors.sampling import sample
 from gradsurgeon.tensors.statistics import STATISTICS
@@ -172,7 +172,7 @@ class WeightRecords:
         # The elements before the update that runs now, by tensor.
         self._before: dict[StepCounter, dict[int, Tensor]] = {}
 
-    def before_update(self, step: Step) -> None:
+    def before_update(self, step: WeightUpdate) -> None:
         if not (due := self._due(step)):
             return
         changing = (bound for bound in due if bound.rule.ref.side == "update")
@@ -183,7 +183,7 @@ class WeightRecords:
             if (param := self._context.parameters.param(index)) is not None
         }
 
-    def after_update(self, step: Step, *, took_place: bool) -> None:
+    def after_update(self, step: WeightUpdate, *, took_place: bool) -> None:
         before = self._before.pop(step.counter, None)
         if before is None or not took_place:
             return
@@ -191,7 +191,7 @@ class WeightRecords:
             kept = before if bound.rule.ref.side == "update" else None
             self._record(bound, kept)
 
-    def _due(self, step: Step) -> Sequence[BoundRule]:
+    def _due(self, step: WeightUpdate) -> Sequence[BoundRule]:
         """Return the due rules on weights. Of a script that updates weights by hand no update is known."""
         if step.optimizer() is None:
             return ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import Combination, Comparison, LossRule
+from gradsurgeon.actions import Combination, LossComparison, LossRule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
@@ -85,7 +85,7 @@ class LossEffects:
     def run(self, due: DueLossRule, given: Contributions) -> dict[str, float]:
         """Compare or combine; return the weight of each sender, empty if the tensors get the plain sum."""
         effect = self._effects[due.rule.id]
-        if isinstance(effect, Comparison):
+        if isinstance(effect, LossComparison):
             self._compare(due, effect.per, given)
             return {}
         weights = self._weigh(due, effect, given)
@@ -163,7 +163,7 @@ class LossEffects:
         self.context.recorder.add(key, due.step, range(len(values)), values.float(), replace=False)
 
 
-def _compiled(rule: LossRule) -> Combination | Comparison:
+def _compiled(rule: LossRule) -> Combination | LossComparison:
     try:
         return rule.compile()
     except GradSurgeonError as error:  # a library is missing

@@ -6,8 +6,13 @@ from typing import Literal
 from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.language.compiler import Stage
-from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
+from gradsurgeon.runtime.context import Context, SessionOptions
+from gradsurgeon.runtime.training_events import (
+    BackwardPass,
+    StepDecision,
+    TrainingEvents,
+    WeightUpdate,
+)
 from gradsurgeon.tensors import measure
 
 _TICK = "pass optimizer=[] to apply() and call session.tick()"
@@ -26,7 +31,7 @@ _NO_FREEZE = "weights are updated by hand, so no optimizer can be kept off them;
 
 
 class ManualSteps:
-    def __init__(self, context: Context, events: TrainingEvents, options: Options) -> None:
+    def __init__(self, context: Context, events: TrainingEvents, options: SessionOptions) -> None:
         self._context = context
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
@@ -89,7 +94,7 @@ class ManualSteps:
 
     def _update(self) -> tuple[int, StepDecision]:
         """Run the rules at `step` and count an update; return its number and the decision on it."""
-        step = Step(self._context.counters.common)
+        step = WeightUpdate(self._context.counters.common)
         number, decision = step.counter.step, self._events.step_starting(step)
         self._goes_on = not decision.stops
         self._events.step_finished(step, took_place=True)

@@ -24,7 +24,7 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.running_steps import Update, callers, params_of, running
+from gradsurgeon.runtime.running_steps import RunningStep, callers, params_of, running
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
 from gradsurgeon.tensors import _dist, _torch
@@ -151,7 +151,7 @@ class OptimizerWatch:
             counters.claim(owner.indices, owner.counter)
             owner.version = counters.version
 
-    def _is_part_of(self, owner: Owner, outer: Update) -> bool:
+    def _is_part_of(self, owner: Owner, outer: RunningStep) -> bool:
         """Tell whether a step is one with an outer step, as by `super().step()`, or in a wrapper."""
         optimizer = outer.optimizer()
         around = None if optimizer is None else self._owners.get(optimizer)
@@ -164,7 +164,7 @@ class OptimizerWatch:
         if running:
             self._under_way()
 
-    def _under_way(self) -> list[Update]:
+    def _under_way(self) -> list[RunningStep]:
         """Return the steps that this thread is in the middle of; end the steps that have raised."""
         thread = threading.get_ident()
         updates = [one for one in self._running() if one.thread == thread]
@@ -173,7 +173,7 @@ class OptimizerWatch:
             self._end(update, took_place=update.returned)
         return [update for update in updates if update not in failed]
 
-    def _running(self) -> list[Update]:
+    def _running(self) -> list[RunningStep]:
         # A bound method equals another one of the same object.
         return [update for update in tuple(running) if update.failed == self._failed]
 
@@ -229,7 +229,7 @@ class OptimizerWatch:
             # The two steps are one update: rules act once.
             return None
         self._claim(owner)
-        update = Update(optimizer, owner.counter, frame, self._failed)
+        update = RunningStep(optimizer, owner.counter, frame, self._failed)
         if update.inside:
             self._refuse(owner.indices, _INSIDE, _needs_whole_step)
         running.append(update)
@@ -255,7 +255,7 @@ class OptimizerWatch:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
-    def _act(self, optimizer: Optimizer, update: Update) -> None:
+    def _act(self, optimizer: Optimizer, update: RunningStep) -> None:
         self._context.refuse_graph_capture()
         event_log = self._context.event_log
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
@@ -299,7 +299,7 @@ class OptimizerWatch:
                 update.returned = True
                 self._show(optimizer, update)
 
-    def _show(self, optimizer: Optimizer, update: Update) -> None:
+    def _show(self, optimizer: Optimizer, update: RunningStep) -> None:
         owner = self._owners[optimizer]
         cleared = update.has_cleared()
         if cleared is not None:
@@ -317,13 +317,13 @@ class OptimizerWatch:
                 self._end(update)
                 self._context.event_log.raise_raised()
 
-    def _of_frame(self, frame: FrameType) -> Update | None:
+    def _of_frame(self, frame: FrameType) -> RunningStep | None:
         for update in tuple(running):
             if update.frame is frame and update.failed == self._failed:
                 return update
         return None
 
-    def _failed(self, update: Update) -> None:
+    def _failed(self, update: RunningStep) -> None:
         """End a step that torch has left without a call of `_after`."""
         update.raised = True
         try:
@@ -331,7 +331,7 @@ class OptimizerWatch:
         except Exception as error:  # noqa: BLE001 # the script gets the error of its step
             self._context.event_log.raise_later(error)
 
-    def _end(self, update: Update, *, took_place: bool = True) -> None:
+    def _end(self, update: RunningStep, *, took_place: bool = True) -> None:
         update.end()
         if self._closed:
             optimizer = update.optimizer()

@@ -9,7 +9,7 @@ from gradsurgeon.actions import ByNorm, FreezeRule, LossRule, ObserverRule, Rule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, largest
 from gradsurgeon.distributed.session_discovery import Meeting, Roll, SessionInfo
-from gradsurgeon.distributed.votes import Decision, Objection, Voter
+from gradsurgeon.distributed.votes import Objection, Voter, VoteResult
 from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.records.shared_rows import Found
 from gradsurgeon.runtime.context import Context
@@ -166,7 +166,7 @@ class RankAgreement:
             )
             return Heard() if missed else ALONE
         told = last.voter.decision(last.number)
-        decision = told or Decision()
+        decision = told or VoteResult()
         names = context.program.names
         # A rank can have parameters that this rank lacks.
         objections = tuple(

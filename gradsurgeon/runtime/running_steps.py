@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.runtime.due_rules import StepCounter
-from gradsurgeon.runtime.training_events import Step
+from gradsurgeon.runtime.training_events import WeightUpdate
 from gradsurgeon.tensors import _backward_calls, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall
 from gradsurgeon.tensors._torch import uncompiled
 
 # The steps under way, of all sessions and threads.
-running: list[Update] = []
+running: list[RunningStep] = []
 
 
-class Update(Step):
+class RunningStep(WeightUpdate):
     """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly.
 
     ``failed`` is called if the step raises.
@@ -37,7 +37,7 @@ class Update(Step):
         optimizer: Optimizer,
         counter: StepCounter,
         frame: FrameType,
-        failed: Callable[[Update], None],
+        failed: Callable[[RunningStep], None],
     ) -> None:
         inside = _torch.graph_task() != -1
         super().__init__(counter, inside=inside, optimizer=weakref.ref(optimizer))

@@ -11,7 +11,7 @@ from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.common import _html
 from gradsurgeon.common.events import Event, RuleStatus, is_trip
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
-from gradsurgeon.language.planning import Module, Param, Plan
+from gradsurgeon.language.planning import ModuleEntry, Param, Plan
 from gradsurgeon.records.captured import CaptureKey
 from gradsurgeon.records.store import Lookup, RecordQueries
 from gradsurgeon.report import pictures
@@ -203,7 +203,7 @@ class Session(RecordQueries):
                 bound = {binding.name for binding in self.plan.of(rule.id)}
                 names = bound | measured.get(rule.id, set())
                 logged[rule.id] = getattr(rule, "stats", ()), names
-        things: list[Module | Param] = [*manifest.params, *manifest.modules]
+        things: list[ModuleEntry | Param] = [*manifest.params, *manifest.modules]
         aliases = {alias: thing.name for thing in things for alias in thing.aliases}
         known = dict.fromkeys(thing.name for thing in things)
         known |= dict.fromkeys(sorted(set().union(*measured.values())))

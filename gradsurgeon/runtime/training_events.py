@@ -83,7 +83,7 @@ class GradientSnapshot:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class WeightUpdate:
     # The counter of the optimizer, or the common counter if the script updates weights by hand.
     counter: StepCounter
     # The scale on the gradients that a fused optimizer gets.
@@ -139,13 +139,13 @@ class TrainingEvents(Protocol):
     def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors for which a rule must know whether their gradients were zero before the pass."""
 
-    def update_began(self, update: Step) -> None:
+    def update_began(self, update: WeightUpdate) -> None:
         """Look at weights before an optimizer, whose closure comes later, can move them."""
 
-    def step_starting(self, step: Step) -> StepDecision:
+    def step_starting(self, step: WeightUpdate) -> StepDecision:
         """Act right before an update; return the decision on it."""
 
-    def step_finished(self, step: Step, *, took_place: bool) -> None:
+    def step_finished(self, step: WeightUpdate, *, took_place: bool) -> None:
         """Count an attempted update; an update that raised has not taken place."""
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:

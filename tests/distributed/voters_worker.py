@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gradsurgeon.distributed import votes
 from gradsurgeon.distributed.ranks import SKIP
-from gradsurgeon.distributed.votes import Decision, Objection, Voter
+from gradsurgeon.distributed.votes import Objection, Voter, VoteResult
 from gradsurgeon.tensors import _job_store
 
 PASSES = 100
@@ -26,7 +26,7 @@ def objection(rank: int, number: int) -> Objection:
     return Objection(rank, "trap", SKIP, "w", "w", f"pass {number}", guilty=rank == 1)
 
 
-def told(decision: Decision | None) -> Any:
+def told(decision: VoteResult | None) -> Any:
     """Return a decision as JSON can hold it."""
     if decision is None:
         return None

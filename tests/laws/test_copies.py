@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
-from gradsurgeon.runtime import Options, registry
+from gradsurgeon.runtime import SessionOptions, registry
 
 PARAMS: list[dict[str, Any]] = [
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*"},
@@ -220,7 +220,7 @@ def test_a_model_with_rules_is_pickled_to_the_same_bytes_as_without() -> None:
     wanted = pickle.dumps(model)
     session = gradsurgeon.apply(model, rules(MODULES))
     beside = gradsurgeon.api.attach(
-        model, gradsurgeon.plan(model, rules(MODULES)), Options(beside=True)
+        model, gradsurgeon.plan(model, rules(MODULES)), SessionOptions(beside=True)
     )
     assert pickle.dumps(model) == wanted
     beside.remove()

@@ -20,7 +20,7 @@ import gradsurgeon
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.language import packs
 from gradsurgeon.runtime.due_rules import StepCounter
-from gradsurgeon.runtime.running_steps import Update
+from gradsurgeon.runtime.running_steps import RunningStep
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning"),
@@ -173,7 +173,7 @@ def test_a_look_at_the_stack_keeps_no_caller_alive() -> None:
 
     def look(held: object) -> weakref.ref[Any]:
         frame = sys._getframe()
-        update = Update(optimizer, StepCounter(0), frame, lambda _: None)
+        update = RunningStep(optimizer, StepCounter(0), frame, lambda _: None)
         assert update.is_on_stack()
         update.frame = None
         del frame

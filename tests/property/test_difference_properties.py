@@ -14,7 +14,7 @@ import gradsurgeon
 from gradsurgeon.cli.review import text
 from gradsurgeon.cli.review.difference import compare
 from gradsurgeon.language import planning
-from gradsurgeon.language.planning import Manifest, Module, Param
+from gradsurgeon.language.planning import Manifest, ModuleEntry, Param
 from gradsurgeon.language.schema import RuleSet
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
@@ -24,7 +24,7 @@ NAMES = [f"{stem}.{at}.{leaf}" for stem in "ab" for at in range(3) for leaf in (
 MANIFEST = Manifest(
     "Net",
     tuple(Param(name, (), (2,), "float32", True, ("Linear", "Module")) for name in NAMES),
-    (Module(".", (), ("Net", "Module")), Module("a.0", (), ("Linear", "Module"))),
+    (ModuleEntry(".", (), ("Net", "Module")), ModuleEntry("a.0", (), ("Linear", "Module"))),
     ("Net", "Module"),
 )
 

@@ -14,7 +14,7 @@ import gradsurgeon
 from gradsurgeon.cli.review import text
 from gradsurgeon.cli.review.difference import Difference, compare
 from gradsurgeon.errors import printable
-from gradsurgeon.language.planning import Manifest, Module, Param
+from gradsurgeon.language.planning import Manifest, ModuleEntry, Param
 from gradsurgeon.language.schema import RuleSet
 
 NASTY = (
@@ -60,7 +60,7 @@ def difference(known: list[str], file: str, pattern: str, *, turned: bool = Fals
     manifest = Manifest(
         file,
         tuple(Param(name, (), (2,), "float32", True, ("Linear",)) for name in known),
-        (Module(".", (), ("Net",)), *(Module(name, (), ("Linear",)) for name in known)),
+        (ModuleEntry(".", (), ("Net",)), *(ModuleEntry(name, (), ("Linear",)) for name in known)),
         ("Net",),
         notes=(file,),
     )

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradsurgeon.common.match import PatternError, compile_pattern, select, suggest
-from gradsurgeon.language.planning.manifest import Module
+from gradsurgeon.language.planning.manifest import ModuleEntry
 from gradsurgeon.language.planning.matching import NameIndex
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
@@ -131,7 +131,7 @@ def test_a_model_is_searched_as_if_all_names_were_compared(text: str, names: lis
         pattern = compile_pattern(text)
     except PatternError:
         return
-    index = NameIndex("module", [Module(name, (), ()) for name in names])
+    index = NameIndex("module", [ModuleEntry(name, (), ()) for name in names])
     expected = [name for name in names if name != "." and pattern.matches(name)]
     assert [name for name in index.hits(text) if name != "."] == expected
 

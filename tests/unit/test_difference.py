@@ -13,7 +13,7 @@ import gradsurgeon
 from gradsurgeon.cli.review import sources, text
 from gradsurgeon.cli.review.difference import Difference, compare
 from gradsurgeon.language import planning
-from gradsurgeon.language.planning import Manifest, Module, Param
+from gradsurgeon.language.planning import Manifest, ModuleEntry, Param
 from gradsurgeon.language.schema import RuleSet
 
 CASES = pathlib.Path(__file__).parents[1] / "cases" / "review"
@@ -29,7 +29,7 @@ def manifest(*names: str, layers: int = 3) -> Manifest:
     return Manifest(
         "Net",
         tuple(Param(name, (), (2, 3), "float32", True, ("Linear", "Module")) for name in known),
-        (Module(".", (), ("Net", "Module")), Module("conv1", (), ("Conv2d", "Module"))),
+        (ModuleEntry(".", (), ("Net", "Module")), ModuleEntry("conv1", (), ("Conv2d", "Module"))),
         ("Net", "Module"),
     )
 

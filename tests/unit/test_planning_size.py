@@ -7,12 +7,12 @@ from bounds import within
 
 import gradsurgeon
 from gradsurgeon.errors import BindError
-from gradsurgeon.language.planning import Manifest, Module, Param, Plan, bind
+from gradsurgeon.language.planning import Manifest, ModuleEntry, Param, Plan, bind
 
 
 def model(*names: str, trains: bool = True) -> Manifest:
     params = (Param(name, (), (2,), "float32", trains, ("Linear",)) for name in names)
-    return Manifest("Net", tuple(params), (Module(".", (), ("Net",)),))
+    return Manifest("Net", tuple(params), (ModuleEntry(".", (), ("Net",)),))
 
 
 def bound(manifest: Manifest, *rules: dict[str, object]) -> Plan:

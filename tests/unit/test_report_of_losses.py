@@ -20,7 +20,7 @@ from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.delivery import summary
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.layout import unpack_absent
-from gradsurgeon.records.store.memory import Measured as MeasuredRow
+from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import Report, RuleInfo, from_run
 from gradsurgeon.report.losses import Measured
@@ -342,7 +342,7 @@ def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
 def test_trackers_get_median_and_least() -> None:
     def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float] | None:
         key = Key("tasks", stat, "backward", tuple(names))
-        return summary(MeasuredRow(key, 3, values(*row), frozenset()), "tasks") or None
+        return summary(RecordedRow(key, 3, values(*row), frozenset()), "tasks") or None
 
     assert sent("cosine", PAIRS, -0.5, NAN, 0.25) == {
         "tasks/seg/depth/cosine": -0.5,

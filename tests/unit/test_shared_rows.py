@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradsurgeon.records import shared_rows
-from gradsurgeon.records.shared_rows import Found, Row, Share, SharedRows
+from gradsurgeon.records.shared_rows import Found, PendingRow, Share, SharedRows
 from gradsurgeon.records.store import Key
 from gradsurgeon.tensors import _job_store
 
@@ -54,7 +54,7 @@ class Rank:
 
     def measure(self, number: float) -> None:
         share = Share((0, 1), (0,))
-        row = Row(KEY, self.passes, [0], shares=(share,), number=self.passes)
+        row = PendingRow(KEY, self.passes, [0], shares=(share,), number=self.passes)
         self.rows.take(row, torch.tensor([[number]]))
         self.passes += 1
 

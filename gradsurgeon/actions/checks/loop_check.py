@@ -52,7 +52,7 @@ _LEAST_BOUND = 1e-2
 
 
 @dataclass(slots=True)
-class _Owner:
+class _LoopState:
     updates: int = 0
     last_step: int = -1
     # By witness, places of its gradient and the values there at the last update.
@@ -78,7 +78,7 @@ class LoopCheck(Check):
     """Looks at gradients before and after passes and updates, and at the loss and the mode of the model."""
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, _Owner] = {}
+        self._owners: dict[Hashable, _LoopState] = {}
         # Whether an update has come from forward passes in training mode; the steps since without one.
         self._has_trained = False
         self._evaluated: list[int] = []
@@ -117,10 +117,10 @@ class LoopCheck(Check):
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
-        return _clipped(self._owners.setdefault(update.owner, _Owner()), update)
+        return _clipped(self._owners.setdefault(update.owner, _LoopState()), update)
 
     def before_update(self, update: Update) -> Iterator[Finding]:
-        owner = self._owners.setdefault(update.owner, _Owner())
+        owner = self._owners.setdefault(update.owner, _LoopState())
         if owner.looks:
             owned = [index for index in update.indices if index in update.groups]
             owner.indices = owned
@@ -137,7 +137,7 @@ class LoopCheck(Check):
         yield from self._mode(update)
 
     def after_update(self, update: Update) -> Iterable[Finding]:
-        owner = self._owners.setdefault(update.owner, _Owner())
+        owner = self._owners.setdefault(update.owner, _LoopState())
         owner.updates += 1
         owner.last_step = update.step
         owner.kept, owner.came, owner.sizes_after_pass = set(), None, ()
@@ -159,7 +159,7 @@ class LoopCheck(Check):
             self._lost.append(Finding("loss", text, step=done.step))
         return ()
 
-    def _judge_gone(self, owner: _Owner, update: Update, seen: Tensor) -> Iterator[Finding]:
+    def _judge_gone(self, owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Finding]:
         came, there = seen.tolist()
         # The witnesses may be cleared on purpose: then other gradients are there.
         others = None if there or not came else _any_of(update.grads, update.indices)
@@ -205,7 +205,7 @@ def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
     return grad is not None and bool(old.any()) and torch.equal(torch.take(grad, at), old)
 
 
-def _stale(owner: _Owner, update: Update) -> Iterator[Finding]:
+def _stale(owner: _LoopState, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that were there before the last update reach this one, again and again."""
     stale = sorted(index for index in owner.kept if index in update.grads)
     owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
@@ -225,7 +225,7 @@ def _sizes(grads: Mapping[int, Tensor], indices: Sequence[int]) -> tuple[float, 
     return tuple(float(torch.nn.utils.get_total_norm(found, kind)) for kind in kinds)
 
 
-def _clipped(owner: _Owner, update: Update) -> Iterator[Finding]:
+def _clipped(owner: _LoopState, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that still carry the loss scale always come to the same, smaller size."""
     if update.scale is None or len(owner.clips) > IN_A_ROW:
         return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsurgeon.actions.checks.base import Check, Finding, Replicas, Update
 from gradsurgeon.actions.checks.mail import Mail
-from gradsurgeon.actions.checks.replica_comparison import ReplicaComparison, Row
+from gradsurgeon.actions.checks.replica_comparison import RankNumbers, ReplicaComparison
 from gradsurgeon.tensors import _dist, _numbers
 from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
 
@@ -61,11 +61,13 @@ class _Series:
         self._first, *self._others = replicas.ranks
         self._are_few = len(replicas.ranks) <= _FEW_RANKS
         self._indices = replicas.indices
-        self._batch: list[Row] = []
+        self._batch: list[RankNumbers] = []
         self._sent = 0
         # What follows is for the first rank.
-        self._own: dict[tuple[int, int], tuple[Row, Replicas]] = {}
-        self._theirs: dict[int, dict[tuple[int, int], Row]] = {rank: {} for rank in self._others}
+        self._own: dict[tuple[int, int], tuple[RankNumbers, Replicas]] = {}
+        self._theirs: dict[int, dict[tuple[int, int], RankNumbers]] = {
+            rank: {} for rank in self._others
+        }
         # The number of the next batch of each rank, and the passes of its newest row.
         self._next = dict.fromkeys(self._others, 0)
         self._newest = dict.fromkeys(self._others, (-1, -1))
@@ -82,7 +84,7 @@ class _Series:
 
     def add(self, replicas: Replicas, step: int, values: Tensor) -> Iterator[Finding]:
         """Add the row of an update of this rank."""
-        row = Row(replicas.passes, step, values.T.contiguous())
+        row = RankNumbers(replicas.passes, step, values.T.contiguous())
         self._batch.append(row)
         is_early = self._are_few and self._sent < _FIRST
         is_complete = is_early or len(self._batch) >= _BATCH
@@ -133,7 +135,7 @@ class _Series:
     def _take_in(self, rank: int, batch: Sequence[_Packed]) -> None:
         for passes, step, content in batch:
             numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
-            row = Row(passes, step, numbers.view(4, -1))
+            row = RankNumbers(passes, step, numbers.view(4, -1))
             self._theirs[rank].setdefault(row.passes, row)
             self._newest[rank] = max(self._newest[rank], row.passes)
 

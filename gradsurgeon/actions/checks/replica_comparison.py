@@ -55,7 +55,7 @@ _SINCE_THEN = "The weights were alike before: look for an update, a weight decay
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankNumbers:
     """The numbers of one rank at one update.
 
     Attributes:
@@ -106,7 +106,9 @@ class ReplicaComparison:
         # The parameters whose gradients, or weights, need no further finding.
         self._told = {cause: torch.zeros(len(indices)) > 0 for cause in ("gradients", "weights")}
 
-    def compare(self, own: Row, others: Mapping[int, Row], replicas: Replicas) -> Iterator[Finding]:
+    def compare(
+        self, own: RankNumbers, others: Mapping[int, RankNumbers], replicas: Replicas
+    ) -> Iterator[Finding]:
         """Compare the rows of some other ranks at one update with the row of the first rank."""
         for rank, row in others.items():
             self._leads.setdefault(rank, row.step - own.step)
@@ -141,7 +143,7 @@ class ReplicaComparison:
         found = self._differences_of_weights(own, others, theirs, told, replicas)
         yield from self._findings("weights", found)
 
-    def _has_skipped(self, own: Row, others: Mapping[int, Row], rank: int) -> bool:
+    def _has_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers], rank: int) -> bool:
         """Tell whether a rank, or the first one, has left out an update since their first rows."""
         return rank in others and others[rank].step - own.step != self._leads[rank]
 
@@ -158,7 +160,7 @@ class ReplicaComparison:
         self._norms = torch.where(is_known, norms, self._norms)
 
     def _differences_of_gradients(
-        self, own: Row, theirs: Tensor, told: Tensor, replicas: Replicas
+        self, own: RankNumbers, theirs: Tensor, told: Tensor, replicas: Replicas
     ) -> list[_Difference]:
         differences: list[_Difference] = []
         for number in told.any(1).nonzero().flatten().tolist():
@@ -188,8 +190,8 @@ class ReplicaComparison:
 
     def _differences_of_weights(
         self,
-        own: Row,
-        others: Mapping[int, Row],
+        own: RankNumbers,
+        others: Mapping[int, RankNumbers],
         theirs: Tensor,
         told: Tensor,
         replicas: Replicas,

@@ -63,7 +63,7 @@ _CHUNK = 2**20
 
 
 @dataclass(slots=True)
-class _Owner:
+class _OptimizerUpdates:
     """The updates of one optimizer since the check began, and the last samples of its parameters."""
 
     updates: int = 0
@@ -85,7 +85,7 @@ class UpdateCheck(Check):
     """Looks at weights right after an update: whether they moved, and whether they are finite."""
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, _Owner] = {}
+        self._owners: dict[Hashable, _OptimizerUpdates] = {}
         self._outside: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._passes = 0
 
@@ -108,7 +108,7 @@ class UpdateCheck(Check):
                 yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
 
     def before_update(self, update: Update) -> Iterable[Finding]:
-        owner = self._owners.setdefault(update.owner, _Owner())
+        owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
         for index in owner.suspects:
             param, grad = update.params.get(index), update.grads.get(index)
             if param is not None and grad is not None:
@@ -117,7 +117,7 @@ class UpdateCheck(Check):
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:
-        owner = self._owners.setdefault(update.owner, _Owner())
+        owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
         owner.updates += 1
         owner.performed += update.took_place
         number = owner.updates
@@ -135,7 +135,7 @@ class UpdateCheck(Check):
         if number <= _FIRST or window:
             self._look(owner, update, window=window)
 
-    def _look(self, owner: _Owner, update: Update, *, window: bool) -> None:
+    def _look(self, owner: _OptimizerUpdates, update: Update, *, window: bool) -> None:
         having = [t for t in update.indices if t in update.grads]
         new = {t: sample(update.params[t]) for t in having if update.params[t].numel()}
         old = {t: owner.samples.get(t, new[t]) for t in new}
@@ -149,7 +149,12 @@ class UpdateCheck(Check):
         owner.sampled = owner.updates if window else owner.sampled
 
     def _judge(
-        self, owner: _Owner, update: Update, indices: Sequence[int], span: int, seen: Tensor
+        self,
+        owner: _OptimizerUpdates,
+        update: Update,
+        indices: Sequence[int],
+        span: int,
+        seen: Tensor,
     ) -> Iterator[Finding]:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
         shares, finite = seen.tolist()
@@ -163,7 +168,9 @@ class UpdateCheck(Check):
                 if not share
             }
 
-    def _causes(self, owner: _Owner, update: Update, waited: dict[int, int]) -> Iterator[Finding]:
+    def _causes(
+        self, owner: _OptimizerUpdates, update: Update, waited: dict[int, int]
+    ) -> Iterator[Finding]:
         """Yield one finding for each cause for which parameters that should have moved did not."""
         # Compared with earlier ones also: near a minimum all gradients are rounding noise.
         usual = owner.usual = max(owner.usual, _usual_gradient(update) if waited else 0.0)
@@ -201,7 +208,7 @@ def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
     return not bool(differing([old], [torch.take(param, at)]))
 
 
-def _cause(update: Update, index: int, owner: _Owner) -> tuple[str, int]:
+def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> tuple[str, int]:
     param, group = update.params[index], update.groups.get(index)
     if index in update.frozen:
         return "frozen", WINDOW

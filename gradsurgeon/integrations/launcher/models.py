@@ -25,7 +25,7 @@ from gradsurgeon.language.planning import Plan
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.records.store.layout import database_name, is_of_another_start
-from gradsurgeon.runtime import Attachment, Guard, Options, session_state
+from gradsurgeon.runtime import Attachment, Guard, SessionOptions, session_state
 from gradsurgeon.sinks.sink import Sink, at_place
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.readable import readable
@@ -169,7 +169,7 @@ class Models:
 
     def _put_on(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
         explain()
-        options = Options(
+        options = SessionOptions(
             optimizers,
             mode="observe" if self.settings.observe else "act",
             start_step=self._replace_parts(root),
@@ -191,7 +191,7 @@ class Models:
                 model.session.context.title = model.title
 
     def _attach(
-        self, root: nn.Module, plan: Plan, options: Options
+        self, root: nn.Module, plan: Plan, options: SessionOptions
     ) -> tuple[Attachment, Path | None]:
         # The curves of a further model have a prefix.
         prefix = f"model-{len(self.attached) + 1}" if self.attached else ""

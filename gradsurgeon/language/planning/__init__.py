@@ -5,7 +5,7 @@ from gradsurgeon.language.planning.binding import bind as bind
 from gradsurgeon.language.planning.binding import curves_of_nothing as curves_of_nothing
 from gradsurgeon.language.planning.manifest import ROOT as ROOT
 from gradsurgeon.language.planning.manifest import Manifest as Manifest
-from gradsurgeon.language.planning.manifest import Module as Module
+from gradsurgeon.language.planning.manifest import ModuleEntry as ModuleEntry
 from gradsurgeon.language.planning.manifest import Param as Param
 from gradsurgeon.language.planning.manifest import class_names as class_names
 from gradsurgeon.language.planning.manifest import from_model as from_model

@@ -7,7 +7,7 @@ from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.common import _live
 from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.errors import BindError, printable
-from gradsurgeon.language.planning.manifest import Manifest, Module, Param
+from gradsurgeon.language.planning.manifest import Manifest, ModuleEntry, Param
 from gradsurgeon.language.planning.matching import Match, Matcher, Thing
 from gradsurgeon.language.planning.obstacles import MatchedRules, complaint
 from gradsurgeon.language.planning.plan import Binding, Plan, hook_of
@@ -51,7 +51,7 @@ def _bindings(rule: Rule, match: Match) -> Iterator[Binding]:
             yield Binding(rule_id, text, (), tensor, point, hook)
     for thing in match.things:
         numel, dormant = (
-            (0, False) if isinstance(thing, Module) else (thing.numel, not thing.requires_grad)
+            (0, False) if isinstance(thing, ModuleEntry) else (thing.numel, not thing.requires_grad)
         )
         yield Binding(rule_id, thing.name, thing.aliases, tensor, point, hook, numel, dormant)
 

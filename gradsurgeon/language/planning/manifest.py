@@ -59,7 +59,7 @@ ROOT = "."
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class ModuleEntry:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: Name
@@ -96,7 +96,7 @@ class Manifest:
 
     origin: str
     params: tuple[Param, ...]
-    modules: tuple[Module, ...] = ()
+    modules: tuple[ModuleEntry, ...] = ()
     model_type: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -115,7 +115,7 @@ class Manifest:
     @cached_property
     def lacks_classes(self) -> bool:
         """Whether the source of the names lacks classes, as a file of weights does."""
-        things: tuple[Param | Module, ...] = (*self.params, *self.modules)
+        things: tuple[Param | ModuleEntry, ...] = (*self.params, *self.modules)
         return any(not one.module_type for one in things)
 
 
@@ -193,12 +193,12 @@ def named_modules(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> dict[str,
     return {path or ROOT: module for path, module in tree or walk(model)}
 
 
-def _modules(names: Mapping[str, Any]) -> Iterator[Module]:
+def _modules(names: Mapping[str, Any]) -> Iterator[ModuleEntry]:
     found: dict[int, tuple[Any, list[str]]] = {}
     for name, module in names.items():
         found.setdefault(id(module), (module, []))[1].append(name)
     for module, own in found.values():
-        yield Module(own[0], tuple(own[1:]), class_names(module))
+        yield ModuleEntry(own[0], tuple(own[1:]), class_names(module))
 
 
 def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:

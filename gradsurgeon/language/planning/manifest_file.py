@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from gradsurgeon.actions import described
 from gradsurgeon.errors import ManifestError, Place, Problem, shorten_names
-from gradsurgeon.language.planning.manifest import ROOT, Manifest, Module, Name, Param, Shape
+from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Name, Param, Shape
 from gradsurgeon.language.schema import Built
 from gradsurgeon.records.store.files import begins, check_replaceable, replacing
 
@@ -49,7 +49,7 @@ class _File:
     origin: Name
     hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
     params: Annotated[tuple[Param, ...], FailFast()]
-    modules: Annotated[tuple[Module, ...], FailFast()]
+    modules: Annotated[tuple[ModuleEntry, ...], FailFast()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Tensor:
 
 
 def to_dict(manifest: Manifest) -> dict[str, Any]:
-    kinds: dict[str, Any] = {"params": tuple[Param, ...], "modules": tuple[Module, ...]}
+    kinds: dict[str, Any] = {"params": tuple[Param, ...], "modules": tuple[ModuleEntry, ...]}
     content = {
         key: TypeAdapter(kind).dump_python(
             getattr(manifest, key), mode="json", by_alias=True, exclude_defaults=True
@@ -148,7 +148,7 @@ def _from_weights(file: str) -> Manifest:
     ]
     if left_out:
         notes.append(f"tensors of whole numbers are left out: {shorten_names(left_out)}")
-    modules = tuple(Module(path, (), ()) for path in paths if path)
+    modules = tuple(ModuleEntry(path, (), ()) for path in paths if path)
     return Manifest(file, tuple(params), modules, notes=tuple(notes))
 
 

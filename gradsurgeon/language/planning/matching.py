@@ -8,9 +8,9 @@ from itertools import chain
 from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.common.match import compile_pattern, segments, select, suggest, without_zeros
 from gradsurgeon.errors import printable, shorten_names
-from gradsurgeon.language.planning.manifest import ROOT, Manifest, Module, Param
+from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Param
 
-Thing = Param | Module
+Thing = Param | ModuleEntry
 _MAX_DOUBTS = 20  # on one rule
 _FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names compared for all hints
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import printable, shorten_names
-from gradsurgeon.language.planning.manifest import Manifest, Module, Param
+from gradsurgeon.language.planning.manifest import Manifest, ModuleEntry, Param
 from gradsurgeon.language.planning.matching import (
     Match,
     Matcher,
@@ -144,7 +144,7 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
             "dense, or has to tell losses apart there; leave them out by `exclude`, or include 0 in the bounds"
         )
     yield from _unreachable(rule, params, manifest)
-    modules = (thing for thing in match.things if isinstance(thing, Module))
+    modules = (thing for thing in match.things if isinstance(thing, ModuleEntry))
     if scripted := [module for module in modules if "ScriptModule" in module.module_type]:
         yield (
             f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "

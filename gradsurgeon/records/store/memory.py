@@ -37,7 +37,7 @@ class Key(NamedTuple):
     names: tuple[str, ...]
 
 
-class Measured(NamedTuple):
+class RecordedRow(NamedTuple):
     key: Key
     step: int
     values: bytes
@@ -50,7 +50,7 @@ class Destination(ABC):
     """Where rows go: memory, a file, or a tracker."""
 
     @abstractmethod
-    def take(self, row: Measured) -> None:
+    def take(self, row: RecordedRow) -> None:
         """Take a row."""
 
     def add(
@@ -63,7 +63,7 @@ class Destination(ABC):
         replace: bool = False,
     ) -> None:
         """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
-        self.take(Measured(key, step, values, absent, replace))
+        self.take(RecordedRow(key, step, values, absent, replace))
 
 
 class WholeSeries(ABC):
@@ -169,7 +169,7 @@ class Records(Destination):
         self._bytes = 0
         self.dropped = 0
 
-    def take(self, row: Measured) -> None:
+    def take(self, row: RecordedRow) -> None:
         key, step, values, absent, replace = row
         series = self._series.get(key)
         if series is None:

@@ -18,7 +18,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store import layout
 from gradsurgeon.records.store.database import created, is_busy, is_live, lock_file, locked, logs
 from gradsurgeon.records.store.files import Outlet, replacing
-from gradsurgeon.records.store.memory import Key, Measured
+from gradsurgeon.records.store.memory import Key, RecordedRow
 
 _INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
@@ -84,7 +84,7 @@ class RunWriter(Outlet):
         self._event_ids = count(1)
         self._lock = RLock()
 
-    def take(self, row: Measured) -> None:
+    def take(self, row: RecordedRow) -> None:
         """Take one row. The row that it replaces may be in the file already."""
         key = row.key
         if self.closed:
