@@ -292,8 +292,8 @@ def replay(
 
     _manifest_of(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
-    session = runtime.find(model)
-    with nullcontext() if session is None else session.context.resting():
+    attachment = runtime.find(model)
+    with nullcontext() if attachment is None else attachment.context.resting():
         try:
             return forensics.diagnose(failed, doubts, debugger=debugger)
         except Exception as error:

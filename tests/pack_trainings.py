@@ -92,7 +92,7 @@ def launched(
             for session in list(registry._attached):
                 session.removed = False
                 session.discard()
-    statuses = [model.session.status() for model in models.attached]
+    statuses = [model.attachment.status() for model in models.attached]
     return Launched(weights, err.getvalue().splitlines(), statuses)
 
 

@@ -46,17 +46,19 @@ _on_tags: list[str] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
-    return next((one for one in applied_to(model) if one.model() is model), None)
+    return next(
+        (attachment for attachment in applied_to(model) if attachment.model() is model), None
+    )
 
 
 def applied_to(model: nn.Module) -> list[Attachment]:
     """Return the session of a model, and sessions left behind by an earlier container of its modules."""
     with _changing:
-        sessions = [one for one in _attached if not (one.removed or one.options.beside)]
-    modules = set(model.modules()) if any(one.model() is None for one in sessions) else set()
+        attachments = [one for one in _attached if not (one.removed or one.options.beside)]
+    modules = set(model.modules()) if any(one.model() is None for one in attachments) else set()
     return [
         one
-        for one in sessions
+        for one in attachments
         if one.model() is model
         or (one.model() is None and not modules.isdisjoint(one.controller.model.modules))
     ]
@@ -75,14 +77,14 @@ def unwatch_steps() -> None:
         handle.remove()
 
 
-def enter(model: nn.Module, session: Attachment) -> None:
-    beside = session.options.beside
+def enter(model: nn.Module, attachment: Attachment) -> None:
+    beside = attachment.options.beside
     old = [] if beside else applied_to(model)
     # The finalizer notices when a model dies; it must not keep the model alive.
-    finalizer = weakref.finalize(model, session.model_gone)
+    finalizer = weakref.finalize(model, attachment.model_gone)
     finalizer.atexit = False
     try:
-        session.attach(partial(_leave, finalizer))
+        attachment.attach(partial(_leave, finalizer))
     except BaseException:
         finalizer.detach()
         raise
@@ -90,11 +92,11 @@ def enter(model: nn.Module, session: Attachment) -> None:
         for one in old:
             one.remove()
     except BaseException:  # Ctrl-C during a wait
-        session.discard()
+        attachment.discard()
         raise
     with _changing:
         # Replaced at once: another thread may be about to iterate over the sessions.
-        _attached[:] = sorted([*_attached, session], key=lambda one: one.options.beside)
+        _attached[:] = sorted([*_attached, attachment], key=lambda one: one.options.beside)
         for other in _attached:
             if other.options.beside and not beside and other.model() is model:
                 other.controller.go_last()
@@ -158,9 +160,9 @@ def _show(tensor: Tensor, name: str) -> Tensor:
 
 def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
     """Run the backward pass of the sum of losses, with the rules of all sessions on each loss's gradient."""
-    sessions = _with_loss_rules()
-    modules = (module for one in sessions for module in one.model.modules)
-    loss_backward.backward(losses, scaler, [one.losses for one in sessions], modules)
+    controllers = _with_loss_rules()
+    modules = (module for one in controllers for module in one.model.modules)
+    loss_backward.backward(losses, scaler, [one.losses for one in controllers], modules)
 
 
 @uncompiled
@@ -239,5 +241,5 @@ def _with_loss_rules() -> list[Controller]:
 
 
 def _controllers() -> list[Controller]:
-    sessions = [session for session in list(_attached) if not session.removed]
-    return [one.controller for one in sessions if not one.context.refusals.over]
+    attachments = [one for one in list(_attached) if not one.removed]
+    return [one.controller for one in attachments if not one.context.refusals.over]

@@ -56,7 +56,7 @@ def _on_end(
     if error.diagnosis is not None and error.diagnosis.operation and _failed:
         with ExitStack() as stack:
             for model in attached:
-                stack.enter_context(model.session.context.resting())
+                stack.enter_context(model.attachment.context.resting())
             diagnose(_failed[0], debugger=True)
     say("the trap stopped the update: the debugger is in the line that took the step (`q` to quit)")
     cut_behind_the_script(error.__traceback__)

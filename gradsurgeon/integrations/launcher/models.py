@@ -36,7 +36,7 @@ class AttachedModel:
     """A model of the script and the rules on it; another model with all of its parameters may have replaced it."""
 
     module: weakref.ref[nn.Module]
-    session: Attachment
+    attachment: Attachment
     record: Path | None
     start: int
     # The ids of its parameters when the rules were bound. Between passes a sharded model may show others.
@@ -46,14 +46,14 @@ class AttachedModel:
 
     @property
     def title(self) -> str:
-        return self.session.plan.subject
+        return self.attachment.plan.subject
 
     def params(self) -> list[nn.Parameter]:
         module = self.module()
         return [] if module is None else list(module.parameters())
 
     def bound_ids(self) -> set[int]:
-        names = {name for param in self.session.plan.manifest.params for name in param.names}
+        names = {name for param in self.attachment.plan.manifest.params for name in param.names}
         return {
             id(slot.owner._parameters[slot.key])  # noqa: SLF001 # the slot itself
             for slot in planning.slots(self.module())
@@ -84,7 +84,7 @@ class Models:
         return all(id(param) in bound for param in params)
 
     def _alive(self) -> list[AttachedModel]:
-        return [m for m in self.attached if m.module() is not None and not m.session.removed]
+        return [m for m in self.attached if m.module() is not None and not m.attachment.removed]
 
     def waiting(self) -> list[AttachedModel]:
         return [model for model in self._alive() if not model.begun]
@@ -116,7 +116,7 @@ class Models:
         self.rank = _dist.rank()
         for model in self.waiting():
             model.begun = True
-            over = model.session.context.refusals.over
+            over = model.attachment.context.refusals.over
             if not (over or self.settings.quiet or self.settings.dry_run):
                 write(self._header(model, optimizers), self.rank)
 
@@ -151,19 +151,19 @@ class Models:
             more.append(f"  records: {printable(str(model.record))}")
         if self._sinks:
             more.append(f"  sinks: {printable(', '.join(self._sinks))}")
-        return [*header(model.session.plan, [*dict.fromkeys(owners)], model.start), *more]
+        return [*header(model.attachment.plan, [*dict.fromkeys(owners)], model.start), *more]
 
     def _replace_parts(self, root: nn.Module) -> int:
         inside = {id(module) for module in root.modules()}
         step = self.settings.start_step or 0
         for model in self._alive():
             if id(model.module()) in inside:
-                step = max(step, model.session.step)
+                step = max(step, model.attachment.step)
                 if model.begun:
                     model.replaced = True
-                    model.session.remove()
+                    model.attachment.remove()
                 else:
-                    model.session.discard()
+                    model.attachment.discard()
                     self.attached.remove(model)
         return step
 
@@ -180,15 +180,17 @@ class Models:
         manifest = planning.from_model(root)
         plan = planning.bind(self.rules, manifest, alone=False, lenient=self.guard.lenient)
         plan = replace(plan, title=self._title(plan.manifest.origin))
-        session, record = self._attach(root, plan, options)
-        self._resume(session, plan.title)
+        attachment, record = self._attach(root, plan, options)
+        self._resume(attachment, plan.title)
         self.rank = _dist.rank()
         owned = frozenset(map(id, root.parameters()))
-        self.attached.append(AttachedModel(weakref.ref(root), session, record, session.step, owned))
+        self.attached.append(
+            AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned)
+        )
         if len(self.attached) > 1:
             # Models of one script often have parameters of the same names.
             for model in self.attached:
-                model.session.context.title = model.title
+                model.attachment.context.title = model.title
 
     def _attach(
         self, root: nn.Module, plan: Plan, options: SessionOptions
@@ -199,22 +201,24 @@ class Models:
         while True:
             record = self._run_directory(plan.title)
             try:
-                session = api.attach(root, plan, options, record=record, sinks=sinks, title=prefix)
+                attachment = api.attach(
+                    root, plan, options, record=record, sinks=sinks, title=prefix
+                )
             except RecordError:
                 # Another process may have taken the directory meanwhile: then try the next one.
                 if record is None or record != self._folder or record == self._run_directory(""):
                     raise
             else:
-                return session, record
+                return attachment, record
 
-    def _resume(self, session: Attachment, title: str) -> None:
+    def _resume(self, attachment: Attachment, title: str) -> None:
         settings = self.settings
-        if not settings.resume or session.step > (settings.start_step or 0):
+        if not settings.resume or attachment.step > (settings.start_step or 0):
             return  # A larger model replaces a part that was trained since.
         folder = Path(settings.resume, title) if self.attached else Path(settings.resume)
         shown = printable(str(folder))
         try:
-            end = session_state.resume(folder, session.controller, step=settings.start_step)
+            end = session_state.resume(folder, attachment.controller, step=settings.start_step)
             if end is not None:
                 if not settings.quiet and _dist.rank() == 0:
                     say(f"the rules go on from {shown}, saved before step {end:,}")
@@ -263,7 +267,7 @@ class Models:
         return folder
 
     def _plans(self) -> dict[str, Plan]:
-        return {model.title: model.session.plan for model in self.attached if not model.replaced}
+        return {model.title: model.attachment.plan for model in self.attached if not model.replaced}
 
     def check(self) -> None:
         """Refuse rules that match nothing on any rank; of a pack report them, without asking the other ranks."""

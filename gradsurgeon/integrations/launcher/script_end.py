@@ -50,7 +50,7 @@ class ScriptEnd:
         original(*status)
 
     def _steps(self) -> int:
-        return sum(model.session.step for model in self._models.attached)
+        return sum(model.attachment.step for model in self._models.attached)
 
     def first_step(self) -> None:
         self._models.check()
@@ -58,12 +58,12 @@ class ScriptEnd:
             return
         self._pid = code = 0
         for number, model in enumerate(self._models.attached if self._models.rank == 0 else ()):
-            print(model.session.plan, flush=True)  # noqa: T201 # the product of a dry run
+            print(model.attachment.plan, flush=True)  # noqa: T201 # the product of a dry run
             path = Path(self._settings.dry_run)
             if number:
                 path = path.with_name(f"{path.stem}.{model.title}{path.suffix}")
             try:
-                manifest_file.write(model.session.plan.manifest, path)
+                manifest_file.write(model.attachment.plan.manifest, path)
             except (OSError, RecordError) as error:
                 say(f"dry run: error: cannot write {printable(str(path))}: {printable(str(error))}")
                 code = 2
@@ -86,11 +86,11 @@ class ScriptEnd:
             with models.guard:
                 # A refused run leaves no directory that would block the next run.
                 if refused:
-                    model.session.discard()
+                    model.attachment.discard()
                 else:
-                    model.session.remove(ended_by)
+                    model.attachment.remove(ended_by)
                     # A session that ended with its model may not have heard the last of other ranks.
-                    model.session.controller.checks.conclude()
+                    model.attachment.controller.checks.conclude()
         if refused:  # a refusal has a traceback
             return
         with models.guard:
@@ -105,9 +105,9 @@ class ScriptEnd:
         if settings.dry_run:
             problems.insert(0, "dry run: no optimizer took a step, so there is no plan")
         for model in models.attached if not (settings.quiet or settings.dry_run) else ():
-            write(summary(model.session, model.start, model.record), models.rank)
+            write(summary(model.attachment, model.start, model.record), models.rank)
         for model in models.attached:
             # At the end of the process, warnings are no longer shown. Each rank names what it lost.
-            lost = model.session.context.recorder.lost
+            lost = model.attachment.context.recorder.lost
             write([f"gradsurgeon: error: {model.title}: {text}" for text in lost], 0)
         write([f"gradsurgeon: error: {problem}" for problem in problems], models.rank)

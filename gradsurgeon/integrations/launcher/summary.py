@@ -55,34 +55,34 @@ def _work_of(rule: Rule, status: RuleStatus, events: Sequence[Event]) -> tuple[s
     return f"fired {status.fired:,}", changed, last
 
 
-def summary(session: Attachment, start: int, record: Path | None) -> Iterator[str]:
-    plan, statuses = session.plan, session.status()
+def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator[str]:
+    plan, statuses = attachment.plan, attachment.status()
     fired = {rule for rule, status in statuses.items() if status.fired}
-    if not fired and session.context.refusals.over:
+    if not fired and attachment.context.refusals.over:
         return  # a line has said so
-    if not (fired or session.controller.has_gradients):
+    if not (fired or attachment.controller.has_gradients):
         yield f"gradsurgeon: {plan.subject}: no gradient arrived, so no rule acted on it"
         return
     since = f", from step {start}" if start else ""
-    yield f"gradsurgeon: {plan.subject}, {count(session.step - start, 'step')}{since}"
-    diagnosis = printable(first_diagnosis(session.events))
-    rows, pending = [], session.pending_steps()
+    yield f"gradsurgeon: {plan.subject}, {count(attachment.step - start, 'step')}{since}"
+    diagnosis = printable(first_diagnosis(attachment.events))
+    rows, pending = [], attachment.pending_steps()
     checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule) and rule.id in fired]
-    resting = session.context.schedule.resting - fired
+    resting = attachment.context.schedule.resting - fired
     for rule in plan.rules.rules:
         if not plan.of(rule.id) or isinstance(rule, CheckRule) or rule.id in resting:
             continue
         status = settled(statuses[rule.id], pending)
-        rows.append((printable(rule.id), rule.action, *_work_of(rule, status, session.events)))
+        rows.append((printable(rule.id), rule.action, *_work_of(rule, status, attachment.events)))
     yield from grid(rows)
     if checks:
-        found = sum(event.kind == "check" for event in session.events)
+        found = sum(event.kind == "check" for event in attachment.events)
         names = ", ".join(printable(rule.id) for rule in checks)
         nothing = "nothing else" if diagnosis else "nothing"
         yield f"  checked: {names}; found: {count(found, 'fault') if found else nothing}"
-    if silent := _without_gradient(session):
+    if silent := _without_gradient(attachment):
         yield f"  {never_reached(silent)}"
-    told = [event for event in session.events if event.kind != "notice"]
+    told = [event for event in attachment.events if event.kind != "notice"]
     first, left_out, last = shown_groups(told)
     more = [f"  ... and {left_out:,} more"] if left_out else []
     lines = [*map(_line, first), *more, *map(_line, last)]
@@ -94,10 +94,10 @@ def summary(session: Attachment, start: int, record: Path | None) -> Iterator[st
         yield f"  gradsurgeon report {printable(str(record))}"
 
 
-def _without_gradient(session: Attachment) -> list[str]:
-    records, model = session.records, session.model()
+def _without_gradient(attachment: Attachment) -> list[str]:
+    records, model = attachment.records, attachment.model()
     # A script may freeze more after the plan was made.
-    now = session.plan.manifest if model is None else from_model(model)
+    now = attachment.plan.manifest if model is None else from_model(model)
     learning = {one.name for one in now.params if one.requires_grad and not one.sharding}
     every = [] if records.dropped else [one for one in records if one.key.point == "accumulated"]
     got = {name for one in every for name in learning & one.columns.keys() if one.last(name)}
