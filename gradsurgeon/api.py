@@ -293,9 +293,10 @@ def replay(
     _manifest_of(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
     attachment = runtime.find(model)
+    watch_tags = forensics.no_tags if attachment is None else attachment.context.watching_tags
     with nullcontext() if attachment is None else attachment.context.resting():
         try:
-            return forensics.diagnose(failed, doubts, debugger=debugger)
+            return forensics.diagnose(failed, doubts, watch_tags=watch_tags, debugger=debugger)
         except Exception as error:
             # A bundle from elsewhere may contain anything.
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"

@@ -1,6 +1,7 @@
 """From the kept calls of a step to a diagnosis: all calls are replayed, and the earliest source is judged."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
-from gradsurgeon.forensics.replay import INPUT, Replayed, input_name, replay
+from gradsurgeon.forensics.replay import INPUT, Replayed, WatchTags, input_name, replay
 from gradsurgeon.forensics.sources import BLANK, NonfiniteSource, held
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 from gradsurgeon.tensors.structure import tensors_in
@@ -63,12 +64,20 @@ _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated
 _PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
 
+def no_tags(_: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def diagnose(
-    failed: FailedStep, doubts: Sequence[str] = (), *, debugger: bool = False
+    failed: FailedStep,
+    doubts: Sequence[str] = (),
+    *,
+    watch_tags: WatchTags = no_tags,
+    debugger: bool = False,
 ) -> Diagnosis:
     """Replay the calls of a step, and return where and why a number became non-finite. Waits for the device.
 
-    ``doubts`` are reasons that make any result less certain.
+    ``doubts`` are reasons that make any result less certain. ``watch_tags`` shows the tags of the script to the replay.
     """
     blank, kept = Diagnosis("not reproduced", (), failed.step, failed.rank), failed.kept
     reasons: list[str] = []
@@ -81,11 +90,11 @@ def diagnose(
     if failed.divided:
         return diagnose_inputs(failed) or replace(blank, reasons=(_DIVIDED,))
     reasons += doubts
-    if (blamed := _search(failed, reasons)) is None:
+    if (blamed := _search(failed, reasons, watch_tags)) is None:
         return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))
     replayed, source = blamed
     if debugger and source.is_operation:
-        replay(replayed.call, stop_at=source.when)
+        replay(replayed.call, watch_tags, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
     return _told(replayed, source, failed, tuple(reasons))
 
@@ -104,10 +113,12 @@ def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
     return None
 
 
-def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, NonfiniteSource] | None:
+def _search(
+    failed: FailedStep, reasons: list[str], watch_tags: WatchTags
+) -> tuple[Replayed, NonfiniteSource] | None:
     outside: tuple[Replayed, NonfiniteSource] | None = None
     for call in failed.kept.calls:
-        replayed = replay(call)
+        replayed = replay(call, watch_tags)
         if call.iterators:
             reasons.append(_ITERATOR.format(", ".join(call.iterators)))
         elif (error := replayed.error) is not None:

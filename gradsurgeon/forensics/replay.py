@@ -4,7 +4,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,8 +24,8 @@ INPUT = "input "
 _FREED = "an argument of the call has no numbers any more, such as a parameter that fully_shard has freed"
 # Anomaly mode, hooks on all modules and random numbers belong to the whole process.
 _one_at_a_time = threading.RLock()
-# Each is called with the name of a tag and the tensor while a call is replayed, if rules act on tags.
-shown_to: list[Callable[[str, Tensor], None]] = []
+# Calls a function with the name and the tensor of each tag, as long as the context is open.
+WatchTags = Callable[[Callable[[str, Tensor], None]], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Replayed:
     error: Exception | None = None
 
 
-def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
+def replay(call: KeptCall, watch_tags: WatchTags, *, stop_at: int = 0) -> Replayed:
     """Run a call and its backward pass again; open `pdb` at the birth with the moment ``stop_at``."""
     module, found = call.module(), Replayed(call)
     if module is None or call.iterators:
@@ -57,13 +57,13 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
     try:
         with _one_at_a_time, undisturbed(module, call.random), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _run(module, found, stop_at)
+            _run(module, found, watch_tags, stop_at)
     except Exception as error:  # noqa: BLE001 # the code of the script may raise anything
         found.error = error
     return found
 
 
-def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
+def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int) -> None:
     call, modules = found.call, ModuleCalls()
     provenance = Provenance(modules, stop_at)
     own = {**dict(module.named_parameters()), **call.weights}
@@ -98,8 +98,7 @@ def _run(module: nn.Module, found: Replayed, stop_at: int) -> None:
     with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
         # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(exchanged(module, params, buffers))
-        shown_to.append(came_out)
-        stack.callback(shown_to.remove, came_out)
+        stack.enter_context(watch_tags(came_out))
         stack.callback(provenance.memory.restore)
         with provenance:
             output = module(*args, **kwargs)

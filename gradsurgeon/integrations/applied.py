@@ -13,6 +13,7 @@ from gradsurgeon.language import planning
 from gradsurgeon.records.delivery import Prefixes, prefix_of, summary
 from gradsurgeon.records.store.layout import unpack_absent
 from gradsurgeon.records.store.memory import RecordedRow
+from gradsurgeon.runtime.session import attachment_of
 from gradsurgeon.sinks.sink import patterns_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class AppliedRules:
     def _warn(self, text: str) -> None:
         """Warn, and note the warning in the records as rules do."""
         if self.session is not None:
-            log = self.session._attachment.context.event_log  # noqa: SLF001 # no rule emits it
+            log = attachment_of(self.session).context.event_log  # no rule emits it
             log.emit("notice", text, step=self.session.step, warn=True)
 
     def _warn_of_clip(self, clip: float | None, how: str) -> None:
@@ -101,7 +102,7 @@ class AppliedRules:
 
     def _new_rows(self) -> Iterator[RecordedRow]:
         session: Any = self.session
-        for series in list(session._attachment.records):  # noqa: SLF001 # all series at once
+        for series in list(attachment_of(session).records):
             key = series.key
             # With accumulation, the row of a step that is not finished may be incomplete.
             finished = (row for row in reversed(series.rows) if row[0] < session.step)

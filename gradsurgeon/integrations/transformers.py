@@ -15,6 +15,7 @@ from gradsurgeon.errors import printable, warn
 from gradsurgeon.integrations.applied import AppliedRules
 from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.runtime import session_state
+from gradsurgeon.runtime.session import attachment_of
 from gradsurgeon.tensors import _dist
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class TransformersCallback(AppliedRules, TrainerCallback):
         """Load the state of the rules from the checkpoint that the trainer restored, if there is one."""
         folder = self._restored()
         if isinstance(folder, (str, PathLike)):
-            controller = session._attachment.controller  # noqa: SLF001 # names the file in errors
+            controller = attachment_of(session).controller
             if session_state.resume(Path(folder), controller) is None:
                 name = state_name(_dist.rank())
                 where = printable(str(Path(folder) / name))
@@ -114,7 +115,7 @@ class TransformersCallback(AppliedRules, TrainerCallback):
         if not folder.is_dir() and _dist.rank():
             return
         try:
-            session_state.write(folder, self.session._attachment.controller)  # noqa: SLF001 # as above
+            session_state.write(folder, attachment_of(self.session).controller)
         except OSError as error:
             why = printable(error.strerror or str(error))
             self._warn(

@@ -110,6 +110,8 @@ class ActivationRules:
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         if not self.context.program.tags:
             return tensor
+        if self.context.tag_watcher is not None:
+            self.context.tag_watcher(name, tensor)
         if name not in self._tags:
             rules = [rule for rule in self.context.program.tags if _matches(rule, name)]
             self._tags[name] = Site(rules, ROOT, name, self.counters)

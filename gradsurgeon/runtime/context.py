@@ -165,6 +165,8 @@ class SessionOptions(NamedTuple):
     lenient: bool = False
     # Shows a line to the person at the terminal; without it lines are warnings and records of `logging`.
     say: Callable[[str], None] | None = None
+    # Is called with each diagnosed step, as a function that opens the debugger where the fault was made.
+    on_failed_step: Callable[[Callable[[], object]], None] | None = None
 
 
 class Context:
@@ -193,6 +195,9 @@ class Context:
         self._is_paused = False
         # The name of the model, if the process has several.
         self.title = ""
+        # Is called with the name and the tensor of each tag, while a step is run again.
+        self.tag_watcher: Callable[[str, Tensor], None] | None = None
+        self.on_failed_step = options.on_failed_step
         self.scaling = Scaling(options.scaler, self.refusals)
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}
         self.captures = self.recorder.captures
@@ -250,6 +255,15 @@ class Context:
                 yield
         finally:
             self._is_paused = paused
+
+    @contextmanager
+    def watching_tags(self, watcher: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Call a function with the name and the tensor of each tag."""
+        self.tag_watcher = watcher
+        try:
+            yield
+        finally:
+            self.tag_watcher = None
 
     def place(self, step: int, rule: str) -> str:
         model = f", model {printable(self.title)}" if self.title else ""

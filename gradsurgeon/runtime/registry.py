@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.forensics import replay
 from gradsurgeon.runtime import loss_backward, running_steps
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
@@ -150,8 +149,6 @@ _torch.compile_within_caller(tag)
 
 @uncompiled
 def _show(tensor: Tensor, name: str) -> Tensor:
-    for show in replay.shown_to:
-        show(name, tensor)
     for controller in _controllers():
         with controller.context.refusals:
             tensor = controller.activations.tag(tensor, name)

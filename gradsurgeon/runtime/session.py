@@ -246,3 +246,8 @@ class Session(RecordQueries):
     def _repr_html_(self) -> str:
         more = "print(session.plan), gradsurgeon.report.summary(session), session.plot()"
         return _html.pre(f"{self!r}\nto see more: {more}")
+
+
+def attachment_of(session: Session) -> Attachment:
+    """Return the attachment behind a session, for other parts of this package."""
+    return session._attachment  # noqa: SLF001 # users have no use for it

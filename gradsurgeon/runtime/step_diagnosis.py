@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -63,7 +64,7 @@ class StepDiagnosis:
             failed = self._failed(step, scale, [report])
             if _dist.world() > 1:
                 return diagnose_inputs(failed)
-            found = diagnose(failed)
+            found = self._replayed(failed)
             fault = "" if found.cause is None else found.cause.fault
             # The loss scale has no effect on what a model is given and makes of it. An infinity may be meant.
             is_scaled = found.what != "NaN" or found.where == "backward"
@@ -105,7 +106,7 @@ class StepDiagnosis:
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:
             with self._context.resting():
-                diagnosis = diagnose(failed)
+                diagnosis = self._replayed(failed)
                 folder = self._folder(rules)
                 return diagnosis if folder is None else with_bundle(diagnosis, failed, folder)
         except Exception as error:  # noqa: BLE001 # the decision of the trap stays
@@ -116,6 +117,12 @@ class StepDiagnosis:
         finally:
             if not self.pending:
                 self._kept.detach()
+
+    def _replayed(self, failed: FailedStep) -> Diagnosis:
+        replay = partial(diagnose, failed, watch_tags=self._context.watching_tags)
+        if self._context.on_failed_step is not None:
+            self._context.on_failed_step(partial(replay, debugger=True))
+        return replay()
 
     def _folder(self, rules: Iterable[str]) -> Path | None:
         writer = self._context.recorder.writer

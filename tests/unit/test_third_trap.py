@@ -19,6 +19,8 @@ import gradsurgeon
 from gradsurgeon import TrapError
 from gradsurgeon.cli.watch import look, screen
 from gradsurgeon.integrations.launcher import debugger
+from gradsurgeon.integrations.launcher.models import Models
+from gradsurgeon.integrations.launcher.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,10 @@ def test_its_error_is_a_trap_error_that_the_debugger_opens_for(
     assert (error.rule, error.step, error.name) == ("long", 2, "weight")
     opened: list[object] = []
     monkeypatch.setattr(pdb, "post_mortem", opened.append)
-    debugger._on_end([], lambda *_: None, type(error), error, error.__traceback__)
+    models = Models(
+        Settings(""), gradsurgeon.load([gradsurgeon.NanTrap(id="t", params=("*",), then="warn")])
+    )
+    debugger._on_end(models, lambda *_: None, type(error), error, error.__traceback__)
     assert opened == [error.__traceback__]
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
     assert last.f_code.co_filename == __file__

@@ -12,32 +12,20 @@ import torch
 
 import gradsurgeon
 from gradsurgeon.common._patching import Patch
-from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.errors import TrapError
-from gradsurgeon.forensics import diagnose
-from gradsurgeon.forensics.kept_step import FailedStep
 from gradsurgeon.integrations.launcher.messages import say
-from gradsurgeon.integrations.launcher.models import AttachedModel
-from gradsurgeon.runtime import step_diagnosis
+from gradsurgeon.integrations.launcher.models import Models
 from gradsurgeon.tensors import _dist
 
 _OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
-# The last step that was diagnosed.
-_failed: list[FailedStep] = []
 
 
-def install(attached: list[AttachedModel]) -> None:
-    Patch(sys, "excepthook", partial(_on_end, attached))
-    Patch(step_diagnosis, "diagnose", _keep)
-
-
-def _keep(diagnose: Callable[[FailedStep], Diagnosis], failed: FailedStep) -> Diagnosis:
-    _failed[:] = [failed]
-    return diagnose(failed)
+def install(models: Models) -> None:
+    Patch(sys, "excepthook", partial(_on_end, models))
 
 
 def _on_end(
-    attached: list[AttachedModel],
+    models: Models,
     end: Callable[..., None],
     kind: type[BaseException],
     error: BaseException | None,
@@ -53,11 +41,11 @@ def _on_end(
         # The end of any rank makes torchrun end the others, the debugger with them.
         say("--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb` on the bundle instead")
         return
-    if error.diagnosis is not None and error.diagnosis.operation and _failed:
+    if error.diagnosis is not None and error.diagnosis.operation and models.debug is not None:
         with ExitStack() as stack:
-            for model in attached:
+            for model in models.attached:
                 stack.enter_context(model.attachment.context.resting())
-            diagnose(_failed[0], debugger=True)
+            models.debug()
     say("the trap stopped the update: the debugger is in the line that took the step (`q` to quit)")
     cut_behind_the_script(error.__traceback__)
     pdb.post_mortem(error.__traceback__)

@@ -4,7 +4,7 @@ import gc
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +71,8 @@ class Models:
         self.fitting = False
         # Nobody chose the rules of a pack for this script, so they never end it.
         self.guard = Guard(self._speak, lenient=settings.rules.startswith(packs.PREFIX))
+        # Opens the debugger where the fault of the last diagnosed step was made.
+        self.debug: Callable[[], object] | None = None
         # Whether the script has ended, so the summary reports what comes now.
         self.at_end = False
         # The run directory of the first model of this process.
@@ -125,6 +127,9 @@ class Models:
             rank = f"rank {_dist.rank()}: " if _dist.rank() else ""
             write([f"gradsurgeon: {rank}{text}"], 0)
 
+    def _keep_debug(self, debug: Callable[[], object]) -> None:
+        self.debug = debug
+
     def without_module(self) -> Iterator[str]:
         """Yield a line about the parameters that optimizers update and no module holds, if there are any."""
         if not self._free:
@@ -176,6 +181,7 @@ class Models:
             beside=True,
             lenient=self.guard.lenient,
             say=self._speak,
+            on_failed_step=self._keep_debug if self.settings.pdb else None,
         )
         manifest = planning.from_model(root)
         plan = planning.bind(self.rules, manifest, alone=False, lenient=self.guard.lenient)

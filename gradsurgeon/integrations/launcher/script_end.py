@@ -40,7 +40,7 @@ class ScriptEnd:
         Finalize(None, self._finish, exitpriority=100)
         Patch(sys, "exit", self._note_exit)
         if self._settings.pdb:
-            debugger.install(self._models.attached)
+            debugger.install(self._models)
 
     def _note_exit(self, original: Callable[..., None], *status: Any) -> None:
         """Remember the exit status, which Python forgets before the functions at exit run."""
