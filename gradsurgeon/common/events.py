@@ -45,18 +45,24 @@ def is_trip(event: Event, edits: Container[str] = ()) -> bool:
 class RuleStatus:
     """The work of one rule so far.
 
-    ``matched`` counts parameters, ``fired`` counts actions on single tensors (for a trap: all its looks),
-    ``changed`` is the share of them that altered at least one element (for a trap: the share of looks
-    that tripped), ``None`` where that is not counted: edits of single elements, such as `clamp`, count it
-    under ``mode="observe"`` alone. ``last_step`` is the latest update in which it fired, ``None`` before
-    the first.
+    ``matched`` counts parameters. ``fired`` counts actions on single tensors (for a trap: its checks). ``altered``
+    counts the actions that altered at least one element (for a trap: the checks that tripped). It is ``None`` if that is not
+    counted: edits of single elements, such as `clamp`, count it under ``mode="observe"`` alone. ``last_step`` is the
+    latest update in which the rule fired, ``None`` before the first.
     """
 
     matched: int
     fired: int
-    changed: float | None
+    altered: int | None
     last_step: int | None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> float | None:
+        """The share of the actions that altered something, 0 before the first action; ``None`` if that is not counted."""
+        if self.altered is None:
+            return None
+        return self.altered / self.fired if self.fired else 0.0
 
 
 def settled(status: RuleStatus, pending: Mapping[str, int]) -> RuleStatus:

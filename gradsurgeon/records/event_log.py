@@ -77,15 +77,10 @@ class Tally:
         return RuleStatus(
             matched=self.matched,
             fired=self.fired,
-            changed=self._share_of_changes(),
+            altered=self.altered,
             last_step=self.last_step,
             warnings=tuple(self.warnings),
         )
-
-    def _share_of_changes(self) -> float | None:
-        if self.altered is None:
-            return None
-        return self.altered / self.fired if self.fired else 0.0
 
 
 class EventLog:

@@ -225,7 +225,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     rules, ended = [], report.ended
     for rule in dict.fromkeys((*report.rules, *report.statuses)):
         info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
-        values = None if status is None else asdict(status)
+        values = None if status is None else {**asdict(status), "changed": status.changed}
         rules.append({"id": rule, "action": info.action, "role": info.role, "status": values})
     return {
         "version": 1,

@@ -66,10 +66,8 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
 
 def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
     ranks = sorted({event.rank for event in trips}) or [0]
-    counted = 0
-    if status.changed is not None:
-        # Each rank counts its own; and events are bounded, which the count is not.
-        counted = math.ceil(round(status.changed * status.fired) / len(ranks))
+    # Each rank counts its own trips; and events are bounded, which the count is not.
+    counted = math.ceil((status.altered or 0) / len(ranks))
     tripped = max(counted, len({event.step for event in trips}))
     looked = f"looked {count(status.fired, 'time')}"
     if not tripped:

@@ -37,7 +37,7 @@ def fill(path: pathlib.Path, *events: Event, ranks: int = 1) -> None:
     }
     writers = [write(path, histories, rank=rank) for rank in range(ranks)]
     for writer in writers:
-        writer.statuses({"norms": RuleStatus(4, 120, 0.25, 29, ("watch out",))})
+        writer.statuses({"norms": RuleStatus(4, 120, 30, 29, ("watch out",))})
         for event in events:
             writer.event(Event(event.kind, event.rule, event.step, writer.rank, *_rest(event)))
     for writer in writers:
@@ -222,6 +222,7 @@ class TestJSON:
                     "status": {
                         "matched": 4,
                         "fired": 120,
+                        "altered": 30,
                         "changed": 0.25,
                         "last_step": 29,
                         "warnings": ["watch out"],

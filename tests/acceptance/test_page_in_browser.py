@@ -150,7 +150,7 @@ def test_a_run_that_was_only_observed_says_what_would_have_changed(
 ) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=meta(mode="observe"))
     writer.add(KEY, 0, values(1.0, 2.0), frozenset())
-    writer.statuses({"norms": RuleStatus(2, 2, 0.5, 0)})
+    writer.statuses({"norms": RuleStatus(2, 2, 1, 0)})
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
     assert "would have changed" in page.locator("th").all_inner_texts()

@@ -139,7 +139,7 @@ def test_observe_mode_changes_nothing_and_counts_what_would_change(
     assert observed.changed is not None
     assert observed.changed > 0
     if act.status()["it"].changed is None:
-        observed = replace(observed, changed=None)
+        observed = replace(observed, altered=None)
     assert observed == act.status()["it"]
 
 

@@ -121,7 +121,7 @@ def report(histories: dict[str, list[float | None]], **more: Any) -> Report:
         "title": "rules.yaml on Net",
         "params": tuple(histories),
         "rules": {"norms": RuleInfo("norm-log", "observe", ("never",))},
-        "statuses": {"norms": RuleStatus(2, 5, 0.0, 4)},
+        "statuses": {"norms": RuleStatus(2, 5, 0, 4)},
     } | shown(records)
     return Report(**(given | more))
 
@@ -140,7 +140,7 @@ def test_hostile_texts_are_inert() -> None:
             title=HOSTILE,
             events=(event,),
             rules={HOSTILE: RuleInfo(HOSTILE, HOSTILE, (HOSTILE,))},
-            statuses={HOSTILE: RuleStatus(1, 1, 0.0, 0)},
+            statuses={HOSTILE: RuleStatus(1, 1, 0, 0)},
         ),
         diagnosis(
             **dict.fromkeys(

@@ -190,10 +190,19 @@ def test_fields_of_events_and_statuses() -> None:
     assert list(gradsurgeon.RuleStatus.__dataclass_fields__) == [
         "matched",
         "fired",
-        "changed",
+        "altered",
         "last_step",
         "warnings",
     ]
+
+
+@pytest.mark.parametrize(
+    ("fired", "altered", "changed"), [(3, 1, 1 / 3), (3, 0, 0.0), (0, 0, 0.0), (3, None, None)]
+)
+def test_the_share_of_changes_is_the_quotient_of_two_counts(
+    fired: int, altered: int | None, changed: float | None
+) -> None:
+    assert gradsurgeon.RuleStatus(2, fired, altered, None).changed == changed
 
 
 def test_what_pictures_take() -> None:

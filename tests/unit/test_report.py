@@ -52,7 +52,7 @@ def report(
         title="rules.yaml on Net",
         params=tuple(params) or tuple(names),
         rules=rules or {"norms": RuleInfo("norm-log", "observe", tuple(logged))},
-        statuses=statuses if statuses is not None else {"norms": RuleStatus(1, 5, 0.0, 4)},
+        statuses=statuses if statuses is not None else {"norms": RuleStatus(1, 5, 0, 4)},
         events=events,
         **shown(found),
     )
@@ -189,7 +189,7 @@ def test_a_parameter_with_one_nonzero_step_is_not_called_zero() -> None:
 
 def test_a_rule_that_never_fired_accuses_no_parameter() -> None:
     text = report(
-        logged=("w",), params=("w",), statuses={"norms": RuleStatus(1, 0, 0.0, None)}
+        logged=("w",), params=("w",), statuses={"norms": RuleStatus(1, 0, 0, None)}
     ).text()
     assert "never got" not in text
     assert "no l2 recorded; recorded: nothing" in text
@@ -290,7 +290,7 @@ def test_control_characters_are_escaped_everywhere() -> None:
             title=f"{evil}.yaml on {evil}",
             params=(evil,),
             rules={"norms": RuleInfo("norm-log", "observe", (evil,))},
-            statuses={"norms": RuleStatus(1, 1, 0.0, 0)},
+            statuses={"norms": RuleStatus(1, 1, 0, 0)},
             events=[event(0, name=evil, message=f"{evil}\nsecond {evil}\r")],
             **shown(records({evil: [0.0]})),
         )
@@ -311,12 +311,12 @@ def test_the_rules_say_what_they_did() -> None:
         "norms": RuleInfo("norm-log", "observe"),
     }
     statuses = {
-        "clip": RuleStatus(2, 1000, 0.125, 499),
-        "idle": RuleStatus(3, 7, 0.0, 6),
-        "watch": RuleStatus(8, 500, 0.004, 499),
-        "quiet": RuleStatus(8, 1, 0.0, 499),
-        "blind": RuleStatus(8, 0, 0.0, None),
-        "norms": RuleStatus(8, 0, 0.0, None),
+        "clip": RuleStatus(2, 1000, 125, 499),
+        "idle": RuleStatus(3, 7, 0, 6),
+        "watch": RuleStatus(8, 500, 2, 499),
+        "quiet": RuleStatus(8, 1, 0, 499),
+        "blind": RuleStatus(8, 0, 0, None),
+        "norms": RuleStatus(8, 0, 0, None),
     }
     text = report(rules=rules, statuses=statuses).text()
     assert row(text, "clip") == ["clip", "clamp", "2", "1,000", "12.5%", "499"]
@@ -409,9 +409,9 @@ def test_a_module_that_is_seldom_called_explodes_in_few_records() -> None:
 def test_where_no_parameter_got_a_gradient_they_are_named() -> None:
     waited = "was due in 3 steps and has not fired yet: no gradient reached any parameter"
     given = {"logged": ("w", "v"), "params": ("w", "v")}
-    starved = report(**given, statuses={"norms": RuleStatus(2, 0, 0.0, None, (waited,))})  # type: ignore[arg-type]
+    starved = report(**given, statuses={"norms": RuleStatus(2, 0, 0, None, (waited,))})  # type: ignore[arg-type]
     assert "never got a gradient: w, v" in starved.remarks
-    never_due = report(**given, statuses={"norms": RuleStatus(2, 0, 0.0, None, ("odd",))})  # type: ignore[arg-type]
+    never_due = report(**given, statuses={"norms": RuleStatus(2, 0, 0, None, ("odd",))})  # type: ignore[arg-type]
     assert never_due.remarks == ()
 
 
@@ -453,7 +453,7 @@ def test_a_trap_that_several_ranks_note_is_one() -> None:
     text = report(
         events=events,
         rules={"watch": RuleInfo("nan-trap", "trap")},
-        statuses={"watch": RuleStatus(8, 20, 0.2, 9)},
+        statuses={"watch": RuleStatus(8, 20, 4, 9)},
     ).text()
     assert "4 events (2 trap, 2 notice)" in text.splitlines()[0]
     assert "  looked 20 times, tripped in 2 steps on ranks 0, 1, last at 5\n" in text

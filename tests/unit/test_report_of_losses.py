@@ -78,7 +78,7 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "run"
     writer = RunWriter(path, rank=0, meta=about())
     fill(writer)
-    writer.statuses({"tasks": RuleStatus(1, 4, 0.0, 2), "surgery": RuleStatus(1, 4, 0.75, 2)})
+    writer.statuses({"tasks": RuleStatus(1, 4, 0, 2), "surgery": RuleStatus(1, 4, 3, 2)})
     writer.close()
     return path
 

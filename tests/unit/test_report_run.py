@@ -37,7 +37,7 @@ def as_if_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_short_run_reads_as_its_session_would(tmp_path: pathlib.Path) -> None:
     writer = write(tmp_path, {"a.weight": [1.0, 2.0, 64.0, 3.0, 4.0], "a.bias": [None] * 5})
-    writer.statuses({"norms": RuleStatus(2, 5, 0.0, 4)})
+    writer.statuses({"norms": RuleStatus(2, 5, 0, 4)})
     writer.event(Event("trap", "norms", 2, 0, "a.weight", "bad"))
     writer.close()
     with open_run(tmp_path) as run:
@@ -59,7 +59,7 @@ def test_a_short_run_reads_as_its_session_would(tmp_path: pathlib.Path) -> None:
 
 def test_a_pass_that_waits_for_its_update_is_no_step(tmp_path: pathlib.Path) -> None:
     writer = write(tmp_path, {"g.weight": [1.0, 1.0, 1.0, 9.0]})
-    writer.statuses({"norms": RuleStatus(2, 4, 0.0, 3)})
+    writer.statuses({"norms": RuleStatus(2, 4, 0, 3)})
     writer.close({}, {"g.weight": 3})
     with open_run(tmp_path) as run:
         report = from_run(run)
@@ -193,7 +193,7 @@ def test_texts_from_the_files_are_escaped(tmp_path: pathlib.Path) -> None:
     for stat in ("l2", evil):
         for point in ("accumulated", evil):
             writer.add(Key(evil, stat, point, (evil,)), 0, values(1.0))
-    writer.statuses({evil: RuleStatus(1, 1, 0.0, 0)})
+    writer.statuses({evil: RuleStatus(1, 1, 0, 0)})
     writer.event(Event("notice", evil, 0, 0, evil, evil))
     writer.close()
     with open_run(tmp_path) as run:

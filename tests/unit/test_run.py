@@ -41,7 +41,7 @@ def run_path(tmp_path: pathlib.Path) -> pathlib.Path:
     """Return a finished run with all that there can be."""
     path = tmp_path / "run"
     writer = write(path, {"a.weight": [1.0] * 300, "a.bias": [float(i) for i in range(300)]})
-    writer.statuses({"norms": RuleStatus(2, 600, 0.0, 299)})
+    writer.statuses({"norms": RuleStatus(2, 600, 0, 299)})
     writer.event(Event("notice", "norms", 0, 0, "", "hello"))
     writer.close()
     return path
@@ -92,7 +92,7 @@ def test_ranks_are_merged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     for at, writer in zip((3.0, 1.0, 2.0), writers, strict=True):
         now = 1000.0 + at
         writer.add(KEY, 0, values(float(writer.rank), 1.0))
-        writer.statuses({"norms": RuleStatus(2, 10, 0.5 * (writer.rank == 1), writer.rank, ("w",))})
+        writer.statuses({"norms": RuleStatus(2, 10, 5 * (writer.rank == 1), writer.rank, ("w",))})
         writer.event(Event("notice", "", 0, writer.rank, "", f"at {at}"))
     writers[1].add(Key("extra", "l2", "step", ("b",)), 4, values(4.0))
     for writer in writers:
@@ -102,6 +102,7 @@ def test_ranks_are_merged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
         assert [event.rank for event in run.events] == [1, 10, 0]
         found = run.status()["norms"]
         assert (found.matched, found.fired, found.last_step, found.warnings) == (2, 30, 10, ("w",))
+        assert found.altered == 5
         assert found.changed == pytest.approx(0.5 / 3)
         assert run.history("a.weight") == [(0, 0.0)]
         assert run.history("b") == [(4, 4.0)]
@@ -186,11 +187,11 @@ def test_a_run_that_cannot_be_written_any_more_can_be_read(
         ),
         (
             lambda p: (p / "run.json").write_text('{"format": 1}'),
-            r"this version of gradsurgeon: no JSON with format 2",
+            r"this version of gradsurgeon: no JSON with format 3",
         ),
         (
             lambda p: (p / "run.json").write_text('{"format": 9}'),
-            r"this version of gradsurgeon: no JSON with format 2",
+            r"this version of gradsurgeon: no JSON with format 3",
         ),
         (
             lambda p: (p / "rank-0.db").write_bytes(b""),
@@ -199,8 +200,8 @@ def test_a_run_that_cannot_be_written_any_more_can_be_read(
         (lambda p: (p / "rank-0.db").write_bytes(b"x" * 9999), r"rank-0.db: cannot be read: .*not"),
         (lambda p: os.truncate(p / "rank-0.db", 40000), r"rank-0.db: cannot be read: .*malformed"),
         (lambda p: sql(p, "PRAGMA application_id=7"), r"its tables are not those of a run"),
-        (lambda p: sql(p, "PRAGMA user_version=1"), r"its tables are not those of a run"),
-        (lambda p: sql(p, "PRAGMA user_version=3"), r"its tables are not those of a run"),
+        (lambda p: sql(p, "PRAGMA user_version=2"), r"its tables are not those of a run"),
+        (lambda p: sql(p, "PRAGMA user_version=4"), r"its tables are not those of a run"),
         (lambda p: sql(p, "DROP TABLE statuses"), r"its tables are not those of a run"),
         (lambda p: sql(p, "CREATE VIEW v AS SELECT 1"), r"its tables are not those of a run"),
         (

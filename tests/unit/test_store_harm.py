@@ -316,7 +316,7 @@ def test_whatever_is_damaged_is_refused_by_name_or_read(
     monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", most)
     holes = [None if step % 3 else 1.0 for step in range(300)]
     writer = write(tmp_path, {"a.weight": [float(step) for step in range(300)], "a.bias": holes})
-    writer.statuses({"norms": RuleStatus(2, 5, 0.0, 4, ("odd",))})
+    writer.statuses({"norms": RuleStatus(2, 5, 0, 4, ("odd",))})
     writer.event(event("bäd"))
     writer.close()
     file = tmp_path / ("run.json" if kind == "json" else "rank-0.db")

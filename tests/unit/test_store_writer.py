@@ -36,14 +36,14 @@ def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
     writer = RunWriter(tmp_path / "deep" / "run", meta=meta())
     writer.add(KEY, 0, values(1.0, 2.0))
     writer.add(KEY, 1, values(0.0, float("nan")), frozenset({0}))
-    writer.statuses({"norms": RuleStatus(2, 4, 0.25, 1, ("a word",))})
+    writer.statuses({"norms": RuleStatus(2, 4, 1, 1, ("a word",))})
     writer.event(event())
     writer.close()
     with open_run(tmp_path / "deep" / "run") as run:
         assert run.history("a.weight") == [(0, 1.0)]
         assert str(run.history("a.bias")) == "[(0, 2.0), (1, nan)]"
         assert run.events == [event()]
-        assert run.status() == {"norms": RuleStatus(2, 4, 0.25, 1, ("a word",))}
+        assert run.status() == {"norms": RuleStatus(2, 4, 1, 1, ("a word",))}
         assert run.states == {0: "finished"}
         assert run.meta["rules"]["text"] == "version: 1"
 
@@ -236,7 +236,7 @@ def test_odd_texts_come_back_as_data(tmp_path: pathlib.Path) -> None:
 
 def test_the_run_file_is_never_half_written(tmp_path: pathlib.Path) -> None:
     write(tmp_path, {"w": [1.0]}).close()
-    assert json.loads((tmp_path / "run.json").read_text())["format"] == 2
+    assert json.loads((tmp_path / "run.json").read_text())["format"] == 3
     assert not [name for name in listing(tmp_path) if name.startswith(".")]
 
 

@@ -104,7 +104,7 @@ class TestWorst:
         early: list[float | None] = [*calm(1, 100), *[None] * 900]
         dead: list[float | None] = [*calm(2, 200), *[0.0] * 800]
         writer = write(tmp_path, {"w": calm(0, 1000), "early": early, "dead": dead})
-        writer.statuses({"norms": RuleStatus(3, 5, 0.0, 999)})
+        writer.statuses({"norms": RuleStatus(3, 5, 0, 999)})
         writer.close()
         lines = shown(look(tmp_path))
         assert "never got a gradient" not in "\n".join(lines)
@@ -302,7 +302,7 @@ class TestHead:
 
     def test_steps_of_rules_that_record_nothing(self, tmp_path: pathlib.Path) -> None:
         writer = RunWriter(tmp_path, meta=meta())
-        writer.statuses({"clip": RuleStatus(2, 84, 0.5, 41)})
+        writer.statuses({"clip": RuleStatus(2, 84, 42, 41)})
         writer.close()
         report = look(tmp_path)
         assert "step 41 of rules.yaml on Net" in shown(report)[0]
@@ -338,14 +338,16 @@ class TestHead:
 def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
     rules = [{"id": f"rule-{number}", "action": "clip-norm"} for number in range(11)]
     writer = RunWriter(tmp_path, meta=meta(plan={"rules": rules}))
-    writer.statuses({f"rule-{number}": RuleStatus(2, 10 * number, 0.25, 7) for number in range(11)})
+    writer.statuses(
+        {f"rule-{number}": RuleStatus(2, 20 * number, 5 * number, 7) for number in range(11)}
+    )
     writer.close()
     lines = shown(look(tmp_path))
     begin = lines.index("rules (11)")
     assert len(lines[begin:]) == 11
     assert lines[begin + 2].split()[:4] == ["rule-0", "clip-norm", "2", "0"]
     assert lines[begin + 2].endswith("NEVER FIRED")
-    assert lines[begin + 3].split() == ["rule-1", "clip-norm", "2", "10", "25%", "7"]
+    assert lines[begin + 3].split() == ["rule-1", "clip-norm", "2", "20", "25%", "7"]
     assert lines[-1] == "  ... and 3 more"
 
 
@@ -357,7 +359,7 @@ class TestSize:
         for step in range(8):
             writer.event(trap(step, message="m" * 300))
             writer.event(Event("notice", "", step, 0, "", "n" * 300))
-        writer.statuses({f"rule-{number}": RuleStatus(2, 1, 0.0, 7) for number in range(12)})
+        writer.statuses({f"rule-{number}": RuleStatus(2, 1, 0, 7) for number in range(12)})
         writer.close()
         return look(tmp_path)
 
@@ -417,7 +419,7 @@ def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
     for point in ("accumulated", evil):
         writer.add(Key(evil, "l2", point, (evil,)), 0, values(1.0))
         writer.add(Key("norms", "l2", evil, ("y" + evil,)), 0, values(math.nan))
-    writer.statuses({evil: RuleStatus(1, 1, 0.0, 0, (evil,))})
+    writer.statuses({evil: RuleStatus(1, 1, 0, 0, (evil,))})
     writer.event(Event("trap", evil, 0, 0, evil, evil))
     writer.close()
     report = look(tmp_path)

@@ -50,7 +50,7 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
         writer.add(Key("norms", "l2", "accumulated", names), step, values(bad, 12.0), frozenset())
         writer.add(losses, step, values(3.0 - step / 10), frozenset())
     writer.event(Event("trap", "no-nan", 20, 0, "a.weight", "step 20\nline two"))
-    writer.statuses({"norms": RuleStatus(2, 60, 0.0, 29)})
+    writer.statuses({"norms": RuleStatus(2, 60, 0, 29)})
     writer.close()
     page, data = _page(tmp_path / "run")
     assert page.startswith(BEGINNING)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 APPLICATION = 0x67737267  # "gsrg", in the header of every file
 RUN_FILE = "run.json"
 # Processes and models of one script make two levels, and people sort their runs into folders.

@@ -259,17 +259,13 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
-    fired = sum(status.fired for status in ranks)
     steps = [status.last_step for status in ranks if status.last_step is not None]
-    shares = [status.changed * status.fired for status in ranks if status.changed is not None]
-    changed = None
-    if shares:
-        changed = sum(shares) / fired if fired else 0.0
+    altered = [status.altered for status in ranks if status.altered is not None]
     return RuleStatus(
         # Each rank has all the parameters, or a part of each.
         matched=max(status.matched for status in ranks),
-        fired=fired,
-        changed=changed,
+        fired=sum(status.fired for status in ranks),
+        altered=sum(altered) if altered else None,
         last_step=max(steps, default=None),
         warnings=tuple(dict.fromkeys(text for status in ranks for text in status.warnings)),
     )
