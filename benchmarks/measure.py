@@ -84,15 +84,15 @@ class CudaClock:
         return float(begin.elapsed_time(end)) * 1e3
 
 
-StepCounter = CpuClock | CudaClock
+Clock = CpuClock | CudaClock
 
 
-def clock(device: str) -> StepCounter:
+def clock(device: str) -> Clock:
     """Return the clock of a kind of device."""
     return CudaClock() if device == "cuda" else CpuClock()
 
 
-def interleave(lanes: Sequence[Call], ticks: StepCounter, budget: Budget) -> list[list[float]]:
+def interleave(lanes: Sequence[Call], ticks: Clock, budget: Budget) -> list[list[float]]:
     """Time calls in turn.
 
     Each round calls every lane once, beginning one lane later than the round before, so that no lane

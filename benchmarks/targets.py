@@ -21,7 +21,7 @@ from benchmarks import (
 from benchmarks.cases import BARE
 from benchmarks.overhead import Row
 
-StepDecision = Literal["met", "missed", "not measured"]
+Verdict = Literal["met", "missed", "not measured"]
 Find = Callable[[Sequence[Row]], "Value | None"]
 _IDLE_US = 20.0
 
@@ -61,7 +61,7 @@ class Judged:
 
     target: Target
     value: Value | None
-    verdict: StepDecision
+    verdict: Verdict
     why: str = ""
 
 

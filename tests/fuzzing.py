@@ -25,7 +25,7 @@ def examples(count: int, *, long: bool = False) -> int:
 
     Args:
         count: how many are tried where everything runs.
-        long: an example is a whole training: the quick storey tries a quarter of its tenth.
+        long: an example is a whole training: the quick suite tries a quarter of its tenth.
     """
     return max(1, round(count * (SHARE / 4 if long and SHARE < 1 else SHARE)))
 

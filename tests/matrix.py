@@ -13,8 +13,8 @@ NUMBERS = "1 2.5\n2 3.5\n3 7\n"
 SEQUENTIAL = Trained("Sequential", "0.weight", steps=3)
 
 
-# The scripts of the quick storey. It launches the first; the others run under rules in forks of a Python that
-# has imported torch, which saves five seconds each. The slow storey launches all.
+# The scripts of the quick suite. It launches the first; the others run under rules in forks of a Python that
+# has imported torch, which saves five seconds each. The slow suite launches all.
 QUICK = (
     "plain loop",
     "package",
@@ -27,7 +27,7 @@ QUICK = (
 )
 
 
-# What these show is in what they train, not in how Python starts or ends: both storeys run them in forks.
+# What these show is in what they train, not in how Python starts or ends: both suites run them in forks.
 IN_FORKS = (
     "changes directory, resumes",
     "configured by exec",
@@ -50,7 +50,7 @@ FORKED = ", in a fork"
 
 
 def scripts(names: Iterable[str]) -> list[Any]:
-    """Return scripts as parameters of a test: those of the quick storey, and the rest as slow ones."""
+    """Return scripts as parameters of a test: those of the quick suite, and the rest as slow ones."""
     known = list(names)
     as_it_is = (QUICK[0], *IN_FORKS)
     quick = [name if name in as_it_is else f"{name}{FORKED}" for name in QUICK if name in known]

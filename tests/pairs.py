@@ -1,8 +1,8 @@
-"""The values that a test runs with: pairs instead of whole products, and values that only the slow storey has.
+"""The values that a test runs with: pairs instead of whole products, and values that only the slow suite has.
 
 A fault that depends on one or two parameters shows in the pairs as it does in the whole product. A test that leaves
 out a combination loses the pairs that only that case has: give such values a test of their own. Where the values do
-not concern one another, or the test is long, `singly` gives the quick storey every value, and the slow one the pairs.
+not concern one another, or the test is long, `singly` gives the quick suite every value, and the slow one the pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pairwise(**values: Collection[Any]) -> pytest.MarkDecorator:
 
 
 def singly(**values: Collection[Any]) -> pytest.MarkDecorator:
-    """Return the cases of `pairwise`; the quick storey takes some in which every single value is in one."""
+    """Return the cases of `pairwise`; the quick suite takes some in which every single value is in one."""
     return _parametrized(values, every=False)
 
 
@@ -54,7 +54,7 @@ def _id(name: str, value: Any) -> str:
 
 
 def slow(*values: Any) -> list[Any]:
-    """Return values of one parameter that the quick storey leaves out."""
+    """Return values of one parameter that the quick suite leaves out."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 

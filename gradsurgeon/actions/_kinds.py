@@ -109,7 +109,7 @@ class CheckRule(Rule):
 
     then: Annotated[
         Literal["warn", "raise"],
-        Field(description="Whether a finding is only told, or also stops the training."),
+        Field(description="Whether a finding is only reported, or also stops the training."),
     ] = "warn"
 
     @abstractmethod

@@ -159,7 +159,7 @@ class Steps(Options):
     def always(self) -> bool:
         return self.from_ == 0 and self.to is None and self.every == 1
 
-    def due(self, step: int) -> bool:
+    def includes(self, step: int) -> bool:
         after = step - self.from_
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
 
@@ -173,7 +173,7 @@ class Steps(Options):
         period = first.every // common
         turns = (-gap // common) * pow(second.every // common, -1, period) % period
         step = second.from_ + turns * second.every
-        return first.due(step) and second.due(step)
+        return first.includes(step) and second.includes(step)
 
 
 class Numel(Options):

@@ -203,19 +203,19 @@ class Diagnosis:
         if self.operation:
             node = f" ({self.node})" if self.node not in ("", self.operation) else ""
             outside = " outside of the model"
-            told = (
+            text = (
                 f"{self.what} born in the {self.where} pass{of or outside}: {self.operation}{node}"
             )
         else:
-            told = _HEADLINES[self.where].format(
+            text = _HEADLINES[self.where].format(
                 what=self.what,
                 bare=name,
                 name=f" {name}" if name not in ("", self.where) else "",
                 of=of,
             )
         if self.micro_batches > 1:
-            told += f", micro-batch {self.micro_batch} of {self.micro_batches}"
-        return told
+            text += f", micro-batch {self.micro_batch} of {self.micro_batches}"
+        return text
 
     @property
     def place(self) -> str:

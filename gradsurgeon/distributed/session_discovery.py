@@ -180,12 +180,12 @@ def lacking(
         count = len({name for names in matched.values() for name in names.get(rule.id, ())})
         enough = bool(having) or rule.optional
         if not enough or (rule.expect is not None and rule.expect.params != count):
-            heard = f"; {unheard(absent)}" if absent else ""
+            silent = f"; {unheard(absent)}" if absent else ""
             texts = shortfalls(_only(rules, rule.id), models) or [
                 f"{rules.place(rule.id)}: rule {rule.id}: matches another number of parameters than "
                 "`expect` says"
             ]
-            errors += [f"{text} (on all ranks together: {count}{heard})" for text in texts]
+            errors += [f"{text} (on all ranks together: {count}{silent})" for text in texts]
         elif having and not mine.get(rule.id):
             where = f"matches nothing on rank {_dist.rank()}"
             notes[rule.id] = f"{where}; {_dist.having(having)} it"

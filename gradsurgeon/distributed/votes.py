@@ -79,7 +79,7 @@ class Counter:
                 return 0
         return self._store.add(key, vote)
 
-    def look(self, key: str) -> int:
+    def read(self, key: str) -> int:
         # If the serving rank of the host has finished and exited, the job's store has the host's sum.
         with suppress(RuntimeError):
             if self._host is not None and (known := self._known(key)) is not None:
@@ -163,7 +163,7 @@ class Voter:
     ) -> None:
         self._store = _job_store.OwnStore(prefix)
         self._counter = Counter(self._store, dict(zip(ranks, hosts, strict=True)))
-        self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
+        self.ranks, self._patience, self._notify = tuple(ranks), patience, tell
         # The process group may be gone when the voter closes.
         self._rank = _dist.rank()
         self._passes = 0
@@ -187,7 +187,7 @@ class Voter:
         except RuntimeError as error:
             self.close()
             reason = str(error).partition("\n")[0]
-            self._tell(
+            self._notify(
                 f"the key-value store of the job failed ({type(error).__name__}: {reason}): from now on each rank "
                 "raises if one of its own traps trips"
             )
@@ -213,13 +213,13 @@ class Voter:
                 self.close()
         return self._decisions.get(number)
 
-    def meet(self, value: object, limit: float) -> dict[int, Any]:
+    def exchange(self, value: object, limit: float) -> dict[int, Any]:
         """Return the picklable values of the ranks that come here in time, the same on all of them.
 
         The result is empty if the store fails. All these ranks have read the decision on the last pass.
         """
         self._met += 1
-        prefix, told = f"{self._passes}/met/{self._met}", dict[int, Any]()
+        prefix, values = f"{self._passes}/met/{self._met}", dict[int, Any]()
         own, closed = f"{prefix}/{self._rank}", f"{prefix}/closed"
         if not self.is_over:
             with self._asking():
@@ -231,8 +231,8 @@ class Voter:
                 agreed = json.loads(self._store.compare_set(closed, "", json.dumps(here)))
                 # The ranks of one job trust each other: torch sends pickled objects in the same way.
                 texts = {rank: self._store.get(f"{prefix}/{rank}") for rank in agreed}
-                told = {rank: pickle.loads(text) for rank, text in texts.items()}  # noqa: S301 # see above
-        return told
+                values = {rank: pickle.loads(text) for rank, text in texts.items()}  # noqa: S301 # see above
+        return values
 
     def close(self) -> None:
         if not self.is_over:
@@ -270,7 +270,7 @@ class Voter:
 
     def _awaited(self, key: str, value: int) -> int:
         began, is_complete = time.monotonic(), self._counter.is_complete
-        while not is_complete(value) and not is_complete(value := self._counter.look(key)):
+        while not is_complete(value) and not is_complete(value := self._counter.read(key)):
             waited = time.monotonic() - began
             gone = self._gone() if waited > _LONGEST else []
             if gone or waited > self._patience:
@@ -279,7 +279,7 @@ class Voter:
                     lacking = len(self.ranks) - voted(value)
                     facts = {"lacking": lacking, "number": len(self.ranks), "waited": waited}
                     text = _LEFT if gone else _ABSENT
-                    self._tell(text.format(having=_dist.having(gone), **facts))
+                    self._notify(text.format(having=_dist.having(gone), **facts))
                     self._is_left = bool(gone)
                 break
             time.sleep(min(max(_SHORTEST, _SHARE * waited), _LONGEST))

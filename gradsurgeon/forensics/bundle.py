@@ -51,8 +51,8 @@ def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagn
 def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
     """Write a bundle into a folder under a new name; return its path. After an error there is no part of it."""
     document = _document(failed)
-    told = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
-    face = {**{key: document[key] for key in told}, "diagnosis": str(diagnosis).splitlines()}
+    shown = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
+    face = {**{key: document[key] for key in shown}, "diagnosis": str(diagnosis).splitlines()}
     folder.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
     try:
@@ -89,7 +89,7 @@ def _document(failed: FailedStep) -> dict[str, Any]:
         **{name: getattr(failed, name) for name in _STEP_NAMES},
         **{name: getattr(failed.kept, name) for name in _KEPT_NUMBERS},
         "losses": {
-            number: (loss.value, [(n.name, n.held(), n.made_of) for n in loss.nodes])
+            number: (loss.value, [(n.name, n.readable_values(), n.made_of) for n in loss.nodes])
             for number, loss in failed.kept.losses.items()
         },
         "calls": [_written(call) for call in failed.kept.calls],

@@ -173,11 +173,11 @@ def _cause_of_result(call: Call, index: int) -> Cause:
 def _of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -> Cause:
     limit, name = torch.finfo(dtype).max, _name(dtype)
     largest = _largest(wide)
-    told = f"in {_name(wide.dtype)} the result is finite, up to {largest:.4g}"
+    text = f"in {_name(wide.dtype)} the result is finite, up to {largest:.4g}"
     if largest > limit:
-        return cause("overflow", f"{told}; {name} holds numbers up to {limit:.4g}")
+        return cause("overflow", f"{text}; {name} holds numbers up to {limit:.4g}")
     fits = f"{name} (up to {limit:.4g})"
-    within = f"{told}: inside the operation a number was too large for {fits}"
+    within = f"{text}: inside the operation a number was too large for {fits}"
     if large := _too_large_inside(call, index, limit):
         return cause("overflow", within, large)
     other = _by_another_kernel(call, index)
@@ -185,7 +185,7 @@ def _of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -> Caus
         another = (
             f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}"
         )
-        return cause("kernel", f"{told}, which fits into {fits}", another)
+        return cause("kernel", f"{text}, which fits into {fits}", another)
     if dtype == wide.dtype:
         return cause("unknown", "there is no wider format to repeat it in")
     return cause("overflow", within)
@@ -294,4 +294,4 @@ def _remedy(fault: Fault, operation: str, node: str) -> str:
 
 def _of(name: str, table: Mapping[str, str]) -> str:
     key = name.replace("_", "").lower()
-    return next((told for names, told in table.items() if re.fullmatch(names, key)), "")
+    return next((remedy for names, remedy in table.items() if re.fullmatch(names, key)), "")

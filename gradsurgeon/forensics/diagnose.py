@@ -96,7 +96,7 @@ def diagnose(
     if debugger and source.is_operation:
         replay(replayed.call, watch_tags, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
-    return _told(replayed, source, failed, tuple(reasons))
+    return _diagnosis_of(replayed, source, failed, tuple(reasons))
 
 
 def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
@@ -109,7 +109,7 @@ def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
             if nonfinite_kind(tensor) == "NaN":
                 name = input_name(module, path)
                 source = held(0, "input", name, facts(tensor, name))
-                return _told(Replayed(call), source, failed, (_NOT_RUN,))
+                return _diagnosis_of(Replayed(call), source, failed, (_NOT_RUN,))
     return None
 
 
@@ -160,20 +160,21 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> NonfiniteSource | None:
 
 
 def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> Iterator[str]:
-    call, told = replayed.call, source.told
+    call = replayed.call
+    diagnosis = source.diagnosis
     if replayed.compared & {"near", "other"}:
         yield _UPDATED if failed.kept.updated else _CLOSE
     elif not ("equal" in replayed.compared or _has_moved_alike(replayed, failed)):
         yield _NOTHING_FINITE
     if source.is_outside:
         yield _OUTSIDE
-    if told.where == "unknown":
+    if diagnosis.where == "unknown":
         yield _UNSEEN
     if source.rival:
         yield f"{source.rival} made an infinity at the same elements, and may be the cause instead"
     infinite = any(kind != "NaN" and one is source for kind, one in replayed.outputs.values())
     # Nobody means a number that is too large for its format.
-    is_overflow = told.cause is not None and told.cause.fault == "overflow"
+    is_overflow = diagnosis.cause is not None and diagnosis.cause.fault == "overflow"
     if replayed.returned and infinite and not is_overflow:
         yield _INFINITE
     if call.compiled:
@@ -197,21 +198,21 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     return False
 
 
-def _told(
+def _diagnosis_of(
     replayed: Replayed, source: NonfiniteSource, failed: FailedStep, reasons: tuple[str, ...]
 ) -> Diagnosis:
     call = replayed.call
     loss = failed.kept.losses.get(call.number) if source.is_outside else None
-    told = ((loss and _source_in(loss)) or source).told
-    module, module_type, name = told.module, told.module_type, told.name
+    diagnosis = ((loss and _source_in(loss)) or source).diagnosis
+    module, module_type, name = diagnosis.module, diagnosis.module_type, diagnosis.name
     if module and call.prefix:
         module = call.name if module == "." else call.prefix + module
-    if told.where == "input":
+    if diagnosis.where == "input":
         module, module_type = call.name, type(call.module()).__name__
-    if told.where in ("weight", "buffer"):
+    if diagnosis.where in ("weight", "buffer"):
         name = call.prefix + name
     return replace(
-        told,
+        diagnosis,
         certainty="partial" if reasons else "reproduced",
         reasons=reasons,
         step=failed.step,
@@ -258,7 +259,9 @@ def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> Nonf
 
 
 def _tensors(node: LossNode) -> dict[str, Tensor]:
-    return {name: value for name, value in node.held().items() if isinstance(value, Tensor)}
+    return {
+        name: value for name, value in node.readable_values().items() if isinstance(value, Tensor)
+    }
 
 
 def _nonfinite(node: LossNode) -> dict[str, Tensor]:
@@ -268,7 +271,7 @@ def _nonfinite(node: LossNode) -> dict[str, Tensor]:
 def _repeated(node: LossNode, loss: KeptLoss) -> NonfiniteSource | None:
     """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
     func, names = _AGAIN.get(node.name, (None, ()))
-    kept = node.held()
+    kept = node.readable_values()
     args = tuple(kept.get(name) for name in names)
     # Nodes keep no numbers, and no tensors that need no gradient.
     if func is None or any(argument is None for argument in args):
@@ -283,7 +286,7 @@ def _made(
 ) -> NonfiniteSource:
     measured, alike = facts(result), [one for one in loss.nodes if one.name == node.name]
     number = f", number {alike.index(node) + 1} of {len(alike)}" if len(alike) > 1 else ""
-    told = replace(
+    diagnosis = replace(
         BLANK,
         what=measured.kind,
         where="forward",
@@ -293,4 +296,4 @@ def _made(
         output=measured,
         cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
     )
-    return NonfiniteSource(0, told, repeated=call is not None)
+    return NonfiniteSource(0, diagnosis, repeated=call is not None)

@@ -93,7 +93,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 return None
             if known := first_to_blame(self.memory.sources(tensor, kinds[0])):
                 return known
-            meant = kinds[0] != "NaN" and not self.memory.of(tensor).made
+            meant = kinds[0] != "NaN" and not self.memory.known_about(tensor).made
             where = "literal" if meant else "unknown"
             return held(self._when, where, "", facts(tensor), intended=meant)
 
@@ -110,7 +110,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
             out = func(*args, **named)
-            self.memory.made(tensors_of(out), empty=True)
+            self.memory.add_own(tensors_of(out), empty=True)
             return out
         schema = getattr(func, "_schema", None)
         written = [] if schema is None else _written(schema, args, named)
@@ -127,7 +127,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if any(alias is not None and not alias.is_write for alias in shown):  # a view
             return out
         outputs = tensors_of(out)
-        self.memory.made(outputs)
+        self.memory.add_own(outputs)
         outputs += [t for t in written if not any(t is output for output in outputs)]
         self._follow(Call(func, *given, originals), outputs, written)
         return out
@@ -150,7 +150,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 }
                 self.memory.remember(output, sources)
         for tensor in written:
-            self.memory.of(tensor).unwritten = False
+            self.memory.known_about(tensor).unwritten = False
         self.memory.follow_lost_constants(call, outputs)
         if magnitudes and call.stem not in _COPIES:
             module = self._modules.place(_torch.current_node())[0]
@@ -163,7 +163,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None
         copy = tensor.detach().clone()
-        return torch.zeros_like(copy) if self.memory.of(tensor).unwritten else copy
+        return torch.zeros_like(copy) if self.memory.known_about(tensor).unwritten else copy
 
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], NonfiniteSource]
@@ -190,7 +190,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         """Return the sources of a non-finite tensor; none if the script holds the tensor."""
         place = call.passed(tensor)
         found = self.memory.sources(place, kind)
-        if not found and self.memory.of(place).made:
+        if not found and self.memory.known_about(place).made:
             found = [held(self._moment(), "unknown", call.name, facts(tensor))]
         return found
 
@@ -207,7 +207,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         faults = [
             source
             for source, kind in found
-            if not source.may_mask(kind) and (not source.intended or source.told.where == "input")
+            if not source.may_mask(kind)
+            and (not source.intended or source.diagnosis.where == "input")
         ]
         hides = any(word in call.name for word in _MASKED) and "backward" not in call.name
         blamed = faults or ([] if hides else masks)
@@ -217,7 +218,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if not first.is_operation:
             # A mask that makes a NaN was none, or was misused.
             return replace(first, intended=False)
-        others = [one.told for one in masks if not one.constant and one.when != first.when]
+        others = [one.diagnosis for one in masks if not one.constant and one.when != first.when]
         rival = next((one for one in others if one.operation), None)
         if rival is None or not faults or hides:
             return first
@@ -232,7 +233,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if when == self._stop_at:
             _stand_at(call.name, lines, {"inputs": inputs, "output": output})
         name = "" if node is None else node.name()
-        told = replace(
+        diagnosis = replace(
             BLANK,
             what=measured.kind or "NaN",
             where="backward" if backward else "forward",
@@ -247,13 +248,16 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             cause=self._cause(call, number, name if backward else ""),
         )
         constant = not backward and not any(tensor.requires_grad for tensor in inputs.values())
-        return NonfiniteSource(when, told, constant=constant)
+        return NonfiniteSource(when, diagnosis, constant=constant)
 
     def _cause(self, call: Call, number: int, node: str) -> Cause:
         if any(map(math.isnan, call.nonfinite_numbers)):
             return cause("bad input", f"the script itself passes the number NaN to {call.name}")
         for name, tensor in call.named():
-            if nonfinite_kind(tensor) == "NaN" and not self.memory.of(call.passed(tensor)).made:
+            if (
+                nonfinite_kind(tensor) == "NaN"
+                and not self.memory.known_about(call.passed(tensor)).made
+            ):
                 return cause(
                     "bad input",
                     f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "

@@ -77,7 +77,7 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
         inner.training = call.training.get(name, inner.training)
     args, kwargs = Copied((call.args, call.kwargs), _own_copy).value
     inputs = {input_name(module, path): tensor for path, tensor in tensors_in([args, kwargs])}
-    provenance.memory.made((*buffers.values(), *inputs.values()))
+    provenance.memory.add_own((*buffers.values(), *inputs.values()))
     given: dict[Seed, dict[str, Tensor]] = {"weight": params, "buffer": buffers, "input": inputs}
     for what, named in given.items():
         for name, tensor in named.items():

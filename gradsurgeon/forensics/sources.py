@@ -39,7 +39,7 @@ class NonfiniteSource:
     """An operation that made non-finite numbers, or a tensor or number that was non-finite before.
 
     Attributes:
-        told: what a diagnosis reports of it; an ``operation`` only if that made the numbers.
+        diagnosis: what a diagnosis reports of it; an ``operation`` only if that made the numbers.
         intended: whether the script wrote the infinity itself: it is never blamed.
         constant: whether no input of the operation leads back to a parameter.
         rival: another operation that made an infinity at the same elements, if the two cannot be told apart.
@@ -47,7 +47,7 @@ class NonfiniteSource:
     """
 
     when: int
-    told: Diagnosis
+    diagnosis: Diagnosis
     intended: bool = False
     constant: bool = False
     rival: str = ""
@@ -55,11 +55,11 @@ class NonfiniteSource:
 
     @property
     def is_operation(self) -> bool:
-        return bool(self.told.operation)
+        return bool(self.diagnosis.operation)
 
     @property
     def is_outside(self) -> bool:
-        return self.told.where == "output gradient"
+        return self.diagnosis.where == "output gradient"
 
     def may_mask(self, kind: Kind) -> bool:
         """Tell whether its infinity may be a mask although no script wrote it: log(0), constants, an input.
@@ -69,8 +69,8 @@ class NonfiniteSource:
         if kind != "-Inf":
             return False
         if not self.is_operation:
-            return self.told.where == "input"
-        return self.constant or self.told.operation.rstrip("_") in _LOGARITHMS
+            return self.diagnosis.where == "input"
+        return self.constant or self.diagnosis.operation.rstrip("_") in _LOGARITHMS
 
 
 def held(
@@ -90,10 +90,10 @@ def held(
     elif where == "unknown":
         text = "no operation that PyTorch shows made it: something else wrote into its memory"
         why = cause("unknown", text)
-    told = replace(
+    diagnosis = replace(
         BLANK, what=measured.kind, where=where, name=name, lines=lines, output=measured, cause=why
     )
-    return NonfiniteSource(when, told, intended)
+    return NonfiniteSource(when, diagnosis, intended)
 
 
 def first_to_blame(sources: Iterable[NonfiniteSource]) -> NonfiniteSource | None:
@@ -183,36 +183,36 @@ class Memory:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
-    def made(self, tensors: Iterable[Tensor], *, empty: bool = False) -> None:
+    def add_own(self, tensors: Iterable[Tensor], *, empty: bool = False) -> None:
         """Note memory that belongs to the replay; ``empty`` if nothing was written to it yet."""
         for tensor in tensors:
-            known = self.of(tensor)
+            known = self.known_about(tensor)
             known.made, known.unwritten = True, known.unwritten or empty
 
     def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[NonfiniteSource]]) -> None:
         """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""
         self.forget(tensor)
         _, first, end = place_of(tensor)
-        self.of(tensor).entries += [
+        self.known_about(tensor).entries += [
             _Entry(first, end, kind, source)
             for kind, made_by in sources.items()
             for source in dict.fromkeys(made_by)
         ]
 
     def forget(self, tensor: Tensor) -> None:
-        if (entries := self.of(tensor).entries) and tensor.is_contiguous():
+        if (entries := self.known_about(tensor).entries) and tensor.is_contiguous():
             _, first, end = place_of(tensor)
             entries[:] = [e for e in entries if not (first <= e.first and e.end <= end)]
 
     def sources(self, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
         _, first, end = place_of(tensor)
-        there = [e for e in self.of(tensor).entries if e.first < end and first < e.end]
+        there = [e for e in self.known_about(tensor).entries if e.first < end and first < e.end]
         return [e.source for e in there if e.kind == kind] or [e.source for e in there]
 
     def protect(self, tensor: Tensor) -> None:
         """Copy the memory that an operation is about to write to, unless the replay made it."""
-        known = self.of(tensor)
+        known = self.known_about(tensor)
         if not known.made and known.before is None:
             known.before = _bytes(known.storage).clone()
 
@@ -223,16 +223,18 @@ class Memory:
                     _bytes(known.storage).copy_(known.before)
 
     def follow_lost_constants(self, call: Call, outputs: Iterable[Tensor]) -> None:
-        told = self.lost_constant(call) if call.stem in _KEEP_ZERO else ""
+        lost_input = self.lost_constant(call) if call.stem in _KEEP_ZERO else ""
         for output in outputs:
-            lost = (told or _rounded(call, output)) if output.is_floating_point() else ""
-            self.of(output).lost = lost if lost and bool((elements(output) == 0).any()) else ""
+            lost = (lost_input or _rounded(call, output)) if output.is_floating_point() else ""
+            self.known_about(output).lost = (
+                lost if lost and bool((elements(output) == 0).any()) else ""
+            )
 
     def lost_constant(self, call: Call) -> str:
-        told = (self.of(call.passed(tensor)).lost for tensor in call.tensors)
-        return next(filter(None, told), "")
+        constants = (self.known_about(call.passed(tensor)).lost for tensor in call.tensors)
+        return next(filter(None, constants), "")
 
-    def of(self, tensor: Tensor) -> _Known:
+    def known_about(self, tensor: Tensor) -> _Known:
         storage = place_of(tensor)[0]
         # The same for tensors that share memory.
         return self._known.setdefault(int(storage._cdata), _Known(storage))  # noqa: SLF001 # no public name

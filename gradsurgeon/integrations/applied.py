@@ -42,7 +42,7 @@ class AppliedRules:
     def _begin(self, model: nn.Module, start_step: int) -> Session:
         self._end(failed=True)
         self._counts: Counter[str] = Counter()  # events so far by kind
-        self._told = self._counts.copy()
+        self._reported = self._counts.copy()
         self._logged: dict[int, int] = {}
         self._prefixes: Prefixes = {}
         session = api.apply(
@@ -94,9 +94,9 @@ class AppliedRules:
                 name for name in row.key.names if any(p.matches(name) for p in self._patterns)
             ]
             found |= summary(row, prefix_of(row.key, self._prefixes), chosen)
-        if not found and self._counts == self._told:
+        if not found and self._counts == self._reported:
             return {}
-        self._told = self._counts.copy()
+        self._reported = self._counts.copy()
         found |= {f"events/{kind}": float(count) for kind, count in self._counts.items()}
         return {f"{_PREFIX}/{name}": value for name, value in found.items()}
 

@@ -218,7 +218,7 @@ class _YamlReader:
                     hint = "a rule file has one document"
                     self.note("several-documents", "a second document", hint, second)
                     break
-                self.take(event)
+                self.read_event(event)
         except yaml.MarkedYAMLError as error:
             # libyaml 0.2.6 refuses 1,000 levels by itself, before it hands out the first of them.
             if "maximum nesting depth" in (error.problem or ""):
@@ -255,7 +255,7 @@ class _YamlReader:
             return None
         return text.start_mark if text.start_mark.line < stopped.line else None
 
-    def take(self, event: Any) -> None:
+    def read_event(self, event: Any) -> None:
         if isinstance(event, yaml.ScalarEvent):
             self.attach(self.scalar(event))
         elif isinstance(event, yaml.AliasEvent):

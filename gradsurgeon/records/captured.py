@@ -57,13 +57,13 @@ class CapturedTensors:
             self._event_log.notice_once("captures", text, rule=rule.id, step=step)
         self._event_log.count_fired(rule.id, step)
 
-    def of(self, rule: str) -> dict[CaptureKey, Tensor]:
+    def tensors_of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))
 
     @torch.no_grad()
     def previews(self) -> bytes:
         """Return numbers and small maps of the copies for the run directory. Waits for the device."""
-        found = [_of_rule(rule, self.of(rule)) for rule in self.rules]
+        found = [_of_rule(rule, self.tensors_of(rule)) for rule in self.rules]
         return json_text(found).encode()
 
 

@@ -117,7 +117,7 @@ class Delivery(Outlet):
         self._title = self._shared.take_title(self, self._title)
         self._thread.start()
 
-    def take(self, row: RecordedRow) -> None:
+    def add_row(self, row: RecordedRow) -> None:
         """Take one row. A row that may be replaced is sent once its step is over."""
         if self.closed:
             return

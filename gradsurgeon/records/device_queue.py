@@ -29,7 +29,7 @@ class DeviceQueue(Generic[Item]):
     """Accepts numbers on all devices and delivers them on the host, float32, in the order they came."""
 
     def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
-        self._take = take
+        self._deliver = take
         self._waiting: dict[Hashable, tuple[Item, Tensor]] = {}
         self._under_way: deque[_Transfer[Item]] = deque()
         self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
@@ -57,7 +57,7 @@ class DeviceQueue(Generic[Item]):
                 self._under_way.append(_Transfer(list(self._waiting.values())))
                 self._waiting.clear()
             while self._under_way and (wait or self._under_way[0].arrived()):
-                self._take(self._under_way.popleft().read())
+                self._deliver(self._under_way.popleft().read())
 
     def drop(self) -> None:
         """Forget the numbers that devices hold, because a device has failed; deliver those of the host."""
@@ -66,7 +66,7 @@ class DeviceQueue(Generic[Item]):
             rows += self._waiting.values()
             self._under_way.clear()
             self._waiting.clear()
-            self._take([row for row in rows if _torch.is_host(row[1])])
+            self._deliver([row for row in rows if _torch.is_host(row[1])])
 
 
 class _Transfer(Generic[Item]):
@@ -118,7 +118,7 @@ class PendingStatistics:
         """Forget the observations of devices, because a device has failed."""
         self._seen = deque(seen for seen in self._seen if seen[3].type == "cpu")
 
-    def take(self) -> Iterator[tuple[PendingRow, Tensor]]:
+    def take_rows(self) -> Iterator[tuple[PendingRow, Tensor]]:
         """Yield rows of all observations, by rule and step. No other caller may take at the same time."""
         groups: dict[tuple[str, torch.device], list[_Seen]] = {}
         for _ in range(len(self._seen)):
@@ -136,7 +136,7 @@ class PendingStatistics:
                 steps.setdefault(step, []).append(position)
             for step, positions in steps.items():
                 names = tuple([group[position][1] for position in positions])
-                rows = layout.of(names)
+                rows = layout.places_of(names)
                 order = tuple([positions[place] for _, _, places in rows for place in places])
                 lengths = [len(columns) for _, columns, _ in rows]
                 pieces = torch.split(_picked(values, order), lengths, dim=1)
@@ -161,7 +161,7 @@ class _Layout:
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
         self._known: dict[tuple[str, ...], list[_Places]] = {}
 
-    def of(self, names: tuple[str, ...]) -> list[_Places]:
+    def places_of(self, names: tuple[str, ...]) -> list[_Places]:
         # Nearly always the same modules run in each step, in the same order.
         if names not in self._known:
             if len(self._known) >= _MOST_ORDERS:

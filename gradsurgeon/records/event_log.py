@@ -24,9 +24,9 @@ from gradsurgeon.tensors import _dist, _torch
 
 _LOGGER = logging.getLogger("gradsurgeon")
 # A trap with `then: warn` can trip in every step of a long run. The log keeps so many repetitions, and as many
-# innocent ones. A run directory gets no more innocent ones either.
+# routine events. A run directory gets no more routine events either.
 _MOST_EVENTS = 10_000
-_INNOCENT = frozenset({"notice", "scaler-skip", "hook-rearmed"})
+_ROUTINE = frozenset({"notice", "scaler-skip", "hook-rearmed"})
 # The topic of a kind that can occur in every step, and the level of the log. A trap and the step that it skips are one
 # topic.
 _TOPICS = {
@@ -35,7 +35,7 @@ _TOPICS = {
     "skipped-step": ("trap", logging.WARNING),
     "scaler-skip": ("scaler-skip", logging.INFO),
 }
-# A single step can pass without a gradient for innocent reasons. Three in a row deserve a warning.
+# A single step can pass without a gradient in a sound training. Three in a row deserve a warning.
 _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
@@ -100,7 +100,7 @@ class EventLog:
         self._said: set[str] = set()
         # Errors of checks, until the update.
         self._raised: list[BaseException] = []
-        # The events by identity, and the identities of repetitions by whether they are innocent.
+        # The events by identity, and the identities of repetitions by whether they are routine.
         self._events: dict[int, Event] = {}
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
         self._known: set[tuple[str, str, str]] = set()
@@ -184,20 +184,18 @@ class EventLog:
             self._say(printable(place) + lines)
 
     def _note(self, event: Event) -> None:
-        innocent = event.kind in _INNOCENT or (
-            event.kind in TRIPS and not is_trip(event, self.edits)
-        )
+        routine = event.kind in _ROUTINE or (event.kind in TRIPS and not is_trip(event, self.edits))
         topic, full = (event.kind, event.rule, event.name), False
         with self._lock:
             self._events[id(event)] = event
             if topic in self._known:
-                later = self._later[innocent]
+                later = self._later[routine]
                 later.append(id(event))
                 full = len(later) > _MOST_EVENTS
                 if full:
                     del self._events[later.popleft()]
             self._known.add(topic)
-        if self._listener is not None and not (innocent and full):
+        if self._listener is not None and not (routine and full):
             self._listener(event)
         if self._on_event is not None:
             try:

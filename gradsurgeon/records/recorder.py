@@ -70,7 +70,7 @@ class Recorder:
         self.lost: list[str] = []
         self._event_log = event_log
         self._pending = PendingStatistics()
-        self._ring: DeviceQueue[PendingRow] = DeviceQueue(self._take)
+        self._ring: DeviceQueue[PendingRow] = DeviceQueue(self._receive)
         self.shared = SharedRows(self._tell_of_shared)
         event_log.listen(self.event)
         if self._outlets:
@@ -79,7 +79,7 @@ class Recorder:
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def _is_due(self) -> bool:
-        return any(outlet.due() for outlet in self._outlets)
+        return any(outlet.is_due() for outlet in self._outlets)
 
     def add(
         self,
@@ -115,7 +115,7 @@ class Recorder:
             return
         # If two threads take rows, the first must put all of its rows before the second.
         with self._ring.lock:
-            for row, values in self._pending.take():
+            for row, values in self._pending.take_rows():
                 self._ring.put(row, values)
 
     def end_step(self, *, raised: bool = False) -> None:
@@ -272,11 +272,11 @@ class Recorder:
                 self.lost.append(text)
             self._event_log.notice_once(what, text, step=self._step(), warn=True)
 
-    def _take(self, rows: Sequence[tuple[PendingRow, Tensor]]) -> None:
+    def _receive(self, rows: Sequence[tuple[PendingRow, Tensor]]) -> None:
         whole = []
         for row, values in rows:
             if row.shares:
-                self.shared.take(row, values)
+                self.shared.add(row, values)
             else:
                 whole.append((row, values))
         self._store(whole)
@@ -286,7 +286,7 @@ class Recorder:
         # Memory has all rows before the file can fail.
         for store in (self.records, *self._open):
             for measured in packed:
-                store.take(measured)
+                store.add_row(measured)
         if packed and self.records.dropped and self.writer is None:
             self._event_log.notice_once("records", _DROPPED, step=packed[-1].step)
 

@@ -107,7 +107,7 @@ class SharedRows:
     """Merges the rows of shared tensors by the key-value store of the job. No rank waits for another in training."""
 
     def __init__(self, tell: Callable[[str, str, str], None]) -> None:
-        self._tell = tell
+        self._notify = tell
         # The process group may be newer than the session, and gone at its end.
         self._rank = _dist.rank()
         self._store: _job_store.OwnStore | None = None
@@ -145,14 +145,14 @@ class SharedRows:
     def _is_open(self) -> bool:
         return self._store is not None
 
-    def _look(self, limit: float) -> None:
+    def _find_ranks(self, limit: float) -> None:
         """Look for the other ranks, for some seconds at most."""
         found = None if self._search is None else self._search.find(limit)
         if found is None:
             return
         self._search = None
         if found.problem:
-            self._tell("shared rows", "", found.problem)
+            self._notify("shared rows", "", found.problem)
         else:
             self._store = found.store
 
@@ -162,9 +162,9 @@ class SharedRows:
         if search is not None:
             problem = search.leave()
             if any(self._waiting.values()):
-                self._tell("shared rows", "", problem)
+                self._notify("shared rows", "", problem)
 
-    def take(self, row: PendingRow, values: Tensor) -> None:
+    def add(self, row: PendingRow, values: Tensor) -> None:
         """Take this rank's numbers of a row: per column as many numbers as the statistic needs from a part."""
         values = values.reshape(len(row.columns), -1)
         # The whole tensors of a row wait for the shared tensors also.
@@ -183,14 +183,14 @@ class SharedRows:
 
     def exchange(self) -> Iterator[tuple[PendingRow, Tensor]]:
         """Send this rank's parts; yield the rows that are complete by now. Waits for no other rank."""
-        self._look(0.0)
+        self._find_ranks(0.0)
         if self._store is not None:
             try:
                 self._send(self._store)
                 self._receive(self._store)
             except RuntimeError as error:
                 self._store = None
-                self._tell("shared rows failed", "", _FAILED.format(reason=_told(error)))
+                self._notify("shared rows failed", "", _FAILED.format(reason=_reason(error)))
         if any(len(queue) >= _MOST_WAITING for queue in self._waiting.values()):
             self._give_up()
         if self._search is None:
@@ -253,7 +253,7 @@ class SharedRows:
                 for other in ranks[1:]:
                     self._store.delete_key(f"{key}/{other}")
         except RuntimeError as failure:
-            raise RecordError(_FAILED.format(reason=_told(failure))) from None
+            raise RecordError(_FAILED.format(reason=_reason(failure))) from None
         if error is not None:
             try:
                 raise error
@@ -266,7 +266,7 @@ class SharedRows:
         """Return the ranks that share a tensor. Waits for them if they are not found yet."""
         ranks = self._ranks.get(name, ())
         if ranks:
-            self._look(LIMIT)
+            self._find_ranks(LIMIT)
         return ranks
 
     def _send(self, store: _job_store.OwnStore) -> None:
@@ -329,7 +329,7 @@ class SharedRows:
             if len(parts) == max(1, len(share.ranks)):
                 found.update(zip(share.places, merge(torch.stack(parts)).unbind(), strict=True))
             elif self._store is not None:
-                self._tell("shared rows", row.key.rule, _GIVEN_UP)
+                self._notify("shared rows", row.key.rule, _GIVEN_UP)
         if found:
             places = sorted(found)
             numbers = torch.stack([found[place] for place in places]).float()
@@ -344,7 +344,7 @@ def _attempt(answer: Callable[[], Answer]) -> tuple[Answer | None, Exception | N
         return None, error
 
 
-def _told(error: RuntimeError) -> str:
+def _reason(error: RuntimeError) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 

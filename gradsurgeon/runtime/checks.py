@@ -77,7 +77,7 @@ class Checks:
     def _look_at_pass(
         self, method: str, reached: Sequence[int], graph: BackwardGraph | None
     ) -> None:
-        def strangers() -> list[Tensor]:
+        def unregistered() -> list[Tensor]:
             known = set(self._context.parameters.ids())
             # Other leaves, such as points at which a derivative is taken, are inputs.
             leaves = [] if graph is None else graph.leaves()
@@ -86,7 +86,7 @@ class Checks:
         for running, counter in self._due(method):
             if method == "before_pass" or not running.members.isdisjoint(reached):
                 facts = self._facts(running, counter)
-                moment = Pass(**facts, reached=reached, graph=graph, strangers=strangers)
+                moment = Pass(**facts, reached=reached, graph=graph, unregistered=unregistered)
                 self._tell(running, moment.step, getattr(running.check, method)(moment))
 
     def before_unscaling(

@@ -34,7 +34,7 @@ class Schedule:
         return news
 
     def due(self, rule: Rule, step: int) -> bool:
-        return not self.rests(rule) and rule.steps.due(step)
+        return not self.rests(rule) and rule.steps.includes(step)
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +216,7 @@ class RulesByCounter:
 
     def due(self, counter: StepCounter) -> DueRules:
         moments, step = self._of(counter), counter.step
-        in_steps = tuple([steps.due(step) for steps in self._schedules])
+        in_steps = tuple([steps.includes(step) for steps in self._schedules])
         key = counter, len(self._schedule.resting), in_steps
         if key not in self._due:
             is_due = self._schedule.due
@@ -226,7 +226,7 @@ class RulesByCounter:
 
     def any_due(self, step: int) -> bool:
         """Return whether any rule is due at a step, on any tensor."""
-        return self.any_always or any(steps.due(step) for steps in self._schedules)
+        return self.any_always or any(steps.includes(step) for steps in self._schedules)
 
     def bound_rule(self, rule: str, counter: StepCounter) -> BoundRule:
         bound_rules = [bound for rules in self._of(counter) for bound in rules]

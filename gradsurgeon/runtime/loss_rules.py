@@ -175,7 +175,7 @@ class LossRules:
         acting: list[DueLossRule] = []
         # A paused session does this too: other ranks may wait for it.
         for rule, matched in self._stages:
-            indices = [t for t in matched if rule.steps.due(context.counters[t].step)]
+            indices = [t for t in matched if rule.steps.includes(context.counters[t].step)]
             if not indices:
                 continue
             groups, averaged = context.ranks.averaging(matched, keys)

@@ -84,7 +84,7 @@ class Notices:
                     topic == "reentrant" and not isinstance(rule, EditRule)
                 )
                 told = (of_losses if isinstance(rule, LossRule) else text).replace("{name}", name)
-                if told and splits and rule.steps.due(step):
+                if told and splits and rule.steps.includes(step):
                     self._log.notice_once(topic, told, rule=rule.id, step=step, warn=True)
 
     def newly_unowned(self) -> list[int]:

@@ -142,7 +142,7 @@ class Session(RecordQueries):
         if rule not in known:
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
             raise KeyError(f"no capture rule {rule!r}; {hint}")
-        return self._attachment.context.captures.of(rule)
+        return self._attachment.context.captures.tensors_of(rule)
 
     def plot(
         self,

@@ -94,7 +94,7 @@ class StepDiagnosis:
         """Run the calls of this rank again, and exchange diagnoses with the ranks that come to this update."""
         assert heard.voter is not None  # noqa: S101 # ranks have objected
         own = self._run(failed, rules) if reports else None
-        told: dict[int, Diagnosis | None] = heard.voter.meet(own, LIMIT)
+        told: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
         every = [own, *(told[rank] for rank in sorted(told))]
         diagnoses = [diagnosis for diagnosis in every if diagnosis is not None]
         for diagnosis in diagnoses:

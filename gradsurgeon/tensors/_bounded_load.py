@@ -185,7 +185,7 @@ class _DryRun(pickle.Unpickler):
         kind, dtype, key, _, numel = pid
         is_storage = kind == "storage" and type(numel) is int
         if not is_storage or self._sizes[key] != numel * dtype.itemsize:
-            raise RefusedError("a storage has not the size that is told of it")
+            raise RefusedError("a storage does not have its recorded size")
         return _Storage(numel, dtype)
 
     def _tensor_of_storage(self, storage: Any, *form: Any) -> None:

@@ -37,7 +37,7 @@ class LossNode:
     saved: dict[str, Any]
     made_of: list[int]
 
-    def held(self) -> dict[str, Any]:
+    def readable_values(self) -> dict[str, Any]:
         """Return the saved values without tensors that cannot be read any more, such as parameters that FSDP has freed."""
         return {
             name: value

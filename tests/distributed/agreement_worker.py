@@ -43,9 +43,9 @@ def spoil_row(row: int) -> Callable[[Tensor], Tensor]:
     """Return a hook that makes one column of the gradient of an output NaN."""
 
     def hook(grad: Tensor) -> Tensor:
-        spoilt = grad.clone()
-        spoilt[:, row] = float("nan")
-        return spoilt
+        faulty = grad.clone()
+        faulty[:, row] = float("nan")
+        return faulty
 
     return hook
 
@@ -151,7 +151,7 @@ def module_trap(kind: str, then: str) -> dict[str, Any]:
     return outcome(model, holder, rule, backward)
 
 
-def in_pieces(then: str, spoilt: int) -> dict[str, Any]:
+def in_pieces(then: str, faulty: int) -> dict[str, Any]:
     """Accumulate two micro-batches of which the last is reduced; rank 1 spoils one of them."""
     model, called = make("DDP")
 
@@ -159,7 +159,7 @@ def in_pieces(then: str, spoilt: int) -> dict[str, Any]:
         for number, piece in enumerate(data(step).chunk(2)):
             with called.no_sync() if number == 0 else nullcontext():
                 out = called(piece)
-                if step == FAULT and number == spoilt:
+                if step == FAULT and number == faulty:
                     out = everywhere(out)
                 out.square().mean().backward()
 
@@ -272,9 +272,9 @@ def main() -> dict[str, Any]:
                 found[f"{kind} module {then}"] = module_trap(kind, then)
     found["FSDP2 give up"] = train("FSDP2", trap(then="skip-step", give_up_after=1), everywhere)
     found["no trap"] = train("DDP", {"id": "n", "action": "norm-log", "params": "*"}, alone)
-    for spoilt in range(2):
+    for faulty in range(2):
         for then in ("skip-step", "raise"):
-            found[f"piece {spoilt} {then}"] = in_pieces(then, spoilt)
+            found[f"piece {faulty} {then}"] = in_pieces(then, faulty)
     for params in ("side.*", "*"):
         found[f"used by one, {params}"] = used_by_one(params, "raise")
     found["local updates"] = local_updates()

@@ -248,7 +248,7 @@ def edited(then: str, **options: Any) -> dict[str, Any]:
 
 
 def paused(
-    *rules: dict[str, Any], sharded: bool = False, spoilt: int | None = None
+    *rules: dict[str, Any], sharded: bool = False, faulty: int | None = None
 ) -> dict[str, Any]:
     """Pause rank 1 in steps 1 to 3; another rank trips meanwhile."""
     net = Net()
@@ -260,7 +260,7 @@ def paused(
     for number in range(STEPS):
         if rank() == 1:
             run.session.pause() if 1 <= number <= 3 else run.session.resume()
-        run.step(number, None if spoilt is None else spoiled(net, spoilt))
+        run.step(number, None if faulty is None else spoiled(net, faulty))
     norms = run.error or run.session.history("first.weight", rule="norms")
     return {**run.told(), "norms": norms}
 
@@ -282,7 +282,7 @@ def in_another_order() -> dict[str, Any]:
     for number in range(STEPS):
         runs[0].step(number, spoiled(nets[0], 1))
         runs[1].step(number)
-    return {"spoilt": runs[0].told(), "sound": runs[1].told()}
+    return {"faulty": runs[0].told(), "sound": runs[1].told()}
 
 
 def replaced() -> dict[str, Any]:
@@ -321,7 +321,7 @@ def sharded_on_one_rank(*rules: dict[str, Any]) -> dict[str, Any]:
     return run.all()
 
 
-def shard_spoilt(*, clip: bool) -> dict[str, Any]:
+def faulty_shard(*, clip: bool) -> dict[str, Any]:
     """Spoil one shard on rank 1 in the backward pass, which the script's own clip spreads to all."""
     net = Net()
     fully_shard(net)
@@ -370,13 +370,13 @@ def alike(kind: str, *rules: dict[str, Any]) -> dict[str, Any]:
     run.apply(*rules)
     called = run.called
 
-    def spoilt(batch: Tensor) -> Tensor:
+    def faulty(batch: Tensor) -> Tensor:
         out: Tensor = called(batch)
         if rank() == 1 and torch.equal(batch, data(FAULT)):
             out = out * NAN
         return out
 
-    run.called = spoilt  # type: ignore[assignment]
+    run.called = faulty  # type: ignore[assignment]
     found = run.all()
     return {**found, "own": values(net)[-1]}
 
@@ -403,9 +403,9 @@ def main() -> dict[str, Any]:
     found["hooked"] = hooked()
     for then in ("skip-step", "raise", "warn"):
         found[f"edited, {then}"] = edited(then)
-    for spoilt in (None, 0):
-        found[f"paused, {spoilt}"] = paused(spoilt=spoilt)
-        found[f"paused sharded, {spoilt}"] = paused(sharded=True, spoilt=spoilt)
+    for faulty in (None, 0):
+        found[f"paused, {faulty}"] = paused(faulty=faulty)
+        found[f"paused sharded, {faulty}"] = paused(sharded=True, faulty=faulty)
     late = {**NORMS, "id": "late", "at": "step"}
     found["paused records"] = paused(late, sharded=True)
     found["alone"] = alone()
@@ -415,7 +415,7 @@ def main() -> dict[str, Any]:
     found["sharded on one"] = sharded_on_one_rank(NORMS)
     found["bounded on one"] = sharded_on_one_rank(CLIP)
     for clip in (False, True):
-        found[f"shard, {clip}"] = shard_spoilt(clip=clip)
+        found[f"shard, {clip}"] = faulty_shard(clip=clip)
     found["scaled"] = scaled()
     for kind in ("DDP", "find_unused_parameters", "static_graph", "FSDP2"):
         found[f"alike {kind}"] = alike(kind, trap(), FREEZE)

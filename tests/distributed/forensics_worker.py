@@ -17,8 +17,8 @@ from worker import work
 import gradsurgeon
 
 FAULT, STEPS, MICRO_BATCHES = 2, 4, 3
-# How large the numbers are of a batch that is spoilt.
-SPOILT = 1000
+# How large the numbers of a faulty batch are.
+FAULTY_SIZE = 1000
 
 
 class Body(nn.Module):
@@ -26,10 +26,10 @@ class Body(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spoilt = False
+        self.faulty = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.log() if self.spoilt and x.abs().max() > SPOILT / 10 else x.tanh()
+        return x.log() if self.faulty and x.abs().max() > FAULTY_SIZE / 10 else x.tanh()
 
 
 class Net(nn.Module):
@@ -91,15 +91,15 @@ def train(
             session.pause()
         for step in range(STEPS):
             optimizer.zero_grad()
-            model.body.spoilt = step == FAULT and dist.get_rank() == 1
+            model.body.faulty = step == FAULT and dist.get_rank() == 1
             for number in range(micro_batches):
                 last = number == micro_batches - 1
                 if isinstance(model, FSDPModule):
                     model.set_requires_gradient_sync(last)
                     model.set_reshard_after_backward(last or kind != "FSDP2 whole")
                 given = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-                if model.body.spoilt and number == micro_batches // 2:
-                    given *= math.nan if given_nan else SPOILT
+                if model.body.faulty and number == micro_batches // 2:
+                    given *= math.nan if given_nan else FAULTY_SIZE
                 called(given.chunk(2)[dist.get_rank()]).square().mean().backward()
             if kind == "FSDP2 evaluated":
                 with torch.no_grad():

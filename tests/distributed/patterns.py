@@ -103,13 +103,13 @@ class Case:
         params = list(self.net.parameters())
         self.optimizer = torch.optim.SGD(params, lr=0.05)
         sharded = isinstance(self.net.last.weight, DTensor)
-        spoilt = self.net.last.weight if sharded else self.net.part["own"]
+        faulty = self.net.last.weight if sharded else self.net.part["own"]
 
         def spoil(param: Any) -> None:
             if (self.how, self.passes, self.rank) == ("trips", TRIP - 1, 1):
                 (param.grad.to_local() if sharded else param.grad).fill_(float("nan"))
 
-        spoilt.register_post_accumulate_grad_hook(spoil)
+        faulty.register_post_accumulate_grad_hook(spoil)
         torch.manual_seed(10 + self.rank)
         if self.how != "plain":
             rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}

@@ -41,7 +41,9 @@ def test_all_ranks_raise_at_the_same_step(
         assert len(seen["weights"]) == FAULT
 
 
-def test_an_average_is_traced_to_the_rank_that_spoilt_it(ranks: list[dict[str, Any]]) -> None:
+def test_an_average_is_traced_to_the_rank_that_made_it_nonfinite(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in ranks:
         error = rank["DDP params raise"]["error"]
         assert (error["rank"], error["name"]) == (1, "2.bias")
@@ -49,20 +51,20 @@ def test_an_average_is_traced_to_the_rank_that_spoilt_it(ranks: list[dict[str, A
         assert "NaN  2.bias    1 element\n" in error["text"]
 
 
-@pytest.mark.parametrize("spoilt", [0, 1])
+@pytest.mark.parametrize("faulty", [0, 1])
 def test_a_micro_batch_that_is_not_reduced_is_traced_as_well(
-    ranks: list[dict[str, Any]], spoilt: int
+    ranks: list[dict[str, Any]], faulty: int
 ) -> None:
     for number, rank in enumerate(ranks):
-        weights = rank[f"piece {spoilt} skip-step"]["weights"]
+        weights = rank[f"piece {faulty} skip-step"]["weights"]
         assert len(weights) == STEPS
         assert weights[FAULT] == weights[FAULT - 1]
         assert weights[FAULT + 1] != weights[FAULT]
-        assert weights == ranks[0][f"piece {spoilt} skip-step"]["weights"]
-        error = rank[f"piece {spoilt} raise"]["error"]
+        assert weights == ranks[0][f"piece {faulty} skip-step"]["weights"]
+        error = rank[f"piece {faulty} raise"]["error"]
         assert (error["rank"], error["name"]) == (1, "2.bias")
-        # Only the rank that spoilt it had it before the reduction.
-        seen = 1 if (spoilt, number) == (0, 1) else 2
+        # Only the faulty rank had it before the reduction.
+        seen = 1 if (faulty, number) == (0, 1) else 2
         assert f"after backward, micro-batch {seen} of 2; rank 1 contributed" in error["text"]
 
 
@@ -81,7 +83,7 @@ def test_what_one_rank_alone_has_used_is_traced_to_it(
 
 
 def test_each_rank_reports_its_parts(ranks: list[dict[str, Any]]) -> None:
-    # Row 0 of layer 2 lies on rank 0, whoever spoilt it; layer 0 is spoilt on both.
+    # Row 0 of layer 2 lies on rank 0, whichever rank made it non-finite; layer 0 is non-finite on both.
     first, second = (rank["FSDP2 params raise"]["error"] for rank in ranks)
     assert (first["rank"], first["name"]) == (0, "2.weight")
     assert (second["rank"], second["name"]) == (1, "0.weight")

@@ -87,7 +87,7 @@ def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "name", "spoilt"),
+    ("run", "name", "faulty"),
     [
         ("ignored, skip-step", "part.own", 1),
         ("ignored, first", "part.own", 0),
@@ -95,15 +95,15 @@ def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
     ],
 )
 def test_what_one_rank_alone_has_is_skipped_on_all(
-    ranks: list[dict[str, Any]], run: str, name: str, spoilt: int
+    ranks: list[dict[str, Any]], run: str, name: str, faulty: int
 ) -> None:
     for number, rank in enumerate(ranks):
         assert moved(rank[run]) == SKIPPED
-        own = [("trap", FAULT, name)] if number == spoilt else []
+        own = [("trap", FAULT, name)] if number == faulty else []
         assert kinds(rank[run]) == [*own, ("skipped-step", FAULT, name)]
-    text = ranks[1 - spoilt][run]["events"][0][3]
+    text = ranks[1 - faulty][run]["events"][0][3]
     assert text.startswith(
-        f"step 2: rank {spoilt} trapped, and all ranks skip the step: step 2, rule trap: "
+        f"step 2: rank {faulty} trapped, and all ranks skip the step: step 2, rule trap: "
     )
     if run != "hooked":  # where nothing is averaged, weights differ
         assert ranks[0][run]["weights"] == ranks[1][run]["weights"]
@@ -209,10 +209,10 @@ def test_models_are_told_apart_whatever_order_they_got_their_rules_in(
     ranks: list[dict[str, Any]],
 ) -> None:
     for rank in ranks:
-        assert moved(rank["order"]["spoilt"]) == SKIPPED
+        assert moved(rank["order"]["faulty"]) == SKIPPED
         assert moved(rank["order"]["sound"]) == ALL
         assert rank["order"]["sound"]["events"] == []
-        assert rank["order"]["spoilt"]["said"] == []
+        assert rank["order"]["faulty"]["said"] == []
 
 
 def test_sessions_that_take_the_place_of_others_find_each_other(

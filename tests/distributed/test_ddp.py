@@ -29,7 +29,7 @@ def test_the_end_is_that_of_one_process(ranks: list[dict[str, Any]], setup: str)
     wanted = ranks[0]["one process"]
     for rank in ranks:
         assert largest_difference(rank[setup]["weights"], wanted["weights"]) < 1e-6
-    # The rules bite: without them the run ends elsewhere.
+    # The rules act: without them the run ends elsewhere.
     bare = ranks[0]["without rules"]["weights"]
     assert largest_difference(bare, wanted["weights"]) > 1e-4
 

@@ -32,13 +32,13 @@ def _stopped_at(seen: dict[str, Any], then: str) -> bool:
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])
 def test_the_rank_that_did_it_names_the_operation(ranks: list[dict[str, Any]], then: str) -> None:
-    innocent, guilty = (rank[f"DDP {then}"] for rank in ranks)
+    other, guilty = (rank[f"DDP {then}"] for rank in ranks)
     assert BORN in guilty["told"][0]
     # Its own calls were finite, the average was not; who reads its log reads what was found elsewhere.
-    assert f"{BY_OTHER}\n{BORN}" in innocent["told"][0]
+    assert f"{BY_OTHER}\n{BORN}" in other["told"][0]
     assert BY_OTHER not in guilty["told"][0]
     assert _stopped_at(guilty, then)
-    assert _stopped_at(innocent, then)
+    assert _stopped_at(other, then)
     if then == "raise":
         assert BORN in guilty["error"]
 
@@ -46,8 +46,8 @@ def test_the_rank_that_did_it_names_the_operation(ranks: list[dict[str, Any]], t
 def test_nan_in_the_batch_of_a_rank_is_told_there_at_the_first_skip_of_a_scaler(
     ranks: list[dict[str, Any]],
 ) -> None:
-    innocent, guilty = (rank["scaled"]["notices"] for rank in ranks)
-    assert innocent == []
+    other, guilty = (rank["scaled"]["notices"] for rank in ranks)
+    assert other == []
     (notice,) = guilty
     assert f"step {FAULT}, rule trap: the GradScaler skips a step that no loss scale can" in notice
     assert "the input x of the root (Net) was not finite when the model was called (NaN)" in notice
@@ -69,11 +69,11 @@ def test_a_model_that_fully_shard_divides_is_not_run_again(
 def test_a_rank_of_a_divided_model_names_an_input_that_was_nan(
     ranks: list[dict[str, Any]],
 ) -> None:
-    innocent, guilty = (rank["FSDP2 given NaN"] for rank in ranks)
+    other, guilty = (rank["FSDP2 given NaN"] for rank in ranks)
     born = "the input x of the root (FSDPNet) was not finite when the model was called (NaN)"
     assert born in guilty["told"][0]
-    assert BY_OTHER in innocent["told"][0]
-    assert born in innocent["told"][0]
+    assert BY_OTHER in other["told"][0]
+    assert born in other["told"][0]
 
 
 def test_a_divided_model_writes_no_bundle(ranks: list[dict[str, Any]], folder: Path) -> None:

@@ -15,7 +15,7 @@ from ranks import FINAL_WEIGHTS, run_ranks
 TOLERANCE = 1e-6
 Weights = list[list[float]]
 Ends = list[dict[str, Weights]]
-# The quick storey compares every pair of a process, a variant and an action; the slow storey compares the rest.
+# The quick suite compares every pair of a process, a variant and an action; the slow suite compares the rest.
 CASES = list(product(PROCESSES, VARIANTS, ACTIONS))
 QUICK = [
     (PROCESSES[i], VARIANTS[j], list(ACTIONS)[k])

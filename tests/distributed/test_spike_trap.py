@@ -56,7 +56,7 @@ def test_all_ranks_end_as_one_process_that_keeps_to_the_bound_by_hand(
         spikes = [event for event in found["events"] if event[0] == "spike"]
         if "skip-step" in rule:
             assert len(spikes) == wanted["cut"]
-    # The rule bites: without it the run ends elsewhere.
+    # The rule acts: without it the run ends elsewhere.
     assert wanted["cut"] >= 2
     assert largest_difference(wanted["weights"], bare["weights"]) > 1000 * TOLERANCE
 

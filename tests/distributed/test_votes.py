@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cover_children
 
 HERE = Path(__file__).parent
 LINGER = 10.0
-# In the quick storey; the rest is slow.
+# In the quick suite; the rest is slow.
 QUICK = ("own_skip", "own_skip_batch_norm", "second_optimizer_on_rank_0", "fsdp2_own_skip")
 # These are of two ranks, or their ranks come one after another to what only two can share.
 ON_THREE = (

@@ -96,10 +96,10 @@ def met() -> dict[str, Any]:
     rank = dist.get_rank()
     voter = Voter("met", range(4), ["here"] * 4, 30.0, print)
     voter.cast(())
-    all_of_them = voter.meet({"of": rank}, 10.0)
+    all_of_them = voter.exchange({"of": rank}, 10.0)
     if rank == 3:
         time.sleep(1.0)
-    some = voter.meet(rank, 0.3)
+    some = voter.exchange(rank, 0.3)
     dist.barrier()
     voter.close()
     return {"all": sorted(all_of_them.items()), "some": sorted(some.items())}

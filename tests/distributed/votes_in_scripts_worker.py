@@ -46,9 +46,9 @@ class Script:
         rules = trap(**options)
         self.session = gradsurgeon.apply(self.net, rules, optimizer=self.optimizer, replace=replace)
 
-    def local(self, *, spoilt: bool) -> None:
-        """Run a pass; spoilt, only the gradient of the parameter of this rank becomes NaN in it."""
-        handle = self.net[0].own.register_hook(lambda grad: grad * NAN if spoilt else grad)
+    def local(self, *, faulty: bool) -> None:
+        """Run a pass; if ``faulty``, only the gradient of the parameter of this rank becomes NaN in it."""
+        handle = self.net[0].own.register_hook(lambda grad: grad * NAN if faulty else grad)
         (self.ddp(torch.ones(2, 4)) * self.net[0].own).sum().backward()
         handle.remove()
 
@@ -78,13 +78,13 @@ def restarted() -> dict[str, Any]:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     first = Script()
     for _ in range(2):
-        first.local(spoilt=False)
+        first.local(faulty=False)
         first.update()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     session_discovery._met.clear()
     again = Script()
     for step in range(3):
-        again.local(spoilt=step == 1 and dist.get_rank() == 1)
+        again.local(faulty=step == 1 and dist.get_rank() == 1)
         again.update()
     first.session.remove()
     return again.told()
@@ -117,9 +117,9 @@ def experts() -> dict[str, Any]:
 def replaced_between() -> dict[str, Any]:
     """Exchange the session between a backward pass and its update, with a NaN that rank 1 alone has."""
     script = Script()
-    script.local(spoilt=False)
+    script.local(faulty=False)
     script.update()
-    script.local(spoilt=dist.get_rank() == 1)
+    script.local(faulty=dist.get_rank() == 1)
     script.apply(replace=True)
     script.update()
     return script.told()
@@ -129,7 +129,7 @@ def giving_up() -> dict[str, Any]:
     """Let one rank trip after the other, each once or twice."""
     script = Script(give_up_after=3)
     for step in range(4):
-        script.local(spoilt=step > 0 and dist.get_rank() == step % 2)
+        script.local(faulty=step > 0 and dist.get_rank() == step % 2)
         script.update()
     return script.told()
 
@@ -147,7 +147,7 @@ def accumulated() -> dict[str, Any]:
 def repaired() -> dict[str, Any]:
     """Let rank 1 repair its own gradient after the ranks have voted."""
     script = Script()
-    script.local(spoilt=dist.get_rank() == 1)
+    script.local(faulty=dist.get_rank() == 1)
     script.net[0].own.grad.zero_()
     script.update()
     return script.told()
@@ -158,7 +158,7 @@ def missed_meeting() -> dict[str, Any]:
     script = Script(forensics=True)
     began = time.monotonic()
     for step in range(3):
-        script.local(spoilt=step > 0 and dist.get_rank() == 0)
+        script.local(faulty=step > 0 and dist.get_rank() == 0)
         if step == 1 and dist.get_rank() == 1:
             script.optimizer.zero_grad()
             continue

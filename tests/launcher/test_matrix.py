@@ -1,7 +1,7 @@
 """Scripts that nobody edits: watched they do the same to the last bit, and rules act in all of them.
 
 Each script of `tests/scripts` runs plain, in a fork where that is the same, and under `gradsurgeon run`,
-in a process of its own; a run serves several tests. The quick storey runs some under rules in forks.
+in a process of its own; a run serves several tests. The quick suite runs some under rules in forks.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def test_what_is_damaged_is_refused(
     if damage == "gone":
         (place / "step.pt").unlink()
     else:
-        spoilt = {"cut": whole[: len(whole) // 2], "noise": b"\x00\xff" * 50, "empty": b""}
-        (place / "step.pt").write_bytes(spoilt[damage])
+        faulty = {"cut": whole[: len(whole) // 2], "noise": b"\x00\xff" * 50, "empty": b""}
+        (place / "step.pt").write_bytes(faulty[damage])
     with pytest.raises(GradSurgeonError, match="is no bundle"):
         gradsurgeon.replay(place, net.build())
 

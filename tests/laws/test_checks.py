@@ -181,7 +181,7 @@ def test_updates_that_a_trap_skips_are_named() -> None:
     assert "all these updates were skipped" in event.message
 
 
-def test_trained_tensor_with_an_optimizer_of_its_own_is_no_stranger() -> None:
+def test_trained_tensor_with_an_optimizer_of_its_own_is_not_reported() -> None:
     model = perceptron()
     loss_at, stray = fit(model), nn.Parameter(torch.ones(3))
     mine = SGD([stray], lr=0.0)

@@ -118,7 +118,7 @@ def as_by_hand(case: Case, edit: str, at: str) -> None:
         got = run(case, model)
     assert session.status()["it"].fired > 0
     assert same(got, wanted)
-    # The rule bites: without it the run ends elsewhere.
+    # The rule acts: without it the run ends elsewhere.
     assert not same(got, run(case, case.make()))
 
 

@@ -160,7 +160,7 @@ def test_integers_that_are_divided_by_0_have_the_remedy_of_a_division() -> None:
     assert "a division by 0" in cause.advice
 
 
-def test_weights_that_adam_spoilt_in_half_precision_point_at_the_update_before() -> None:
+def test_weights_that_adam_broke_in_half_precision_point_at_the_update_before() -> None:
     model = nn.Linear(4, 2).half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # eps=1e-8 is 0 in float16
     with (

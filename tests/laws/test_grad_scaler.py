@@ -85,7 +85,7 @@ def test_the_same_rule_does_the_same_with_and_without_a_scaler(
     bare_model, bare = make(kind)
     without = train(bare_model, bare, None, parts=2)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
-    # The rule bites: the run without it ends elsewhere.
+    # The rule acts: the run without it ends elsewhere.
     assert max((a - b).abs().max().item() for a, b in zip(ends[0], without, strict=True)) > 1e-3
 
 

@@ -65,7 +65,7 @@ def scripts(draw: st.DrawFn) -> Script:
 
 
 @pytest.mark.no_cover  # hundreds of trainings, through lines that other tests cover
-@pytest.mark.hypothesis  # the second storey draws all examples
+@pytest.mark.hypothesis  # the full suite draws all examples
 @pytest.mark.parametrize("part", range(3))
 def test_scripts_do_what_they_do_by_hand(part: int) -> None:
     @seed(part)

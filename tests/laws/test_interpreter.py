@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 
 @pytest.mark.no_cover  # thousands of trainings, through lines that other tests cover
-@pytest.mark.hypothesis  # the second storey draws all examples
+@pytest.mark.hypothesis  # the full suite draws all examples
 @pytest.mark.parametrize("part", range(5))  # workers share them, and none takes ten minutes
 def test_rules_do_what_the_interpreter_does(part: int) -> None:
     @seed(part)

@@ -152,7 +152,7 @@ def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]
     with gradsurgeon.apply(model, rules(logging(tensor, steps=steps))) as session:
         train(model, 4, steps=8)
     (rule,) = session.plan.rules.rules
-    due = [step for step in range(8) if rule.steps.due(step)]
+    due = [step for step in range(8) if rule.steps.includes(step)]
     assert [step for step, _ in session.history("1")] == due
 
 

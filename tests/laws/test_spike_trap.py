@@ -210,10 +210,10 @@ BAD = [math.nan, math.inf]
 @pytest.mark.parametrize("then", ["clip", "warn"])
 def test_what_is_not_finite_never_enters(above: dict[str, float], then: str) -> None:
     healthy = series()
-    spoilt = list(
+    faulty = list(
         chain.from_iterable((bad, bad, norm) for bad, norm in zip(BAD * 30, healthy, strict=True))
     )
-    (one, _), (other, reached) = (trained(above, norms, then=then) for norms in (healthy, spoilt))
+    (one, _), (other, reached) = (trained(above, norms, then=then) for norms in (healthy, faulty))
     assert learnt(one) == learnt(other)
     assert sum(not math.isfinite(norm) for norm in reached) == 2 * len(healthy)
     told = [event.message for event in other.events if event.kind == "notice"]
@@ -238,13 +238,13 @@ def test_a_step_that_another_trap_skips_does_not_enter(above: dict[str, float]) 
     ):
         for step, norm in enumerate(series()):
             optimizer.zero_grad()
-            spoilt = step % 3 == 1
-            model.give([torch.full((5,), norm), torch.full((6,), math.nan if spoilt else 1.0)])
+            faulty = step % 3 == 1
+            model.give([torch.full((5,), norm), torch.full((6,), math.nan if faulty else 1.0)])
             grad = model.w[0].grad
             assert grad is not None
             before = float(grad.double().norm())
             optimizer.step()
-            expected = before if spoilt else reference.passed(before)
+            expected = before if faulty else reference.passed(before)
             assert float(grad.double().norm()) == pytest.approx(expected, rel=1e-6)
 
 

@@ -26,7 +26,7 @@ import gradsurgeon
 from gradsurgeon import GradSurgeonError, GradSurgeonWarning, RuleFileError, runtime
 from gradsurgeon.integrations import LightningCallback, TransformersCallback
 
-# Whole trainers: with what they leave for the collector they are kept apart from the tests of the quick storey.
+# Whole trainers: with what they leave for the collector they are kept apart from the tests of the quick suite.
 pytestmark = [pytest.mark.slow, *OWN_WARNINGS]
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}

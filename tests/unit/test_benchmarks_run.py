@@ -34,7 +34,7 @@ from benchmarks.machine import EXTRA, version
 from benchmarks.workloads import MLP, WORKLOADS, Workload, deep_mlp
 from gradsurgeon.actions import ACTIONS, LossRule
 
-# Of benchmarks, which users need not run, `test_benchmarks` shows enough in the quick storey.
+# Of benchmarks, which users need not run, `test_benchmarks` shows enough in the quick suite.
 pytestmark = pytest.mark.slow
 
 ONCE = measure.Budget(rounds=2, seconds=0.0, least=2)

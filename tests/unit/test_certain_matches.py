@@ -95,5 +95,5 @@ def test_schedules_that_share_a_step() -> None:
             )
             for _ in range(2)
         )
-        due, also = ({step for step in range(100) if it.due(step)} for it in (one, other))
+        due, also = ({step for step in range(100) if it.includes(step)} for it in (one, other))
         assert one.meets(other) == bool(due & also), (one, other)

@@ -121,7 +121,7 @@ class TestRefused:
         def spoil(training: Any) -> None:
             training.model.h[1].ln2.register_forward_hook(lambda *given: given[2] * float("nan"))
 
-        noise = made("spoilt noise", spoil, noise=1)
+        noise = made("faulty noise", spoil, noise=1)
         with pytest.raises(RecordError, match=r"by inf at the output of h\.1\.ln2 in st"):
             gradsurgeon.compare(made("again"), made("Transformer"), noise)
 

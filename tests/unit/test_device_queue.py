@@ -152,7 +152,7 @@ def play(recorder: Recorder, seed: int, meanwhile: Callable[[], None]) -> list[b
             recorder.flush()
     recorder.flush()
     return [
-        repr((series.key, name, series.of(name))).encode()
+        repr((series.key, name, series.values_of(name))).encode()
         for series in recorder.records
         for name in series.key.names
     ]
@@ -184,7 +184,7 @@ def test_rows_are_written_once_they_have_arrived_and_events_after_them(
 
     def written() -> list[tuple[int, float]]:
         with open_run(tmp_path) as run:
-            return [pair for series in run for pair in series.of("a.bias")]
+            return [pair for series in run for pair in series.values_of("a.bias")]
 
     recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
     now[0] += 1.1

@@ -159,7 +159,7 @@ def test_notices_and_scaler_skips_are_no_alarm(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_what_is_innocent_makes_room_for_traps(few_events: int) -> None:
+def test_routine_events_make_room_for_traps(few_events: int) -> None:
     journal = make()
     written: list[Event] = []
     journal.listen(written.append)

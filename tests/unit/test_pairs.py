@@ -53,7 +53,7 @@ def test_every_value_is_in_one_of_few_cases(sizes: tuple[int, ...]) -> None:
     assert len(few) <= 1.5 * max(sizes)
 
 
-def test_the_quick_storey_takes_every_value_and_the_slow_one_the_pairs() -> None:
+def test_the_quick_suite_takes_every_value_and_the_slow_one_the_pairs() -> None:
     (_, cases), (_, pairs) = (
         kind(a=["x", "y", "z"], b=[1, 2]).mark.args for kind in (singly, pairwise)
     )

@@ -41,7 +41,7 @@ def rows(pending: PendingStatistics) -> list[tuple[int, tuple[str, ...], dict[st
                 for column, value in zip(row.columns, values.tolist(), strict=True)
             },
         )
-        for row, values in pending.take()
+        for row, values in pending.take_rows()
     ]
 
 
@@ -63,7 +63,7 @@ def test_numbers_are_those_of_each_tensor_by_itself() -> None:
     pending = PendingStatistics()
     for place, tensor in enumerate(TENSORS):
         pending.add(logging(*stats), str(place), 0, tensor)
-    taken = list(pending.take())
+    taken = list(pending.take_rows())
     assert [row.key.stat for row, _ in taken] == [*chain.from_iterable(map(columns_of, stats))]
     for row, values in taken:
         stat, _, number = row.key.stat.partition("_")
@@ -126,7 +126,7 @@ def test_columns_ascend_in_whatever_order_modules_run() -> None:
     rows(pending)
     for name, value in (("c", 6.0), ("a", 4.0), ("b", 5.0)):
         pending.add(rule, name, 1, number(value))
-    ((row, taken),) = pending.take()
+    ((row, taken),) = pending.take_rows()
     assert (list(row.columns), taken.tolist()) == ([0, 1, 2], [4.0, 5.0, 6.0])
 
 
@@ -157,7 +157,7 @@ def test_rules_and_steps_are_apart() -> None:
     pending.add(one, "a", 0, number(1.0))
     pending.add(other, "a", 0, number(2.0))
     pending.add(one, "a", 1, number(3.0))
-    taken = [(row.key.rule, row.key.stat, row.step, v.item()) for row, v in pending.take()]
+    taken = [(row.key.rule, row.key.stat, row.step, v.item()) for row, v in pending.take_rows()]
     assert taken == [("r", "max", 0, 1.0), ("r", "max", 1, 3.0), ("s", "min", 0, 2.0)]
     assert len(pending) == 0
 

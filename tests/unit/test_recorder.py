@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def written(path: pathlib.Path) -> list[tuple[int, float]]:
     with open_run(path) as run:
-        return [pair for series in run for pair in series.of("a.bias")]
+        return [pair for series in run for pair in series.values_of("a.bias")]
 
 
 def test_rows_reach_the_disk_after_a_second(tmp_path: pathlib.Path, clock: list[float]) -> None:
@@ -88,7 +88,11 @@ def test_the_last_pass_of_a_step_stands_also_after_a_commit(
             parts.row(step, torch.tensor([0.0, 10 * step + number]))
     parts.recorder.close()
     assert written(tmp_path) == [(0, 3.0), (1, 13.0), (2, 23.0)]
-    assert parts.records.series("a.bias", "l2")[0].of("a.bias") == [(0, 3.0), (1, 13.0), (2, 23.0)]
+    assert parts.records.series("a.bias", "l2")[0].values_of("a.bias") == [
+        (0, 3.0),
+        (1, 13.0),
+        (2, 23.0),
+    ]
 
 
 def test_series_that_take_turns_are_replaced_where_they_wait() -> None:
@@ -100,7 +104,7 @@ def test_series_that_take_turns_are_replaced_where_they_wait() -> None:
             recorder.add(key, 0, [0, 1], torch.full((2,), float(number)), replace=True)
     assert len(records) == 0
     recorder.flush()
-    assert [series.of("a.bias") for series in records] == [[(0, 39.0)], [(0, 39.0)]]
+    assert [series.values_of("a.bias") for series in records] == [[(0, 39.0)], [(0, 39.0)]]
 
 
 def test_long_steps_are_written_when_they_end(tmp_path: pathlib.Path, clock: list[float]) -> None:

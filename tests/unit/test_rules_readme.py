@@ -182,8 +182,8 @@ def test_included_files_come_first(tmp_path: Path) -> None:
 
 def test_schedules() -> None:
     start, sometimes = (rule.steps for rule in rules_of("gentle-start").rules)
-    assert [step for step in range(200) if start.due(step)] == list(range(100))
-    assert [step for step in range(1101) if sometimes.due(step)] == [1000, 1050, 1100]
+    assert [step for step in range(200) if start.includes(step)] == list(range(100))
+    assert [step for step in range(1101) if sometimes.includes(step)] == [1000, 1050, 1100]
 
 
 @pytest.mark.slow

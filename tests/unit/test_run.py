@@ -130,7 +130,7 @@ def test_a_run_is_read_while_another_process_writes_it(tmp_path: pathlib.Path) -
         (series,) = run
         with pytest.raises(RecordError, match=r"a.weight has not been recorded yet"):
             run.latest("a.weight")
-        assert len(series.of("a.bias")) >= lengths[-1]
+        assert len(series.values_of("a.bias")) >= lengths[-1]
 
 
 def test_rows_by_part(run_path: pathlib.Path) -> None:
@@ -253,7 +253,7 @@ def read_everything(path: pathlib.Path) -> None:
         for series in run:
             list(series.stored())
             for name in series.key.names:
-                series.of(name)
+                series.values_of(name)
                 series.last(name)
 
 
@@ -308,7 +308,7 @@ def test_modules_of_which_some_run_on_other_ranks_only_are_all_shown(
         writer.close()
     with open_run(tmp_path) as run:
         shown = {
-            name: [value for _, value in series.of(name)]
+            name: [value for _, value in series.values_of(name)]
             for series, repeated in of_lowest_ranks(run)
             for column, name in enumerate(series.key.names)
             if column not in repeated

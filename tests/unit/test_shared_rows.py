@@ -55,7 +55,7 @@ class Rank:
     def measure(self, number: float) -> None:
         share = Share((0, 1), (0,))
         row = PendingRow(KEY, self.passes, [0], shares=(share,), number=self.passes)
-        self.rows.take(row, torch.tensor([[number]]))
+        self.rows.add(row, torch.tensor([[number]]))
         self.passes += 1
 
     def recorded(self) -> list[float]:

@@ -26,8 +26,8 @@ def test_rows_by_column() -> None:
     records.add(KEY, 0, values(1.0, 2.0))
     records.add(KEY, 1, values(3.0, float("nan")))
     (series,) = records.series("a", "l2")
-    assert series.of("a") == [(0, 1.0), (1, 3.0)]
-    assert str(series.of("b")) == "[(0, 2.0), (1, nan)]"
+    assert series.values_of("a") == [(0, 1.0), (1, 3.0)]
+    assert str(series.values_of("b")) == "[(0, 2.0), (1, nan)]"
     assert records.series("a", "l1") == records.series("c", "l2") == []
     assert records.series("a", "l2", "other") == []
 
@@ -37,7 +37,7 @@ def test_the_last_row_of_a_step_stands() -> None:
     for number in (1.0, 2.0):
         records.add(KEY, 0, values(number, number), replace=True)
     records.add(KEY, 1, values(3.0, 3.0), replace=True)
-    assert records.series("a", "l2")[0].of("a") == [(0, 2.0), (1, 3.0)]
+    assert records.series("a", "l2")[0].values_of("a") == [(0, 2.0), (1, 3.0)]
 
 
 def test_what_is_absent_has_no_value() -> None:
@@ -45,7 +45,7 @@ def test_what_is_absent_has_no_value() -> None:
     records.add(KEY, 0, values(1.0, 0.0), frozenset({1}))
     records.add(KEY, 1, values(0.0, 5.0), frozenset({0}))
     (series,) = records.series("a", "l2")
-    assert (series.of("a"), series.of("b")) == ([(0, 1.0)], [(1, 5.0)])
+    assert (series.values_of("a"), series.values_of("b")) == ([(0, 1.0)], [(1, 5.0)])
 
 
 def test_the_oldest_rows_make_room() -> None:
@@ -56,15 +56,15 @@ def test_the_oldest_rows_make_room() -> None:
     assert len(records) == 100
     assert records.dropped == 900
     (series,) = records.series("a", "l2")
-    assert series.of("a") == [(step, float(step)) for step in range(900, 1000)]
+    assert series.values_of("a") == [(step, float(step)) for step in range(900, 1000)]
     assert series.last("a") == (999, 999.0)
     # All series reach back as far: the one that is new takes its room from the oldest rows of all.
     other = Key("other", "l2", "step", ("a", "b"))
     for step in range(1000, 1050):
         records.add(other, step, values(1.0, 1.0))
     assert len(records) == 100
-    assert series.of("a")[0] == (950, 950.0)
-    assert records.series("a", "l2", "other")[0].of("a")[0] == (1000, 1.0)
+    assert series.values_of("a")[0] == (950, 950.0)
+    assert records.series("a", "l2", "other")[0].values_of("a")[0] == (1000, 1.0)
 
 
 def test_what_a_step_takes_is_what_the_documents_say() -> None:
@@ -100,8 +100,8 @@ def test_what_is_kept_is_what_was_put_in_whatever_makes_room(*, replace: bool) -
     assert len(all_of_them) - len(series) == records.dropped
     for column, name in enumerate(KEY.names):
         cells: list[Any] = [(s, pytest.approx(n[column])) for s, n, a in kept if column not in a]
-        assert series.of(name) == cells
-        assert series.last(name) == series.of(name)[-1]
+        assert series.values_of(name) == cells
+        assert series.last(name) == series.values_of(name)[-1]
 
 
 @pytest.mark.slow

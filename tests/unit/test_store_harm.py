@@ -39,7 +39,7 @@ writer = RunWriter(sys.argv[1], meta=meta())
 print("ready", flush=True)
 for step in range(10**9):
     writer.add(KEY, step, values(0.0, float(step)))
-    if writer.due():
+    if writer.is_due():
         writer.commit()
     if step % 100 == 0:
         print(step, flush=True)
@@ -301,7 +301,7 @@ def read_all(path: pathlib.Path) -> None:
         for series in run:
             assert len(list(series.stored())) >= 0
             for name in series.key.names:
-                series.of(name), series.last(name)
+                series.values_of(name), series.last(name)
         report = from_run(run)
         assert "\nsummary: " in str(report)
         assert to_dict(report)["norms"] is not None

@@ -95,7 +95,7 @@ def test_one_commit_per_second_and_one_per_event(
             return sum(len(series) for series in run)
 
     def commit_where_due() -> None:
-        if writer.due():
+        if writer.is_due():
             writer.commit()
 
     writer.add(KEY, 0, values(1.0, 1.0))
@@ -115,7 +115,7 @@ def test_one_commit_per_second_and_one_per_event(
     writer.event(event())
     now = 102.1
     writer.event(event())
-    assert writer.due()
+    assert writer.is_due()
     writer.close()
 
 

@@ -24,11 +24,11 @@ class Finding:
     """One fault: its place, what was seen, and the remedy.
 
     Attributes:
-        cause: a word for the kind of fault; the same cause is told once for each tensor.
+        cause: a word for the kind of fault; the same cause is reported once for each tensor.
         text: one sentence or two, with ``{names}`` where the names belong, and ``{it}`` for it or them.
         indices: the parameters that it concerns, as numbers of the session; none if it concerns the whole model.
         names: other names, for tensors that are not in the model.
-        step: the step in which it happened, if that is not the one in which it is told.
+        step: the step in which it happened, if that is not the step in which it is reported.
     """
 
     cause: str
@@ -148,12 +148,12 @@ class Pass(Moment):
     Attributes:
         reached: the parameters of the session that it reached; none before it.
         graph: its graph, if it is known.
-        strangers: returns the trained leaves that it reached, and that are no parameters of the model.
+        unregistered: returns the trained leaves that it reached, and that are no parameters of the model.
     """
 
     reached: Collection[int]
     graph: BackwardGraph | None
-    strangers: Callable[[], Sequence[Tensor]]
+    unregistered: Callable[[], Sequence[Tensor]]
 
     @property
     def indices(self) -> Sequence[int]:
@@ -250,5 +250,5 @@ class Check:
         return ()
 
     def at_end(self) -> Iterable[Finding]:
-        """Return what has not been told when the session, or its process group, ends."""
+        """Return what has not been reported when the session, or its process group, ends."""
         return ()

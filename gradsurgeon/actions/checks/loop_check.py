@@ -15,12 +15,12 @@ from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
 from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors.sampling import largest
 
-# A script may do something once on purpose. From the third update in a row on it is told.
+# A script may do something once on purpose. It is reported from the third update in a row on.
 IN_A_ROW = 3
 # After so many updates without a fault, only one in a hundred is looked at.
 SETTLED, LATER = 20, 100
 # So few parameters tell whether gradients were cleared: a script clears all of an optimizer or none.
-_WITNESSES = 4
+_MOST_SAMPLED = 4
 _ALIKE, _APART = 1e-3, 1e-2
 
 _STALE = (
@@ -55,11 +55,11 @@ _LEAST_BOUND = 1e-2
 class _LoopState:
     updates: int = 0
     last_step: int = -1
-    # By witness, places of its gradient and the values there at the last update.
+    # By sampled parameter, places of its gradient and the values there at the last update.
     used: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    # Witnesses that kept their gradients into a new pass.
+    # Sampled parameters that kept their gradients into a new pass.
     kept: set[int] = field(default_factory=set)
-    # Whether passes since the last update gave the witnesses other gradients than 0; a 0-dim tensor.
+    # Whether passes since the last update gave the sampled parameters other gradients than 0; a 0-dim tensor.
     came: Tensor | None = None
     stale_in_a_row: int = 0
     gone_in_a_row: int = 0
@@ -67,7 +67,7 @@ class _LoopState:
     clips: list[tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=list)
     sizes_after_pass: tuple[float, ...] = ()
     indices: Sequence[int] = ()
-    witnesses: Sequence[int] = ()
+    sampled: Sequence[int] = ()
 
     @property
     def looks(self) -> bool:
@@ -99,13 +99,13 @@ class LoopCheck(Check):
             owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
             owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
             # The script has cleared what came of a loss that it did not like.
-            if self._lost and not _any_of(grads, owner.witnesses):
+            if self._lost and not _any_of(grads, owner.sampled):
                 self._lost.clear()
         return ()
 
     def after_pass(self, done: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
-            if owner.looks and (flag := _any_of(done.grads, owner.witnesses)) is not None:
+            if owner.looks and (flag := _any_of(done.grads, owner.sampled)) is not None:
                 owner.came = flag if owner.came is None else owner.came | flag
             if owner.clips:
                 owner.sizes_after_pass = _sizes(done.grads, owner.indices)
@@ -124,9 +124,9 @@ class LoopCheck(Check):
         if owner.looks:
             owned = [index for index in update.indices if index in update.groups]
             owner.indices = owned
-            owner.witnesses = owned[:: max(1, len(owned) // _WITNESSES)][:_WITNESSES]
+            owner.sampled = owned[:: max(1, len(owned) // _MOST_SAMPLED)][:_MOST_SAMPLED]
             if owner.came is not None:
-                there = _any_of(update.grads, owner.witnesses)
+                there = _any_of(update.grads, owner.sampled)
                 now = torch.zeros_like(owner.came) if there is None else there
                 update.later(
                     torch.stack([owner.came, now]), partial(self._judge_gone, owner, update)
@@ -142,7 +142,7 @@ class LoopCheck(Check):
         owner.last_step = update.step
         owner.kept, owner.came, owner.sizes_after_pass = set(), None, ()
         if owner.looks:
-            for index in owner.witnesses:
+            for index in owner.sampled:
                 grad = update.grads.get(index)
                 if grad is not None and grad.layout == torch.strided and grad.numel():
                     at = largest(grad)
@@ -161,12 +161,12 @@ class LoopCheck(Check):
 
     def _judge_gone(self, owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Finding]:
         came, there = seen.tolist()
-        # The witnesses may be cleared on purpose: then other gradients are there.
+        # The sampled parameters may be cleared on purpose: then other gradients are there.
         others = None if there or not came else _any_of(update.grads, update.indices)
         gone = came and not there and (others is None or not bool(others))
         owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0
         if owner.gone_in_a_row == IN_A_ROW:
-            yield Finding("gone", _GONE.format(step=update.step), (owner.witnesses[0],))
+            yield Finding("gone", _GONE.format(step=update.step), (owner.sampled[0],))
 
     def _mode(self, update: Update) -> Iterator[Finding]:
         modes, self._modes = self._modes, set()
@@ -210,7 +210,7 @@ def _stale(owner: _LoopState, update: Update) -> Iterator[Finding]:
     stale = sorted(index for index in owner.kept if index in update.grads)
     owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
     if owner.stale_in_a_row == IN_A_ROW:
-        # Of four witnesses none is special: one stands for all that the script has not cleared.
+        # Any of the sampled parameters stands for all that the script has not cleared.
         text = _STALE.format(step=update.step, before=owner.last_step)
         yield Finding("stale", text, (stale[0],))
 

@@ -34,7 +34,7 @@ class Mail:
             if (store := self._store()) is not None:
                 store.set(key, pickle.dumps(message))
 
-    def take(self, keys: Sequence[str]) -> list[Any] | None:
+    def collect(self, keys: Sequence[str]) -> list[Any] | None:
         """Return and remove some messages; ``None`` unless all of them are there."""
         with suppress(RuntimeError):
             if (store := self._store()) is not None and store.check(keys):

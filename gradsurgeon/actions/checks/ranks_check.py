@@ -113,7 +113,7 @@ class _Series:
         for rank in self._others:
             while self._receive([rank]):
                 pass
-            for _, batch in self._mail.take([f"{self._key}/last/{rank}"]) or ():
+            for _, batch in self._mail.collect([f"{self._key}/last/{rank}"]) or ():
                 self._take_in(rank, batch)
         yield from self._compared(max(self._own, default=(0, 0)))
 
@@ -124,7 +124,7 @@ class _Series:
     def _receive(self, ranks: Sequence[int]) -> bool:
         """Take in the next batch of each of some ranks; tell whether all of these had come."""
         keys = [f"{self._key}/{self._next[rank] % _MOST_WAITING}/{rank}" for rank in ranks]
-        messages = self._mail.take(keys)
+        messages = self._mail.collect(keys)
         if messages is None:
             return False
         for rank, (number, batch) in zip(ranks, messages, strict=True):

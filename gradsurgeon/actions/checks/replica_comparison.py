@@ -104,7 +104,9 @@ class ReplicaComparison:
         # Differences of gradients that are a fault only if weights prove to differ, by rank and place.
         self._pending: dict[tuple[int, int], _Difference] = {}
         # The parameters whose gradients, or weights, need no further finding.
-        self._told = {cause: torch.zeros(len(indices)) > 0 for cause in ("gradients", "weights")}
+        self._reported = {
+            cause: torch.zeros(len(indices)) > 0 for cause in ("gradients", "weights")
+        }
 
     def compare(
         self, own: RankNumbers, others: Mapping[int, RankNumbers], replicas: Replicas
@@ -131,16 +133,16 @@ class ReplicaComparison:
         unlike |= have_skipped.unsqueeze(1) & (weights_there - weights).abs().gt(0).any(1)
         alike = (weights + weights_there).isfinite().all(1) & ~unlike
         self._met |= alike
-        told = apart & ~self._told["gradients"]
+        news = apart & ~self._reported["gradients"]
         if not replicas.promised:
-            told &= was_proven
-        gradients = self._differences_of_gradients(own, theirs, told, replicas)
+            news &= was_proven
+        gradients = self._differences_of_gradients(own, theirs, news, replicas)
         if not replicas.promised:
             self._pending |= {(one.rank, one.place): one for one in gradients}
             gradients = self._settled(averaged & unlike, averaged & alike)
         yield from self._findings("gradients", gradients)
-        told = averaged & unlike & ~self._told["weights"]
-        found = self._differences_of_weights(own, others, theirs, told, replicas)
+        news = averaged & unlike & ~self._reported["weights"]
+        found = self._differences_of_weights(own, others, theirs, news, replicas)
         yield from self._findings("weights", found)
 
     def _has_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers], rank: int) -> bool:
@@ -160,12 +162,12 @@ class ReplicaComparison:
         self._norms = torch.where(is_known, norms, self._norms)
 
     def _differences_of_gradients(
-        self, own: RankNumbers, theirs: Tensor, told: Tensor, replicas: Replicas
+        self, own: RankNumbers, theirs: Tensor, news: Tensor, replicas: Replicas
     ) -> list[_Difference]:
         differences: list[_Difference] = []
-        for number in told.any(1).nonzero().flatten().tolist():
+        for number in news.any(1).nonzero().flatten().tolist():
             rank = self._others[number]
-            places = told[number].nonzero().flatten().tolist()
+            places = news[number].nonzero().flatten().tolist()
             norms, norms_there = own.numbers[0], theirs[number, 0]
             lost = _MOVED if replicas.promised else _LOST
             if (factor := _common_factor(norms[places], norms_there[places])) is not None:
@@ -193,11 +195,11 @@ class ReplicaComparison:
         own: RankNumbers,
         others: Mapping[int, RankNumbers],
         theirs: Tensor,
-        told: Tensor,
+        news: Tensor,
         replicas: Replicas,
     ) -> list[_Difference]:
         differences: list[_Difference] = []
-        for number, place in told.nonzero().tolist():
+        for number, place in news.nonzero().tolist():
             rank = self._others[number]
             met = replicas.promised or self._met[number, place]
             remedy = _SINCE_THEN if met else _FROM_THE_START
@@ -213,7 +215,7 @@ class ReplicaComparison:
         """Yield one finding for all differences that have a remedy in common."""
         by_remedy: dict[tuple[int, str], list[_Difference]] = {}
         for difference in differences:
-            self._told[cause][difference.place] = True
+            self._reported[cause][difference.place] = True
             by_remedy.setdefault((difference.step, difference.remedy), []).append(difference)
         for (step, remedy), alike in by_remedy.items():
             ranks = _dist.named(sorted({self._first, *(one.rank for one in alike)}))

@@ -91,7 +91,7 @@ class UpdateCheck(Check):
 
     def after_pass(self, done: Pass) -> Iterator[Finding]:
         self._passes += 1
-        for leaf in done.strangers() if self._passes <= 3 * WINDOW else ():
+        for leaf in done.unregistered() if self._passes <= 3 * WINDOW else ():
             if (part := readable(leaf)) is None:
                 continue
             known = self._outside.get(id(leaf))
@@ -104,7 +104,7 @@ class UpdateCheck(Check):
             _, first, passes = known
             self._outside[id(leaf)] = (leaf, first, passes + 1)
             still = passes == 2 * WINDOW and torch.equal(sample(part), first)
-            if still and _is_homeless(leaf):
+            if still and _is_unowned(leaf):
                 yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
 
     def before_update(self, update: Update) -> Iterable[Finding]:
@@ -133,9 +133,9 @@ class UpdateCheck(Check):
         if number == 1:
             owner.usual = _usual_gradient(update)
         if number <= _FIRST or window:
-            self._look(owner, update, window=window)
+            self._sample(owner, update, window=window)
 
-    def _look(self, owner: _OptimizerUpdates, update: Update, *, window: bool) -> None:
+    def _sample(self, owner: _OptimizerUpdates, update: Update, *, window: bool) -> None:
         having = [t for t in update.indices if t in update.grads]
         new = {t: sample(update.params[t]) for t in having if update.params[t].numel()}
         old = {t: owner.samples.get(t, new[t]) for t in new}
@@ -158,8 +158,8 @@ class UpdateCheck(Check):
     ) -> Iterator[Finding]:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
         shares, finite = seen.tolist()
-        spoilt = [t for t, is_finite in zip(indices, finite, strict=True) if not is_finite]
-        yield from _broken(update, spoilt)
+        nonfinite = [t for t, is_finite in zip(indices, finite, strict=True) if not is_finite]
+        yield from _broken(update, nonfinite)
         owner.moved.update(t for t, share in zip(indices, shares, strict=True) if share)
         if span:
             owner.suspects = {
@@ -183,7 +183,7 @@ class UpdateCheck(Check):
             if cause and updates < patience:
                 owner.suspects[index] = updates
             elif cause:
-                text = _STILL.format(updates=updates) + _told(cause, update, index)
+                text = _STILL.format(updates=updates) + _consequence(cause, update, index)
                 found.setdefault(cause, []).append((index, text))
         for cause, cases in found.items():
             indices, texts = zip(*cases, strict=True)
@@ -193,7 +193,7 @@ class UpdateCheck(Check):
             yield Finding(cause, texts[0], indices)
 
 
-def _is_homeless(leaf: Tensor) -> bool:
+def _is_unowned(leaf: Tensor) -> bool:
     # `FullyShardedDataParallel` shows modules and optimizers views of its flat parameter.
     if _dist.is_flattened(leaf):
         return False
@@ -234,7 +234,7 @@ def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> tuple[str, i
     return "unwritten" if is_unwritten else "rounded", patience
 
 
-def _told(cause: str, update: Update, index: int) -> str:
+def _consequence(cause: str, update: Update, index: int) -> str:
     param = update.params[index]
     dtype = str(param.dtype).removeprefix("torch.")
     return _CAUSES[cause].format(
@@ -259,8 +259,8 @@ def _should_move(update: Update, index: int, lr: float) -> bool:
     return bool((lr * size > 2 * gap).any())
 
 
-def _broken(update: Update, spoilt: Sequence[int]) -> Iterator[Finding]:
-    having = [t for t in spoilt if t in update.grads]
+def _broken(update: Update, nonfinite: Sequence[int]) -> Iterator[Finding]:
+    having = [t for t in nonfinite if t in update.grads]
     finite = [t for t in having if bool(_numbers.values(update.grads[t]).isfinite().all())]
     if finite:
         yield Finding("non-finite", _BROKEN, tuple(finite))

@@ -96,9 +96,9 @@ class ScriptEnd:
         with models.guard:
             write(models.without_module(), models.rank)
             if models.attached:
-                self._say()
+                self._write_summaries()
 
-    def _say(self) -> None:
+    def _write_summaries(self) -> None:
         models, settings = self._models, self._settings
         # If no optimizer took a step, the rules were never checked against the models.
         problems = [] if models.fitting else models.shortfalls()

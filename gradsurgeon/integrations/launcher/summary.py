@@ -82,8 +82,8 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
         yield f"  checked: {names}; found: {count(found, 'fault') if found else nothing}"
     if silent := _without_gradient(attachment):
         yield f"  {never_reached(silent)}"
-    told = [event for event in attachment.events if event.kind != "notice"]
-    first, left_out, last = shown_groups(told)
+    shown = [event for event in attachment.events if event.kind != "notice"]
+    first, left_out, last = shown_groups(shown)
     more = [f"  ... and {left_out:,} more"] if left_out else []
     lines = [*map(_line, first), *more, *map(_line, last)]
     yield from lines

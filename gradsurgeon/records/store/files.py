@@ -58,7 +58,7 @@ class Outlet(Destination):
         self._ended = False
         # The problems so far, and the number of those that `news` has returned.
         self._problems: list[str] = []
-        self._told = 0
+        self._reported = 0
         self._pid = os.getpid()
         self._seconds = seconds
         self._committed = time.monotonic()
@@ -73,14 +73,14 @@ class Outlet(Destination):
         """Whether nothing is written any more: ended, failed, or in a child process."""
         return self._ended or bool(self.failed) or self._inherited
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Return whether it is time for a commit, or for `news`."""
         is_time = time.monotonic() - self._committed >= self._seconds
-        return is_time and (not self.closed or self._told < len(self._problems))
+        return is_time and (not self.closed or self._reported < len(self._problems))
 
     def news(self) -> list[str]:
-        news = [] if self._inherited else self._problems[self._told :]
-        self._told = len(self._problems)
+        news = [] if self._inherited else self._problems[self._reported :]
+        self._reported = len(self._problems)
         return news
 
     def _note(self, problem: str) -> None:

@@ -50,7 +50,7 @@ class Destination(ABC):
     """Where rows go: memory, a file, or a tracker."""
 
     @abstractmethod
-    def take(self, row: RecordedRow) -> None:
+    def add_row(self, row: RecordedRow) -> None:
         """Take a row."""
 
     def add(
@@ -63,7 +63,7 @@ class Destination(ABC):
         replace: bool = False,
     ) -> None:
         """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
-        self.take(RecordedRow(key, step, values, absent, replace))
+        self.add_row(RecordedRow(key, step, values, absent, replace))
 
 
 class WholeSeries(ABC):
@@ -93,7 +93,7 @@ class WholeSeries(ABC):
             if absent is None or not is_absent(absent, column)
         ]
 
-    def of(self, name: str) -> list[tuple[int, float]]:
+    def values_of(self, name: str) -> list[tuple[int, float]]:
         """Return ``(step, value)`` of one tensor, oldest first."""
         return self.between(name, 0, len(self))
 
@@ -169,7 +169,7 @@ class Records(Destination):
         self._bytes = 0
         self.dropped = 0
 
-    def take(self, row: RecordedRow) -> None:
+    def add_row(self, row: RecordedRow) -> None:
         key, step, values, absent, replace = row
         series = self._series.get(key)
         if series is None:
@@ -202,8 +202,10 @@ def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
     A tensor moves to a new series when another optimizer claims it, or its module is called more often than others.
     """
     if len(series) == 1:
-        return series[0].of(name)
-    pairs = sorted((pair for part in series for pair in part.of(name)), key=lambda pair: pair[0])
+        return series[0].values_of(name)
+    pairs = sorted(
+        (pair for part in series for pair in part.values_of(name)), key=lambda pair: pair[0]
+    )
     if any(part.key.point in _OF_EACH_CALL for part in series):
         return pairs
     return list(dict(pairs).items())

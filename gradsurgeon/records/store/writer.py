@@ -84,7 +84,7 @@ class RunWriter(Outlet):
         self._event_ids = count(1)
         self._lock = RLock()
 
-    def take(self, row: RecordedRow) -> None:
+    def add_row(self, row: RecordedRow) -> None:
         """Take one row. The row that it replaces may be in the file already."""
         key = row.key
         if self.closed:
