@@ -293,7 +293,7 @@ def replay(
     _manifest_of(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
     attachment = runtime.find(model)
-    watch_tags = forensics.no_tags if attachment is None else attachment.context.watching_tags
+    watch_tags = nullcontext if attachment is None else attachment.context.watching_tags
     with nullcontext() if attachment is None else attachment.context.resting():
         try:
             return forensics.diagnose(failed, doubts, watch_tags=watch_tags, debugger=debugger)

@@ -210,7 +210,8 @@ class Rule(Options):
             yield Flaw("expect", "`expect` counts parameters", "remove it, or name `params`")
 
     def _flaws_of_point(self) -> Iterator[Flaw]:
-        at, of_weights = self.at, self.tensor in ("value", "update")
+        at = self.at
+        of_weights = self.tensor in ("value", "update")
         if of_weights and (at is not None or not self.reads_weights):
             message = f"`{self.tensor}` is only recorded, once the update is over"
             yield Flaw("tensor", message, "leave `tensor` out, or use `norm-log` without `at`")
@@ -249,7 +250,8 @@ class Rule(Options):
         """Register an action by its name when its class is defined."""
         if "action" not in inspect.get_annotations(cls):  # a kind of actions, or a variant of one
             return
-        name, problem = cls.name(), ""
+        name = cls.name()
+        problem = ""
         if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) is None:
             problem = 'give it a name: `action: Literal["my-action"] = "my-action"`'
         elif not hasattr(cls, "role") or inspect.isabstract(cls):

@@ -58,7 +58,9 @@ _Model = TypeVar("_Model", bound=Options)
 
 def read_options(model: type[_Model], given: Mapping[Any, Any]) -> tuple[_Model | None, list[Flaw]]:
     """Return the options that a mapping of a file describes, or everything that is wrong with it."""
-    options, flaws, empty = None, list[Flaw](), set(_without_value(given))
+    options = None
+    flaws = list[Flaw]()
+    empty = set(_without_value(given))
     try:
         options = model.model_validate(given, by_name=False)
     except ValidationError as errors:
@@ -95,7 +97,9 @@ def keys_of(model: type[Options]) -> dict[str, Any]:
 def _flaws_of(
     model: type[Options], given: Mapping[Any, Any], path: Path, error: Any
 ) -> Iterator[Flaw]:
-    kind, field, fields = error["type"], None, keys_of(model)
+    kind = error["type"]
+    field = None
+    fields = keys_of(model)
     key = next((step for step in reversed(path) if isinstance(step, str)), "")
     for step in path:
         if step not in fields:
@@ -123,7 +127,9 @@ def _flaws_of(
 
 
 def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
-    kind, value, text = error["type"], error["input"], error["msg"]
+    kind = error["type"]
+    value = error["input"]
+    text = error["msg"]
     wanted = _TYPES.get(kind) or text.removeprefix("Input should be ").replace("'", "`")
     if wanted == text:  # of a validator of an action of the user
         return Flaw(path, f"`{key or 'the rule'}`: {text}")

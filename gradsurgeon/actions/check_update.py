@@ -77,6 +77,7 @@ class CheckUpdate(CheckRule):
 
         if (moved := self.moved) is None:
             return Examination(update_check.UpdateCheck(), self.then)
-        least, within = moved.min or 0.0, moved.within or 10
+        least = moved.min or 0.0
+        within = moved.within or 10
         check = update_check.MovedCheck(least=least, within=within, unmoved=moved.max is not None)
         return Examination(check, self.then)

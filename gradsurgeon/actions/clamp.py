@@ -61,7 +61,8 @@ class Clamp(EditRule):
 
     def flaws(self) -> Iterator[Flaw]:
         yield from super().flaws()
-        low, high = self.min, self.max
+        low = self.min
+        high = self.max
         if low is None and high is None:
             message = "clamp needs a bound: neither `min` nor `max` is given"
             hint = "add `min`, `max` or both"

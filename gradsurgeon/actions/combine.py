@@ -138,7 +138,8 @@ class Combine(LossRule):
                 yield Flaw(option, message, f"such as `{OPTIONS[option]}`", "missing-key")
 
     def _flaws_of_naming(self, losses: Sequence[str]) -> Iterator[Flaw]:
-        preference, memory = self.preference or {}, self.memory or ()
+        preference = self.preference or {}
+        memory = self.memory or ()
         for option in _NAMING:
             for name in getattr(self, option) or ():
                 if name not in losses:
@@ -173,7 +174,8 @@ class Combine(LossRule):
         return Combination(Weigher(self.method, options, self._preferences()))
 
     def _preferences(self) -> list[float] | None:
-        losses, memory = self.losses or (), self.memory or ()
+        losses = self.losses or ()
+        memory = self.memory or ()
         if self.preference is None and not memory:
             return None
         given = self.preference or dict.fromkeys(losses, 1.0 / max(1, len(losses) - len(memory)))

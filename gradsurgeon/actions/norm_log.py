@@ -88,7 +88,8 @@ class NormLog(ObserverRule):
     def flaws(self) -> Iterator[Flaw]:
         yield from super().flaws()
         for stat in self.stats:
-            how, is_update = STATISTICS[stat], self.tensor == "update"
+            how = STATISTICS[stat]
+            is_update = self.tensor == "update"
             if how.of_update and not is_update:
                 message = f"`{stat}` says what an update changes in a weight"
                 yield Flaw("stats", message, "write `params` and `tensor: update`, or remove it")

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 # The smallest normal and the largest number of float16, which has the narrowest range.
-_TINY_HALF, _MAX_HALF = 2.0**-14, 65504.0
+_TINY_HALF = 2.0**-14
+_MAX_HALF = 65504.0
 
 
 class Scale(EditRule):

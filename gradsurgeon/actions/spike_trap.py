@@ -57,10 +57,12 @@ class Above(Options):
             yield Flaw("", message, hint)
 
     def bound(self) -> RunningBound:
-        beta, warmup = self.beta, self.warmup
+        beta = self.beta
+        warmup = self.warmup
         if self.sigmas is not None:
             options = (self.sigmas, 0.97 if beta is None else beta, warmup or 25)
-            advance, bounds = partial(_zclip, *options), partial(_zclip_bound, *options)
+            advance = partial(_zclip, *options)
+            bounds = partial(_zclip_bound, *options)
             return RunningBound("sigmas", 3, advance, bounds)
         times = self.times
         assert times is not None  # noqa: S101 # one of the two is given
@@ -189,7 +191,8 @@ def _zclip(
     variance_then = variance + ((passed - mean) * (passed - mean_then) - variance) / after
     mean_now = beta * mean + (1 - beta) * passed
     variance_now = beta * variance + (1 - beta) * (passed - mean_now) ** 2
-    mean, variance = mean_now.where(warm, mean_then), variance_now.where(warm, variance_then)
+    mean = mean_now.where(warm, mean_then)
+    variance = variance_now.where(warm, variance_then)
     return passed, _entered(kept, passed, after, mean, variance)
 
 

@@ -199,7 +199,8 @@ class Diagnosis:
     @property
     def headline(self) -> str:
         """Where the number became non-finite, in one line."""
-        name, of = printable(self.name), f" of {self.place}" if self.module else ""
+        name = printable(self.name)
+        of = f" of {self.place}" if self.module else ""
         if self.operation:
             node = f" ({self.node})" if self.node not in ("", self.operation) else ""
             outside = " outside of the model"

@@ -22,7 +22,8 @@ _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is
 _MAX_RANGE_DIGITS = 18
 # Most ways through a short name: three `.*` and a choice of eight. On the longest possible name of a file three
 # `.*` take some 0.1 s.
-_SHORT, _MAX_WAYS = 32, 1 << 18
+_SHORT = 32
+_MAX_WAYS = 1 << 18
 _MAX_COUNT = 16  # repeats
 
 # The parser of `re` itself, so the judged expression is the one that runs. It has no public name.
@@ -108,7 +109,8 @@ def segments(text: str, most: int) -> Iterator[Sequence[str]]:
     """Yield what a segment of each matching name is, for segments of a glob with at most so many possibilities."""
     for segment in () if text.startswith("re:") else _SEGMENT.findall(text):
         if segment[0] == "{" and (numbers := _RANGE.fullmatch(segment[1:-1])):
-            low, high = int(numbers[1]), int(numbers[2])
+            low = int(numbers[1])
+            high = int(numbers[2])
             if high - low < most:
                 yield [str(number) for number in range(low, high + 1)]
         elif not set("*?[]{}") & set(segment):
@@ -233,7 +235,8 @@ def _braces(body: str) -> _Options:
         )
     options: _Options = []
     for item in items:
-        pieces, at = [], 0
+        pieces = []
+        at = 0
         while at < len(item):
             piece, at = _glob_piece(item, at)
             pieces.append(piece)
@@ -249,7 +252,8 @@ def _range(body: str) -> str:
     numbers = _RANGE.fullmatch(body)
     if not numbers:
         raise PatternError(f"{{{body}}} is not a range of whole numbers", "write it as {0..11}")
-    low, high = int(numbers[1]), int(numbers[2])
+    low = int(numbers[1])
+    high = int(numbers[2])
     if low > high:
         raise PatternError(f"the range {{{body}}} is reversed", f"write {{{high}..{low}}}")
     if high >= 10**_MAX_RANGE_DIGITS:

@@ -152,7 +152,8 @@ class Ranks:
         return frozenset(map(id, params))
 
     def own(self, indices: Collection[int]) -> list[int]:
-        averaged, params = self.averaged(), self._params()
+        averaged = self.averaged()
+        params = self._params()
         return [
             index
             for index in (indices if self.are_several else ())

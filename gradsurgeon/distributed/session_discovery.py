@@ -73,7 +73,8 @@ class Meeting:
         name = groups[0].group_name if len(groups) == 1 else ""
         self._topic = f"{_job_store.attempt()}/roll/{name}/{kind}"
         # The process group may be gone when the meeting ends.
-        self._rank, self.info = _dist.rank(), info
+        self._rank = _dist.rank()
+        self.info = info
         self.store = _job_store.OwnStore(self._topic)
         self._enter()
 
@@ -112,7 +113,8 @@ class Meeting:
     def _peers(self, limit: float) -> tuple[set[int], list[int]]:
         """Return the ranks that share gradients, also through others, and the ranks that came."""
         wanted: set[int] = set()
-        here, more = list[int](), set(self.info.peers)
+        here = list[int]()
+        more = set(self.info.peers)
         while not more <= wanted:
             wanted |= more
             here = _job_store.present(self.store, wanted, limit, until=_CLOSED)

@@ -24,7 +24,8 @@ from gradsurgeon.tensors import _dist, _job_store
 # If there are more ranks, each host sums up its own.
 MANY = 64
 # One number holds a pass: how many ranks have voted, how many of them object, and how many stopped waiting.
-OBJECTS, LATE = 1 << 20, 1 << 40
+OBJECTS = 1 << 20
+LATE = 1 << 40
 # The number of passes whose votes are kept: one optimizer may step after the passes of others.
 _KEPT = 16
 # At most this many objections of a kind are read. Objections to an averaged gradient are alike on all ranks.
@@ -32,7 +33,9 @@ _MOST = 64
 # Seconds: the longest that the rank hosting the store waits for other ranks at its exit.
 LINGER = 10.0
 # A waiting rank asks again after this share of the time waited so far, within bounds in seconds.
-_SHARE, _SHORTEST, _LONGEST = 0.25, 0.0002, 0.25
+_SHARE = 0.25
+_SHORTEST = 0.0002
+_LONGEST = 0.25
 
 
 _LEFT = (
@@ -163,7 +166,9 @@ class Voter:
     ) -> None:
         self._store = _job_store.OwnStore(prefix)
         self._counter = Counter(self._store, dict(zip(ranks, hosts, strict=True)))
-        self.ranks, self._patience, self._notify = tuple(ranks), patience, tell
+        self.ranks = tuple(ranks)
+        self._patience = patience
+        self._notify = tell
         # The process group may be gone when the voter closes.
         self._rank = _dist.rank()
         self._passes = 0
@@ -219,8 +224,10 @@ class Voter:
         The result is empty if the store fails. All these ranks have read the decision on the last pass.
         """
         self._met += 1
-        prefix, values = f"{self._passes}/met/{self._met}", dict[int, Any]()
-        own, closed = f"{prefix}/{self._rank}", f"{prefix}/closed"
+        prefix = f"{self._passes}/met/{self._met}"
+        values = dict[int, Any]()
+        own = f"{prefix}/{self._rank}"
+        closed = f"{prefix}/closed"
         if not self.is_over:
             with self._asking():
                 self._store.set(own, pickle.dumps(value))
@@ -269,7 +276,8 @@ class Voter:
         return VoteResult(tuple(found), objecting == len(self.ranks))
 
     def _awaited(self, key: str, value: int) -> int:
-        began, is_complete = time.monotonic(), self._counter.is_complete
+        began = time.monotonic()
+        is_complete = self._counter.is_complete
         while not is_complete(value) and not is_complete(value := self._counter.read(key)):
             waited = time.monotonic() - began
             gone = self._gone() if waited > _LONGEST else []

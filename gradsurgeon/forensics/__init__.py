@@ -1,6 +1,6 @@
 """Finds the operation that made a NaN or Inf: the failed step is kept, run again under probes, and judged."""
 
 from gradsurgeon.forensics.bundle import check, read, with_bundle
-from gradsurgeon.forensics.diagnose import diagnose, diagnose_inputs, no_tags
+from gradsurgeon.forensics.diagnose import diagnose, diagnose_inputs
 
-__all__ = ["check", "diagnose", "diagnose_inputs", "no_tags", "read", "with_bundle"]
+__all__ = ["check", "diagnose", "diagnose_inputs", "read", "with_bundle"]

@@ -61,7 +61,8 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         _bounded_load.check(made / STEP, _MOST_BYTES)
         # `mkdtemp` lets nobody else read.
         made.chmod(folder.stat().st_mode & 0o777)
-        name, number = f"trap-step{failed.step}-rank{failed.rank}", 1
+        name = f"trap-step{failed.step}-rank{failed.rank}"
+        number = 1
         while (place := folder / (f"{name}-{number}" if number > 1 else name)).exists():
             number += 1
         return made.rename(place)
@@ -99,7 +100,8 @@ def _document(failed: FailedStep) -> dict[str, Any]:
 
 
 def _written(call: KeptCall) -> dict[str, Any]:
-    module, random = call.module(), call.random
+    module = call.module()
+    random = call.random
     modules = [] if module is None else module.named_modules()
     return {
         "name": call.name,
@@ -172,7 +174,8 @@ class _BundleReader:
         return failed, tuple(dict.fromkeys(self._doubts))
 
     def _call(self, entry: Mapping[str, Any]) -> KeptCall:
-        name, here = str(entry["name"]), self._device
+        name = str(entry["name"])
+        here = self._device
         if (module := self._modules.get(name)) is None:
             raise GradSurgeonError(
                 f"the model has no module {printable(name)}, which the bundle calls"

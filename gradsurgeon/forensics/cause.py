@@ -171,7 +171,8 @@ def _cause_of_result(call: Call, index: int) -> Cause:
 
 
 def _of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -> Cause:
-    limit, name = torch.finfo(dtype).max, _name(dtype)
+    limit = torch.finfo(dtype).max
+    name = _name(dtype)
     largest = _largest(wide)
     text = f"in {_name(wide.dtype)} the result is finite, up to {largest:.4g}"
     if largest > limit:
@@ -275,7 +276,8 @@ def _growth(history: Sequence[tuple[str, float]]) -> str:
     known = [(label, value) for label, value in history if value > 0]
     if not known:
         return ""
-    (first, low), (last, high) = min(known, key=lambda one: one[1]), known[-1]
+    first, low = min(known, key=lambda one: one[1])
+    last, high = known[-1]
     if high < _GROWN * max(low, 1.0):
         return ""
     return (

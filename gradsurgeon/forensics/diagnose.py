@@ -1,7 +1,7 @@
 """From the kept calls of a step to a diagnosis: all calls are replayed, and the earliest source is judged."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -64,22 +64,19 @@ _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated
 _PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
 
-def no_tags(_: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def diagnose(
     failed: FailedStep,
     doubts: Sequence[str] = (),
     *,
-    watch_tags: WatchTags = no_tags,
+    watch_tags: WatchTags = nullcontext,
     debugger: bool = False,
 ) -> Diagnosis:
     """Replay the calls of a step, and return where and why a number became non-finite. Waits for the device.
 
     ``doubts`` are reasons that make any result less certain. ``watch_tags`` shows the tags of the script to the replay.
     """
-    blank, kept = Diagnosis("not reproduced", (), failed.step, failed.rank), failed.kept
+    blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
+    kept = failed.kept
     reasons: list[str] = []
     if kept.problem:
         reasons = [f"a call of the model could not be kept: {kept.problem}"]
@@ -184,7 +181,8 @@ def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> 
 
 
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
-    call, calls = replayed.call, failed.kept.calls
+    call = replayed.call
+    calls = failed.kept.calls
     later = calls[calls.index(call) + 1 :]
     following = next((one.buffers for one in later if one.name == call.name), {})
     then = {**dict(failed.called[call.name].named_buffers()), **call.weights, **following}
@@ -204,11 +202,14 @@ def _diagnosis_of(
     call = replayed.call
     loss = failed.kept.losses.get(call.number) if source.is_outside else None
     diagnosis = ((loss and _source_in(loss)) or source).diagnosis
-    module, module_type, name = diagnosis.module, diagnosis.module_type, diagnosis.name
+    module = diagnosis.module
+    module_type = diagnosis.module_type
+    name = diagnosis.name
     if module and call.prefix:
         module = call.name if module == "." else call.prefix + module
     if diagnosis.where == "input":
-        module, module_type = call.name, type(call.module()).__name__
+        module = call.name
+        module_type = type(call.module()).__name__
     if diagnosis.where in ("weight", "buffer"):
         name = call.prefix + name
     return replace(
@@ -284,7 +285,8 @@ def _repeated(node: LossNode, loss: KeptLoss) -> NonfiniteSource | None:
 def _made(
     node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None
 ) -> NonfiniteSource:
-    measured, alike = facts(result), [one for one in loss.nodes if one.name == node.name]
+    measured = facts(result)
+    alike = [one for one in loss.nodes if one.name == node.name]
     number = f", number {alike.index(node) + 1} of {len(alike)}" if len(alike) > 1 else ""
     diagnosis = replace(
         BLANK,

@@ -61,7 +61,8 @@ class KeptCalls:
             self._buffers[name] = _buffers(module)
             # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
             compiled = name == ROOT and type(model).__name__ == "OptimizedModule"
-            hooked, hook = (model if compiled else module), _Hook(self, name, module)
+            hooked = model if compiled else module
+            hook = _Hook(self, name, module)
             # It comes before hooks of the script, which a replay runs as well.
             before = hooked.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
             for handle in (before, hooked.register_forward_hook(hook.after, always_call=True)):
@@ -75,7 +76,8 @@ class KeptCalls:
         self._forget()
 
     def _forget(self) -> None:
-        self.step, self.reaching = KeptStep(), 0
+        self.step = KeptStep()
+        self.reaching = 0
 
     def updated(self) -> None:
         """Note an update. Until the model is called again, the calls may feed the update of another optimizer."""
@@ -107,7 +109,8 @@ class KeptCalls:
         else:
             # The script may change its dicts and lists later.
             copied = Copied((args, kwargs))
-            (args, kwargs), iterators = copied.value, copied.iterators
+            args, kwargs = copied.value
+            iterators = copied.iterators
             given = [tensor for _, tensor in tensors_in(copied.value)]
         call = KeptCall(
             weakref.ref(module),
@@ -195,7 +198,8 @@ class _Hook:
     def before(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return  # Compiled code must not break its graph here.
-        module, kept = self._module(), self._kept()
+        module = self._module()
+        kept = self._kept()
         if module is None or kept is None:
             return
         try:
@@ -215,7 +219,8 @@ class _Hook:
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a script calls, by name: the root, or its children if it has no forward pass."""
-    modules, pending = named_modules(model), [ROOT]
+    modules = named_modules(model)
+    pending = [ROOT]
     for name in pending:
         module = modules[name]
         # Scripted modules have `forward` in the object, not in the class.

@@ -111,7 +111,8 @@ class KeptStep:
     def keep_loss(self, graph: BackwardGraph) -> None:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
         after = max([call.last_node for call in self.calls])
-        nodes, saved = graph.nodes_after(after, _MOST_NODES), list[Any]()
+        nodes = graph.nodes_after(after, _MOST_NODES)
+        saved = list[Any]()
         for value in (value for node in nodes for value in node.saved.values()):
             # Some nodes keep several tensors in a tuple.
             saved += value if type(value) is tuple else (value,)

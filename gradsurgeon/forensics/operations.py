@@ -94,7 +94,8 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     )
     finite = values[values.isfinite()] if nan or inf or minus_inf else values
     low, high = ends(finite) if finite.numel() else (None, None)
-    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
     return TensorFacts(
         name, shape, dtype, low, high, nan, inf + minus_inf, values.numel(), minus_inf
     )

@@ -105,7 +105,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        named, name = kwargs or {}, name_of(func)
+        named = kwargs or {}
+        name = name_of(func)
         if name.startswith(_COLLECTIVE):
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
@@ -180,7 +181,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 found.append(birth())
         elif of_script or (fresh and (call.nonfinite_numbers or not call.tensors)):
             # The script wrote or holds the number: a mask.
-            when, lines = self._moment(), lines_here()
+            when = self._moment()
+            lines = lines_here()
             found.append(held(when, "literal", call.name, facts(output), lines, intended=True))
         elif fresh:
             found.append(birth())
@@ -229,7 +231,9 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         module, module_type = self._modules.place(node)
         backward = node is not None and not self._modules.running
         lines = lines_here() or (lines_of_node(node) if backward else ())
-        when, measured, inputs = self._moment(), facts(output), dict(call.named())
+        when = self._moment()
+        measured = facts(output)
+        inputs = dict(call.named())
         if when == self._stop_at:
             _stand_at(call.name, lines, {"inputs": inputs, "output": output})
         name = "" if node is None else node.name()

@@ -25,7 +25,7 @@ _FREED = "an argument of the call has no numbers any more, such as a parameter t
 # Anomaly mode, hooks on all modules and random numbers belong to the whole process.
 _one_at_a_time = threading.RLock()
 # Calls a function with the name and the tensor of each tag, as long as the context is open.
-WatchTags = Callable[[Callable[[str, Tensor], None]], AbstractContextManager[None]]
+WatchTags = Callable[[Callable[[str, Tensor], None]], AbstractContextManager[object]]
 
 
 @dataclass(slots=True)
@@ -51,7 +51,8 @@ class Replayed:
 
 def replay(call: KeptCall, watch_tags: WatchTags, *, stop_at: int = 0) -> Replayed:
     """Run a call and its backward pass again; open `pdb` at the birth with the moment ``stop_at``."""
-    module, found = call.module(), Replayed(call)
+    module = call.module()
+    found = Replayed(call)
     if module is None or call.iterators:
         return found
     try:
@@ -64,7 +65,8 @@ def replay(call: KeptCall, watch_tags: WatchTags, *, stop_at: int = 0) -> Replay
 
 
 def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int) -> None:
-    call, modules = found.call, ModuleCalls()
+    call = found.call
+    modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
     own = {**dict(module.named_parameters()), **call.weights}
     params = {
@@ -170,7 +172,8 @@ def _go_back(
 
 
 def _nodes_below(start: Any) -> set[Any]:
-    pending, met = [start], {None}
+    pending = [start]
+    met = {None}
     while pending:
         new = {following for following, _ in pending.pop().next_functions} - met
         met |= new

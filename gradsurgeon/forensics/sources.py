@@ -187,7 +187,8 @@ class Memory:
         """Note memory that belongs to the replay; ``empty`` if nothing was written to it yet."""
         for tensor in tensors:
             known = self.known_about(tensor)
-            known.made, known.unwritten = True, known.unwritten or empty
+            known.made = True
+            known.unwritten = known.unwritten or empty
 
     def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[NonfiniteSource]]) -> None:
         """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""
@@ -258,7 +259,8 @@ def _rounded(call: Call, output: Tensor) -> str:
     number = next((n for n in numbers if 0 < abs(n) <= smallest / 2), None)
     if number is None:
         return ""
-    dtype, lines = str(output.dtype).removeprefix("torch."), lines_here()
+    dtype = str(output.dtype).removeprefix("torch.")
+    lines = lines_here()
     return (
         f"{dtype} rounds the constant {number:g} to 0, as the smallest number that it holds is "
         f"{smallest:.1e}: {call.name}{f' at {lines[-1]}' if lines else ''}"

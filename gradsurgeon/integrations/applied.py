@@ -48,7 +48,8 @@ class AppliedRules:
         session = api.apply(
             model, self._rules, start_step=start_step, on_event=self._note, **self._options
         )
-        self.session, self._acting = session, True
+        self.session = session
+        self._acting = True
         if text := planning.curves_of_nothing(session.plan, self._names):
             self._warn(text)
         return session
@@ -75,7 +76,8 @@ class AppliedRules:
 
     def _end(self, *, failed: bool = False) -> None:
         """Remove the rules. The error of a check is raised unless the training ends by another one."""
-        acting, self._acting = self._acting, False
+        acting = self._acting
+        self._acting = False
         if acting and self.session is not None:
             self.session.__exit__(Exception if failed else None)
 

@@ -54,7 +54,8 @@ class LightningCallback(AppliedRules, Callback):
         self._updating = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        kept, step = self._kept, int(trainer.global_step)
+        kept = self._kept
+        step = int(trainer.global_step)
         session = self._begin(pl_module, step)
         if kept["trainer"] == step and kept["session"] is not None:
             session.load_state_dict(kept["session"])

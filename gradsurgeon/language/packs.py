@@ -55,7 +55,8 @@ def published() -> dict[str, Included]:
 
 
 def rule_file(spec: str) -> Included:
-    known, name = published(), spec[len(PREFIX) :]
+    known = published()
+    name = spec[len(PREFIX) :]
     if name in known:
         return known[name]
     raise IncludeError(
@@ -82,8 +83,10 @@ def file_on_disk(entry: str, base: Path) -> Included:
     check_portable(entry)
     named = base / entry
     try:
-        root, path = base.resolve(), named.resolve()
-        inside, regular = path.is_relative_to(root), path.is_file()
+        root = base.resolve()
+        path = named.resolve()
+        inside = path.is_relative_to(root)
+        regular = path.is_file()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
         # The message of Python would show absolute paths.
         hint = "name a file in the folder of the including file"

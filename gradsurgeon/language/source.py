@@ -15,8 +15,11 @@ Path: TypeAlias = tuple[str | int, ...]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Without libyaml PyYAML is 30 times slower, and must still refuse hostile text within a second.
-MAX_BYTES, _MAX_BYTES_PURE = 1 << 20, 1 << 16
-_MAX_NODES, _MAX_DEPTH, _MAX_PROBLEMS = 100_000, 64, 200
+MAX_BYTES = 1 << 20
+_MAX_BYTES_PURE = 1 << 16
+_MAX_NODES = 100_000
+_MAX_DEPTH = 64
+_MAX_PROBLEMS = 200
 _MAX_INT = 64  # digits: far beyond any sensible bound, far below where Python raises
 
 # YAML forbids these characters. U+2028 ends a line for some readers only: text after it in a comment is a
@@ -46,7 +49,8 @@ def _indicator_hint(char: str) -> str:
 
 
 def _hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
-    context, problem = error.context or "", error.problem or ""
+    context = error.context or ""
+    problem = error.problem or ""
     value = _VALUE.match(line[:500])
     first = "*" if "alias" in context else value[1] if value else ""
     if "\t" in line:
@@ -97,7 +101,8 @@ class _Text:
         last = len(self.lines) - 1
         if start.line > last:  # libyaml ends a file without a line feed on a line of its own
             start = end = _mark_at(last, len(self.lines[last]))
-        line, end = self.lines[start.line], end or start
+        line = self.lines[start.line]
+        end = end or start
         width = (end.column if end.line == start.line else len(line)) - start.column
         return Place(self.file, start.line + 1, start.column + 1, line, max(1, width))
 
@@ -157,12 +162,14 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
         cause = f"byte {error.start + 1} is not UTF-8 text"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path itself
         cause = getattr(error, "strerror", None) or str(error)
-    place, hint = Place(name or file, 1, 1), "name a readable file of UTF-8 text"
+    place = Place(name or file, 1, 1)
+    hint = "name a readable file of UTF-8 text"
     raise RuleFileError([Problem(place, "unreadable-file", f"cannot read the file: {cause}", hint)])
 
 
 def parse(text: str, file: str = "<text>") -> Document:
-    reader, root = _YamlReader(source := _Text(file, text)), None
+    reader = _YamlReader(source := _Text(file, text))
+    root = None
     try:
         reader.check_text()
         root = reader.walk()
@@ -278,7 +285,8 @@ class _YamlReader:
             self.note("yaml-tag", f"the YAML tag {tag} is not allowed", _indicator_hint("!"), node)
 
     def scalar(self, event: Any) -> _Node:
-        text, plain = event.value, not event.style and event.tag is None
+        text = event.value
+        plain = not event.style and event.tag is None
         if event.style in ("'", '"'):
             self.quoted = event
         size = 1 + len(text) // 64  # an alias may repeat a long text
@@ -307,7 +315,8 @@ class _YamlReader:
 
     def close(self, event: Any) -> _Node:
         node = self.stack.pop()
-        node.open, node.end = False, event.end_mark
+        node.open = False
+        node.end = event.end_mark
         return node
 
     def attach(self, node: _Node) -> None:
@@ -324,7 +333,8 @@ class _YamlReader:
         elif parent.key is None:
             parent.key = node
         else:
-            key, parent.key = parent.key, None
+            key = parent.key
+            parent.key = None
             self.pair(parent, key, node)
 
     def pair(self, parent: _Collection, key: _Node, value: _Node) -> None:
@@ -338,7 +348,8 @@ class _YamlReader:
             message = f"duplicate key `{name[:80]}` (first on line {first.start.line + 1})"
             self.note("duplicate-key", message, "remove one of the two", key)
         else:
-            parent.keys[name], parent.items[name] = key, value
+            parent.keys[name] = key
+            parent.items[name] = value
             parent.data[name] = value.data
 
 

@@ -18,9 +18,12 @@ from gradsurgeon.tensors import _dist
 
 CaptureKey = tuple[str, int, int]
 Kept = Mapping[CaptureKey, Tensor]
-_TENSORS, _BINS = 16, 60
-_CHANNELS, _SIDE = 16, 48
-_TOP, _NONFINITE = 254, 255
+_TENSORS = 16
+_BINS = 60
+_CHANNELS = 16
+_SIDE = 48
+_TOP = 254
+_NONFINITE = 255
 _IMAGE, _IMAGES = 3, 4  # dimensions of the maps of one image, and of a batch of images
 # Tensors may have gigabytes: so many elements at most become float64.
 _MOST = 2**24
@@ -114,7 +117,9 @@ def _numbers(tensor: Tensor) -> dict[str, Any]:
     }
     if not len(finite):
         return found
-    low, high, mean = finite.min().item(), finite.max().item(), finite.mean().item()
+    low = finite.min().item()
+    high = finite.max().item()
+    mean = finite.mean().item()
     counts = [len(finite)]
     if 0 < high - low < math.inf:
         counts = [int(number) for number in torch.histc(finite, _BINS, low, high).tolist()]

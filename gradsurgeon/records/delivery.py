@@ -26,7 +26,8 @@ _ASIDE = "; training does not depend on it"
 _INTERVAL = 2.0
 # Python runs one thread at a time, and a row takes up to two milliseconds. So the thread sends this many rows at once,
 # and more only at the beginning and at the end.
-_MOST_ROWS, _MORE_ROWS = 20, 200
+_MOST_ROWS = 20
+_MORE_ROWS = 200
 _MOST_BYTES = 64 * 2**20
 # The end of a training waits this many seconds for its sinks.
 _PATIENCE = 10.0
@@ -90,7 +91,8 @@ class Delivery(Outlet):
         super().__init__(_INTERVAL)
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
-        self._sink, self._title = sink, title
+        self._sink = sink
+        self._title = title
         self._shared = opened(sink)
         self._shared.titles[self] = None
         self._texts = dict(texts or {})
@@ -234,7 +236,8 @@ class Delivery(Outlet):
         self._sink.text(event.step, f"{name}/message", event.message)
 
     def _send(self, row: RecordedRow) -> None:
-        names, prefix = row.key.names, prefix_of(row.key, self._prefixes)
+        names = row.key.names
+        prefix = prefix_of(row.key, self._prefixes)
         if names not in self._chosen:
             columns = select(self._compiled, names)
             self._chosen[names] = frozenset(names[column] for column in columns)
@@ -244,7 +247,8 @@ class Delivery(Outlet):
 
 def weight(row: RecordedRow) -> float:
     """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
-    total, stat = math.hypot(*array("f", row.values)), row.key.stat
+    total = math.hypot(*array("f", row.values))
+    stat = row.key.stat
     if stat not in STATISTICS or (math.isfinite(total) and stat != NORM):
         return float(row.step)
     return total if math.isfinite(total) else math.inf

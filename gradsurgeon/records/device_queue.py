@@ -146,7 +146,8 @@ class PendingStatistics:
 
 
 def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
-    first, count = columns[0], len(columns)
+    first = columns[0]
+    count = len(columns)
     if columns == tuple(range(first, first + count)):  # nearly always: the device needs no index
         return values[:, first : first + count]
     return values[:, _torch.integers(columns, values.device)]
@@ -156,7 +157,8 @@ class _Layout:
     """The names that share the series of a rule: names that first came together, and equally often."""
 
     def __init__(self, rule: ObserverRule) -> None:
-        self._rule, self._point = rule, rule.point
+        self._rule = rule
+        self._point = rule.point
         # By name: the keys of its series, one key per statistic, and its column.
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
         self._known: dict[tuple[str, ...], list[_Places]] = {}
@@ -176,7 +178,8 @@ class _Layout:
             if name not in self._columns:
                 by_calls.setdefault(calls, []).append(name)
         for group in by_calls.values():
-            rule, together = self._rule, tuple(group)
+            rule = self._rule
+            together = tuple(group)
             stats = chain.from_iterable(map(columns_of, rule.stats))
             series = [Key(rule.id, stat, self._point, together) for stat in stats]
             self._columns.update((name, (series, column)) for column, name in enumerate(group))

@@ -50,7 +50,8 @@ def _line_of_the_script() -> tuple[int, str]:
     """Return the number of frames above the caller's to the script, and its file and line; empty in a thread of autograd."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     file = frame.f_code.co_filename
     place = "" if file.startswith(_NOT_THE_SCRIPT) else f"{file}:{frame.f_lineno}: "
     return level, place
@@ -185,7 +186,8 @@ class EventLog:
 
     def _note(self, event: Event) -> None:
         routine = event.kind in _ROUTINE or (event.kind in TRIPS and not is_trip(event, self.edits))
-        topic, full = (event.kind, event.rule, event.name), False
+        topic = (event.kind, event.rule, event.name)
+        full = False
         with self._lock:
             self._events[id(event)] = event
             if topic in self._known:
@@ -223,7 +225,8 @@ class EventLog:
 
     def _first_raised(self) -> BaseException:
         # No frame of the traceback refers to the error, or the two would keep all that the frames refer to alive.
-        errors, self._raised = self._raised, []
+        errors = self._raised
+        self._raised = []
         return errors[0]
 
     def notice_once(
@@ -294,7 +297,8 @@ class EventLog:
         # Counters travel with the flags, and start again at zero.
         for tally in self._tallies.values():
             with self._lock:
-                counters, tally.counters = tally.counters, {}
+                counters = tally.counters
+                tally.counters = {}
             for counter in counters.values():
                 self._flags.put(partial(self._add, tally), counter)
         self._flags.send(wait=wait)
@@ -311,7 +315,8 @@ class EventLog:
         with self._lock:
             if tally.fired or step <= tally.quiet_step:
                 return
-            tally.quiet, tally.quiet_step = tally.quiet + 1, step
+            tally.quiet += 1
+            tally.quiet_step = step
             news = tally.quiet == _QUIET_STEPS and rule not in self._optional
         if news:
             tally.cause = cause()

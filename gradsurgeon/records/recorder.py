@@ -63,7 +63,9 @@ class Recorder:
         self._sinks = list(sinks)
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
         self.captures = CapturedTensors(event_log)
-        self._step, self._state, self._next = step, state, pending
+        self._step = step
+        self._state = state
+        self._next = pending
         self._state_written = self._step_ended = time.monotonic()
         self._outlived = _exceptions()
         # The failed writes, with the reasons.
@@ -185,7 +187,8 @@ class Recorder:
 
     def close(self, error: BaseException | None = None) -> None:
         """Store everything, and write that the run has ended, by this exception if there is one."""
-        outlived, self._outlived = self._outlived, (None, None)
+        outlived = self._outlived
+        self._outlived = (None, None)
         if any(error is one for one in outlived):
             error = None
         # Closing may take seconds, and Ctrl-C must not leave the run open.
@@ -215,7 +218,8 @@ class Recorder:
         if self.writer is None:
             return
         # The last rows have arrived by now.
-        steps, keys = self._next(), [series.key for series in self.records]
+        steps = self._next()
+        keys = [series.key for series in self.records]
         firsts = {key.names[0] for key in keys if key.names and key.point == "accumulated"}
         pending = {name: steps[name] for name in firsts if name in steps}
         self.writer.close(cause_of_end(error), pending)
@@ -225,7 +229,9 @@ class Recorder:
             atexit.unregister(self._at_exit)
         for outlet in self._outlets:
             outlet.discard()
-        self.writer, self._sinks, self._outlets = None, [], []
+        self.writer = None
+        self._sinks = []
+        self._outlets = []
 
     @property
     def _open(self) -> list[RunWriter | Delivery]:

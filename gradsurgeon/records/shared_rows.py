@@ -77,12 +77,14 @@ class PendingRow(NamedTuple):
 
     def measured(self, values: Tensor) -> RecordedRow:
         """Return the row with its numbers: one float32 per name of the key, and the columns without a value."""
-        width, absent = len(self.key.names), frozenset[int]()
+        width = len(self.key.names)
+        absent = frozenset[int]()
         if len(self.columns) < width:
             # Scripts may set another default dtype or default device.
             whole = torch.zeros(width, dtype=torch.float32, device="cpu")
             whole[torch.tensor(self.columns, device="cpu")] = values
-            values, absent = whole, frozenset(range(width)) - frozenset(self.columns)
+            values = whole
+            absent = frozenset(range(width)) - frozenset(self.columns)
         return RecordedRow(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
 
 
@@ -132,7 +134,8 @@ class SharedRows:
     def open(self, store: _job_store.OwnStore) -> None:
         """Begin to exchange parts, under keys that only these ranks use, and all of them from this pass on."""
         if self._store is None:
-            self._store, self.together = store, True
+            self._store = store
+            self.together = True
             self._rank = _dist.rank()
 
     def seek(self, search: Search) -> None:
@@ -158,7 +161,8 @@ class SharedRows:
 
     def _give_up(self) -> None:
         """End the search for the other ranks, if it is not over."""
-        search, self._search = self._search, None
+        search = self._search
+        self._search = None
         if search is not None:
             problem = search.leave()
             if any(self._waiting.values()):
@@ -222,11 +226,13 @@ class SharedRows:
 
         It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
         """
-        ranks, rank = self._ranks_that_share(name), self._rank
+        ranks = self._ranks_that_share(name)
+        rank = self._rank
         leads = not ranks or ranks[0] == rank
         if not ranks or (self._store is None and leads):
             return answer()
-        leader, named = ranks[0], _dist.named(ranks)
+        leader = ranks[0]
+        named = _dist.named(ranks)
         if self._store is None:
             why = f"{name} is shared by {named}, and rank {leader} keeps its records: ask there"
             raise RecordError(why)
@@ -280,7 +286,8 @@ class SharedRows:
         waiting = [row for queue in self._waiting.values() for row, _ in queue]
         if not waiting:
             return
-        rank, closed = self._rank, set[int]()
+        rank = self._rank
+        closed = set[int]()
         if self._ending:
             # Checked before the batches are read: a rank closes after it has sent its last batch.
             others = {other for share in waiting[0].shares for other in share.ranks}
@@ -319,7 +326,8 @@ class SharedRows:
         merge = measure.merge_of(row.key.stat)
         for share in self._led(row):
             own = values[list(share.places)]
-            parts, series = [own.double()], _series(row, share)
+            parts = [own.double()]
+            series = _series(row, share)
             for rank in share.ranks[1:]:
                 come = self._parts[series, rank]
                 if row.number in come:

@@ -40,7 +40,8 @@ class MLflow(Client):
     ) -> None:
         super().__init__(names)
         self._mlflow: Any = library("mlflow", "mlflow", "the sink MLflow")
-        self._tracking_uri, self._experiment = tracking_uri, experiment or "Default"
+        self._tracking_uri = tracking_uri
+        self._experiment = experiment or "Default"
         # MLflow has an active run per thread, and the sink works on another thread.
         active = self._mlflow.active_run() if tracking_uri is None else None
         self._run_id = active.info.run_id if run_id is None and active is not None else run_id
@@ -76,7 +77,8 @@ class MLflow(Client):
         client.log_text(self._run_id, text, f"{path}{more}.txt")
 
     def flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         client = self._client
         for start in range(0, len(waiting), _MOST):
             client.log_batch(self._run_id, metrics=waiting[start : start + _MOST])
@@ -85,7 +87,8 @@ class MLflow(Client):
         """End the run. An exception that ends the process makes it a failed run."""
         if self._opened is None and not self._waiting:
             return
-        ours, self._is_ours = self._is_ours, False
+        ours = self._is_ours
+        self._is_ours = False
         try:
             self.flush()
         finally:

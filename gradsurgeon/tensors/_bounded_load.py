@@ -26,7 +26,8 @@ _MOST_READ_AT_ONCE = 64 * 2**20
 _MOST_OPCODES = 5_000_000
 _MOST_OF_KIND = {"REDUCE": 200_000, "TUPLE": 500_000, "EMPTY": 500_000}
 # Tensors may share memory, and have together this many times the bytes of the file, and some more.
-_SHARED, _MORE = 4, 32 * 2**20
+_SHARED = 4
+_MORE = 32 * 2**20
 # `torch.save` writes these for tensors, numbers, texts, lists, tuples and dicts.
 _NAMES = (
     "PROTO MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE EMPTY_DICT EMPTY_LIST "
@@ -97,7 +98,8 @@ class _Sparing:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.seek, self.tell = file.seek, file.tell
+        self.seek = file.seek
+        self.tell = file.tell
 
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size if 0 <= size <= _MOST_READ_AT_ONCE else _MOST_READ_AT_ONCE + 1)
@@ -119,7 +121,8 @@ def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]
         raise RefusedError("it has compressed members, which `torch.save` never writes")
     sizes = {member.filename: member.file_size for member in members}
     root = next(iter(sizes), "").partition("/")[0]
-    pickled, data = f"{root}/data.pkl", f"{root}/data/"
+    pickled = f"{root}/data.pkl"
+    data = f"{root}/data/"
     # `torch.load` must find the members that are checked here, and no others. It ignores case.
     is_plain = (
         len({name.lower() for name in sizes}) == number
@@ -196,7 +199,8 @@ class _DryRun(pickle.Unpickler):
         numbers = (offset, *size, *stride)
         if any(type(n) is not int or n < 0 for n in numbers) or type(grad) is not bool:
             raise RefusedError("a tensor has sizes that are none")
-        numel, room = prod(size), storage.numel * storage.dtype.itemsize // dtype.itemsize
+        numel = prod(size)
+        room = storage.numel * storage.dtype.itemsize // dtype.itemsize
         reach = sum((n - 1) * by for n, by in zip(size, stride, strict=True))
         if numel and offset + reach >= room:
             raise RefusedError("a tensor reaches beyond its storage")
@@ -206,7 +210,8 @@ class _DryRun(pickle.Unpickler):
 
 
 def _measure(content: Any) -> None:
-    pending, met = [(content, 0)], 0
+    pending = [(content, 0)]
+    met = 0
     while pending:
         value, depth = pending.pop()
         met += 1

@@ -155,7 +155,8 @@ def present(
     shared: OwnStore, ranks: Iterable[int], limit: float, *, under: str = "", until: str = ""
 ) -> list[int]:
     """Return the ranks that set a key of their number within some seconds, or before the key ``until`` was set."""
-    missing, end = set(ranks), time.monotonic() + limit
+    missing = set(ranks)
+    end = time.monotonic() + limit
     wanted = sorted(missing)
     while True:
         over = time.monotonic() >= end or (until and shared.check([until]))

@@ -253,7 +253,8 @@ def differs(old: Tensor, new: Tensor) -> Tensor:
 
 
 def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
-    dtypes, is_cpu = {grad.dtype for grad in grads}, [grad.is_cpu for grad in grads]
+    dtypes = {grad.dtype for grad in grads}
+    is_cpu = [grad.is_cpu for grad in grads]
     if not HALF.isdisjoint(dtypes) and any(is_cpu):
         for number, grad in enumerate(grads):
             # A multi-tensor call rounds the factor to half precision on the host: 1e5 would become infinite.

@@ -58,7 +58,8 @@ def projections(tensor: Tensor) -> Tensor:
     A complex tensor has real and imaginary parts in turn. The parts of a sharded tensor add up to the whole.
     """
     part = _dist.local(tensor).detach().resolve_conj().resolve_neg()
-    whole, device = tensor.numel() * (1 + part.is_complex()), part.device
+    whole = tensor.numel() * (1 + part.is_complex())
+    device = part.device
     if not part.numel():
         return torch.zeros(PROJECTIONS, dtype=torch.float64, device=device)
     if part.layout != torch.strided:
@@ -76,7 +77,8 @@ def projections(tensor: Tensor) -> Tensor:
 def _of_whole(flat: Tensor) -> Tensor:
     if len(flat) < _FULL:
         return _all(flat.device)[:, : len(flat)] @ flat.double()
-    signs, even = _column_signs(flat.device), len(flat) // PERIOD * PERIOD
+    signs = _column_signs(flat.device)
+    even = len(flat) // PERIOD * PERIOD
     rows = _rows(-(-len(flat) // PERIOD), flat.device)
     sums = _row_sums(flat[:even].view(-1, PERIOD), signs)
     found = rows[:, : len(sums)] @ sums

@@ -59,7 +59,8 @@ class Accumulation:
 
     def runs(self, param: Tensor) -> bool:
         # Two threads may run passes: each thread uses the answer that it read itself.
-        task, last = graph_task(), self._last
+        task = graph_task()
+        last = self._last
         if last[0] != task:
             try:
                 # The answer itself is useless: it is False for a leaf on which the script called `backward`.

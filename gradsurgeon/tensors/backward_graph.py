@@ -147,7 +147,8 @@ def _walked(
     nodes: Sequence[Any], inner: Mapping[Any, Sequence[Sequence[Root]]] | None = None
 ) -> Iterator[Any]:
     """Yield each node that can be reached from some nodes, and from the roots of passes that ran inside of them."""
-    pending, met = [*nodes], {*nodes, None}
+    pending = [*nodes]
+    met = {*nodes, None}
     while pending:
         node = pending.pop()
         yield node

@@ -11,7 +11,8 @@ from gradsurgeon.tensors import _numbers
 
 # The number of gradient elements copied at once. On the host, thousands of small gradients take one call, and the copy
 # of a large gradient stays in the processor cache. On a device only the calls cost time.
-_CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**20
+_CHUNK = 2**16
+_CHUNK_ON_DEVICE = 2**20
 
 _Rows = Sequence[Sequence[Tensor | None]]
 
@@ -25,7 +26,8 @@ class Contributions:
     def __init__(
         self, grads: Mapping[int, Mapping[str, Tensor]], scale: Tensor | None = None
     ) -> None:
-        self._grads, self._scale = grads, scale
+        self._grads = grads
+        self._scale = scale
         self._known: dict[tuple[tuple[object, ...], ...], Tensor] = {}
 
     def products(
@@ -70,7 +72,8 @@ def _blocks(rows: _Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tenso
     small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     held: dict[tuple[torch.device, torch.dtype], int] = {}
     for place, tensor in enumerate(like):
-        kind, size = (tensor.device, tensor.dtype), tensor.numel()
+        kind = (tensor.device, tensor.dtype)
+        size = tensor.numel()
         chunk = on_host if tensor.is_cpu else _CHUNK_ON_DEVICE
         if size > chunk:
             flat = [torch.split(_flat(row[place], tensor), chunk) for row in rows]
@@ -102,7 +105,8 @@ def pairs(senders: Sequence[str], known: Tensor) -> Iterator[tuple[str, tuple[fl
     """Yield the name of each pair with cosine and ratio of norms, given the inner products; NaN if a gradient is zero."""
     products = known.tolist()
     for first, second in itertools.combinations(range(len(senders)), 2):
-        one, other = products[first][first], products[second][second]
+        one = products[first][first]
+        other = products[second][second]
         numbers = (math.nan, math.nan)
         if one > 0 and other > 0 and math.isfinite(one + other):
             cosine = products[first][second] / math.sqrt(one * other)

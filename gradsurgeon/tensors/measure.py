@@ -101,7 +101,8 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
 
 
 def _over_ranks(stat: str, settled: Sequence[Tensor]) -> Tensor:
-    merge, own = merge_of(stat), parts(stat, settled)
+    merge = merge_of(stat)
+    own = parts(stat, settled)
     if not STATISTICS[stat].columns:
         return _dist.over_ranks(settled, own, merge)
     columns = torch.split(own, 1, dim=1)

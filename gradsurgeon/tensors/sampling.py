@@ -58,7 +58,8 @@ def largest(grad: Tensor) -> Tensor:
     """Return the places of the largest magnitudes in a gradient of any layout. Shape ``[k]``, int64."""
     if grad.layout != torch.strided:
         whole = grad.detach().coalesce()
-        rows, width = whole.indices()[0], max(1, grad.numel() // max(1, grad.shape[0]))
+        rows = whole.indices()[0]
+        width = max(1, grad.numel() // max(1, grad.shape[0]))
         rows = rows[: max(1, SAMPLE // width)]
         return (rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)).flatten()
     flat = grad.detach().abs().flatten()

@@ -166,7 +166,8 @@ def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
 
 class Arguments:
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._args, self._kwargs = args, kwargs
+        self._args = args
+        self._kwargs = kwargs
         # An instance may shadow `forward` with a function of any signature; scripted modules only have their own.
         of_class = getattr(type(module), "forward", None)
         self._forward = module.forward if of_class is None else MethodType(of_class, module)

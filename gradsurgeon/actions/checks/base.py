@@ -54,7 +54,8 @@ class Model:
         return not root.training and not any(module.training for module in self._modal)
 
     def is_resting(self, index: int) -> bool:
-        root, holder = self._root(), self._holders.get(index)
+        root = self._root()
+        holder = self._holders.get(index)
         return root is not None and holder is not None and root.training and not holder.training
 
     def is_configured_untied(self) -> bool:
@@ -93,7 +94,8 @@ class _Looked(Mapping[int, Tensor]):
     """Tensors that are looked up when they are asked for. Of a sharded one only the local part is there."""
 
     def __init__(self, indices: Sequence[int], find: Callable[[int], Tensor | None]) -> None:
-        self._indices, self._find = indices, find
+        self._indices = indices
+        self._find = find
 
     def __getitem__(self, index: int) -> Tensor:
         if (found := self._find(index)) is None:

@@ -18,10 +18,12 @@ from gradsurgeon.tensors.sampling import largest
 # A script may do something once on purpose. It is reported from the third update in a row on.
 IN_A_ROW = 3
 # After so many updates without a fault, only one in a hundred is looked at.
-SETTLED, LATER = 20, 100
+SETTLED = 20
+LATER = 100
 # So few parameters tell whether gradients were cleared: a script clears all of an optimizer or none.
 _MOST_SAMPLED = 4
-_ALIKE, _APART = 1e-3, 1e-2
+_ALIKE = 1e-3
+_APART = 1e-2
 
 _STALE = (
     "the update of step {step} used gradients that were there before the update of step {before}, that of {{names}} "
@@ -94,7 +96,8 @@ class LoopCheck(Check):
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
-            used, owner.used = owner.used, {}
+            used = owner.used
+            owner.used = {}
             grads = starting.grads
             owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
             owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
@@ -132,7 +135,8 @@ class LoopCheck(Check):
                     torch.stack([owner.came, now]), partial(self._judge_gone, owner, update)
                 )
             yield from _stale(owner, update)
-        lost, self._lost = self._lost, []
+        lost = self._lost
+        self._lost = []
         yield from lost
         yield from self._mode(update)
 
@@ -140,7 +144,9 @@ class LoopCheck(Check):
         owner = self._owners.setdefault(update.owner, _LoopState())
         owner.updates += 1
         owner.last_step = update.step
-        owner.kept, owner.came, owner.sizes_after_pass = set(), None, ()
+        owner.kept = set()
+        owner.came = None
+        owner.sizes_after_pass = ()
         if owner.looks:
             for index in owner.sampled:
                 grad = update.grads.get(index)
@@ -169,11 +175,14 @@ class LoopCheck(Check):
             yield Finding("gone", _GONE.format(step=update.step), (owner.sampled[0],))
 
     def _mode(self, update: Update) -> Iterator[Finding]:
-        modes, self._modes = self._modes, set()
+        modes = self._modes
+        self._modes = set()
         count = update.evaluations
         if False in modes:
             self._has_returned |= self._has_trained and count != self._before
-            self._has_trained, self._evaluated, self._before = True, [], count
+            self._has_trained = True
+            self._evaluated = []
+            self._before = count
         elif modes and self._has_trained:
             if not self._evaluated:
                 # Without an evaluation the script has changed the mode for training itself.

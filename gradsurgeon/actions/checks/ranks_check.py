@@ -17,12 +17,14 @@ from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
 # Rows are sent so many together.
 _BATCH = 8
 # Up to so many ranks, each sends its first rows one by one, and later also shows a batch that is not complete yet.
-_FEW_RANKS, _FIRST = 64, 32
+_FEW_RANKS = 64
+_FIRST = 32
 # So many batches wait for a rank that is late, or has no session; newer ones replace older ones.
 _MOST_WAITING = 32
 # After so many passes, a row has the weights of one part of the parameters: a difference of weights stays.
 _SETTLED = 32
-_MOST_PARTS, _PART = 8, 4
+_MOST_PARTS = 8
+_PART = 4
 
 # A row on its way: passes, step, and the numbers as bytes.
 _Packed = tuple[tuple[int, int], int, bytes]

@@ -121,9 +121,11 @@ class ReplicaComparison:
         was_proven = self._equal >= _PROOF
         self._equal = torch.where(apart, 0, self._equal)
         self._note_equal(own.numbers[:2], theirs[:, :2])
-        weights, weights_there = own.numbers[2:], theirs[:, 2:]
+        weights = own.numbers[2:]
+        weights_there = theirs[:, 2:]
         # Where gradients are alike because ranks averaged them, weights have to be alike as well.
-        averaged, least = ~apart, 0.0
+        averaged = ~apart
+        least = 0.0
         if not replicas.promised:
             averaged = self._equal >= _PROOF
             least = _UNSEEN * weights[0].nan_to_num().max().item()
@@ -168,7 +170,8 @@ class ReplicaComparison:
         for number in news.any(1).nonzero().flatten().tolist():
             rank = self._others[number]
             places = news[number].nonzero().flatten().tolist()
-            norms, norms_there = own.numbers[0], theirs[number, 0]
+            norms = own.numbers[0]
+            norms_there = theirs[number, 0]
             lost = _MOVED if replicas.promised else _LOST
             if (factor := _common_factor(norms[places], norms_there[places])) is not None:
                 lost = _SCALED.format(other=rank, factor=factor, first=self._first)
@@ -228,7 +231,8 @@ class ReplicaComparison:
             yield Finding(cause, text, indices, step=step)
 
     def _norms_of(self, difference: _Difference) -> str:
-        ours, theirs = difference.ours, difference.theirs
+        ours = difference.ours
+        theirs = difference.theirs
         is_equal = abs(ours - theirs) <= _ROUNDING * max(ours, theirs)
         text = _ELEMENTS if is_equal else _NORMS
         return text.format(ours=ours, theirs=theirs, first=self._first, other=difference.rank)

@@ -73,7 +73,8 @@ def _is_matrix(param: Tensor) -> bool:
 def _has_units(update: Update, index: int) -> bool:
     # An embedding has no units: equal rows are tokens that the loss treats alike.
     # A matrix of no layer, such as a field or a position code, may have equal rows for good reason.
-    kind, param = update.model.kinds.get(index, ""), update.params[index]
+    kind = update.model.kinds.get(index, "")
+    param = update.params[index]
     return len(param) > 1 and any(word in kind for word in _LAYERS) and _rows_equal(param)
 
 

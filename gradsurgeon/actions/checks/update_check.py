@@ -17,7 +17,9 @@ from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import by_device, differing, largest, sample
 
 # A look compares weights with those of ten updates earlier; after fifty updates, of a hundred updates earlier.
-WINDOW, SETTLED, LATER = 10, 50, 100
+WINDOW = 10
+SETTLED = 50
+LATER = 100
 # The first updates are looked at one by one: they show a NaN before the next forward spreads it.
 _FIRST = 3
 # A learning rate may be 0 for a while, and a weight in half precision may have a float32 copy elsewhere:
@@ -37,10 +39,8 @@ _CAUSES = {
     "unwritten": "the optimizer owns {{it}} and the learning rate is {lr:.1e}, but its step leaves {{it}} unchanged. Look "
     "for a compiled or wrapped `step` that has lost {{it}}",
 }
-_FULL, _REDUCED = (
-    "Raise the learning rate",
-    "Keep the weights in float32 and compute in {dtype} under `torch.autocast`, or raise the learning rate",
-)
+_FULL = "Raise the learning rate"
+_REDUCED = "Keep the weights in float32 and compute in {dtype} under `torch.autocast`, or raise the learning rate"
 _BROKEN = (
     "the update made {names} non-finite although its gradients were finite. Look at the learning rate, and at "
     "eps of the optimizer: 1e-8 is 0 in float16"
@@ -110,7 +110,8 @@ class UpdateCheck(Check):
     def before_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
         for index in owner.suspects:
-            param, grad = update.params.get(index), update.grads.get(index)
+            param = update.params.get(index)
+            grad = update.grads.get(index)
             if param is not None and grad is not None:
                 at = largest(grad)
                 owner.tests[index] = at, torch.take(param, at)
@@ -122,7 +123,8 @@ class UpdateCheck(Check):
         owner.performed += update.took_place
         number = owner.updates
         if owner.tests:
-            tests, owner.tests = owner.tests, {}
+            tests = owner.tests
+            owner.tests = {}
             still = [t for t, (at, old) in tests.items() if _is_still(update.params[t], at, old)]
             waited = {t: owner.suspects[t] for t in still}
             owner.suspects.clear()
@@ -188,7 +190,8 @@ class UpdateCheck(Check):
         for cause, cases in found.items():
             indices, texts = zip(*cases, strict=True)
             if cause == "lr":  # the gradient of some tells nothing, but they are no exception
-                groups, still = update.groups, set(update.indices) - owner.moved
+                groups = update.groups
+                still = set(update.indices) - owner.moved
                 indices = tuple(t for t in groups if t in still and not _learning_rate(groups[t]))
             yield Finding(cause, texts[0], indices)
 
@@ -209,7 +212,8 @@ def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
 
 
 def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> tuple[str, int]:
-    param, group = update.params[index], update.groups.get(index)
+    param = update.params[index]
+    group = update.groups.get(index)
     if index in update.frozen:
         return "frozen", WINDOW
     if group is None:
@@ -250,7 +254,9 @@ def _learning_rate(group: Mapping[str, Any]) -> float:
 
 
 def _should_move(update: Update, index: int, lr: float) -> bool:
-    param, state, grad = update.params[index], update.state.get(index, {}), update.grads[index]
+    param = update.params[index]
+    state = update.state.get(index, {})
+    grad = update.grads[index]
     size = grad.detach().to_dense().abs().float() if grad.is_sparse else grad.detach().abs().float()
     # Optimizers with second moments divide a gradient by its usual size. A noisy one moves by a tenth of that.
     if any("sq" in key or key == "sum" for key in state):
@@ -284,7 +290,9 @@ class MovedCheck(Check):
     """
 
     def __init__(self, *, least: float = 0.0, within: int = 0, unmoved: bool = False) -> None:
-        self._least, self._within, self._unmoved = least, within, unmoved
+        self._least = least
+        self._within = within
+        self._unmoved = unmoved
         self._first: dict[int, Tensor] = {}
         self._steps: dict[int, int] = {}
         self._updates: dict[int, int] = {}
@@ -324,7 +332,8 @@ class MovedCheck(Check):
             self._first.pop(index, None)
         late = [t for t in shares if t in self._first and self._updates[t] >= self._within]
         if late:
-            share, first = min(shares[t] for t in late), self._steps[late[0]]
+            share = min(shares[t] for t in late)
+            first = self._steps[late[0]]
             text = _TOO_FEW.format(within=self._within, share=share, first=first, least=self._least)
             yield Finding("unmoved", text, tuple(late))
         for index in late:

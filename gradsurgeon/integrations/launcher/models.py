@@ -251,7 +251,8 @@ class Models:
         return sinks
 
     def _title(self, origin: str) -> str:
-        title, number = origin, 1
+        title = origin
+        number = 1
         while any(model.title == title for model in self.attached):
             number += 1
             title = f"{origin}-{number}"
@@ -358,7 +359,8 @@ def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
 
 
 def _equal(copy: nn.Module, model: nn.Module) -> bool:
-    ours, theirs = dict(copy.named_parameters()), dict(model.named_parameters())
+    ours = dict(copy.named_parameters())
+    theirs = dict(model.named_parameters())
     return ours.keys() == theirs.keys() and all(
         a is not None and b is not None and torch.equal(a, b.to(a))
         for a, b in zip(map(readable, ours.values()), map(readable, theirs.values()), strict=True)

@@ -99,7 +99,8 @@ class ScriptEnd:
                 self._write_summaries()
 
     def _write_summaries(self) -> None:
-        models, settings = self._models, self._settings
+        models = self._models
+        settings = self._settings
         # If no optimizer took a step, the rules were never checked against the models.
         problems = [] if models.fitting else models.shortfalls()
         if settings.dry_run:

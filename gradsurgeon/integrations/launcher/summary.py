@@ -17,7 +17,8 @@ def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {start}" if start else ""
     size = f"{count(len(plan.manifest.params), 'parameter')}, {count(plan.manifest.elements, 'element')}"
-    path, here = Path(plan.rules.file), Path.cwd()
+    path = Path(plan.rules.file)
+    here = Path.cwd()
     file = path.relative_to(here) if path.is_relative_to(here) else path
     yield f"gradsurgeon: {printable(str(file))} on {plan.subject} ({size}{by})"
     rows = []
@@ -56,7 +57,8 @@ def _work_of(rule: Rule, status: RuleStatus, events: Sequence[Event]) -> tuple[s
 
 
 def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator[str]:
-    plan, statuses = attachment.plan, attachment.status()
+    plan = attachment.plan
+    statuses = attachment.status()
     fired = {rule for rule, status in statuses.items() if status.fired}
     if not fired and attachment.context.refusals.over:
         return  # a line has said so
@@ -66,7 +68,8 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
     since = f", from step {start}" if start else ""
     yield f"gradsurgeon: {plan.subject}, {count(attachment.step - start, 'step')}{since}"
     diagnosis = printable(first_diagnosis(attachment.events))
-    rows, pending = [], attachment.pending_steps()
+    rows = []
+    pending = attachment.pending_steps()
     checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule) and rule.id in fired]
     resting = attachment.context.schedule.resting - fired
     for rule in plan.rules.rules:
@@ -95,7 +98,8 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
 
 
 def _without_gradient(attachment: Attachment) -> list[str]:
-    records, model = attachment.records, attachment.model()
+    records = attachment.records
+    model = attachment.model()
     # A script may freeze more after the plan was made.
     now = attachment.plan.manifest if model is None else from_model(model)
     learning = {one.name for one in now.params if one.requires_grad and not one.sharding}

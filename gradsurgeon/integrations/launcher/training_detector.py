@@ -139,7 +139,8 @@ class TrainingDetector:
             self._search(optimizer)
             if self._models.waiting():
                 self._begin()
-            first, self._first_step = self._first_step, _nothing
+            first = self._first_step
+            self._first_step = _nothing
             first()
 
     def _search(self, optimizer: Optimizer) -> None:

@@ -45,7 +45,10 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: boo
 
 def _bindings(rule: Rule, match: Match) -> Iterator[Binding]:
     """Yield the bindings of a rule. There can be thousands, so shared facts are computed once."""
-    rule_id, tensor, point, hook = rule.id, str(rule.ref), rule.point, hook_of(rule)
+    rule_id = rule.id
+    tensor = str(rule.ref)
+    point = rule.point
+    hook = hook_of(rule)
     if rule.target == "tensors":
         for text in match.names:
             yield Binding(rule_id, text, (), tensor, point, hook)

@@ -134,7 +134,8 @@ def _from_weights(file: str) -> Manifest:
     # The root and every prefix of the names, each before the modules inside it.
     paths = {ROOT: None}
     for name in sorted(tensors):
-        dtype, shape = tensors[name].dtype, tensors[name].shape
+        dtype = tensors[name].dtype
+        shape = tensors[name].shape
         if dtype.startswith(_WITHOUT_GRADIENT):
             left_out.append(name)
             continue
@@ -153,7 +154,8 @@ def _from_weights(file: str) -> Manifest:
 
 
 def _read_json(file: str, *, header: bool = False) -> object:
-    path, length = Path(file), MAX_BYTES
+    path = Path(file)
+    length = MAX_BYTES
     try:
         with path.open("rb") as stream:
             if header:

@@ -142,7 +142,8 @@ def _failed_param(where: Where, param: Param) -> str:
     if where.requires_grad is not None and param.requires_grad != where.requires_grad:
         return "requires_grad"
     if where.numel is not None:
-        low, high = where.numel.min or 0, where.numel.max
+        low = where.numel.min or 0
+        high = where.numel.max
         if param.numel < low or (high is not None and param.numel > high):
             return "numel"
     return ""

@@ -48,7 +48,8 @@ class MatchedRules:
 
     def obstacles(self, rule_id: str, *, alone: bool = True) -> Iterator[Obstacle]:
         """Yield the obstacles of one rule; without ``alone``, another model may have the missing names."""
-        rule, match = self.rules[rule_id], self.matches[rule_id]
+        rule = self.rules[rule_id]
+        match = self.matches[rule_id]
         texts = [*match.undecided]
         if not texts and match.is_for and rule.target != "tensors":
             if alone:

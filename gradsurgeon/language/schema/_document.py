@@ -64,7 +64,8 @@ def no_mapping(source: Located) -> list[Problem]:
 
 
 def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
-    version, requires = data.get("version"), data.get("requires")
+    version = data.get("version")
+    requires = data.get("requires")
     if isinstance(requires, str) and meets(VERSION, requires) is False:
         message = f"these rules require gradsurgeon {requires[:60]}, this is {VERSION}"
         hint = "install a gradsurgeon that meets it"
@@ -170,7 +171,8 @@ def tidy(problems: Sequence[Problem]) -> list[Problem]:
 
 def bounded(problems: Sequence[Problem]) -> list[Problem]:
     """Return the first problems, in order, and then the number of further problems."""
-    kept, more = [*problems[:MAX_PROBLEMS]], problems[MAX_PROBLEMS:]
+    kept = [*problems[:MAX_PROBLEMS]]
+    more = problems[MAX_PROBLEMS:]
     if more:
         message = f"and {len(more)} more problems, from here on"
         kept.append(

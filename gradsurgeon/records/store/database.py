@@ -104,11 +104,13 @@ def _on_network(path: Path) -> bool:
     if not _MOUNTS.exists():
         return False
     real = f"{os.path.realpath(path)}/"
-    nearest, kind = "", ""
+    nearest = ""
+    kind = ""
     for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         _, escaped, type_, *_ = line.split(" ")
         point = escaped.replace("\\040", " ").rstrip("/")
         # A later mount on the same point hides the earlier one.
         if real.startswith(f"{point}/") and len(point) >= len(nearest):
-            nearest, kind = point, type_
+            nearest = point
+            kind = type_
     return _NETWORK.fullmatch(kind) is not None

@@ -142,7 +142,8 @@ def is_taken(folder: Path) -> bool:
 
 def is_of_another_start(folder: Path) -> bool:
     """Return whether a directory holds a run of an earlier start of ranks."""
-    file, ours = folder / RUN_FILE, job()
+    file = folder / RUN_FILE
+    ours = job()
     if not ours or not file.exists():
         return False
     try:

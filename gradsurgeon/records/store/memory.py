@@ -99,12 +99,14 @@ class WholeSeries(ABC):
 
     def last(self, name: str) -> tuple[int, float] | None:
         # The last row most often has a value, and callers ask again and again.
-        end, size = len(self), 1
+        end = len(self)
+        size = 1
         while end:
             start = max(0, end - size)
             if pairs := self.between(name, start, end):
                 return pairs[-1]
-            end, size = start, 2 * size
+            end = start
+            size = 2 * size
         return None
 
 
@@ -120,7 +122,8 @@ class Part(WholeSeries):
         super().__init__(series.key)
         self.whole: Any = series
         self.rank = int(getattr(series, "rank", 0))  # a session has one
-        end, (name, *_) = len(series), (*self.key.names, "")
+        end = len(series)
+        name, *_ = (*self.key.names, "")
         may_wait = self.key.point == "accumulated" and end > 1 and name in pending
         self._end = end - (may_wait and series.ends()[-1] == pending[name])
         self.skipped = 0 if newest is None else max(0, self._end - newest)

@@ -22,7 +22,8 @@ COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
 _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
 # Short queries bound the memory, and keep no writer without WAL waiting.
-_BATCH_BYTES, _BATCH_ROWS = 2**20, 8192
+_BATCH_BYTES = 2**20
+_BATCH_ROWS = 8192
 _FLOAT = 4
 _ROWS = "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ? ORDER BY id"
 # Rows that a writer cannot have written.
@@ -32,8 +33,10 @@ SELECT count(*) FROM rows WHERE id BETWEEN ? AND ? AND NOT (
     AND (absent IS NULL OR typeof(absent) = 'blob' AND length(absent) = ?)
 )
 """
-_NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
-_MAPPING, _TEXTS = TypeAdapter(dict[str, Any]), TypeAdapter(dict[str, str])
+_NAMES = TypeAdapter(tuple[str, ...])
+_STATUS = TypeAdapter(RuleStatus)
+_MAPPING = TypeAdapter(dict[str, Any])
+_TEXTS = TypeAdapter(dict[str, str])
 _SERIES = TypeAdapter(tuple[int, str, str, str, str])
 _EVENT = TypeAdapter(tuple[float, EventKind, str, int, int, str, str])
 

@@ -23,7 +23,8 @@ _TEXTS = ("rule", "point", "stat", "name")
 def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
     """Yield the chosen series as blocks of columns, in the order of `gradsurgeon export`; texts as codes and texts."""
     for series, columns in chosen:
-        key, wanted = series.key, np.array(columns)
+        key = series.key
+        wanted = np.array(columns)
         # Arrow, by which pandas writes Parquet, refuses lone surrogates, which odd file names contain.
         names = [clean(key.names[number]) for number in columns]
         places = {name: place for place, name in enumerate(dict.fromkeys(names))}
@@ -56,14 +57,16 @@ def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
 
 def blocks(series: WholeSeries, start: int = 0, every: int = 1) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the `arrays` of successive rows; the number of rows of each but the last divides by `every`."""
-    width, rows = len(series.key.names), series.stored(start)
+    width = len(series.key.names)
+    rows = series.stored(start)
     most = max(1, _BLOCK // max(1, width) // every) * every
     while block := list(islice(rows, most)):
         yield arrays(block, width)
 
 
 def data_frame(chosen: Chosen) -> pd.DataFrame:
-    pandas, blocks = import_module("pandas"), list(_blocks(chosen))
+    pandas = import_module("pandas")
+    blocks = list(_blocks(chosen))
     if not blocks:
         raise chosen[0][0].damaged()
     columns: dict[str, Any] = {}

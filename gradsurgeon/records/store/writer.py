@@ -42,7 +42,8 @@ class RunWriter(Outlet):
     ) -> None:
         super().__init__(_INTERVAL)
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
-        self.path, self.rank = Path(path), rank
+        self.path = Path(path)
+        self.rank = rank
         self._database = self.path / layout.database_name(rank)
         with ExitStack() as undo:
             try:
@@ -105,7 +106,8 @@ class RunWriter(Outlet):
     def event(self, event: Event) -> None:
         with self._lock:
             if not self.closed:
-                number, e = next(self._event_ids), event
+                number = next(self._event_ids)
+                e = event
                 texts = layout.clean(e.name), layout.clean(e.message)
                 row = number, time.time(), e.kind, e.rule, e.step, e.rank, *texts
                 self._batch["events"][number] = row
