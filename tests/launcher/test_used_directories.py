@@ -93,7 +93,7 @@ def test_ranks_know_the_runs_of_their_own_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layout, "job", lambda: {**JOB, "attempt": attempt})
-    about = {"format": 2} if theirs is None else {"format": 2, "job": {**JOB, **theirs}}
+    about = {"format": 3} if theirs is None else {"format": 3, "job": {**JOB, **theirs}}
     (tmp_path / "run.json").write_text(json.dumps(about), encoding="utf-8")
     assert layout.is_taken(tmp_path) is taken
     assert layout.is_of_another_start(tmp_path) is another

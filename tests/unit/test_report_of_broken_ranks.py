@@ -91,7 +91,7 @@ def test_a_reader_who_did_not_ask_gets_no_part_of_a_run(ranks: pathlib.Path) -> 
 def test_a_file_that_is_missing_is_named(
     ranks: pathlib.Path, world: int | None, removed: list[int], said: str
 ) -> None:
-    (ranks / "run.json").write_text(json.dumps({"format": 2, **meta(), "ranks": world}))
+    (ranks / "run.json").write_text(json.dumps({"format": 3, **meta(), "ranks": world}))
     for rank in removed:
         (ranks / f"rank-{rank}.db").unlink()
     with open_stored(ranks) as run:
