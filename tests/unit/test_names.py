@@ -1,9 +1,10 @@
-"""A name of the package stands for one thing: `tensor` is a tensor, and an index is no tensor."""
+"""A name of the package stands for one thing: `tensor` is a tensor, and no two classes share a name."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,3 +62,14 @@ def test_each_place_of_a_name_is_seen(code: str) -> None:
 def test_a_tensor_may_be_called_so() -> None:
     code = "def f(tensor: Tensor, tensors: Mapping[int, Tensor]): ..."
     assert misnamed(ast.parse(code)) == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(file.relative_to(PACKAGE)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+    # Names of torch.
+    assert places.keys().isdisjoint({"Tensor", "Parameter", "Module", "Optimizer"})
