@@ -86,7 +86,7 @@ def test_it_is_in_the_page_on_the_screen_and_in_plots(run: Path, tmp_path: Path)
     assert any("tripped in 1 step" in text for text, _ in lines)
     with gradsurgeon.open_run(run) as opened:
         (legend,) = opened.plot().legends
-    assert "check" in [text.get_text() for text in legend.get_texts()]
+    assert "trap, check or skipped step" in [text.get_text() for text in legend.get_texts()]
 
 
 def test_fail_on_knows_its_kind(run: Path) -> None:
