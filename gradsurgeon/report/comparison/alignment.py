@@ -26,7 +26,6 @@ _PAIR = np.dtype(
         ("limit", np.float64),  # the distance that is allowed
         ("floor", np.float64),  # the distance that rounding to its dtype makes
         ("shift", np.float64),  # the relative difference of the norms
-        ("moved", np.float64),  # how far updates move a weight, relative to its norm
         ("numel", np.float64),
         ("undecided", bool),  # rounding decides it
         ("finite", bool, 2),  # in the run and in the reference
@@ -102,7 +101,7 @@ def align(
     cells["undecided"] = drift > tolerance.DECIDED_BY_ROUNDING
     if noise:
         cells["limit"] = rule.times * drift + np.maximum(rule.least, cells["floor"])
-    _place(cells, values[1], kinds, names, reference.chains)
+    _place(cells, kinds, names, reference.chains)
     in_order = np.lexsort([cells["rank"], cells["place"], cells["step"]])
     cells, values, found = cells[in_order], values[1:, in_order, :3], found[2:, in_order]
     phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
@@ -147,7 +146,6 @@ def _measure(
 ) -> None:
     """Set what the values say of each tensor alone: norms, distances, the rounding of its dtype."""
     of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
-    is_weight = np.array([kind.phase == "update" for kind in kinds])[cells["kind"]]
     cells["norm"] = np.where(
         cells["state"] == MISSING_IN_REFERENCE, values[0, :, 0], values[1, :, 0]
     )
@@ -159,7 +157,6 @@ def _measure(
     cells["distance"][cells["state"] != BOTH] = np.inf
     cells["distance"][is_absent] = 0.0
     cells["shift"] = tolerance.distances(values[0, :, :1], values[1, :, :1])
-    cells["moved"][is_weight] = tolerance.moved(cells[is_weight], values[1, is_weight, :3])
     cells["finite"] = np.isfinite(values[:2, :, :3]).all(axis=2).T
 
 
@@ -287,9 +284,7 @@ def _reorder_backward(cells: Any, values: Floats, kinds: Sequence[Kind]) -> None
             values[0, begin:end] = values[0, begin:end][nearest]
 
 
-def _place(
-    cells: Any, values: Floats, kinds: Sequence[Kind], names: Sequence[str], chains: Sequence[Any]
-) -> None:
+def _place(cells: Any, kinds: Sequence[Kind], names: Sequence[str], chains: Sequence[Any]) -> None:
     kind_of = cells["kind"]
     phases = np.array([kind.phase for kind in kinds])[kind_of]
     forward = phases == "forward"
@@ -310,18 +305,9 @@ def _place(
     for kind, name, _, _, number in unique.tolist():
         if kinds[kind].of_modules:
             most[names[name]] = max(most.get(names[name], 0), number)
-    numbers: dict[order.Event, order.Numbers] = {}
-    first = forward & (cells["step"] == cells["step"].min()) & (cells["part"] == 0)
-    for at in np.flatnonzero(first).tolist():
-        event = (
-            kinds[kind_of[at]].base == "output",
-            names[cells["name"][at]],
-            int(cells["call"][at]),
-        )
-        numbers.setdefault(event, tuple(values[at, :3].tolist()))
     inside = [[name for name in chain if name in most] for chain in chains]
     modules = order.merged(inside, [name for name in names if name in most])
-    events = order.forward_order(modules, most, numbers)
+    events = order.forward_order(modules, most)
     owners = [events.get((True, order.parent_of(name, most), 0), -1) for name in names]
 
     def place_of(kind: int, name: int, turn: int, part: int) -> int:

@@ -54,12 +54,12 @@ class Comparison:
     step: int | None
     phase: str
     inside: str
-    last: tuple[findings.Tensor, ...]
-    first: tuple[findings.Tensor, ...]
-    modules: tuple[findings.Module, ...]
-    steps: tuple[findings.Step, ...]
+    last: tuple[findings.TensorDifference, ...]
+    first: tuple[findings.TensorDifference, ...]
+    modules: tuple[findings.ModuleDifference, ...]
+    steps: tuple[findings.StepDifference, ...]
     growth: str
-    largest: findings.Tensor | None
+    largest: findings.TensorDifference | None
     only_run: tuple[str, ...]
     only_reference: tuple[str, ...]
     undecided: tuple[str, ...]
@@ -219,7 +219,7 @@ def _lines(answer: Comparison) -> Iterator[str]:
         yield textwrap.fill(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def _border(answer: Comparison, first: findings.Tensor) -> str:
+def _border(answer: Comparison, first: findings.TensorDifference) -> str:
     before = f"the {printable(answer.last[-1].text)} agrees, " if answer.last else ""
     if answer.inside:
         before = f"the input of {printable(answer.inside)} agrees, "

@@ -25,7 +25,6 @@ DECIDED_BY_ROUNDING = 0.1
 _MOST = 0.5
 # A gradient so many times smaller than the median seems to be what rounding leaves of a sum.
 _VANISHING, _VANISHING_EPS = 1e-5, 4
-_LEAST = 1e-30
 # Distances that rounding can reach, of float32 and of bfloat16, which autocast uses and no run tells.
 BOUND, AUTOCAST = 1e-3, 2.0**-7
 # Without noise runs: float32 sums of some thousand elements differ by up to 30 eps on other kernels. Half precision
@@ -100,20 +99,6 @@ def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: 
         if np.isfinite(drift[here]).any():
             found[here] = np.fmax(found[here], np.nanmedian(drift[here]))
     return np.nan_to_num(found)
-
-
-def moved(cells: Any, values: Floats) -> Floats:
-    """Return how far updates move each weight, relative to its norm: the largest change between two steps.
-
-    The change of a projection is a sample of the norm of the change. Weights of one step alone get 0.
-    """
-    found = np.zeros(len(cells))
-    for name in np.unique(cells["name"]):
-        here = np.flatnonzero(cells["name"] == name)
-        here = here[np.argsort(cells["step"][here])]
-        changes = np.abs(np.diff(values[here], axis=0)) / np.maximum(values[here[1:], :1], _LEAST)
-        found[here] = np.nan_to_num(changes).max(initial=0.0)
-    return found
 
 
 def coarsest(dtypes: Iterable[str]) -> str:
