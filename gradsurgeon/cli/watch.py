@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     next_page, is_running = 0.0, True
     while is_running:
-        report = _look(folder)
+        report = _retried(folder)
         is_running = report.ended is not None and report.ended.state == "running"
         if on_screen:
             _draw(report, f"Ctrl-C quits; every {arguments.every:g} s" * is_running)
@@ -97,16 +97,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look(folder: Path) -> Report:
+def _retried(folder: Path) -> Report:
     for seconds in _RETRY_SECONDS:
         try:
-            return look(folder)
+            return newest_report(folder)
         except RecordError:
             time.sleep(seconds)
-    return look(folder)
+    return newest_report(folder)
 
 
-def look(path: Path) -> Report:
+def newest_report(path: Path) -> Report:
     # Files that are opened anew let ranks join, and the writer finds no reader when it ends the run.
     with open_run(path) as run:
         width = sum(len(series.key.names) for series in run)

@@ -15,7 +15,7 @@ from commands import call_here
 from runs import meta, shown, values
 
 from gradsurgeon import open_run
-from gradsurgeon.cli.watch import look, screen
+from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.delivery import summary
 from gradsurgeon.records.store import Key, Records
@@ -312,7 +312,7 @@ def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
 
 
 def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
-    lines = [text for text, _ in screen(look(run), 100)]
+    lines = [text for text, _ in screen(newest_report(run), 100)]
     assert not any("norms" in line for line in lines)
     assert "conflicts of 3 pairs of losses, recorded by tasks in steps 0..2" in lines
     row = next(line.split() for line in lines if line.startswith("  seg/depth"))
@@ -378,7 +378,7 @@ def test_a_tagged_loss_is_in_text_json_page_and_on_the_screen(tmp_path: pathlib.
         "negative": 0.0, "nonfinite": 1,
     }  # fmt: skip
     assert line["values"] == [2.0, 0.5, "Infinity", 0.25, 1.0]
-    assert title in [text for text, _ in screen(look(tmp_path / "run"), 120)]
+    assert title in [text for text, _ in screen(newest_report(tmp_path / "run"), 120)]
     assert "gap" not in str(report)
 
 

@@ -50,7 +50,7 @@ def compare(
         rename = _renaming(renamed, references.values(), models.values())
         same = counterparts(references, models)
         same_in_noise = [counterparts(references, others) for others in noises]
-        found = []
+        comparisons = []
         for name, of_reference in references.items():
             if name not in same:
                 continue
@@ -63,10 +63,10 @@ def compare(
                 for others, known in zip(noises, same_in_noise, strict=True)
                 if name in known
             ]
-            found.append(replace(compared(a, b, more, words), model=name))
+            comparisons.append(replace(compared(a, b, more, words), model=name))
         only_run = models.keys() - {*same.values()}
         only_reference = references.keys() - same.keys()
-        return of_models(found, sorted(only_run), sorted(only_reference))
+        return of_models(comparisons, sorted(only_run), sorted(only_reference))
 
 
 def _renaming(

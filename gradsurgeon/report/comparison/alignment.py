@@ -110,7 +110,9 @@ def align(
         return Pairs(kinds, names, cells), rule, notes
     is_early = steps[0] <= (reference.meta.get("start_step") or 0) + tolerance.EARLY
     forward = (phases == "forward") & (cells["step"] == steps[0]) & is_early
-    tolerance.refuse_unlike(noise, found, values, forward, lambda at: _told(words, cells[at]))
+    tolerance.refuse_unlike(
+        noise, found, values, forward, lambda at: _tensor_text(words, cells[at])
+    )
     if len(noise) < 3:  # noqa: PLR2004 # the trials had three
         notes.append(_FEW)
     return Pairs(kinds, names, cells), rule, notes
@@ -232,7 +234,7 @@ def _common(
     return steps, both
 
 
-def _told(words: Words, cell: Any) -> str:
+def _tensor_text(words: Words, cell: Any) -> str:
     text = [*words.kinds][cell["kind"]].text([*words.names][cell["name"]])
     return f"{printable(text)} in step {cell['step']}"
 

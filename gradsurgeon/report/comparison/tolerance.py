@@ -179,7 +179,7 @@ def refuse_unlike(
     found: Flags,
     values: Floats,
     forward: Flags,
-    told: Callable[[int], str],
+    text_of: Callable[[int], str],
 ) -> None:
     """Refuse noise runs that differ from the reference by more than rounding can in the first forward pass.
 
@@ -202,7 +202,7 @@ def refuse_unlike(
         strange = np.flatnonzero((far > limit) & (_ALIKE * spread[known] < far))
         if len(strange):
             at = strange[0]
-            moved = f"differs from the reference by {far[at]:.2g} at the {told(known[at])}"
+            moved = f"differs from the reference by {far[at]:.2g} at the {text_of(known[at])}"
             rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
             _refuse(one, f"{moved}, {rounding}", "make noise runs by the script of the reference")
 
