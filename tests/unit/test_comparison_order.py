@@ -17,10 +17,10 @@ from gradsurgeon.report.comparison import order, tolerance
 from gradsurgeon.report.comparison.reading import STATS, stripped
 
 
-def shown(chains: Any, names: Any, calls: Any = None) -> list[str]:
+def shown(chains: Any, names: Any, calls: Any = None, numbers: Any = None) -> list[str]:
     """Return the events of a pass in order, such as `+a` for the input and `-a` for the output of a module."""
     counts = dict.fromkeys(names, 1) | (calls or {})
-    events = order.forward_order(order.merged(chains, names), counts)
+    events = order.forward_order(order.merged(chains, names), counts, numbers or {})
     assert sorted(events.values()) == list(range(len(events)))
     texts = {
         event: f"{'-' if event[0] else '+'}{event[1]}{event[2] if counts[event[1]] > 1 else ''}"
@@ -41,14 +41,37 @@ class TestOrder:
     def test_chains_that_contradict_each_other(self) -> None:
         assert sorted(order.merged([["a", "b"], ["b", "a"]], ["b", "a", "c"])) == ["a", "b", "c"]
 
-    def test_a_block_that_runs_twice_keeps_its_inside(self) -> None:
-        found = shown([["e"], ["s", "s.x"]], ["e", "s", "s.x", "h"], {"s": 2, "s.x": 2})
-        first, second = (
-            [f"{event}{call}" for event in ("+s", "+s.x", "-s.x", "-s")] for call in (0, 1)
-        )
-        assert found == ["+e", "-e", *first, "+h", "-h", *second]
+    def test_a_shared_activation_follows_what_it_reads(self) -> None:
+        # b -> act -> a -> act, where the model defines act first.
+        numbers = {
+            (True, "b", 0): (1.0,), (False, "act", 0): (1.0,), (True, "act", 0): (2.0,),
+            (False, "a", 0): (2.0,), (True, "a", 0): (3.0,), (False, "act", 1): (3.0,),
+        }  # fmt: skip
+        found = shown([["b", "a"]], ["act", "b", "a"], {"act": 2}, numbers)
+        assert found == ["+b", "-b", "+act0", "-act0", "+a", "-a", "+act1", "-act1"]
 
-    def test_later_calls_of_a_shared_module_come_last(self) -> None:
+    def test_a_call_whose_input_is_a_sum_comes_before_what_reads_it(self) -> None:
+        numbers = {
+            (True, "n.bn1", 0): (1.0,), (False, "n.relu", 0): (1.0,),
+            (True, "n.relu", 1): (5.0,), (True, "n", 0): (5.0,),
+        }  # fmt: skip
+        names = ["n", "n.bn1", "n.relu", "n.bn2"]
+        found = shown([["n", "n.bn1", "n.bn2"]], names, {"n.relu": 2}, numbers)
+        middle = ["+n.relu0", "-n.relu0", "+n.bn2", "-n.bn2", "+n.relu1", "-n.relu1"]
+        assert found == ["+n", "+n.bn1", "-n.bn1", *middle, "-n"]
+
+    def test_a_block_that_runs_twice_keeps_its_inside(self) -> None:
+        numbers = {
+            (True, "e", 0): (1.0,),
+            (False, "s", 0): (1.0,),
+            (True, "s", 0): (2.0,),
+            (False, "s", 1): (2.0,),
+        }
+        found = shown([["e"], ["s", "s.x"]], ["e", "s", "s.x", "h"], {"s": 2, "s.x": 2}, numbers)
+        calls = [f"{event}{call}" for call in (0, 1) for event in ("+s", "+s.x", "-s.x", "-s")]
+        assert found == ["+e", "-e", *calls, "+h", "-h"]
+
+    def test_without_numbers_there_is_an_order_too(self) -> None:
         found = shown([], ["a", "act", "b"], {"act": 2})
         assert found == ["+a", "-a", "+act0", "-act0", "+b", "-b", "+act1", "-act1"]
 

@@ -101,7 +101,7 @@ def align(
     cells["undecided"] = drift > tolerance.DECIDED_BY_ROUNDING
     if noise:
         cells["limit"] = rule.times * drift + np.maximum(rule.least, cells["floor"])
-    _place(cells, kinds, names, reference.chains)
+    _place(cells, values[1], kinds, names, reference.chains)
     in_order = np.lexsort([cells["rank"], cells["place"], cells["step"]])
     cells, values, found = cells[in_order], values[1:, in_order, :3], found[2:, in_order]
     phases = np.array([kind.phase for kind in kinds])[cells["kind"]]
@@ -286,7 +286,9 @@ def _reorder_backward(cells: Any, values: Floats, kinds: Sequence[Kind]) -> None
             values[0, begin:end] = values[0, begin:end][nearest]
 
 
-def _place(cells: Any, kinds: Sequence[Kind], names: Sequence[str], chains: Sequence[Any]) -> None:
+def _place(
+    cells: Any, values: Floats, kinds: Sequence[Kind], names: Sequence[str], chains: Sequence[Any]
+) -> None:
     kind_of = cells["kind"]
     phases = np.array([kind.phase for kind in kinds])[kind_of]
     forward = phases == "forward"
@@ -307,9 +309,15 @@ def _place(cells: Any, kinds: Sequence[Kind], names: Sequence[str], chains: Sequ
     for kind, name, _, _, number in unique.tolist():
         if kinds[kind].of_modules:
             most[names[name]] = max(most.get(names[name], 0), number)
+    numbers: dict[order.Event, order.Numbers] = {}
+    first = forward & (cells["step"] == cells["step"].min()) & (cells["part"] == 0)
+    for at in np.flatnonzero(first).tolist():
+        is_output = kinds[kind_of[at]].base == "output"
+        event = is_output, names[cells["name"][at]], int(cells["call"][at])
+        numbers.setdefault(event, tuple(values[at, :3].tolist()))
     inside = [[name for name in chain if name in most] for chain in chains]
     modules = order.merged(inside, [name for name in names if name in most])
-    events = order.forward_order(modules, most)
+    events = order.forward_order(modules, most, numbers)
     owners = [events.get((True, order.parent_of(name, most), 0), -1) for name in names]
 
     def place_of(kind: int, name: int, turn: int, part: int) -> int:

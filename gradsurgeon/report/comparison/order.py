@@ -8,6 +8,8 @@ from itertools import pairwise
 Event = tuple[bool, str, int]
 # Sorts events. Longer keys lie between shorter ones.
 _Key = tuple[float, ...]
+# The norm and the projections of one call.
+Numbers = tuple[float, ...]
 
 
 def is_inside(name: str, module: str) -> bool:
@@ -58,11 +60,13 @@ def _walk(names: Sequence[str]) -> Iterator[tuple[bool, str]]:
     yield from ((True, name) for name in reversed(stack))
 
 
-def forward_order(order: Sequence[str], calls: Mapping[str, int]) -> dict[Event, int]:
+def forward_order(
+    order: Sequence[str], calls: Mapping[str, int], numbers: Mapping[Event, Numbers]
+) -> dict[Event, int]:
     """Return the place of each input and output in a forward pass, by the modules' first calls and nesting.
 
-    The first call of a module that runs several times in one pass, such as an activation that layers share, comes after
-    the module before it, and later calls at the end of the module around it.
+    A module that runs several times in one pass, such as an activation that layers share, has its place after the
+    output whose numbers equal those of its input.
     """
     keys: dict[Event, _Key] = {}
     for place, (is_output, name) in enumerate(_walk([name for name in order if calls[name] == 1])):
@@ -74,18 +78,35 @@ def forward_order(order: Sequence[str], calls: Mapping[str, int]) -> dict[Event,
         inside = [name for name in order if calls[name] == count and is_inside(name, root)]
         last: _Key = (-1,)
         for call in range(count):
-            last = max(_start(root, call, order, keys), last)
+            start = _anchor(root, call, keys, numbers) or _usual(root, call, order, keys)
+            last = max(start, last)
             for place, (is_output, name) in enumerate(_walk(inside)):
                 keys[is_output, name, call] = (*last, 1, number, call, place)
             last = keys[True, root, call]
     return {event: place for place, event in enumerate(sorted(keys, key=keys.__getitem__))}
 
 
-def _start(root: str, call: int, order: Sequence[str], keys: Mapping[Event, _Key]) -> _Key:
-    """Return the key after which a call has its place."""
+def _usual(root: str, call: int, order: Sequence[str], keys: Mapping[Event, _Key]) -> _Key:
+    """Return a likely place: after the module before it, or at the end of the module around it."""
     if call == 0:
         place = order.index(root)
         before = order[place - 1] if place else ""
         return keys.get((not is_inside(root, before), before, 0), (-1,))
     end = keys.get((True, parent_of(root, dict.fromkeys(order)), 0), (float("inf"),))
+    return _before(end, keys)
+
+
+def _anchor(
+    root: str, call: int, keys: Mapping[Event, _Key], numbers: Mapping[Event, Numbers]
+) -> _Key | None:
+    """Return the key after which a call has its place, by its numbers; `None` if they equal no others."""
+    came, went = (numbers.get((is_output, root, call), (0.0,)) for is_output in (False, True))
+    after = [key for event, key in keys.items() if event[0] and numbers.get(event) == came]
+    if came[0] and after:
+        return max(after)
+    until = [key for event, key in keys.items() if event[1] != root and numbers.get(event) == went]
+    return _before(min(until), keys) if went[0] and until else None
+
+
+def _before(end: _Key, keys: Mapping[Event, _Key]) -> _Key:
     return max((key for key in keys.values() if key < end), default=(-1,))
