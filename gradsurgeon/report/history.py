@@ -183,14 +183,14 @@ class History:
     def gradients(self) -> list[WholeNorm]:
         return self.wholes()
 
-    def wholes(self, kind: str = GRADIENT, names: Collection[str] | None = None) -> list[WholeNorm]:
+    def wholes(self, kind: str = GRADIENT) -> list[WholeNorm]:
         """Return the norms of tensors together, for those whose norms add up: of one point, in the same steps."""
         groups: list[list[tuple[RecordOrigin, Sheet, list[int]]]] = []
         for origin, sheet in self._sheets:
             lines = [
                 line
                 for line, name in enumerate(sheet.names)
-                if self.shown.get((kind, name)) == origin and (names is None or name in names)
+                if self.shown.get((kind, name)) == origin
             ]
             if not lines:
                 continue

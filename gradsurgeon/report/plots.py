@@ -77,8 +77,7 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     wholes: list[WholeNorm] = []
     if name is None:
         tracks = _of_one_kind(report, history, rule)
-        kind = tracks[0].origin.kind
-        wholes = history.wholes(kind, {track.name for track in tracks})
+        wholes = history.wholes(tracks[0].origin.kind)
         wholes = [whole for whole in wholes if len(whole.names) > 1 and _is_of_each_step(whole)]
         worst = {track.name for track in ranked(tracks)[:_LAYERS]}
         tracks = [track for track in tracks if track.name in worst]

@@ -55,8 +55,10 @@ function eventEntry(event, at) {
   const told = [event.where, short(event.rule || event.name)].filter(Boolean).join(", ");
   const line = element("span", {}, element("span", { class: `kind ${event.kind}` }, event.kind), ` ${told}: ${short(first, MOST_OF_LINE)}`);
   if (!rest.length && !isLong) return element("p", {}, line);
-  const message = element("pre", {}, (isLong ? [start, ...rest] : rest).join("\n"));
-  const made = fold(line, message);
+  const lines = isLong ? [start, ...rest] : rest, pre = (part) => element("pre", {}, part.join("\n"));
+  // The diagnosis says more than the gradients that it explains.
+  const begin = lines.findIndex((text) => text.startsWith("diagnosis ("));
+  const made = fold(line, ...(begin > 0 ? [pre(lines.slice(begin)), fold("the gradients", pre(lines.slice(0, begin)))] : [pre(lines)]));
   made.open = at === 0 && isTrip(event);
   return made;
 }
