@@ -18,7 +18,7 @@ TEXT = """\
 | `events` | the events, with `kind`, `rank` and `message` |
 | `norms` | an object per tensor, below |
 | `losses` | an object per curve of losses, below |
-| `median_of_one_step_in` | n: in a long run the medians come from every n-th step |
+| `median_of_one_step_in` | n: in a long run the medians come from every n-th step, and steps are exact to n |
 | `inside` | the runs inside the directory |
 
 **`norms`**: `name`; `kind` (`gradient`, `output`, `output gradient`, ...); the `rule` and `point` that measured it; the `first`, `median`, `largest`
@@ -27,7 +27,7 @@ and `last` norm; `spike` (`step`, `value`, and how many `times` the median befor
 
 **`losses`**: `rule`; `stat` (`cosine` and `ratio` of a pair, `weight` and `distance` of a combination, or the statistic of a tagged loss);
 `name`; first and last of `steps`; `calls`, and how many of them are `nonfinite` (of a pair, a loss gave no finite gradient); the `first` and `last` value; the
-`least`, `median`, `mean` and `largest` finite one; `negative` (the share below 0); `one_call_in` (of long runs one call in so many is read).
+`least`, `median`, `mean` and `largest` finite one; `negative` (the share below 0).
 
 ## A comparison as JSON
 

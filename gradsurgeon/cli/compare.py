@@ -37,9 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = compare(arguments.run, arguments.reference, arguments.noise, arguments.map)
+    comparison = compare(arguments.run, arguments.reference, arguments.noise, arguments.map)
     if arguments.format == "json":
-        print_json(found)
+        print_json(comparison)
     else:
-        print(found)
-    return 2 if found.largest is None else int(not found.alike)
+        print(comparison)
+    return 2 if comparison.largest is None else int(not comparison.alike)

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
+from gradsurgeon.actions import TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_import
 from gradsurgeon.cli.review.checks import CHECKS
@@ -32,14 +32,6 @@ _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
     "tensors": {"tensors": "hidden"},
 }
 
-# The test files that several actions share; every other action has `test_ACTION.py`.
-_TESTS = {
-    **dict.fromkeys(("clamp", "scale", "zero"), "clamp_scale_zero"),
-    **dict.fromkeys(("capture", "clip-norm", "freeze", "sanitize"), "clip_norm_freeze_capture"),
-    "conflict": "combine",
-    **dict.fromkeys(("check-loop", "check-ranks", "check-structure", "check-update"), "checks"),
-}
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -61,8 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
         rule = known_actions[name]
         shared = options_table([(rule, key) for key in keys(rule, shared=True)])
         page = [*action_page(rule), "", "**Options of every rule.**", "", *shared]
-        if name in ACTIONS:
-            page += ["", f"tests: tests/laws/test_{_TESTS.get(name, name).replace('-', '_')}.py"]
     elif name in checks:
         page = list(check_page(name))
     else:

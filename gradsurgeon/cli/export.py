@@ -17,7 +17,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.records.store.files import begins, check_replaceable, replacing
 from gradsurgeon.records.store.layout import digits, json_text, nonfinite_name, unpack_absent
 from gradsurgeon.records.store.rank_file import COLUMNS, Chosen
-from gradsurgeon.records.store.run import Run, chosen, nothing_fits, open_run
+from gradsurgeon.records.store.run import StoredRun, chosen, nothing_fits, open_run
 
 # A spreadsheet takes a cell that begins so for a formula, unless an apostrophe is before it.
 _FORMULA, _TEXT = ("=", "+", "-", "@"), "'"
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _events(opened: Run, arguments: argparse.Namespace) -> list[Event]:
+def _events(opened: StoredRun, arguments: argparse.Namespace) -> list[Event]:
     """Return the events that fit by rule and name. An event has no statistic."""
     pattern = None if arguments.name is None else compile_pattern(arguments.name)
     return [

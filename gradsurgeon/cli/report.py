@@ -173,7 +173,7 @@ def _spikes(report: Report, rank: int) -> Iterator[Event]:
             text = (
                 f"norm {spike.value:.3g}, {spike.times:.3g} times the median of the steps before it"
             )
-            yield Event("spike", track.source.rule, spike.step, rank, track.name, text)
+            yield Event("spike", track.origin.rule, spike.step, rank, track.name, text)
 
 
 def _summary(found: Sequence[_Failing], kinds: Sequence[str]) -> Iterator[str]:

@@ -16,12 +16,12 @@ from gradsurgeon.cli.options import add_run
 from gradsurgeon.cli.report import why_no_page
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.records.store.run import of_lowest_ranks, open_run
+from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report.callouts import whole_name
-from gradsurgeon.report.norms import newest_table
+from gradsurgeon.report.norms import urgent_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
-from gradsurgeon.report.sources import from_run
+from gradsurgeon.report.sources import summary
 from gradsurgeon.report.web_page import write_page
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     next_page, is_running = 0.0, True
     while is_running:
-        report = _look(folder)
+        report = _retried(folder)
         is_running = report.ended is not None and report.ended.state == "running"
         if on_screen:
             _draw(report, f"Ctrl-C quits; every {arguments.every:g} s" * is_running)
@@ -97,21 +97,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look(folder: Path) -> Report:
+def _retried(folder: Path) -> Report:
     for seconds in _RETRY_SECONDS:
         try:
-            return look(folder)
+            return newest_report(folder)
         except RecordError:
             time.sleep(seconds)
-    return look(folder)
+    return newest_report(folder)
 
 
-def look(path: Path) -> Report:
+def newest_report(path: Path) -> Report:
     # Files that are opened anew let ranks join, and the writer finds no reader when it ends the run.
     with open_run(path) as run:
-        width = sum(len(one.key.names) for one, _ in of_lowest_ranks(run))
+        width = sum(len(series.key.names) for series in run)
         rows = max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
-        return from_run(run, newest=rows)
+        return summary(run, newest=rows)
 
 
 def _draw(report: Report, hint: str) -> None:
@@ -128,20 +128,23 @@ def _draw(report: Report, hint: str) -> None:
 
 def screen(report: Report, columns: int) -> list[Line]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
-    norms = report.norms
+    urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
     sections = [
         _head(report),
         _events(report),
         _remarks(report),
-        *(newest_table(report.history, one, _WORST).lines(columns, _WORST) for one in norms),
+        *(table.lines(columns, _WORST) for table in urgent),
         _wholes(report),
-        *(one.lines(columns, _ROWS) for one in report.tables[len(norms) :]),
+        *(table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]),
     ]
-    lines = [line for section in filter(None, map(list, sections)) for line in (("", ""), *section)]
-    return [
-        (text if len(text) <= columns else f"{text[: columns - 1]}…", style)
-        for text, style in lines[1:]
-    ]
+    lines: list[Line] = []
+    for section in map(list, sections):
+        if section and lines:
+            lines.append(("", ""))
+        for text, style in section:
+            cut = text if len(text) <= columns else f"{text[: columns - 1]}…"
+            lines.append((cut, style))
+    return lines
 
 
 def _head(report: Report) -> Iterator[Line]:
@@ -149,28 +152,33 @@ def _head(report: Report) -> Iterator[Line]:
     yield f"{step} of {printable(report.title)}", "head"
     if report.ended is not None:
         level = report.ended.level(report.events)
-        yield from ((line, level) for line in report.ended.lines(report.events))
+        for line in report.ended.lines(report.events):
+            yield line, level
 
 
 def _events(report: Report) -> Iterator[Line]:
     kinds = by_kind(report.events)
-    listed = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
-    yield f"events ({kinds.total():,}){listed and ': '}{listed}", "head"
+    counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
+    yield f"events ({kinds.total():,}): {counts}".removesuffix(": "), "head"
     edits = edits_of(report.rules)
     newest = sorted(event_groups(report.events), key=lambda group: -group.steps[1])
-    for is_bad in (True, False):
-        shown = [group for group in newest if is_trip(group.first, edits) is is_bad][:_EVENTS]
-        yield from (("  ".join(["", *islice(group.lines(), 2)]), "bad" * is_bad) for group in shown)
+    trips = [group for group in newest if is_trip(group.first, edits)]
+    others = [group for group in newest if not is_trip(group.first, edits)]
+    for groups, style in ((trips, "bad"), (others, "")):
+        for group in groups[:_EVENTS]:
+            yield "  ".join(["", *islice(group.lines(), 2)]), style
 
 
 def _remarks(report: Report) -> Iterator[Line]:
-    if report.remarks and any(one.skipped for one, _ in report.series):
+    if report.remarks and report.is_partial:
         yield "in the newest records:", "head"
-    yield from ((remark, "warning") for remark in report.remarks)
+    for remark in report.remarks:
+        yield remark, "warning"
 
 
 def _wholes(report: Report) -> Iterator[Line]:
     for whole in report.history.gradients:
-        value, name = whole.tops[-1], whole_name(whole, len(report.params))
+        value = whole.tops[-1]
+        name = whole_name(whole, len(report.params))
         style = "head" if math.isfinite(value) else "bad"
         yield f"{name}: {value:.3g} at step {whole.steps[-1]}", style

@@ -1,14 +1,12 @@
-"""Copies of tensors that rules keep, the newest ones within a limit, and previews of them for the run directory."""
+"""Copies of tensors that rules keep, the newest ones within a limit, and numbers of them for the run directory."""
 
 import math
-from base64 import b64encode
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable
@@ -19,12 +17,6 @@ from gradsurgeon.tensors import _dist
 CaptureKey = tuple[str, int, int]
 Kept = Mapping[CaptureKey, Tensor]
 _TENSORS = 16
-_BINS = 60
-_CHANNELS = 16
-_SIDE = 48
-_TOP = 254
-_NONFINITE = 255
-_IMAGE, _IMAGES = 3, 4  # dimensions of the maps of one image, and of a batch of images
 # Tensors may have gigabytes: so many elements at most become float64.
 _MOST = 2**24
 _LONGEST_REASON = 200
@@ -64,8 +56,8 @@ class CapturedTensors:
         return dict(self._kept.get(rule, {}))
 
     @torch.no_grad()
-    def previews(self) -> bytes:
-        """Return numbers and small maps of the copies for the run directory. Waits for the device."""
+    def described(self) -> bytes:
+        """Return numbers of the copies for the run directory. Waits for the device."""
         found = [_of_rule(rule, self.tensors_of(rule)) for rule in self.rules]
         return json_text(found).encode()
 
@@ -87,11 +79,9 @@ def _of_rule(rule: str, kept: Kept) -> dict[str, Any]:
             "step": step,
             "call": call,
             "dtype": str(tensor.dtype),
-            "counts": [],
         }
         try:
             entry |= _numbers(tensor)
-            entry["maps"] = _feature_maps(tensor)
         except Exception as error:  # noqa: BLE001 # any kind of tensor may come, and the others are shown
             reason = str(error).partition("\n")[0][:_LONGEST_REASON] or type(error).__name__
             entry["note"] = f"cannot be shown: {printable(reason)}"
@@ -100,7 +90,7 @@ def _of_rule(rule: str, kept: Kept) -> dict[str, Any]:
 
 
 def _numbers(tensor: Tensor) -> dict[str, Any]:
-    """Return shape, range, mean and histogram of the finite elements, and the number of non-finite elements."""
+    """Return shape, range and mean of the finite elements, and the number of non-finite elements."""
     if _dist.is_sharded(tensor):
         raise TypeError("it is divided over ranks (a DTensor), of which each has only a part")
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -120,39 +110,11 @@ def _numbers(tensor: Tensor) -> dict[str, Any]:
     low = finite.min().item()
     high = finite.max().item()
     mean = finite.mean().item()
-    counts = [len(finite)]
-    if 0 < high - low < math.inf:
-        counts = [int(number) for number in torch.histc(finite, _BINS, low, high).tolist()]
     # The sum of numbers near the end of the range of float64 overflows.
     found["mean"] = mean if math.isfinite(mean) else None
-    return {**found, "low": low, "high": high, "counts": counts}
+    return {**found, "low": low, "high": high}
 
 
 def _doubles(tensor: Tensor) -> Tensor:
     here = tensor.cpu()  # other devices may lack float64
     return here.to(torch.complex128).abs() if here.is_complex() else here.double()
-
-
-def _feature_maps(tensor: Tensor) -> dict[str, Any] | None:
-    """Return the first channels of the first sample, ``None`` unless the tensor has the shape of feature maps."""
-    shape = tensor.shape
-    if len(shape) not in (_IMAGE, _IMAGES) or 0 in shape or 1 in shape[-2:]:
-        return None
-    return _codes((tensor[0] if len(shape) == _IMAGES else tensor)[:_CHANNELS], _SIDE)
-
-
-def _codes(maps: Tensor, side: int) -> dict[str, Any]:
-    """Return averaged maps of shape (C, H, W), with no side longer than given, as codes from 0 (lowest) to 254."""
-    # Much larger maps are thinned out first, so that little leaves the device.
-    stride = max(1, max(maps.shape[1:]) // (4 * side))
-    numbers = _doubles(maps[:, ::stride, ::stride].cpu())
-    factor = min(1.0, side / max(numbers.shape[1:]))
-    height, width = (max(1, round(length * factor)) for length in numbers.shape[1:])
-    small = functional.adaptive_avg_pool2d(numbers, (height, width))
-    is_finite = small.isfinite()
-    finite = small[is_finite]
-    low, high = (finite.min().item(), finite.max().item()) if len(finite) else (0.0, 0.0)
-    shares = (small - low) / (high - low) if 0 < high - low < math.inf else small * 0
-    codes = (shares * _TOP).round().masked_fill(~is_finite, _NONFINITE).to(torch.uint8)
-    data = b64encode(bytes(codes.flatten().tolist())).decode("ascii")
-    return {"shape": list(small.shape), "low": low, "high": high, "codes": data}

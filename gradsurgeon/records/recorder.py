@@ -207,8 +207,8 @@ class Recorder:
             for sink in self._sinks:
                 sink.end()
             if self.captures.rules:
-                what = "the pictures of captured tensors could not be written"
-                self._write(what, captures_name, self.captures.previews)
+                what = "the numbers of captured tensors could not be written"
+                self._write(what, captures_name, self.captures.described)
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
                 sink.close()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
+from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.callouts import nouns, whole_name
-from gradsurgeon.report.history import POINTS, History, Source, Track, Whole
+from gradsurgeon.report.history import POINTS, History, RecordOrigin, Track, WholeNorm
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT
-from gradsurgeon.report.tables import Table
-
-if TYPE_CHECKING:
-    from gradsurgeon.records.store.rank_file import StoredSeries
-    from gradsurgeon.records.store.run import Run
+from gradsurgeon.report.tables import Level, Table
 
 _ROWS = 40
 _NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
@@ -40,49 +37,56 @@ class NormTable(NamedTuple):
 
 def norm_tables(history: History) -> Iterator[NormTable]:
     for kind in history.kinds:
-        tracks = history.of_kind(kind)
+        tracks = history.tracks_of(kind)
         urgent = {track.name for track in ranked(tracks)[:_ROWS]}
         # In the order of the model.
         shown = [track for track in tracks if track.name in urgent]
         yield NormTable(kind, tracks, _table(history, kind, tracks, shown))
 
 
-def newest_table(history: History, found: NormTable, most: int) -> Table:
+def urgent_table(history: History, norms: NormTable, most: int) -> Table:
     """Return a table with fewer rows, the most urgent first."""
-    return _table(history, found.kind, found.tracks, ranked(found.tracks)[:most])
+    return _table(history, norms.kind, norms.tracks, ranked(norms.tracks)[:most])
 
 
 def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence[Track]) -> Table:
-    sources = {track.source for track in tracks}
-    several = len(sources) > 1
-    rows, notes = [], []
+    origins = {track.origin for track in tracks}
+    head = [nouns(kind), *_HEAD]
+    if len(origins) > 1:
+        head.append("rule")
+    rows = []
     for track in shown:
         numbers = (track.first, track.median, track.largest, track.last)
         nonfinite = f"{track.nonfinite:,}" if track.nonfinite else "-"
-        cells = [printable(track.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
-        rows.append([*cells, printable(track.source.rule)] if several else cells)
-    if len(shown) < len(tracks):
-        more = len(tracks) - len(shown)
-        notes.append(
-            f"and {more:,} more; those that are not finite, then spikes, then the largest are shown"
-        )
-    if hidden := {source for source in history.hidden if source.kind == kind}:
-        notes.append(f"recorded as well, not shown: {_named(hidden)}")
-    if history.sampled > 1:
-        few = f"{history.sampled:,}"
-        notes.append(
-            f"the run is long: the median is that of one step in {few}, and a norm is told to be 0 up to {few} steps "
-            "late; all else is of every step"
-        )
+        row = [printable(track.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
+        if len(origins) > 1:
+            row.append(printable(track.origin.rule))
+        rows.append(row)
     return Table(
-        f"{_measured(kind, len(tracks))}, recorded by {_named(sources)}",
-        [nouns(kind), *_HEAD, *["rule"] * several],
+        f"{_measured(kind, len(tracks))}, recorded by {_named(origins)}",
+        head,
         rows,
         right=_NUMBERS,
         curves=[track.cells(_CELLS) for track in shown],
-        levels=["bad" if track.nonfinite else "warning" if track.spike else "" for track in shown],
-        notes=notes,
+        levels=[_level(track) for track in shown],
+        notes=list(_notes(history, kind, len(tracks) - len(shown))),
     )
+
+
+def _level(track: Track) -> Level:
+    if track.nonfinite:
+        return "bad"
+    return "warning" if track.spike else ""
+
+
+def _notes(history: History, kind: str, more: int) -> Iterator[str]:
+    if more:
+        yield f"and {more:,} more; those that are not finite, then spikes, then the largest are shown"
+    if hidden := {origin for origin in history.hidden if origin.kind == kind}:
+        yield f"recorded as well, not shown: {_named(hidden)}"
+    if history.rows_of_a_column > 1:
+        few = f"{history.rows_of_a_column:,}"
+        yield f"the run is long: the median is that of one step in {few}, and other numbers are exact to {few} steps"
 
 
 def _measured(kind: str, number: int) -> str:
@@ -91,8 +95,8 @@ def _measured(kind: str, number: int) -> str:
     return f"norms (l2) of {count(number, 'parameter' if kind == GRADIENT else kind)}"
 
 
-def _named(sources: set[Source]) -> str:
-    named = sorted({(source.rule, source.point) for source in sources})
+def _named(origins: Iterable[RecordOrigin]) -> str:
+    named = sorted({(origin.rule, origin.point) for origin in origins})
     return ", ".join(f"{printable(rule)} (at {printable(point)})" for rule, point in named)
 
 
@@ -100,63 +104,71 @@ def ranked(tracks: Sequence[Track]) -> list[Track]:
     """Return tensors with the most urgent first: non-finite, then spikes, then the largest medians."""
 
     def urgency(track: Track) -> tuple[object, ...]:
-        first_bad = track.nonfinite_steps[0]
+        first_nonfinite = track.nonfinite_steps[0]
         times = track.spike.times if track.spike else 0.0
         size = -track.median if track.median > 0 else 0.0
-        return first_bad < 0, first_bad, -times, size
+        return first_nonfinite < 0, first_nonfinite, -times, size
 
     return sorted(tracks, key=urgency)
 
 
-def labels(wholes: Sequence[Whole], params: int) -> list[str]:
+def labels(wholes: Sequence[WholeNorm], params: int) -> list[str]:
     """Return what to call each of some whole norms: of several, by their first tensors also."""
-    several = len(wholes) > 1
-    firsts = (f": {one.names[0]} ..." * (several and len(one.names) > 1) for one in wholes)
-    return [f"{whole_name(one, params)}{first}" for one, first in zip(wholes, firsts, strict=True)]
+    names = []
+    for whole in wholes:
+        name = whole_name(whole, params)
+        if len(wholes) > 1 and len(whole.names) > 1:
+            name += f": {whole.names[0]} ..."
+        names.append(name)
+    return names
 
 
-def ranks_that_differ(run: Run, kinds: Mapping[str, str], newest: int | None = None) -> str:
+def ranks_that_differ(
+    series: Iterable[Part], kinds: Mapping[str, str], *, are_replicas: bool
+) -> str:
     """Return a sentence on the first step and parameter at which replicas differ, empty if none do.
 
     Ranks are replicas if `DistributedDataParallel` held the model, or if their norms were alike at first. Others may train
     apart, or a script averages their gradients after the norms were taken.
     """
-    lowest: dict[tuple[object, ...], StoredSeries] = {}
-    found = []
-    for series in run:
-        key = series.key
-        if key.stat == STAT and key.point in _REDUCED and kinds.get(key.rule) == GRADIENT:
-            other = lowest.setdefault(tuple(key), series)
-            difference = None if other is series else _first_difference(other, series, newest)
-            found += [difference] if difference else []
-    if run.meta.get("replicas") is not True:
-        found = [one for one in found if one[1] >= _ALIKE]
-    return min(found)[2] if found else ""
+    lowest: dict[tuple[object, ...], Part] = {}
+    differences = []
+    for part in series:
+        key = part.key
+        if key.stat != STAT or key.point not in _REDUCED or kinds.get(key.rule) != GRADIENT:
+            continue
+        other = lowest.setdefault(tuple(key), part)
+        if other is part:
+            continue
+        difference = _first_difference(other, part)
+        if difference is not None and (are_replicas or difference[1] >= _ALIKE):
+            differences.append(difference)
+    return min(differences)[2] if differences else ""
 
 
-def _first_difference(
-    one: StoredSeries, other: StoredSeries, newest: int | None
-) -> tuple[int, int, str] | None:
+def _first_difference(one: Part, other: Part) -> tuple[int, int, str] | None:
     """Return the first step at which two ranks differ, how many rows before were alike, and the sentence on it."""
     # Of two ranks that are read while they write, one may have more rows.
-    start = 0 if newest is None else max(0, min(len(one), len(other)) - newest)
+    start = max(one.skipped, other.skipped)
     alike = 0
-    both = zip(blocks(one, start), blocks(other, start), strict=False)
-    for (steps, values, present), (steps_2, values_2, present_2) in both:
-        length = min(len(steps), len(steps_2))
-        if not np.array_equal(steps[:length], steps_2[:length]):
+    both = zip(blocks(one.whole, start), blocks(other.whole, start), strict=False)
+    for (steps, values, present), (other_steps, other_values, other_present) in both:
+        length = min(len(steps), len(other_steps))
+        if not np.array_equal(steps[:length], other_steps[:length]):
             return None  # the ranks have recorded other steps
-        a, b = values[:length], values_2[:length]
+        ours = values[:length]
+        theirs = other_values[:length]
         with np.errstate(all="ignore"):
-            apart = ~np.isclose(a, b, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-        apart &= present[:length] & present_2[:length]
+            apart = ~np.isclose(ours, theirs, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        apart &= present[:length] & other_present[:length]
         if apart.any():
             row, column = (int(place) for place in np.argwhere(apart)[0])
-            step, name = int(steps[row]), printable(one.key.names[column])
-            norms = f"{a[row, column]:.3g} on rank {one.rank} and {b[row, column]:.3g} on rank {other.rank}"
-            since = (
-                f"from step {step} on" if alike + row or not start else f"at step {step} or before"
-            )
+            step = int(steps[row])
+            name = printable(one.key.names[column])
+            norms = f"{ours[row, column]:.3g} on rank {one.rank} and {theirs[row, column]:.3g} on rank {other.rank}"
+            since = f"from step {step} on"
+            if start and not alike + row:
+                since = f"at step {step} or before"
             return step, alike + row, f"ranks differ {since}: the norm of {name} is {norms}"
         alike += length
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from gradsurgeon.report.rules_and_events import (
     LOSS_STATS,
     RuleInfo,
     by_kind,
+    captured_table,
     event_lines,
     listed,
     never_reached,
@@ -31,7 +32,7 @@ from gradsurgeon.report.tables import LEGEND, Table
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History, Track
-    from gradsurgeon.report.losses import Measured
+    from gradsurgeon.report.losses import LossSeries
     from gradsurgeon.report.norms import NormTable
 
 # Of a page in a notebook, and of a stream that is no terminal.
@@ -56,11 +57,11 @@ class Report:
         notes: what else there is to know of the run as a whole.
         start: number of the first update, be it one in which no rule acted.
         end: number of the one after the last, where it is known.
-        captures: a line on each rule that kept tensors, of a run directory.
+        captured: what is stored of captured tensors, by rule.
         observed: whether rules only said what they would have changed.
         ended: how the run ended, `None` for a session.
         frozen: parameters with `requires_grad` off and their numbers of elements.
-        ranks: a sentence on ranks that differ, if any do.
+        are_replicas: whether `DistributedDataParallel` held the model.
     """
 
     title: str
@@ -68,17 +69,17 @@ class Report:
     rules: Mapping[str, RuleInfo]
     statuses: Mapping[str, RuleStatus]
     series: Sequence[tuple[Part, frozenset[int]]] = ()
-    of_all_ranks: Iterable[Part] = ()
+    of_all_ranks: Sequence[Part] = ()
     dropped: int = 0
     events: Sequence[Event] = ()
     notes: Sequence[str] = ()
     start: int | None = None
     end: int | None = None
-    captures: Sequence[str] = ()
+    captured: Sequence[Mapping[str, Any]] = ()
     observed: bool = False
     ended: Ending | None = None
     frozen: Mapping[str, int] = field(default_factory=dict)
-    ranks: str = ""
+    are_replicas: bool = False
 
     def __str__(self) -> str:
         return self.text()
@@ -89,40 +90,53 @@ class Report:
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
-        tables = [_text(table, columns) for table in self.tables]
-        if self.norms:
-            tables[len(self.norms) - 1].append(f"  {LEGEND}")
-        remarks = (f"  {remark}" for remark in self.remarks)
-        parts = [self.head, remarks, *tables, self.captures, event_lines(self.events)]
-        return "\n\n".join(filter(None, map("\n".join, parts)))
+        parts = [self.head, [f"  {remark}" for remark in self.remarks]]
+        for place, table in enumerate(self.tables, 1):
+            lines = list(_text(table, columns))
+            if place == len(self.norms):
+                lines.append(f"  {LEGEND}")
+            parts.append(lines)
+        parts.append(list(event_lines(self.events)))
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     @cached_property
     def tables(self) -> list[Table]:
-        """Every table in the order of a reader: norms by kind, losses, and last the rules."""
-        norms = [found.table for found in self.norms]
+        """Every table in the order of a reader: norms by kind, losses, rules, and captured tensors."""
+        tables = [norms.table for norms in self.norms]
+        if self.norms_title:
+            tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report import losses  # noqa: PLC0415 # needs numpy
 
-        if self.norms_title:
-            norms.append(Table(self.norms_title, (), ()))
-        if tagged := self.tagged:
-            norms.append(losses.tagged_table(tagged))
-        norms += (table for table, _ in losses.loss_tables(self.losses, observed=self.observed))
+        if self.tagged:
+            tables.append(losses.tagged_table(self.tagged))
+        tables += (table for table, _ in losses.loss_tables(self.losses, observed=self.observed))
         if self.statuses:
-            norms.append(rule_table(self.rules, self.statuses, self.events))
-        return norms
+            tables.append(rule_table(self.rules, self.statuses, self.events))
+        tables += map(captured_table, self.captured)
+        return tables
 
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
         library("numpy", "report", "a report of recorded norms")
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
-        kinds = {rule: info.kind for rule, info in self.rules.items()}
-        return History(self.series, kinds, self.params, rule=rule)
+        return History(self.series, self._kinds, self.params, rule=rule)
+
+    @property
+    def _kinds(self) -> dict[str, str]:
+        return {rule: info.kind for rule, info in self.rules.items()}
 
     @cached_property
     def history(self) -> History:
         """The norms, read once."""
         return self.history_of()
+
+    @cached_property
+    def ranks(self) -> str:
+        """A sentence on replicas that differ, empty if none do."""
+        from gradsurgeon.report.norms import ranks_that_differ  # noqa: PLC0415 # needs numpy
+
+        return ranks_that_differ(self.of_all_ranks, self._kinds, are_replicas=self.are_replicas)
 
     @cached_property
     def norms(self) -> list[NormTable]:
@@ -136,23 +150,25 @@ class Report:
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
         stats = {key.stat for key in self.history.keys}
-        if self.norms or (self.losses and stats <= {one.stat for one in self.losses}):
+        if self.norms or (self.losses and stats <= {loss.stat for loss in self.losses}):
             return ""
         recorded = printable(", ".join(sorted(stats)))
-        logs = any(info.logged for info in self.rules.values())
-        return f"norms: no l2 recorded; recorded: {recorded or ('nothing yet' if logs else NOTHING_RECORDED)}"
+        if not recorded:
+            logs = any(info.logged for info in self.rules.values())
+            recorded = "nothing yet" if logs else NOTHING_RECORDED
+        return f"norms: no l2 recorded; recorded: {recorded}"
 
     @cached_property
-    def losses(self) -> list[Measured]:
+    def losses(self) -> list[LossSeries]:
         """What was recorded of losses: values, conflicts, and weights."""
         from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
         return losses_of(self.series, self.of_all_ranks, {*self.params})
 
     @property
-    def tagged(self) -> list[Measured]:
+    def tagged(self) -> list[LossSeries]:
         """The values of losses that the script has tagged."""
-        return [one for one in self.losses if one.stat not in LOSS_STATS]
+        return [loss for loss in self.losses if loss.stat not in LOSS_STATS]
 
     @cached_property
     def remarks(self) -> tuple[str, ...]:
@@ -160,21 +176,27 @@ class Report:
         history = self.history
         from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
 
-        found = list(callouts(history, len(self.params)))
+        remarks = list(callouts(history, len(self.params)))
         if self.ranks:
-            found.append(self.ranks)
+            remarks.append(self.ranks)
         if silent := self._silent():
-            found.append(never_reached(silent))
-        return tuple(found)
+            remarks.append(never_reached(silent))
+        return tuple(remarks)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether older rows are left out."""
+        return bool(self.dropped) or any(part.skipped for part, _ in self.series)
 
     def _silent(self) -> list[str]:
         """Return the parameters that should learn and had no gradient in any update."""
-        if self.dropped or any(one.skipped for one, _ in self.series):
+        if self.is_partial:
             return []  # the rows that are gone may have had one
         logged: set[str] = set()
-        for rule, one in self.statuses.items():
+        for rule, status in self.statuses.items():
             # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
-            if rule in self.rules and (one.fired or any(_DUE in text for text in one.warnings)):
+            has_waited = any(_DUE in text for text in status.warnings)
+            if rule in self.rules and (status.fired or has_waited):
                 logged.update(self.rules[rule].logged)
         shown = {name for kind, name in self.history.shown if kind == GRADIENT}
         logged -= shown | self.frozen.keys()
@@ -215,27 +237,34 @@ class Report:
         return (min(ends), max(ends)) if ends else None
 
 
-def _text(table: Table, columns: int) -> list[str]:
-    notes = (f"  {'... ' * note.startswith('and ')}{note}" for note in table.notes)
-    return [*(line for line, _ in table.lines(columns)), *notes]
+def _text(table: Table, columns: int) -> Iterator[str]:
+    for line, _ in table.lines(columns):
+        yield line
+    for note in table.notes:
+        yield f"  ... {note}" if note.startswith("and ") else f"  {note}"
 
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
-    rules, ended = [], report.ended
+    rules = []
     for rule in dict.fromkeys((*report.rules, *report.statuses)):
-        info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
-        values = None if status is None else {**asdict(status), "changed": status.changed}
+        info = report.rules.get(rule, RuleInfo("?"))
+        status = report.statuses.get(rule)
+        values = None
+        if status is not None:
+            values = {**asdict(status), "changed": status.changed}
         rules.append({"id": rule, "action": info.action, "role": info.role, "status": values})
+    ended = None
+    if report.ended is not None:
+        ended = {
+            "state": report.ended.state,
+            "words": report.ended.words + report.ended.outcome(report.events),
+            "ranks": {str(rank): words for rank, words in report.ended.ranks.items()},
+        }
     return {
         "version": 1,
         "title": report.title,
-        "ended": ended
-        and {
-            "state": ended.state,
-            "words": ended.words + ended.outcome(report.events),
-            "ranks": {str(rank): words for rank, words in ended.ranks.items()},
-        },
+        "ended": ended,
         "steps": None if report.steps is None else list(report.steps),
         "notes": list(report.notes),
         # A sentence like the others, though nothing may be wrong.
@@ -245,34 +274,39 @@ def to_dict(report: Report) -> dict[str, Any]:
         "events": [asdict(event) for event in report.events],
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
-        "median_of_one_step_in": report.history.sampled,
+        "median_of_one_step_in": report.history.rows_of_a_column,
     }
 
 
-def _losses(one: Measured) -> dict[str, Any]:
+def _losses(loss: LossSeries) -> dict[str, Any]:
     return {
-        "rule": one.rule,
-        "stat": one.stat,
-        "name": one.name,
-        "steps": [int(one.steps[0]), int(one.steps[-1])],
-        "calls": len(one.values),
-        "nonfinite": len(one.values) - len(one.finite),
-        **{field: json_number(value) for field, value in one.numbers.items()},
-        "one_call_in": one.every,
+        "rule": loss.rule,
+        "stat": loss.stat,
+        "name": loss.name,
+        "steps": [int(loss.steps[0]), int(loss.steps[-1])],
+        "calls": len(loss.values),
+        "nonfinite": len(loss.values) - len(loss.finite),
+        **{field: json_number(value) for field, value in loss.numbers.items()},
     }
 
 
 def _norms(track: Track) -> dict[str, Any]:
-    numbers = {field: getattr(track, field) for field in ("first", "median", "largest", "last")}
+    spike = track.spike
     return {
         "name": track.name,
-        **track.source._asdict(),
-        **{field: json_number(one) for field, one in numbers.items()},
-        "spike": track.spike
-        and {
-            "step": track.spike.step,
-            "value": json_number(track.spike.value),
-            "times": json_number(track.spike.times),
+        "kind": track.origin.kind,
+        "rule": track.origin.rule,
+        "point": track.origin.point,
+        "first": json_number(track.first),
+        "median": json_number(track.median),
+        "largest": json_number(track.largest),
+        "last": json_number(track.last),
+        "spike": None
+        if spike is None
+        else {
+            "step": spike.step,
+            "value": json_number(spike.value),
+            "times": json_number(spike.times),
         },
         "nonfinite": track.nonfinite,
         "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else None,

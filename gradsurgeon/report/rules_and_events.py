@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradsurgeon.common.events import Event, RuleStatus, is_trip
 from gradsurgeon.errors import printable
@@ -21,6 +21,20 @@ OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
 OF_WEIGHTS = frozenset({WEIGHTS, UPDATES, *OF_UPDATES.values()})
 LOSS_STATS = frozenset({COSINE, RATIO, WEIGHT, DISTANCE})
 _RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
+_CAPTURED_HEAD = (
+    "tensor",
+    "step",
+    "call",
+    "shape",
+    "dtype",
+    "min",
+    "mean",
+    "max",
+    "non-finite",
+    "",
+)
+_CAPTURED_NUMBERS = frozenset({1, 2, 5, 6, 7, 8})
+_LOAD_CAPTURED = "the tensors themselves are in the session: `session.captured(RULE)`"
 _READERS = ("trap", "observe", "capture")
 _EVENTS = 20
 _NAMES = 4
@@ -57,6 +71,32 @@ def rule_table(
         names = printable(rule), printable(info.action)
         rows.append((*names, f"{status.matched:,}", fired, changed, last, remark))
     return Table(f"rules ({len(statuses)})", _RULES_HEAD, rows, right=frozenset({2, 3, 4, 5}))
+
+
+def captured_table(captured: Mapping[str, Any]) -> Table:
+    """Return the table of the tensors that one rule has kept."""
+    rows = []
+    for tensor in captured["tensors"]:
+        shape = tensor.get("shape")
+        numbers = (tensor.get(key) for key in ("low", "mean", "high"))
+        rows.append(
+            (
+                printable(tensor["name"]),
+                str(tensor["step"]),
+                str(tensor["call"]),
+                "-" if shape is None else " x ".join(map(str, shape)) or "a single number",
+                tensor["dtype"].removeprefix("torch."),
+                *("-" if number is None else f"{number:.3g}" for number in numbers),
+                f"{tensor['nonfinite']:,}" if tensor.get("nonfinite") else "-",
+                printable(tensor.get("note", "")),
+            )
+        )
+    notes = []
+    if captured["more"]:
+        notes.append(f"and {captured['more']:,} more, of which nothing was stored")
+    notes.append(_LOAD_CAPTURED)
+    rule = printable(captured["rule"])
+    return Table(f"captures kept by {rule}", _CAPTURED_HEAD, rows, _CAPTURED_NUMBERS, notes=notes)
 
 
 def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:

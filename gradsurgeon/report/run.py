@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Run(stored.Run):
-    __doc__ = stored.Run.__doc__
+class Run(stored.StoredRun):
+    __doc__ = stored.StoredRun.__doc__
 
     def __repr__(self) -> str:
         rules = ", ".join(printable(rule["id"]) for rule in self.rules)
-        lines = unread(self).head
+        lines = unread(self.recorded()).head
         return "\n".join([f"run {printable(str(self.path))}", *lines, f"rules: {rules}"])
 
     def _repr_html_(self) -> str:
@@ -45,12 +45,13 @@ class Run(stored.Run):
             A figure, which a notebook shows; ``figure.savefig("norms.png")`` writes it to a file.
 
         Raises:
-            ValueError: there is no such picture, or it does not take one of the options.
+            ValueError: there is no such picture.
             KeyError: a name or pattern matches nothing that was recorded.
             RecordError: no rule has recorded these numbers.
             GradSurgeonError: matplotlib is missing.
         """
-        return pictures.draw(self, kind, name=name, rule=rule)
+        pictures.check(kind, ["norms"])
+        return pictures.norms(self, name, rule)
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

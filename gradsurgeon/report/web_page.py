@@ -3,7 +3,7 @@
 import json
 import zlib
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -15,19 +15,19 @@ from numpy.typing import ArrayLike
 
 from gradsurgeon.common.events import Event, is_trip
 from gradsurgeon.errors import RecordError
-from gradsurgeon.records.store.captures import captures
 from gradsurgeon.records.store.files import begins, check_replaceable, replacing
 from gradsurgeon.records.store.layout import json_number, section
-from gradsurgeon.records.store.run import Run, open_run
+from gradsurgeon.records.store.run import StoredRun, open_run
 from gradsurgeon.report.callouts import nouns
-from gradsurgeon.report.ending import diagnosis_of, first_diagnosis
+from gradsurgeon.report.ending import first_diagnosis
 from gradsurgeon.report.history import Grid, grid_of
-from gradsurgeon.report.losses import Measured, loss_tables
-from gradsurgeon.report.norms import NormTable, labels, newest_table, ranked
+from gradsurgeon.report.losses import LossSeries, loss_tables
+from gradsurgeon.report.norms import NormTable, labels, ranked, urgent_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
     EventGroup,
+    captured_table,
     edits_of,
     rule_table,
     shown_groups,
@@ -95,7 +95,7 @@ def _assets(*names: str) -> str:
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
-def page_data(run: Run) -> dict[str, Any]:
+def page_data(run: StoredRun) -> dict[str, Any]:
     report = from_run(run)
     rules = section(run.meta, "rules")
     return {
@@ -112,14 +112,9 @@ def page_data(run: Run) -> dict[str, Any]:
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
         "losses": [line(one.name, one.steps, one.values) for one in report.tagged],
-        "captures": captures(run)[0],
+        "captures": [captured_table(captured).plain() for captured in report.captured],
         "versus": [
-            {
-                "table": table.plain(),
-                "charts": [
-                    [title, list(map(_means, some[:_CURVES]))] for title, some in charts.items()
-                ],
-            }
+            {"table": table.plain(), "charts": _loss_charts(charts)}
             for table, charts in loss_tables(report.losses, observed=report.observed)
         ],
         "rules": rule_table(report.rules, report.statuses, report.events).plain(),
@@ -131,7 +126,7 @@ def page_data(run: Run) -> dict[str, Any]:
     }
 
 
-def _facts(run: Run, report: Report) -> Iterator[tuple[str, str]]:
+def _facts(run: StoredRun, report: Report) -> Iterator[tuple[str, str]]:
     if report.steps is not None:
         yield "steps", f"{report.steps[0]:,} to {report.steps[1]:,}"
     if report.ended is not None and len(report.ended.ranks) > 1:
@@ -155,7 +150,7 @@ def _ended(report: Report) -> dict[str, Any] | None:
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
     shown = ranked(table.tracks)[:_MOST_ROWS]
-    urgent = newest_table(report.history, table, _MOST_ROWS)
+    urgent = urgent_table(report.history, table, _MOST_ROWS)
     spikes = [
         "-" if one.spike is None else f"{one.spike.times:.3g} x at step {one.spike.step}"
         for one in shown
@@ -211,7 +206,6 @@ def _event(group: EventGroup) -> dict[str, Any]:
     return {
         **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
         "where": ", ".join(filter(None, where)),
-        "diagnosis": diagnosis_of(event.message),
     }
 
 
@@ -235,11 +229,16 @@ def line(label: str, steps: ArrayLike, values: ArrayLike, every: int = 1) -> dic
     }
 
 
-def _means(one: Measured) -> dict[str, Any]:
-    """Return a curve of at most so many points, each the first step and the mean of a few steps."""
-    steps, back = np.unique(one.steps, return_inverse=True)
-    # There may be several calls in a step, which count as one.
-    each = np.bincount(back, one.values) / np.bincount(back)
-    starts = np.unique(np.arange(min(_POINTS, len(steps))) * len(steps) // min(_POINTS, len(steps)))
-    means = np.add.reduceat(each, starts) / np.diff(np.append(starts, len(steps)))
-    return line(one.name, steps[starts], means, -(-len(steps) // _POINTS))
+def _loss_charts(charts: Mapping[str, Sequence[LossSeries]]) -> list[Any]:
+    """Return titles and curves; of a long curve one point in a few."""
+    shown = []
+    for title, curves in charts.items():
+        lines = []
+        for curve in curves[:_CURVES]:
+            steps, places = np.unique(curve.steps, return_inverse=True)
+            # There may be several calls in a step, which count as one.
+            means = np.bincount(places, curve.values) / np.bincount(places)
+            every = -(-len(steps) // _POINTS)
+            lines.append(line(curve.name, steps[::every], means[::every], every))
+        shown.append([title, lines])
+    return shown

@@ -10,10 +10,12 @@ from torch import Tensor
 from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.common import _html
 from gradsurgeon.common.events import Event, RuleStatus, is_trip
-from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
+from gradsurgeon.errors import GradSurgeonError, RecordError, did_you_mean, printable
 from gradsurgeon.language.planning import ModuleEntry, Param, Plan
+from gradsurgeon.language.planning.run_json import about
 from gradsurgeon.records.captured import CaptureKey
 from gradsurgeon.records.store import Lookup, RecordQueries
+from gradsurgeon.records.store.recorded import Recorded
 from gradsurgeon.report import pictures
 from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.attachment import Attachment
@@ -102,6 +104,24 @@ class Session(RecordQueries):
         """Return what each rule has done so far, by its id. Waits for the device."""
         return self._attachment.status()
 
+    def recorded(self) -> Recorded:
+        """Return what has been recorded so far, as a report reads it. Waits for the device."""
+        attachment = self._attachment
+        options = {"mode": attachment.options.mode, "start_step": attachment.context.counters.start}
+        # Passes that come later wait for updates that come later.
+        pending = attachment.pending_steps()
+        records = attachment.records
+        return Recorded(
+            meta={**about(self.plan), **options},
+            aliases=self._lookup().aliases,
+            series=list(records),
+            pending=pending,
+            dropped=records.dropped,
+            events=self.events,
+            statuses=self.status(),
+            next_step=self.step,
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the clocks and the learnt state of rules, for a checkpoint. Waits for the device.
 
@@ -158,12 +178,9 @@ class Session(RecordQueries):
 
         * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name`, the norm of all parameters
           together and the ten worst layers: non-finite first, then the largest spikes. A gap is a step without a
-          gradient, a cross at the top a non-finite norm, a triangle at the bottom a norm of 0. Vertical lines mark
-          traps, skipped steps and lost hooks.
+          gradient or with a norm of 0, a cross at the top a non-finite norm, a vertical line a trap or a skipped step.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
-
-        If there are more than 800 steps, several share a column: the largest norm counts, and non-finite steps are marked.
 
         Args:
             kind: the picture.
@@ -183,8 +200,25 @@ class Session(RecordQueries):
             RecordError: there is nothing to draw: the text names the rule to add.
             GradSurgeonError: matplotlib is missing.
         """
-        options = {"step": step, "call": call, "sample": sample or None}
-        return pictures.draw(self, kind, name=name, rule=rule, **options)
+        pictures.check(kind, ["norms", "features"])
+        if kind == "norms":
+            if (step, call, sample) != (None, None, 0):
+                raise ValueError("the picture 'norms' takes only name= and rule=")
+            return pictures.norms(self, name, rule)
+        rule = rule or self._capture_rule()
+        return pictures.features(
+            self.captured(rule), rule=rule, name=name, step=step, call=call, sample=sample
+        )
+
+    def _capture_rule(self) -> str:
+        ids = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
+        if not ids:
+            raise RecordError(
+                'no rule keeps tensors: add one, such as {id: maps, action: capture, modules: "layer4", tensor: output}'
+            )
+        if len(ids) > 1:
+            raise ValueError(f"several rules keep tensors: pass rule= one of {', '.join(ids)}")
+        return ids[0]
 
     def _asked(self, name: str, stat: str, answer: Callable[[], Answer]) -> Answer:
         # The lookup sends all measurements of this rank on their way before it asks.

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from commands import ROOT
-from pairs import pairwise, slow
+from pairs import pairwise
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, ByNorm, Edit, EditRule, Example, LossRule, Rule
 
 CASES = [
@@ -94,18 +92,6 @@ def test_examples(name: str, number: int, point: str) -> None:
 
 def same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.nan_to_num(9e9), right.nan_to_num(9e9))
-
-
-@pytest.mark.parametrize("name", [*[*ACTIONS][:4], *slow(*[*ACTIONS][4:])])
-def test_explain_names_the_file_of_the_tests_of_an_action(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["explain", name]) == 0
-    word, _, file = capsys.readouterr().out.splitlines()[-1].partition(": ")
-    text = (ROOT / file).read_text(encoding="utf-8")
-    assert word == "tests"
-    assert f'"{name}"' in text
-    assert "\ndef test_" in text
 
 
 def test_every_action_has_examples_of_the_kind_its_role_wants() -> None:

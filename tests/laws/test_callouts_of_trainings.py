@@ -136,12 +136,6 @@ def test_a_branch_that_dies_is_named_with_its_last_step(tmp_path: Path) -> None:
     assert 120 in numbers(remark)
 
 
-def test_a_noisy_layer_is_named(tmp_path: Path) -> None:
-    training = trainings.noisy_layer()
-    (remark,) = only(remarks(training, tmp_path), "noisy")
-    assert names(remark, training) == {"2.weight"}
-
-
 def test_a_bad_batch_is_the_largest_spike(tmp_path: Path) -> None:
     training = trainings.bad_batch()
     (remark,) = only(remarks(training, tmp_path), "largest spike")
@@ -184,14 +178,6 @@ def test_a_nan_that_goes_away_is_told_with_its_first_and_last_step(tmp_path: Pat
     (remark,) = only(remarks(trainings.nan_for_a_while(), tmp_path), "non-finite")
     assert {60, 79} <= set(numbers(remark))
     assert "again" in remark
-
-
-def test_a_new_level_of_the_whole_norm_is_told_with_its_step(tmp_path: Path) -> None:
-    training = trainings.learning_rate_drops()
-    (remark,) = only(remarks(training, tmp_path), "level")
-    whole = training.whole()
-    assert any(abs(number - 150) <= 10 for number in numbers(remark))
-    assert tells(remark, median(whole[118:150]), median(whole[150:182]), within=0.1)
 
 
 @pytest.fixture(scope="module")

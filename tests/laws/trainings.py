@@ -7,14 +7,13 @@ why a remark must or must not come.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -245,24 +244,6 @@ def dead_branch() -> Training:
     return fitted(model, SGD(model.parameters(), lr=0.02), loss_at, 240, after=after)
 
 
-def noisy_layer() -> Training:
-    """The gradient of one weight is multiplied by a random factor in each step, as by a broken custom kernel."""
-    model = perceptron()
-    batch = regression()
-    draw = torch.Generator().manual_seed(1)
-
-    def noise(grad: Tensor) -> Tensor:
-        return grad * math.exp(2.5 * float(torch.randn((), generator=draw)))
-
-    model.get_parameter("2.weight").register_hook(noise)
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
-    return fitted(model, SGD(model.parameters(), lr=1e-3), loss_at, 300)
-
-
 def bad_batch() -> Training:
     """One batch of 300 has targets in the wrong unit: the norm of its step is a hundred times the usual."""
     model = perceptron()
@@ -296,34 +277,6 @@ def nan_for_a_while() -> Training:
             param.grad.nan_to_num_()
 
     return fitted(model, SGD(model.parameters(), lr=0.02), loss_at, 200, before=before)
-
-
-def learning_rate_drops() -> Training:
-    """A meta-learner whose inner step overshoots until its learning rate falls 100 times at step 150.
-
-    The gradient of the outer loss goes through the inner step, so its norm falls in the same step, and stays low.
-    """
-    model = nn.Linear(8, 4)
-    teacher = torch.randn(4, 8)
-    optimizer = SGD(model.parameters(), lr=1e-6)
-
-    def loss(weights: Mapping[str, Tensor]) -> Tensor:
-        inputs = torch.randn(64, 8)
-        return functional.mse_loss(
-            functional_call(model, dict(weights), inputs), inputs @ teacher.T
-        )
-
-    def loss_at(step: int) -> Tensor:
-        inner = 20.0 if step < 150 else 0.2
-        weights = dict(model.named_parameters())
-        grads = torch.autograd.grad(loss(weights), list(weights.values()), create_graph=True)
-        moved = {
-            name: weight - inner * grad
-            for (name, weight), grad in zip(weights.items(), grads, strict=True)
-        }
-        return loss(moved)
-
-    return fitted(model, optimizer, loss_at, 300)
 
 
 # Trainings without a fault.

@@ -186,7 +186,7 @@ def test_features_say_what_they_lack(model: Net, session: Session) -> None:
         session.plot("features", rule="map")
     with pytest.raises(ValueError, match="sample 2 of conv2 is not there: there are 2, from 0"):
         session.plot("features", rule="maps", sample=2)
-    with pytest.raises(ValueError, match="'norms' takes no step=, only name= and rule="):
+    with pytest.raises(ValueError, match="'norms' takes only name= and rule="):
         session.plot(step=3)
     with pytest.raises(ValueError, match="there are norms, features"):
         wrong.plot("lines")

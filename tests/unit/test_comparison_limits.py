@@ -92,42 +92,6 @@ class TestKinksOfModules:
         assert apart(found) == [4]
 
 
-class TestKinksOfOptimizers:
-    """Adam makes a full step of an element, whichever sign rounding gives its gradient."""
-
-    @staticmethod
-    def weights(*distances: float, shift: float = 0.0) -> Pairs:
-        found = pairs([1e-6] * 4, distances, kinds=[WEIGHT] * 4, moved=0.1, shift=shift)
-        found.cells["name"] = np.tile(np.arange(4), 2)
-        return Pairs(found.kinds, ["a.w", "b.w", "c.w", "d.w"], found.cells)
-
-    def test_a_few_elements_of_some_weights_are_rounding(self) -> None:
-        # Four of 10,000 elements that step the other way: 4% of the update, which is 10% of the weight.
-        found = self.weights(1e-6, 3e-3, 1e-6, 1e-6)
-        (note,) = settle(found, NOISE)
-        assert note.startswith("step 1, weight b.w after the update: the distance is that of a few")
-        assert apart(found) == []
-
-    @pytest.mark.parametrize(
-        "found",
-        [
-            weights(3e-3, 3e-3, 1e-6, 1e-6),  # half of the weights, as of a group
-            weights(1e-6, 8e-3, 1e-6, 1e-6),  # more than four elements
-            weights(1e-6, 3e-3, 1e-6, 1e-6, shift=3e-3),  # along itself, as another decay
-        ],
-        ids=["group", "large", "decay"],
-    )
-    def test_others_are_faults(self, found: Pairs) -> None:
-        assert settle(found, NOISE) == []
-        assert found.apart.any()
-
-    def test_one_step_alone_does_not_tell(self) -> None:
-        found = self.weights(1e-6, 3e-3, 1e-6, 1e-6)
-        found.cells["moved"] = 0.0
-        assert settle(found, NOISE) == []
-        assert apart(found) == [5]
-
-
 class TestRounding:
     """Without noise runs, what came before says how far rounding goes."""
 
@@ -167,16 +131,6 @@ class TestRounding:
             settled = Pairs(found.kinds, names, found.cells)
             settle(settled, ROUNDING)
             assert apart(settled) == parted
-
-    @pytest.mark.parametrize(("gradient", "decides"), [(1e-6, False), (9e-4, True)])
-    def test_it_decides_an_update_by_a_coarse_gradient(
-        self, gradient: float, decides: bool
-    ) -> None:
-        # Of so many elements the sign of the gradient is rounding alone. The update is all of the weight, as of a bias.
-        found = pairs((9e-5, 9e-5, gradient, 0.5), kinds=self.kinds, moved=1.0)
-        settle(found, ROUNDING)
-        assert found.cells["undecided"].tolist() == [False, False, False, decides]
-        assert apart(found) == ([] if decides else [3])
 
     def test_what_parted_allows_nothing(self) -> None:
         found = pairs((0.5, 0.5, 0.5, 0.5), kinds=self.kinds)

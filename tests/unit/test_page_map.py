@@ -34,7 +34,7 @@ def code(norm: float) -> int:
     finite = np.isfinite(one)
     steps, there = np.array([0]), np.array([[True]])
     tops, bad = np.where(finite, one, np.nan), (~finite).astype(np.int64)
-    return int(codes(Grid(steps, steps, tops, bad, there, there, 1))[0, 0])
+    return int(codes(Grid(steps, steps, tops, bad, there))[0, 0])
 
 
 def _norm(cell: int) -> float:

@@ -165,6 +165,7 @@ def test_members_of_a_session() -> None:
         "pause",
         "plan",
         "plot",
+        "recorded",
         "remove",
         "resume",
         "state_dict",

@@ -349,12 +349,8 @@ FALLING = [0.9**step for step in range(300)]
         (FALLING, None),
         ([0.1**step for step in range(30)], None),
         (FALLING[::-1], None),
-        ([*FALLING[:200], 1e-6, *FALLING[201:]], (200, 1e-6)),
-        # In the first steps only what is a hundred times all others, before and after it, is one.
-        ([*LEVEL[:3], 50.0, *LEVEL], None),
-        ([*LEVEL[:3], 500.0, *LEVEL], (3, 500.0)),
-        ([*LEVEL[:3], 500.0, *LEVEL[:10]], (3, 500.0)),
-        ([*LEVEL[:3], 500.0, *LEVEL[:5]], None),
+        # The first steps are not judged.
+        ([*LEVEL[:3], 500.0, *LEVEL], None),
         ([500.0, *LEVEL], None),
         ([*LEVEL[:3], 500.0, *LEVEL, 6.0, *LEVEL], None),
         # A warm-up rises from next to nothing, and stays.

@@ -15,7 +15,7 @@ from commands import call_here
 from runs import meta, shown, values
 
 from gradsurgeon import open_run
-from gradsurgeon.cli.watch import look, screen
+from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.delivery import summary
 from gradsurgeon.records.store import Key, Records
@@ -23,7 +23,7 @@ from gradsurgeon.records.store.layout import unpack_absent
 from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import Report, RuleInfo, from_run
-from gradsurgeon.report.losses import Measured
+from gradsurgeon.report.losses import LossSeries
 from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.web_page import page_data
 
@@ -108,7 +108,7 @@ def recorded(
     return records
 
 
-def pairs_of(curve: Measured) -> list[tuple[int, float]]:
+def pairs_of(curve: LossSeries) -> list[tuple[int, float]]:
     return list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
 
 
@@ -121,7 +121,7 @@ def test_the_numbers_are_those_of_the_rows(run: pathlib.Path, in_memory: bool) -
     found = in_memory_of(run) if in_memory else report_of(run)
     cosines = numbers_of(found, "cosine")
     assert list(cosines) == list(PAIRS)
-    shared = {"rule": "tasks", "stat": "cosine", "steps": [0, 2], "calls": 4, "one_call_in": 1}
+    shared = {"rule": "tasks", "stat": "cosine", "steps": [0, 2], "calls": 4}
     wanted: list[dict[str, Any]] = [
         {"nonfinite": 0, "mean": -0.3125, "least": -0.75, "largest": 0.25, "negative": 0.75},
         {"nonfinite": 1, "mean": 0.5, "least": 0.25, "largest": 0.75, "negative": 0.0},
@@ -271,36 +271,18 @@ def test_parts_that_come_later_have_series_of_their_own() -> None:
     ]
 
 
-def test_of_a_long_run_one_call_in_a_few_is_read(
-    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradsurgeon.report.losses.MOST_VALUES", 6)
-    for report in (report_of(run), in_memory_of(run)):
-        pair = numbers_of(report, "cosine")["seg/depth"]
-        assert (pair["one_call_in"], pair["calls"]) == (2, 2)
-        assert pair["mean"] == pytest.approx(-0.125, abs=1e-6)
-    with open_run(run) as opened:
-        assert "the run is long: one call in 2 was read" in str(from_run(opened))
-
-
-def test_a_loss_of_a_long_run_is_read_whole_or_says_so(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_is_read_whole(tmp_path: pathlib.Path) -> None:
     losses = [1.0] * 60
     losses[31], losses[41], losses[-1] = NAN, 77.0, NAN
     writer = RunWriter(tmp_path, rank=0, meta=meta())
     for step, loss in enumerate(losses):
         writer.add(Key("loss", "mean", "forward", ("train/loss",)), step, values(loss))
     writer.close()
-    monkeypatch.setattr("gradsurgeon.report.losses.MOST_VALUES", 60)
     with open_run(tmp_path) as opened:
         (table,) = (one for one in from_run(opened).tables if one.title.startswith("losses"))
     assert table.title.endswith("in steps 0..59")
     assert table.rows[0][2:] == ["1", "1", "77", "nan", "2"]
     assert not table.notes
-    monkeypatch.setattr("gradsurgeon.report.losses.MOST_VALUES", 30)
-    with open_run(tmp_path) as opened:
-        assert "  the run is long: one call in 2 was read" in str(from_run(opened)).splitlines()
 
 
 def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
@@ -330,7 +312,7 @@ def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
 
 
 def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
-    lines = [text for text, _ in screen(look(run), 100)]
+    lines = [text for text, _ in screen(newest_report(run), 100)]
     assert not any("norms" in line for line in lines)
     assert "conflicts of 3 pairs of losses, recorded by tasks in steps 0..2" in lines
     row = next(line.split() for line in lines if line.startswith("  seg/depth"))
@@ -393,10 +375,10 @@ def test_a_tagged_loss_is_in_text_json_page_and_on_the_screen(tmp_path: pathlib.
     assert numbers == {
         "name": "loss", "rule": "value", "stat": "mean", "steps": [0, 4], "calls": 5,
         "first": 2.0, "least": 0.25, "median": 0.75, "mean": 0.9375, "largest": 2.0, "last": 1.0,
-        "negative": 0.0, "nonfinite": 1, "one_call_in": 1,
+        "negative": 0.0, "nonfinite": 1,
     }  # fmt: skip
     assert line["values"] == [2.0, 0.5, "Infinity", 0.25, 1.0]
-    assert title in [text for text, _ in screen(look(tmp_path / "run"), 120)]
+    assert title in [text for text, _ in screen(newest_report(tmp_path / "run"), 120)]
     assert "gap" not in str(report)
 
 

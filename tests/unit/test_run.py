@@ -19,7 +19,8 @@ from runs import KEY, another_process, meta, values, write
 from gradsurgeon import Event, RecordError
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.store import Key
-from gradsurgeon.records.store.run import of_lowest_ranks, open_run
+from gradsurgeon.records.store.recorded import of_lowest_ranks
+from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import TrapError
-from gradsurgeon.cli.watch import look, screen
+from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.integrations.launcher import debugger
 from gradsurgeon.integrations.launcher.models import Models
 from gradsurgeon.integrations.launcher.settings import Settings
@@ -85,13 +85,13 @@ def test_it_is_in_the_page_on_the_screen_and_in_plots(run: Path, tmp_path: Path)
     page = tmp_path / "page.html"
     assert call_here("report", str(run), "--html", str(page), cwd=tmp_path).returncode == 0
     assert "tripped in 1 step" in page.read_text(encoding="utf-8")
-    lines = screen(look(run), 120)
+    lines = screen(newest_report(run), 120)
     (style,) = [style for text, style in lines if "step 2  check  long" in text]
     assert style == "bad"
     assert any("tripped in 1 step" in text for text, _ in lines)
     with gradsurgeon.open_run(run) as opened:
         (legend,) = opened.plot().legends
-    assert "check" in [text.get_text() for text in legend.get_texts()]
+    assert "trap, check or skipped step" in [text.get_text() for text in legend.get_texts()]
 
 
 def test_fail_on_knows_its_kind(run: Path) -> None:

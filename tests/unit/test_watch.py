@@ -14,7 +14,7 @@ import pytest
 from runs import KEY, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
-from gradsurgeon.cli.watch import look, screen
+from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.run import open_run
@@ -65,7 +65,7 @@ class TestWorst:
                 "never": [None] * STEPS,
             },
         ).close()
-        lines = shown(look(tmp_path))
+        lines = shown(newest_report(tmp_path))
         at = lines.index("norms (l2) of 21 parameters, recorded by norms (at accumulated)")
         names = [re.split(r" {2,}", line.strip())[0] for line in lines[at + 2 : at + 12]]
         assert names[:5] == [
@@ -93,7 +93,7 @@ class TestWorst:
     def test_only_the_newest_rows_are_read(self, tmp_path: pathlib.Path) -> None:
         broken = with_one(with_one([1.0] * 10_000, 3, math.nan), 9_999, 3.0)
         write(tmp_path, {"w": broken}).close()
-        report = look(tmp_path)
+        report = newest_report(tmp_path)
         (track,) = report.history.tracks
         assert track.steps.tolist() == [*range(9_744, 10_000)]
         assert (track.nonfinite, track.last, track.median, track.largest) == (0, 3.0, 1.0, 3.0)
@@ -106,7 +106,7 @@ class TestWorst:
         writer = write(tmp_path, {"w": calm(0, 1000), "early": early, "dead": dead})
         writer.statuses({"norms": RuleStatus(3, 5, 0, 999)})
         writer.close()
-        lines = shown(look(tmp_path))
+        lines = shown(newest_report(tmp_path))
         assert "never got a gradient" not in "\n".join(lines)
         # What is true of the newest rows alone stands below these words.
         at = lines.index("in the newest records:")
@@ -122,12 +122,12 @@ class TestWorst:
         for step in range(5):
             writer.add(one, step, values(3.0))
             writer.commit()
-            before = shown(look(tmp_path))
+            before = shown(newest_report(tmp_path))
             writer.add(other, step, values(4.0))
             writer.commit()
             if step:
                 assert f"norm of all 2 parameters: 5 at step {step - 1}" in before
-            assert f"norm of all 2 parameters: 5 at step {step}" in shown(look(tmp_path))
+            assert f"norm of all 2 parameters: 5 at step {step}" in shown(newest_report(tmp_path))
         writer.close()
 
     def test_ranks_that_differed_before_the_newest_rows(self, tmp_path: pathlib.Path) -> None:
@@ -138,7 +138,7 @@ class TestWorst:
                 writer.add(Key("norms", "l2", "accumulated", ("w",)), step, values(norm))
         for writer in writers:
             writer.close()
-        (told,) = (one for one in look(tmp_path).remarks if one.startswith("ranks"))
+        (told,) = (one for one in newest_report(tmp_path).remarks if one.startswith("ranks"))
         assert told.startswith("ranks differ at step 744 or before: the norm of w is 1 on rank 0")
         with open_run(tmp_path) as run:
             assert "ranks differ from step 10 on" in str(from_run(run))
@@ -152,7 +152,7 @@ class TestWorst:
             histories = [with_one([1.0] * 3_000, differs_at, 1.0 + rank) for rank in (0, 1)]
             for writer in [write(run, {"w": one}, rank=rank) for rank, one in enumerate(histories)]:
                 writer.close()
-            remarks = look(run).remarks
+            remarks = newest_report(run).remarks
             assert [one[: len(found)] for one in remarks if one.startswith("ranks")] == [
                 found
             ] * bool(found)
@@ -166,7 +166,7 @@ class TestWorst:
         for step in range(60):
             writer.add(key, step, values(*[1.0] * 5_000))
         writer.close()
-        track = look(tmp_path).history.tracks[0]
+        track = newest_report(tmp_path).history.tracks[0]
         assert (track.steps[0], track.steps[-1]) == (8, 59)
 
     def test_what_a_report_says_of_a_short_run(self, tmp_path: pathlib.Path) -> None:
@@ -185,7 +185,7 @@ class TestWorst:
         writer.close()
         with open_run(tmp_path) as run:
             report = from_run(run)
-        watched = look(tmp_path)
+        watched = newest_report(tmp_path)
         assert list(map(repr, watched.history.tracks)) == list(map(repr, report.history.tracks))
         assert watched.remarks == report.remarks
         assert watched.steps == report.steps
@@ -194,7 +194,7 @@ class TestWorst:
 class TestTotal:
     def test_it_is_that_of_each_step(self, tmp_path: pathlib.Path) -> None:
         write(tmp_path, {"a": [3.0, 6.0, 1.0], "b": [4.0, 8.0, None]}).close()
-        report = look(tmp_path)
+        report = newest_report(tmp_path)
         (whole,) = report.history.wholes()
         assert (whole.steps.tolist(), whole.tops.tolist()) == ([0, 1, 2], [5.0, 10.0, 1.0])
         (line,) = (line for line in shown(report) if line.startswith("norm of all "))
@@ -203,7 +203,9 @@ class TestTotal:
     @pytest.mark.parametrize("broken", [math.nan, math.inf])
     def test_of_what_is_not_finite(self, tmp_path: pathlib.Path, broken: float) -> None:
         write(tmp_path, {"a": [3.0, broken], "b": [4.0, 1.0]}).close()
-        (line,) = (one for one in screen(look(tmp_path), 100) if one[0].startswith("norm of all"))
+        (line,) = (
+            one for one in screen(newest_report(tmp_path), 100) if one[0].startswith("norm of all")
+        )
         assert line == ("norm of all 2 parameters: nan at step 1", "bad")
 
     def test_each_tensor_counts_once_on_several_ranks(self, tmp_path: pathlib.Path) -> None:
@@ -214,7 +216,7 @@ class TestTotal:
             writer.add(Key("acts", "l2", "forward", ("x", f"y{writer.rank}")), 0, norms)
         for writer in writers:
             writer.close()
-        history = look(tmp_path).history
+        history = newest_report(tmp_path).history
         assert history.wholes()[0].tops.tolist() == [5.0]
         norms_of = {track.name: track.last for track in history.tracks}
         # As the lowest rank has it.
@@ -228,7 +230,7 @@ class TestEvents:
             writer.event(trap(step, message=f"bad {'abcdefgh'[step]}"))
             writer.event(Event("notice", "", step, 0, "", f"note {'abcdefgh'[step]}"))
         writer.close()
-        lines = shown(look(tmp_path))
+        lines = shown(newest_report(tmp_path))
         begin = lines.index("events (16): trap 8, notice 8")
         assert lines[begin + 1 : begin + 9] == [
             *(f"  step {step}  trap  nans  w  bad {'abcdefgh'[step]}" for step in (7, 6, 5, 4)),
@@ -244,7 +246,7 @@ class TestEvents:
             if step > 12:
                 writer.event(trap(step))
         writer.close()
-        report = look(tmp_path)
+        report = newest_report(tmp_path)
         row = "  step 13  trap  nans  w  x17, steps 13..29"
         assert f"{row}  bad" in shown(report)
         assert f"\n{row}\n      bad" in report.text()
@@ -253,10 +255,10 @@ class TestEvents:
         writer = write(tmp_path, {"w": [1.0]})
         writer.event(trap(0))
         for _ in range(3):
-            assert kinds(look(tmp_path)) == {"trap": 1}
+            assert kinds(newest_report(tmp_path)) == {"trap": 1}
         writer.event(trap(1))
         writer.event(Event("notice", "", 1, 0, "", "hello"))
-        report = look(tmp_path)
+        report = newest_report(tmp_path)
         assert kinds(report) == {"trap": 2, "notice": 1}
         assert report.events[-1].message == "hello"
         writer.close()
@@ -268,7 +270,7 @@ class TestEvents:
             for step in range(3_000):
                 writer.event(trap(step))
         writer.close()
-        report = look(tmp_path)
+        report = newest_report(tmp_path)
         assert kinds(report) == {"trap": 3_000}
         assert "  step 0  trap  nans  w  x3,000, steps 0..2999  bad" in shown(report)
         with open_run(tmp_path) as run:
@@ -278,9 +280,9 @@ class TestEvents:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
         for writer in writers:
             writer.event(trap(5, rank=writer.rank))
-        assert kinds(look(tmp_path)) == {"trap": 1}
+        assert kinds(newest_report(tmp_path)) == {"trap": 1}
         writers[1].event(trap(6, rank=1))
-        lines = shown(look(tmp_path))
+        lines = shown(newest_report(tmp_path))
         begin = lines.index("events (2): trap 2")
         assert lines[begin + 1 : begin + 3] == [
             "  step 5  trap  nans  w  rank 0, 1  x2, steps 5..6  bad",
@@ -293,27 +295,30 @@ class TestEvents:
 class TestHead:
     def test_a_run_that_goes_on(self, tmp_path: pathlib.Path) -> None:
         writer = RunWriter(tmp_path, meta=meta())
-        assert shown(look(tmp_path))[:2] == ["no step yet of rules.yaml on Net", "running"]
+        assert shown(newest_report(tmp_path))[:2] == ["no step yet of rules.yaml on Net", "running"]
         writer.add(KEY, 10, values(1.0, 1.0))
         writer.commit()
-        assert shown(look(tmp_path))[:2] == ["step 10 of rules.yaml on Net", "running"]
+        assert shown(newest_report(tmp_path))[:2] == ["step 10 of rules.yaml on Net", "running"]
         writer.close()
-        assert shown(look(tmp_path))[:2] == ["step 10 of rules.yaml on Net", "ended, clean"]
+        assert shown(newest_report(tmp_path))[:2] == [
+            "step 10 of rules.yaml on Net",
+            "ended, clean",
+        ]
 
     def test_steps_of_rules_that_record_nothing(self, tmp_path: pathlib.Path) -> None:
         writer = RunWriter(tmp_path, meta=meta())
         writer.statuses({"clip": RuleStatus(2, 84, 42, 41)})
         writer.close()
-        report = look(tmp_path)
+        report = newest_report(tmp_path)
         assert "step 41 of rules.yaml on Net" in shown(report)[0]
         assert any("no l2 recorded; recorded: nothing yet" in one for one in shown(report))
 
     def test_ranks_and_what_became_of_them(self, tmp_path: pathlib.Path) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1, 2)]
-        assert shown(look(tmp_path))[1] == "running"
+        assert shown(newest_report(tmp_path))[1] == "running"
         writers[0].close()
         writers[1]._unlock()
-        report = look(tmp_path)
+        report = newest_report(tmp_path)
         first = shown(report, 300)[1]
         assert re.fullmatch(
             r"rank 0: ended; rank 1: no end was written, last record at [-0-9]+ [:0-9]+: what came after it is "
@@ -321,14 +326,14 @@ class TestHead:
             first,
         )
         writers[2].close()
-        report = look(tmp_path)
+        report = newest_report(tmp_path)
         assert shown(report, 300)[1].startswith("rank 0, 2: ended; rank 1: no end was written, ")
         writers[1].close()
-        assert shown(look(tmp_path))[1] == "ended, clean"
+        assert shown(newest_report(tmp_path))[1] == "ended, clean"
 
     def test_ranks_may_join(self, tmp_path: pathlib.Path) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
-        ended = look(tmp_path).ended
+        ended = newest_report(tmp_path).ended
         assert ended is not None
         assert list(ended.ranks) == [0, 1]
         for writer in writers:
@@ -342,7 +347,7 @@ def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
         {f"rule-{number}": RuleStatus(2, 20 * number, 5 * number, 7) for number in range(11)}
     )
     writer.close()
-    lines = shown(look(tmp_path))
+    lines = shown(newest_report(tmp_path))
     begin = lines.index("rules (11)")
     assert len(lines[begin:]) == 11
     assert lines[begin + 2].split()[:4] == ["rule-0", "clip-norm", "2", "0"]
@@ -361,7 +366,7 @@ class TestSize:
             writer.event(Event("notice", "", step, 0, "", "n" * 300))
         writer.statuses({f"rule-{number}": RuleStatus(2, 1, 0, 7) for number in range(12)})
         writer.close()
-        return look(tmp_path)
+        return newest_report(tmp_path)
 
     @pytest.mark.parametrize("columns", [1, 20, 40, 80, 120, 300])
     def test_nothing_is_longer_than_there_is(self, full: Report, columns: int) -> None:
@@ -422,7 +427,7 @@ def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
     writer.statuses({evil: RuleStatus(1, 1, 0, 0, (evil,))})
     writer.event(Event("trap", evil, 0, 0, evil, evil))
     writer.close()
-    report = look(tmp_path)
+    report = newest_report(tmp_path)
     lines = [*shown(report, 200), report.head[-1]]
     assert not {"\x1b", "\x07", "\u202e", "\r", "\n"} & set("".join(lines))
     assert sum("w\\x1b[2J\\x07\\u202e\\r\\nx" in line for line in lines) >= 5
@@ -440,16 +445,16 @@ def test_the_writer_is_not_kept_waiting_and_leaves_plain_files(
         writer.add(Key("norms", "l2", "accumulated", ("w",)), step, values(1.0))
         writer.commit()
         assert not writer._batch  # nobody held the file
-        assert look(tmp_path).steps == (0, step)
+        assert newest_report(tmp_path).steps == (0, step)
     writer.close()
     assert listing(tmp_path) == ["rank-0.db", "run.json"]
 
 
 def test_damaged_files_are_an_error(tmp_path: pathlib.Path) -> None:
     write(tmp_path, {"w": [1.0] * 5}).close()
-    look(tmp_path)
+    newest_report(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
         connection.execute("UPDATE meta SET value = x'ff' WHERE key = 'closed'")
         connection.commit()
     with pytest.raises(RecordError, match=r"rank-0.db: is damaged: it has values of wrong types"):
-        look(tmp_path)
+        newest_report(tmp_path)

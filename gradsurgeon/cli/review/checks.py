@@ -78,7 +78,7 @@ def _selects_all_of(wide: Rule, narrow: Rule, text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LintFinding:
     rule: Rule  # the rule at which it is shown
     at: tuple[str | int, ...]  # the option of the rule in its file, such as ``("steps", "every")``
     message: str
@@ -86,11 +86,11 @@ class Finding:
     others: tuple[Rule, ...] = ()  # further rules that the finding is about
 
 
-_Find = Callable[[LintContext], Iterator[Finding]]
+_Find = Callable[[LintContext], Iterator[LintFinding]]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class LintCheck:
     find: _Find  # its name is the name of the check, its docstring the page
     # `warning`: probably a mistake. `note`: a fact worth knowing.
     severity: Severity
@@ -105,12 +105,12 @@ class Check:
         return inspect.cleandoc(self.find.__doc__ or "")
 
 
-_checks: list[Check] = []
+_checks: list[LintCheck] = []
 
 
 def _check(*bad: str, severity: Severity = "warning") -> Callable[[_Find], _Find]:
     def add(find: _Find) -> _Find:
-        _checks.append(Check(find, severity, bad))
+        _checks.append(LintCheck(find, severity, bad))
         return find
 
     return add
@@ -120,7 +120,7 @@ _NUMBER = re.compile(r"(?<![0-9])([0-9]+)\*")
 
 
 @_check('{id: second-layer, action: norm-log, params: "layers.1*"}')
-def number_prefix(context: LintContext) -> Iterator[Finding]:
+def number_prefix(context: LintContext) -> Iterator[LintFinding]:
     """A star right behind a number also matches more digits.
 
     `layers.1*` means layers 1, 10 to 19, and 100: a pattern that was right for a small model grows with the
@@ -137,11 +137,11 @@ def number_prefix(context: LintContext) -> Iterator[Finding]:
                 digits = number[1][:20]
                 message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
                 hint = f"end the number with a dot: `{digits}.*`"
-                yield Finding(rule, (key, index), message, hint)
+                yield LintFinding(rule, (key, index), message, hint)
 
 
 @_check('{id: bounded, action: clamp, params: "*.weight", at: backward, min: -0.1, max: 0.1}')
-def bound_on_contributions(context: LintContext) -> Iterator[Finding]:
+def bound_on_contributions(context: LintContext) -> Iterator[LintFinding]:
     """A bound at `backward` does not bound the gradient.
 
     At `backward` a `clamp` or `clip-norm` bounds the contribution of one backward pass. Under gradient
@@ -158,11 +158,11 @@ def bound_on_contributions(context: LintContext) -> Iterator[Finding]:
                 f"{rule.action} at `backward` bounds the contribution of each backward pass: under "
                 "accumulation the sum can exceed the bound, and under DDP each rank bounds its own share"
             )
-            yield Finding(rule, ("at",), message, "`at: step` bounds the final gradient")
+            yield LintFinding(rule, ("at",), message, "`at: step` bounds the final gradient")
 
 
 @_check('{id: no-bias, action: scale, params: "*.bias", factor: 0}')
-def scale_by_zero(context: LintContext) -> Iterator[Finding]:
+def scale_by_zero(context: LintContext) -> Iterator[LintFinding]:
     """A factor of zero does not remove a NaN.
 
     NaN times 0 is NaN, and so is infinity times 0. A gradient that should be removed because of its non-finite
@@ -173,14 +173,14 @@ def scale_by_zero(context: LintContext) -> Iterator[Finding]:
     for rule in context.rules:
         if isinstance(rule, Scale) and rule.factor == 0:
             message = "scaling by 0 leaves NaN: NaN times 0 is NaN"
-            yield Finding(rule, ("factor",), message, "use `action: zero`, without `factor`")
+            yield LintFinding(rule, ("factor",), message, "use `action: zero`, without `factor`")
 
 
 @_check(
     '{id: clipped, action: clip-norm, params: "*", max_norm: 1.0}',
     '{id: gentle-head, action: scale, params: "head.*", factor: 0.5}',
 )
-def effective_order(context: LintContext) -> Iterator[Finding]:
+def effective_order(context: LintContext) -> Iterator[LintFinding]:
     """Two edits of the same gradients take effect in another order than in the file.
 
     Rules at `backward` act before rules at `step`, whatever their order in the file: the rule above gets the
@@ -199,14 +199,14 @@ def effective_order(context: LintContext) -> Iterator[Finding]:
         if later:
             message = f"`{rule.id[:60]}` acts at `{rule.point}`, before {_listed(later)} above it in the file"
             hint = "put them in the order in which they act, or choose another `at`"
-            yield Finding(rule, ("action",), message, hint, later)
+            yield LintFinding(rule, ("action",), message, hint, later)
 
 
 @_check(
     '{id: bound, action: clip-norm, params: "*", max_norm: 1.0, per: rule}',
     '{id: spikes, action: spike-trap, params: "*", above: {sigmas: 2.5}}',
 )
-def judged_before_edits(context: LintContext) -> Iterator[Finding]:
+def judged_before_edits(context: LintContext) -> Iterator[LintFinding]:
     """A trap that judges before all edits is below an edit of the same gradients.
 
     `spike-trap` judges the gradient as the script hands it over, whatever its place in the file. It does not see
@@ -229,11 +229,11 @@ def judged_before_edits(context: LintContext) -> Iterator[Finding]:
         if above:
             message = f"`{rule.id[:60]}` judges the gradient before the edits of {_listed(above)} above it"
             hint = f"put the {rule.name()} first"
-            yield Finding(rule, ("action",), message, hint, above)
+            yield LintFinding(rule, ("action",), message, hint, above)
 
 
 @_check('{id: clean, action: sanitize, params: "*"}', '{id: guard, action: nan-trap, params: "*"}')
-def trap_after_sanitize(context: LintContext) -> Iterator[Finding]:
+def trap_after_sanitize(context: LintContext) -> Iterator[LintFinding]:
     """A trap cannot trip, because another rule removes every NaN first.
 
     `nan-trap` checks gradients after each backward pass. If a `sanitize` or a `zero` covers all its tensors, that
@@ -255,11 +255,11 @@ def trap_after_sanitize(context: LintContext) -> Iterator[Finding]:
         if before:
             message = f"the trap never sees a NaN, because of {_listed(before)}"
             hint = "restrict that rule, or remove the trap"
-            yield Finding(trap, ("action",), message, hint, before)
+            yield LintFinding(trap, ("action",), message, hint, before)
 
 
 @_check('{id: keep-backbone, action: zero, params: "backbone.*"}', severity="note")
-def zero_is_not_freeze(context: LintContext) -> Iterator[Finding]:
+def zero_is_not_freeze(context: LintContext) -> Iterator[LintFinding]:
     """A parameter whose gradient is set to zero still moves.
 
     Weight decay still shrinks the weight, and the momentum of earlier steps still moves it. Adam counts the
@@ -271,11 +271,13 @@ def zero_is_not_freeze(context: LintContext) -> Iterator[Finding]:
     hint = "to keep a parameter unchanged, use `freeze`"
     for rule in context.rules:
         if rule.action == "zero" and rule.target == "params":
-            yield Finding(rule, ("action",), message, hint)
+            yield LintFinding(rule, ("action",), message, hint)
 
 
 def _listed(rules: Sequence[Rule]) -> str:
     return shorten_names([f"`{rule.id[:60]}`" for rule in rules])
 
 
-CHECKS: dict[str, Check] = {check.id: check for check in sorted(_checks, key=lambda one: one.id)}
+CHECKS: dict[str, LintCheck] = {
+    check.id: check for check in sorted(_checks, key=lambda one: one.id)
+}

@@ -33,8 +33,8 @@ def _lines(difference: Difference) -> Iterator[str]:
     yield _summary(difference)
     if difference.obstacles or difference.lost or difference.untrapped:
         yield ""
-    for rule, found in difference.obstacles:
-        yield f"warning: {_shown(rule)}: {_ENDS}. {_shown(found.text)}"
+    for rule, obstacle in difference.obstacles:
+        yield f"warning: {_shown(rule)}: {_ENDS}. {_shown(obstacle.text)}"
     if lost := difference.lost:
         yield (
             f"warning: {count(len(lost), 'parameter')} lost all protection: no rule edits, freezes or traps "
@@ -54,17 +54,21 @@ def _lines(difference: Difference) -> Iterator[str]:
         yield from _chains(difference)
 
 
-def _summary(found: Difference) -> str:
-    if not found.in_effect:
+def _summary(difference: Difference) -> str:
+    if not difference.in_effect:
         return "no difference in effect"
-    rules = f"{len(found.added)} added, {len(found.removed)} removed, {len(found.changed)} changed"
-    covered = f"{_from_to(*found.covered)} of {len(found.manifest.params):,}"
-    lost = f"; {len(found.lost):,} lost all protection" * bool(found.lost)
+    rules = f"{len(difference.added)} added, {len(difference.removed)} removed, {len(difference.changed)} changed"
+    covered = f"{_from_to(*difference.covered)} of {len(difference.manifest.params):,}"
+    lost = f"; {len(difference.lost):,} lost all protection" * bool(difference.lost)
     return f"{rules}; {covered} parameters under rules{lost}"
 
 
-def _rules(found: Difference) -> Iterator[str]:
-    for sign, changes in (("+", found.added), ("-", found.removed), ("~", found.changed)):
+def _rules(difference: Difference) -> Iterator[str]:
+    for sign, changes in (
+        ("+", difference.added),
+        ("-", difference.removed),
+        ("~", difference.changed),
+    ):
         for change in changes:
             yield f"{sign} {change.id}  {change.action} on {_binds(change)}"
             yield from (f"      {_option(option, sign)}" for option in change.options)
@@ -91,9 +95,9 @@ def _option(option: OptionChange, sign: str) -> str:
     return f"{option.name}: {shown}"
 
 
-def _chains(found: Difference) -> Iterator[str]:
+def _chains(difference: Difference) -> Iterator[str]:
     groups: dict[tuple[Ids, Ids], list[str]] = {}
-    changes = (*found.params, *found.tensors)
+    changes = (*difference.params, *difference.tensors)
     for change in changes:
         groups.setdefault((change.before, change.after), []).append(change.name)
     if not groups:

@@ -67,6 +67,8 @@ class Destination(ABC):
 
 
 class WholeSeries(ABC):
+    rank = 0  # the rank that recorded it
+
     def __init__(self, key: Key) -> None:
         self.key = key
         self.columns = {name: column for column, name in enumerate(key.names)}
@@ -121,7 +123,7 @@ class Part(WholeSeries):
     ) -> None:
         super().__init__(series.key)
         self.whole: Any = series
-        self.rank = int(getattr(series, "rank", 0))  # a session has one
+        self.rank = series.rank
         end = len(series)
         name, *_ = (*self.key.names, "")
         may_wait = self.key.point == "accumulated" and end > 1 and name in pending

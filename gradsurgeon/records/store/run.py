@@ -15,20 +15,22 @@ from gradsurgeon.common._libraries import library
 from gradsurgeon.common.events import Event, RuleStatus
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import RecordError, printable, shorten_names
+from gradsurgeon.records.store.captures import captures
 from gradsurgeon.records.store.database import logs
 from gradsurgeon.records.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.records.store.memory import Lookup, RecordQueries, matching
 from gradsurgeon.records.store.rank_file import Chosen, RankFile, StoredSeries
+from gradsurgeon.records.store.recorded import RankEnd, Recorded
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 _MOST_RANKS = 10**6
-AnyRun = TypeVar("AnyRun", bound="Run")
+AnyRun = TypeVar("AnyRun", bound="StoredRun")
 
 
-class Run(RecordQueries):
+class StoredRun(RecordQueries):
     """The records and events of a run, even while it is being written. A context manager.
 
     Attributes:
@@ -104,6 +106,25 @@ class Run(RecordQueries):
                 by_rule.setdefault(rule, []).append(status)
         return {rule: _joined(statuses) for rule, statuses in by_rule.items() if statuses}
 
+    def recorded(self) -> Recorded:
+        """Return what all ranks have recorded so far, as a report reads it."""
+        captured, problem = captures(self.path, self.ranks)
+        return Recorded(
+            meta=self.meta,
+            aliases=self._aliases,
+            series=list(self),
+            pending=self.pending,
+            events=self.events,
+            statuses=self.status(),
+            ends={
+                rank: RankEnd(state, self.endings.get(rank, {}), self.last_write(rank))
+                for rank, state in self.states.items()
+            },
+            missing_ranks=missing_ranks(self),
+            captured=captured,
+            problems=[problem] if problem else [],
+        )
+
     @property
     def rules(self) -> list[dict[str, Any]]:
         """The plan of each rule, in file order: at least `id`, `action`, and names."""
@@ -170,7 +191,7 @@ class Run(RecordQueries):
         return ()
 
 
-def chosen(run: Run, name: str | None, stat: str | None, rule: str | None) -> Chosen:
+def chosen(run: StoredRun, name: str | None, stat: str | None, rule: str | None) -> Chosen:
     """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
     pattern = None if name is None else compile_pattern(name)
     found: list[tuple[StoredSeries, Sequence[int]]] = []
@@ -182,7 +203,7 @@ def chosen(run: Run, name: str | None, stat: str | None, rule: str | None) -> Ch
     return found
 
 
-def nothing_fits(run: Run) -> RecordError:
+def nothing_fits(run: StoredRun) -> RecordError:
     if stats := sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in run}):
         return RecordError(
             f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(stats)}"
@@ -190,7 +211,7 @@ def nothing_fits(run: Run) -> RecordError:
     return RecordError(f"{printable(str(run.path))}: nothing was recorded")
 
 
-def missing_ranks(run: Run) -> list[int]:
+def missing_ranks(run: StoredRun) -> list[int]:
     known = set(run.ranks)
     world = run.meta.get("ranks")
     # A number in a damaged file may be of any size.
@@ -198,23 +219,8 @@ def missing_ranks(run: Run) -> list[int]:
     return sorted(set(range(max(started, *(rank + 1 for rank in known)))) - known)
 
 
-def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
-    """Yield every series that no lower rank has recorded whole, each with the columns that a lower rank has recorded."""
-    # A module that runs on some ranks only can share a series with other modules.
-    owners: dict[tuple[str, str, str], int] = {}
-    for series in run:
-        rule, stat, _, names = series.key
-        repeated = frozenset(
-            column
-            for column, name in enumerate(names)
-            if owners.setdefault((rule, stat, name), series.rank) != series.rank
-        )
-        if len(repeated) < len(names):
-            yield series, repeated
-
-
-def open_run(path: str | os.PathLike[str]) -> Run:
-    return opened(path, Run)
+def open_run(path: str | os.PathLike[str]) -> StoredRun:
+    return opened(path, StoredRun)
 
 
 def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:

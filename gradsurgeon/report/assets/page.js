@@ -50,37 +50,15 @@ function band(run) {
     ...run.notes.map(note));
 }
 
-/** Draws numbers as a line of their logarithms: how they grew says more than each of them. */
-function magnitudes(rows) {
-  const logs = rows.map(([, text]) => Math.log10(Number(text.replace(/,/g, "").replace(/Inf$/, "Infinity")))), finite = logs.filter(Number.isFinite);
-  const low = Math.min(...finite, 0), high = Math.max(...finite, low + 1), heightOf = (log) => (log === -Infinity ? low : Number.isFinite(log) ? log : high);
-  const points = logs.map((log, at) => [6 + (at * 488) / Math.max(1, rows.length - 1), 64 - (56 * (heightOf(log) - low)) / (high - low)]);
-  const dots = points.map(([cx, cy], at) => svg("circle", { cx, cy, r: 3.5, class: logs[at] < Infinity ? "" : "bad" }, svg("title", {}, rows[at].join(": "))));
-  const ends = [rows[0], rows.at(-1)].map(([operation, text]) => `${text} in ${operation}`);
-  return figure("largest magnitude of each operation, log scale",
-    svg("svg", { class: "magnitudes", viewBox: "0 0 500 70", role: "img", "aria-label": `from ${ends.join(" to ")}` }, svg("path", { d: `M${points.join("L")}` }), ...dots),
-    element("p", { class: "ends" }, ...ends.map((text) => element("span", {}, text))));
-}
-
-function diagnosis(found) {
-  const tensors = found.tensors.map(([way, name, ...rest]) => [name, way, ...rest]);
-  return element("div", { class: "diagnosis" },
-    element("p", { class: "headline" }, found.headline, " ", element("span", { class: "badge quiet" }, found.certainty)),
-    found.at ? element("pre", {}, `${found.at}${found.function ? ` in ${found.function}` : ""}\n`, element("mark", {}, found.source)) : null,
-    element("div", { class: "side" },
-      element("div", {}, tensors.length ? table({ head: ["tensor", "", "shape", "values"], rows: tensors }) : null,
-        found.cause ? element("p", {}, element("span", { class: "badge" }, found.cause), " ", found.remedy || "") : null),
-      found.magnitudes.length > 1 ? magnitudes(found.magnitudes) : null),
-    found.rest.length ? fold("more of the diagnosis", element("pre", {}, found.rest.join("\n"))) : null);
-}
-
 function eventEntry(event, at) {
   const [start, ...rest] = event.message.split("\n"), first = start.replace(/^step \d+(, rule [^:]*)?(: |, )/, ""), isLong = first.length > MOST_OF_LINE;
   const told = [event.where, short(event.rule || event.name)].filter(Boolean).join(", ");
   const line = element("span", {}, element("span", { class: `kind ${event.kind}` }, event.kind), ` ${told}: ${short(first, MOST_OF_LINE)}`);
   if (!rest.length && !isLong) return element("p", {}, line);
-  const message = element("pre", {}, (isLong ? [start, ...rest] : rest).join("\n"));
-  const made = fold(line, ...(event.diagnosis ? [diagnosis(event.diagnosis), fold("the whole message", message)] : [message]));
+  const lines = isLong ? [start, ...rest] : rest, pre = (part) => element("pre", {}, part.join("\n"));
+  // The diagnosis says more than the gradients that it explains.
+  const begin = lines.findIndex((text) => text.startsWith("diagnosis ("));
+  const made = fold(line, ...(begin > 0 ? [pre(lines.slice(begin)), fold("the gradients", pre(lines.slice(0, begin)))] : [pre(lines)]));
   made.open = at === 0 && isTrip(event);
   return made;
 }

@@ -16,14 +16,7 @@ function short(text, most = 120) {
 
 /** Makes an element; children that are texts become text and never markup. */
 function element(tag, attributes, ...children) {
-  return filled(document.createElement(tag), attributes, children);
-}
-
-function svg(tag, attributes, ...children) {
-  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
-}
-
-function filled(made, attributes, children) {
+  const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   made.append(...children.filter((child) => child !== null));
   return made;
@@ -41,10 +34,6 @@ function note(text) {
 
 function swatch(paint) {
   return element("span", { class: "swatch", style: `background: ${paint}` });
-}
-
-function figure(caption, ...children) {
-  return element("figure", {}, element("figcaption", {}, caption), ...children);
 }
 
 function list(texts) {

@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradsurgeon.common._libraries import library
-from gradsurgeon.records.store.run import Run
-from gradsurgeon.report.comparison.models import Source, counterparts, models_of
+from gradsurgeon.records.store.run import StoredRun
+from gradsurgeon.report.comparison.models import RunOrPath, counterparts, models_of
 
 if TYPE_CHECKING:
     from gradsurgeon.report.comparison.comparison import Comparison
 
 
 def compare(
-    run: Source,
-    reference: Source,
-    noise: Source | Sequence[Source] = (),
+    run: RunOrPath,
+    reference: RunOrPath,
+    noise: RunOrPath | Sequence[RunOrPath] = (),
     renamed: str | os.PathLike[str] | Mapping[str, str] | None = None,
 ) -> Comparison:
     """Return where a run parts from a reference. Needs numpy, but no torch.
@@ -42,7 +42,7 @@ def compare(
     from gradsurgeon.report.comparison.comparison import compared, of_models  # noqa: PLC0415 # needs numpy
     from gradsurgeon.report.comparison.reading import Words, read  # noqa: PLC0415 # the same
 
-    sources = [noise] if isinstance(noise, str | os.PathLike | Run) else list(noise)
+    sources = [noise] if isinstance(noise, str | os.PathLike | StoredRun) else list(noise)
     with ExitStack() as stack:
         models, references, *noises = (
             models_of(source, stack) for source in (run, reference, *sources)
@@ -50,7 +50,7 @@ def compare(
         rename = _renaming(renamed, references.values(), models.values())
         same = counterparts(references, models)
         same_in_noise = [counterparts(references, others) for others in noises]
-        found = []
+        comparisons = []
         for name, of_reference in references.items():
             if name not in same:
                 continue
@@ -63,16 +63,16 @@ def compare(
                 for others, known in zip(noises, same_in_noise, strict=True)
                 if name in known
             ]
-            found.append(replace(compared(a, b, more, words), model=name))
+            comparisons.append(replace(compared(a, b, more, words), model=name))
         only_run = models.keys() - {*same.values()}
         only_reference = references.keys() - same.keys()
-        return of_models(found, sorted(only_run), sorted(only_reference))
+        return of_models(comparisons, sorted(only_run), sorted(only_reference))
 
 
 def _renaming(
     renamed: str | os.PathLike[str] | Mapping[str, str] | None,
-    references: Iterable[Run],
-    models: Iterable[Run],
+    references: Iterable[StoredRun],
+    models: Iterable[StoredRun],
 ) -> Callable[[str], str]:
     from gradsurgeon.report.comparison.reading import Words, read, renaming  # noqa: PLC0415 # needs numpy
 

@@ -26,7 +26,6 @@ _PAIR = np.dtype(
         ("limit", np.float64),  # the distance that is allowed
         ("floor", np.float64),  # the distance that rounding to its dtype makes
         ("shift", np.float64),  # the relative difference of the norms
-        ("moved", np.float64),  # how far updates move a weight, relative to its norm
         ("numel", np.float64),
         ("undecided", bool),  # rounding decides it
         ("finite", bool, 2),  # in the run and in the reference
@@ -111,7 +110,9 @@ def align(
         return Pairs(kinds, names, cells), rule, notes
     is_early = steps[0] <= (reference.meta.get("start_step") or 0) + tolerance.EARLY
     forward = (phases == "forward") & (cells["step"] == steps[0]) & is_early
-    tolerance.refuse_unlike(noise, found, values, forward, lambda at: _told(words, cells[at]))
+    tolerance.refuse_unlike(
+        noise, found, values, forward, lambda at: _tensor_text(words, cells[at])
+    )
     if len(noise) < 3:  # noqa: PLR2004 # the trials had three
         notes.append(_FEW)
     return Pairs(kinds, names, cells), rule, notes
@@ -147,7 +148,6 @@ def _measure(
 ) -> None:
     """Set what the values say of each tensor alone: norms, distances, the rounding of its dtype."""
     of_modules = np.array([kind.of_modules for kind in kinds])[cells["kind"]]
-    is_weight = np.array([kind.phase == "update" for kind in kinds])[cells["kind"]]
     cells["norm"] = np.where(
         cells["state"] == MISSING_IN_REFERENCE, values[0, :, 0], values[1, :, 0]
     )
@@ -159,7 +159,6 @@ def _measure(
     cells["distance"][cells["state"] != BOTH] = np.inf
     cells["distance"][is_absent] = 0.0
     cells["shift"] = tolerance.distances(values[0, :, :1], values[1, :, :1])
-    cells["moved"][is_weight] = tolerance.moved(cells[is_weight], values[1, is_weight, :3])
     cells["finite"] = np.isfinite(values[:2, :, :3]).all(axis=2).T
 
 
@@ -235,7 +234,7 @@ def _common(
     return steps, both
 
 
-def _told(words: Words, cell: Any) -> str:
+def _tensor_text(words: Words, cell: Any) -> str:
     text = [*words.kinds][cell["kind"]].text([*words.names][cell["name"]])
     return f"{printable(text)} in step {cell['step']}"
 
@@ -313,11 +312,8 @@ def _place(
     numbers: dict[order.Event, order.Numbers] = {}
     first = forward & (cells["step"] == cells["step"].min()) & (cells["part"] == 0)
     for at in np.flatnonzero(first).tolist():
-        event = (
-            kinds[kind_of[at]].base == "output",
-            names[cells["name"][at]],
-            int(cells["call"][at]),
-        )
+        is_output = kinds[kind_of[at]].base == "output"
+        event = is_output, names[cells["name"][at]], int(cells["call"][at])
         numbers.setdefault(event, tuple(values[at, :3].tolist()))
     inside = [[name for name in chain if name in most] for chain in chains]
     modules = order.merged(inside, [name for name in names if name in most])

@@ -54,12 +54,12 @@ class Comparison:
     step: int | None
     phase: str
     inside: str
-    last: tuple[findings.Tensor, ...]
-    first: tuple[findings.Tensor, ...]
-    modules: tuple[findings.Module, ...]
-    steps: tuple[findings.Step, ...]
+    last: tuple[findings.TensorDifference, ...]
+    first: tuple[findings.TensorDifference, ...]
+    modules: tuple[findings.ModuleDifference, ...]
+    steps: tuple[findings.StepDifference, ...]
     growth: str
-    largest: findings.Tensor | None
+    largest: findings.TensorDifference | None
     only_run: tuple[str, ...]
     only_reference: tuple[str, ...]
     undecided: tuple[str, ...]
@@ -75,7 +75,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `gradsurgeon compare --format json`; ``None`` stands for an infinite distance."""
         apart = ("pairs", "alike", "others")
-        shown = [one.name for one in fields(self) if one.name not in apart]
+        shown = [field.name for field in fields(self) if field.name not in apart]
         plain = {name: _plain(getattr(self, name)) for name in shown}
         plain["others"] = [other.to_dict() for other in self.others]
         return {"version": VERSION, "alike": self.alike, "verdict": _verdict(self), **plain}
@@ -128,18 +128,19 @@ def compared(
 
 
 def of_models(
-    found: Sequence[Comparison], only_run: Sequence[str], only_reference: Sequence[str]
+    comparisons: Sequence[Comparison], only_run: Sequence[str], only_reference: Sequence[str]
 ) -> Comparison:
     """Return the comparison of the model that parts first, with those of the others."""
-    if len(found) == 1 and not only_run and not only_reference:
-        return replace(found[0], model="")
-    first = min(found, key=_begins)
+    if len(comparisons) == 1 and not only_run and not only_reference:
+        return replace(comparisons[0], model="")
+    first = min(comparisons, key=_begins)
+    are_alike = all(comparison.alike for comparison in comparisons)
     return replace(
         first,
-        alike=all(one.alike for one in found) and not only_run and not only_reference,
+        alike=are_alike and not only_run and not only_reference,
         only_run=(*first.only_run, *(f"model {name}" for name in only_run)),
         only_reference=(*first.only_reference, *(f"model {name}" for name in only_reference)),
-        others=tuple(one for one in found if one is not first),
+        others=tuple(comparison for comparison in comparisons if comparison is not first),
     )
 
 
@@ -162,56 +163,64 @@ def _begins(one: Comparison) -> tuple[float, ...]:
     return first.step, doubt, -first.distance
 
 
-def _only(one: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
+def _only(run: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
     """Return the names that one run alone has, and whether they are of parameters."""
-    found: dict[str, bool] = {}
-    for kind in one.bound.keys() & other.bound.keys():
-        alone = {*one.bound[kind]} - {*other.bound[kind]}
-        found |= {pairs.names[name]: not pairs.kinds[kind].of_modules for name in sorted(alone)}
-    return found
+    are_params: dict[str, bool] = {}
+    for kind in run.bound.keys() & other.bound.keys():
+        for name in sorted({*run.bound[kind]} - {*other.bound[kind]}):
+            are_params[pairs.names[name]] = not pairs.kinds[kind].of_modules
+    return are_params
 
 
 def _verdict(answer: Comparison) -> str:
-    said = _said(answer)
-    return f"{printable(answer.model)}: {said}" if answer.model else said
+    sentence = _sentence(answer)
+    return f"{printable(answer.model)}: {sentence}" if answer.model else sentence
 
 
-def _said(answer: Comparison) -> str:
-    largest, kind = answer.largest, answer.tolerance.kind
+def _sentence(answer: Comparison) -> str:
+    largest = answer.largest
+    kind = answer.tolerance.kind
     if answer.first:
         first = answer.first[0]
-        far = max(BOUND, float(answer.pairs.cells["floor"].max()))
-        ask = ""
-        if kind == "rounded-away" or (kind == "rounding" and first.distance <= far):
-            ask = "; this may be rounding, which noise runs would tell"
-        elif kind == "rounding" and first.distance <= AUTOCAST:
-            ask = "; under autocast this may be rounding, which noise runs would tell"
-        return f"They part at step {answer.step}, {answer.phase}: {printable(first.text)}{ask}."
+        doubt = _doubt(answer, first.distance)
+        return f"They part at step {answer.step}, {answer.phase}: {printable(first.text)}{doubt}."
     if largest is None:
         return "Nothing can be said: rounding decides every tensor."
     tensors = count(sum(step.compared for step in answer.steps), "tensor")
     where = f"in {tensors} of {count(len(answer.steps), 'step')}"
+    end = "." if answer.alike else ", but have other parameters."
     if kind == "rounding" and not answer.pairs.cells["distance"].any():
-        said = f"They are equal bit for bit {where}"
-    else:
-        share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
-        place = f"{printable(largest.text)}, step {largest.step}"
-        said = f"They agree within rounding {where}: the largest distance is {share} ({place})"
-    return f"{said}." if answer.alike else f"{said}, but have other parameters."
+        return f"They are equal bit for bit {where}{end}"
+    share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
+    place = f"{printable(largest.text)}, step {largest.step}"
+    return f"They agree within rounding {where}: the largest distance is {share} ({place}){end}"
+
+
+def _doubt(answer: Comparison, distance: float) -> str:
+    """Return what to add where rounding may explain the first difference."""
+    kind = answer.tolerance.kind
+    far = max(BOUND, float(answer.pairs.cells["floor"].max()))
+    if kind == "rounded-away" or (kind == "rounding" and distance <= far):
+        return "; this may be rounding, which noise runs would tell"
+    if kind == "rounding" and distance <= AUTOCAST:
+        return "; under autocast this may be rounding, which noise runs would tell"
+    return ""
 
 
 def _lines(answer: Comparison) -> Iterator[str]:
     yield _verdict(answer)
     yield f"run {printable(answer.run)}, reference {printable(answer.reference)}"
     yield from map(_verdict, answer.others)
-    for told, names in (("run", answer.only_run), ("reference", answer.only_reference)):
+    for side, names in (("run", answer.only_run), ("reference", answer.only_reference)):
         if names:
-            yield f"only in the {told}: {abridged(names, {})}"
+            yield f"only in the {side}: {abridged(names, {})}"
     if answer.first:
-        yield from (_border(answer, answer.first[0]), "")
+        yield _border(answer, answer.first[0])
+        yield ""
         for table in _tables(answer):
-            yield from (*(line for line, _ in table.lines(_COLUMNS)), "")
-    texts = [f"tolerance: {answer.tolerance.text}", *(f"note: {one}" for one in answer.notes)]
+            yield from (line for line, _ in table.lines(_COLUMNS))
+            yield ""
+    texts = [f"tolerance: {answer.tolerance.text}", *(f"note: {note}" for note in answer.notes)]
     if answer.undecided:
         number = count(len(answer.undecided), "tensor")
         texts.append(f"rounding decides {number}, not judged: {shorten_names(answer.undecided)}")
@@ -219,7 +228,7 @@ def _lines(answer: Comparison) -> Iterator[str]:
         yield textwrap.fill(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def _border(answer: Comparison, first: findings.Tensor) -> str:
+def _border(answer: Comparison, first: findings.TensorDifference) -> str:
     before = f"the {printable(answer.last[-1].text)} agrees, " if answer.last else ""
     if answer.inside:
         before = f"the input of {printable(answer.inside)} agrees, "
@@ -231,27 +240,31 @@ def _border(answer: Comparison, first: findings.Tensor) -> str:
 
 
 def _tables(answer: Comparison) -> Iterator[Table]:
-    parts = [(one, "agrees") for one in answer.last] + [(one, "parts") for one in answer.first]
-    rows = [
-        _cells(one.step, one.text, one.why or one.distance, one.tolerance, word)
-        for one, word in parts
-    ]
+    rows = []
+    for tensors, word in ((answer.last, "agrees"), (answer.first, "parts")):
+        for tensor in tensors:
+            distance = tensor.why or tensor.distance
+            rows.append(_cells(tensor.step, tensor.text, distance, tensor.tolerance, word))
     head: tuple[str, ...] = ("step", "tensor", "distance", "tolerance", "")
     yield Table("the border, in the order of execution", head, rows, frozenset({0, 2, 3}))
     if answer.modules:
-        rows = [_cells(*one) for one in answer.modules]
+        rows = [_cells(*module) for module in answer.modules]
         head = ("module", "distance of its input", "of its output")
         title = f"modules that add to the difference in step {answer.step}"
         yield Table(title, head, rows, frozenset({1, 2}))
-    steps = [one for one in answer.steps if one.step >= (answer.step or 0)]
-    rows = [
-        _cells(one.step, f"{one.apart:,} of {one.compared:,}", one.median, one.largest)
-        for one in steps[:: -(-len(steps) // _STEPS)]
-    ]
-    title = f"how it goes on{answer.growth and f': the difference {answer.growth}'}"
+    steps = [step for step in answer.steps if step.step >= (answer.step or 0)]
+    every = -(-len(steps) // _STEPS)
+    rows = []
+    for step in steps[::every]:
+        apart = f"{step.apart:,} of {step.compared:,}"
+        rows.append(_cells(step.step, apart, step.median, step.largest))
+    title = "how it goes on"
+    if answer.growth:
+        title += f": the difference {answer.growth}"
     head = ("step", "tensors apart", "their median distance", "largest")
     yield Table(title, head, rows, frozenset(range(4)))
 
 
 def _cells(*values: object) -> tuple[str, ...]:
-    return tuple(f"{one:.2g}" if isinstance(one, float) else printable(str(one)) for one in values)
+    texts = (f"{value:.2g}" if isinstance(value, float) else str(value) for value in values)
+    return tuple(map(printable, texts))

@@ -25,7 +25,7 @@ _STATES = {
 }
 
 
-class Tensor(NamedTuple):
+class TensorDifference(NamedTuple):
     """A tensor of one step in both runs.
 
     `distance` and `tolerance` are relative to the norm; `why` says why there is no distance.
@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
     text: str
 
 
-class Module(NamedTuple):
+class ModuleDifference(NamedTuple):
     """A module that adds to a difference: the distances of its input and its output."""
 
     name: str
@@ -52,7 +52,7 @@ class Module(NamedTuple):
     went_out: float
 
 
-class Step(NamedTuple):
+class StepDifference(NamedTuple):
     """How many tensors are apart in a step, and how far."""
 
     step: int
@@ -66,7 +66,7 @@ def words(pairs: Pairs, at: int) -> str:
     return pairs.kind(at).text(pairs.name(at))
 
 
-def tensor_of(pairs: Pairs, at: int) -> Tensor:
+def tensor_of(pairs: Pairs, at: int) -> TensorDifference:
     cell, kind, text = pairs.cells[at], pairs.kind(at), words(pairs, at)
     alike = pairs.cells[pairs.like(at, "kind", "name")]
     more = [] if kind.tensor == kind.base else [kind.tensor]
@@ -81,7 +81,9 @@ def tensor_of(pairs: Pairs, at: int) -> Tensor:
     step, part, call, rank = (int(cell[key]) for key in ("step", "part", "call", "rank"))
     far, limit = float(cell["distance"]), float(cell["limit"])
     name = pairs.name(at)
-    return Tensor(name, kind.tensor, step, kind.phase, part, call, rank, far, limit, why, text)
+    return TensorDifference(
+        name, kind.tensor, step, kind.phase, part, call, rank, far, limit, why, text
+    )
 
 
 def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
@@ -113,18 +115,18 @@ def inside_of(pairs: Pairs, border: int) -> str:
     return around if kind.phase == "forward" else ""
 
 
-def modules_of(pairs: Pairs, border: int) -> list[Module]:
+def modules_of(pairs: Pairs, border: int) -> list[ModuleDifference]:
     same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
     came: dict[tuple[str, int], int] = {}
     # Where its input is, how far that was apart at least, how many times as far its output is.
-    added: dict[tuple[str, int], tuple[int, float, float, Module]] = {}
+    added: dict[tuple[str, int], tuple[int, float, float, ModuleDifference]] = {}
     apart, distances = pairs.apart, pairs.cells["distance"]
     for at in np.flatnonzero(same & (pairs.cells["state"] == BOTH)).tolist():
         base, key = pairs.kind(at).base, (pairs.name(at), int(pairs.cells["call"][at]))
         if base == "input":
             came[key] = max(at, came.get(key, at), key=distances.__getitem__)
         elif base == "output" and key in came and apart[at]:
-            module = Module(key[0], float(distances[came[key]]), float(distances[at]))
+            module = ModuleDifference(key[0], float(distances[came[key]]), float(distances[at]))
             start = max(module.came_in, float(pairs.cells["limit"][at]), 1e-30)
             times = module.went_out / start
             if times >= _ADDS and (key not in added or times > added[key][2]):
@@ -146,17 +148,17 @@ def modules_of(pairs: Pairs, border: int) -> list[Module]:
     return [module for *_, module in sorted(most)]
 
 
-def steps_of(pairs: Pairs) -> Iterator[Step]:
+def steps_of(pairs: Pairs) -> Iterator[StepDifference]:
     cells, apart = pairs.cells, pairs.apart
     for step in np.unique(cells["step"]).tolist():
         here = cells["step"] == step
         far = cells["distance"][here & apart & np.isfinite(cells["distance"])]
         compared, number = int((here & ~cells["undecided"]).sum()), int((here & apart).sum())
         median = float(np.median(far)) if len(far) else 0.0
-        yield Step(step, compared, number, median, far.max(initial=0.0).item())
+        yield StepDifference(step, compared, number, median, far.max(initial=0.0).item())
 
 
-def growth_of(steps: Sequence[Step]) -> str:
+def growth_of(steps: Sequence[StepDifference]) -> str:
     medians = [step.median for step in steps if step.median]
     if len(medians) < 2:  # noqa: PLR2004 # to compare
         return ""

@@ -1,16 +1,15 @@
 """Limits that depend on what came before: rounding goes on into later tensors, and so does a kink. Needs numpy.
 
-A kink is where rounding decides which way a function goes on: a ReLU, or an optimizer that steps by a gradient's sign.
+A kink is where rounding decides which way a function goes on, as a ReLU.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.report.comparison.alignment import BOTH, Pairs
-from gradsurgeon.report.comparison.tolerance import DECIDED_BY_ROUNDING, Tolerance
+from gradsurgeon.report.comparison.tolerance import Tolerance
 
 # A few elements: no more than ten usual ones have together, or one that is ten times as large.
 _ELEMENTS = 10.0
@@ -21,16 +20,22 @@ _ONCE = 10.0
 # Of elements of a usual spread, a share as large as the distance lies at a kink. So what goes over one differs by the
 # square root of what came before.
 _SPREAD = 3.0
-# The elements that an optimizer steps the other way: some, and so many times the share that rounding moves over zero.
-_FLIPPED, _FLIPS = 4.0, 10.0
-# Weights that differ by the optimizer are a group, and more than one of so many.
-_GROUP = 6.0
 
 
 def settle(pairs: Pairs, rule: Tolerance) -> list[str]:
     """Raise limits by what came before each tensor, and return notes on kinks."""
     kinks = list(_carry_on(pairs, rule.times, is_known=rule.kind != "rounding"))
-    return [*_notes(pairs, kinks, rule.times)]
+    if not kinks:
+        return []
+    first = kinks[0]
+    cell = pairs.cells[first]
+    text = f"step {cell['step']}, {printable(pairs.kind(first).text(pairs.name(first)))}"
+    if len(kinks) > 1:
+        text += f" and {len(kinks) - 1} more"
+    return [
+        f"{text}: the distance {cell['distance']:.2g} is that of a few of {int(cell['numel']):,} elements at a kink, as of "
+        f"ReLU; no other step repeats it, and what comes after it was judged by {rule.times:g} times as much"
+    ]
 
 
 def _carry_on(pairs: Pairs, times: float, *, is_known: bool) -> Iterator[int]:
@@ -48,16 +53,14 @@ def _carry_on(pairs: Pairs, times: float, *, is_known: bool) -> Iterator[int]:
     modules: dict[str, float] = {}
     params: dict[int, float] = {}
     for at, cell in enumerate(cells):
-        phase, name = phases[cell["kind"]], int(cell["name"])
+        phase = phases[cell["kind"]]
+        name = int(cell["name"])
         if cell["step"] != step:
             largest, modules = _of_weights(pairs, step)
             step = int(cell["step"])
         before = largest
         if phase == "update":
             before = params.get(name, 0.0)
-            cell["undecided"] |= (
-                not is_known and _turned(cell, _FLIPS * before) > DECIDED_BY_ROUNDING
-            )
         elif phase == "forward":
             before = max(largest, modules.get(pairs.names[name], 0.0))
         if not is_known:
@@ -69,7 +72,7 @@ def _carry_on(pairs: Pairs, times: float, *, is_known: bool) -> Iterator[int]:
             if have_parted:
                 continue
             cell["limit"] = times * cell["distance"]
-            is_known = is_known and phase == "update"
+            is_known = False
             yield at
         distance = float(cell["distance"])
         if phase in ("gradient", "update"):
@@ -93,24 +96,17 @@ def _of_weights(pairs: Pairs, step: int) -> tuple[float, dict[str, float]]:
 
 
 def _is_kink(pairs: Pairs, at: int) -> bool:
-    """Tell whether the first tensor that parts differs in a few elements, as by a kink."""
-    cell = pairs.cells[at]
-    phase = pairs.kind(at).phase
-    if cell["state"] != BOTH or not np.isfinite(cell["distance"]):
-        return False
-    if phase == "backward":
-        return _is_switched(pairs, at) and not _is_repeated(pairs, at)
-    return phase == "update" and _is_stepped_back(pairs, at)
-
-
-def _is_switched(pairs: Pairs, at: int) -> bool:
-    """Tell whether a few elements of an output gradient are switched on or off.
+    """Tell whether the first tensor that parts is an output gradient of which a few elements are switched on or off.
 
     That changes the norm by the square of the distance; a factor changes it more.
     """
     cell = pairs.cells[at]
+    distance = cell["distance"]
+    if pairs.kind(at).phase != "backward" or cell["state"] != BOTH or not np.isfinite(distance):
+        return False
     most = min(_SHARE, _ELEMENTS / np.sqrt(cell["numel"]))
-    return bool(cell["distance"] <= most and cell["shift"] <= cell["distance"] ** 2)
+    is_switched = distance <= most and cell["shift"] <= distance**2
+    return bool(is_switched) and not _is_repeated(pairs, at)
 
 
 def _is_repeated(pairs: Pairs, at: int) -> bool:
@@ -135,48 +131,3 @@ def _is_repeated(pairs: Pairs, at: int) -> bool:
         if far > usual:
             return True
     return False
-
-
-def _turned(cell: Any, share: float) -> float:
-    """Return the distance of a weight if an optimizer makes a full step of a share of its elements the other way."""
-    return float(2.0 * np.sqrt(share) * cell["moved"])
-
-
-def _is_stepped_back(pairs: Pairs, at: int) -> bool:
-    """Tell whether an optimizer such as Adam made a full step of a few elements the other way.
-
-    Rounding decides the sign of their gradient. Another learning rate or weight decay moves most weights, or a weight
-    along itself, which changes its norm.
-    """
-    cells, cell = pairs.cells, pairs.cells[at]
-    weights = pairs.of_base("value") & pairs.like(at, "step")
-    gradient = pairs.of_base("grad") & pairs.like(at, "step", "name")
-    turned = cells["distance"][gradient & np.isfinite(cells["distance"])].max(initial=0.0)
-    most = _turned(cell, _FLIPPED / cell["numel"] + _FLIPS * turned)
-    is_lone = (pairs.apart & weights).sum() <= max(1.0, weights.sum() / _GROUP)
-    return bool(is_lone and cell["distance"] <= most and 2 * cell["shift"] <= cell["distance"])
-
-
-def _notes(pairs: Pairs, kinks: Sequence[int], times: float) -> Iterator[str]:
-    updates = [at for at in kinks if pairs.kind(at).phase == "update"]
-    modules = [at for at in kinks if at not in updates]
-    if modules:
-        cell = pairs.cells[modules[0]]
-        yield (
-            f"{_told(pairs, modules)}: the distance {cell['distance']:.2g} is that of a few of {int(cell['numel']):,} "
-            f"elements at a kink, as of ReLU; no other step repeats it, and what comes after it was judged by {times:g} "
-            "times as much"
-        )
-    if updates:
-        yield (
-            f"{_told(pairs, updates)}: the distance is that of a few elements whose gradient is close to zero, of which "
-            "an optimizer such as Adam makes a full step either way"
-        )
-
-
-def _told(pairs: Pairs, kinks: Sequence[int]) -> str:
-    first = kinks[0]
-    text = (
-        f"step {pairs.cells['step'][first]}, {printable(pairs.kind(first).text(pairs.name(first)))}"
-    )
-    return f"{text} and {len(kinks) - 1} more" if len(kinks) > 1 else text

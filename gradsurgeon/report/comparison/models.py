@@ -7,19 +7,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gradsurgeon.records.store.layout import runs_inside, section
-from gradsurgeon.records.store.run import Run
+from gradsurgeon.records.store.run import StoredRun
 from gradsurgeon.report.run import open_run
 
-Source = str | os.PathLike[str] | Run
+RunOrPath = str | os.PathLike[str] | StoredRun
 _PROCESS = re.compile(r"process-[0-9]+")
 
 
-def models_of(source: Source, stack: ExitStack) -> dict[str, Run]:
+def models_of(source: RunOrPath, stack: ExitStack) -> dict[str, StoredRun]:
     """Return the runs of all models of a script by name, the first model first; the stack closes what it opens.
 
     Further models without records were never used.
     """
-    run = source if isinstance(source, Run) else stack.enter_context(open_run(source))
+    run = source if isinstance(source, StoredRun) else stack.enter_context(open_run(source))
     found = {_title(run): run}
     for folder in runs_inside(run.path):
         inner = stack.enter_context(open_run(folder))
@@ -29,7 +29,7 @@ def models_of(source: Source, stack: ExitStack) -> dict[str, Run]:
     return found
 
 
-def _title(run: Run) -> str:
+def _title(run: StoredRun) -> str:
     model = section(run.meta, "model")
     return str(model.get("title") or model.get("origin") or "")
 
@@ -44,7 +44,9 @@ def _name_inside(place: Path, title: str) -> str:
     return ""
 
 
-def counterparts(models: Mapping[str, Run], others: Mapping[str, Run]) -> dict[str, str]:
+def counterparts(
+    models: Mapping[str, StoredRun], others: Mapping[str, StoredRun]
+) -> dict[str, str]:
     """Return which model of other runs has the same name; the first models go together if they have none."""
     found = {name: name for name in models if name in others}
     first, other = next(iter(models)), next(iter(others))

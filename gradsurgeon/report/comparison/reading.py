@@ -12,7 +12,8 @@ from gradsurgeon.errors import Place, Problem, RecordError, RuleFileError, did_y
 from gradsurgeon.language import source
 from gradsurgeon.records.store.layout import section
 from gradsurgeon.records.store.rank_file import StoredSeries
-from gradsurgeon.records.store.run import Run, of_lowest_ranks
+from gradsurgeon.records.store.recorded import of_lowest_ranks
+from gradsurgeon.records.store.run import StoredRun
 from gradsurgeon.records.store.tables import arrays
 from gradsurgeon.report.comparison.order import is_inside
 from gradsurgeon.report.spikes import Flags, Ints
@@ -103,7 +104,7 @@ def stripped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def read(run: Run, words: Words, rename: Callable[[str], str]) -> Reading:
+def read(run: StoredRun, words: Words, rename: Callable[[str], str]) -> Reading:
     """Return the fingerprints of a run, by other names; `words` gets its kinds and names. Raises `RecordError` without any."""
     groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
     for series in run:
@@ -158,7 +159,7 @@ def _owner(name: str, modules: Mapping[str, str]) -> str:
     return name[:end] if end > 0 else name
 
 
-def _dtypes(run: Run, words: Words, rename: Callable[[str], str]) -> dict[int, str]:
+def _dtypes(run: StoredRun, words: Words, rename: Callable[[str], str]) -> dict[int, str]:
     params = section(run.meta, "model").get("params")
     found: dict[int, str] = {}
     for param in params if isinstance(params, list) else ():

@@ -25,7 +25,6 @@ DECIDED_BY_ROUNDING = 0.1
 _MOST = 0.5
 # A gradient so many times smaller than the median seems to be what rounding leaves of a sum.
 _VANISHING, _VANISHING_EPS = 1e-5, 4
-_LEAST = 1e-30
 # Distances that rounding can reach, of float32 and of bfloat16, which autocast uses and no run tells.
 BOUND, AUTOCAST = 1e-3, 2.0**-7
 # Without noise runs: float32 sums of some thousand elements differ by up to 30 eps on other kernels. Half precision
@@ -100,20 +99,6 @@ def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: 
         if np.isfinite(drift[here]).any():
             found[here] = np.fmax(found[here], np.nanmedian(drift[here]))
     return np.nan_to_num(found)
-
-
-def moved(cells: Any, values: Floats) -> Floats:
-    """Return how far updates move each weight, relative to its norm: the largest change between two steps.
-
-    The change of a projection is a sample of the norm of the change. Weights of one step alone get 0.
-    """
-    found = np.zeros(len(cells))
-    for name in np.unique(cells["name"]):
-        here = np.flatnonzero(cells["name"] == name)
-        here = here[np.argsort(cells["step"][here])]
-        changes = np.abs(np.diff(values[here], axis=0)) / np.maximum(values[here[1:], :1], _LEAST)
-        found[here] = np.nan_to_num(changes).max(initial=0.0)
-    return found
 
 
 def coarsest(dtypes: Iterable[str]) -> str:
@@ -194,7 +179,7 @@ def refuse_unlike(
     found: Flags,
     values: Floats,
     forward: Flags,
-    told: Callable[[int], str],
+    text_of: Callable[[int], str],
 ) -> None:
     """Refuse noise runs that differ from the reference by more than rounding can in the first forward pass.
 
@@ -217,7 +202,7 @@ def refuse_unlike(
         strange = np.flatnonzero((far > limit) & (_ALIKE * spread[known] < far))
         if len(strange):
             at = strange[0]
-            moved = f"differs from the reference by {far[at]:.2g} at the {told(known[at])}"
+            moved = f"differs from the reference by {far[at]:.2g} at the {text_of(known[at])}"
             rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
             _refuse(one, f"{moved}, {rounding}", "make noise runs by the script of the reference")
 
