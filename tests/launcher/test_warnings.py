@@ -30,7 +30,10 @@ def train(model, wrap=lambda model: model):
         wrapped(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 """
-OURS = "weight was replaced, renamed, taken out of its module, or tied to another parameter: no rule acts"
+OURS = (
+    "weight was replaced, renamed, taken out of its module, or tied to another parameter: no rule acts on it any more. "
+    "Apply the rules again with replace=True"
+)
 
 
 @dataclass

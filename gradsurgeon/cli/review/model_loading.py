@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from types import TracebackType
 from typing import Any
 
 from gradsurgeon.errors import ModelError, printable
@@ -42,8 +43,17 @@ def _failing(what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything
-        trace = "".join(traceback.format_exception(error)).rstrip()
+        lines = traceback.format_exception(type(error), error, _of_user(error))
+        trace = "".join(lines).rstrip()
         raise ModelError(f"{what}:\n{trace}") from None
+
+
+def _of_user(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an error without the frames of this file, which come first."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
 
 
 def _target(spec: str) -> Any:
