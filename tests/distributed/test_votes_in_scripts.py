@@ -13,17 +13,24 @@ pytestmark = pytest.mark.cover_children
 LIMIT = 10
 
 
+WORKER = Path(__file__).with_name("votes_in_scripts_worker.py")
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("votes_in_scripts_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("scripts") / "seen")
+    return run_ranks(WORKER, tmp_path_factory.mktemp("scripts") / "seen")
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(WORKER, tmp_path_factory.mktemp("waiting") / "seen", words=["waiting"])
 
 
 @pytest.mark.slow
 def test_an_attempt_that_an_agent_starts_again_has_its_own_votes(
-    ranks: list[dict[str, Any]],
+    waiting: list[dict[str, Any]],
 ) -> None:
-    for rank in ranks:
+    for rank in waiting:
         found = rank["restarted"]
         assert found["moved"] == [True, False, True]
         assert "notice" not in [kind for kind, *_ in found["events"]]
@@ -75,10 +82,11 @@ def test_a_gradient_that_is_repaired_after_the_vote_is_not_called_no_trap(
         assert "rank 1 trapped, and all ranks skip the step" in found["events"][0][2]
 
 
+@pytest.mark.slow
 def test_each_rank_waits_for_one_diagnosis_and_not_for_the_next(
-    ranks: list[dict[str, Any]],
+    waiting: list[dict[str, Any]],
 ) -> None:
-    one, other = (rank["missed_meeting"] for rank in ranks)
+    one, other = (rank["missed_meeting"] for rank in waiting)
     assert (one["moved"], other["moved"]) == ([True, False, False], [True, False])
     # Rank 0 waits for rank 1 once, which is absent, and rank 1 for rank 0 at its own first trip.
     assert one["took"] < 2 * LIMIT + 6
