@@ -105,10 +105,10 @@ def apply(
 ) -> Session:
     """Attach rules to a model. A call that fails changes nothing.
 
-    The rules stay bound to the tensors that the plan shows. What replaces a parameter or module under its name comes
-    under its rules, and a warning names it. Warnings also name parameters that are gone, and new parameters and
-    modules that a rule would match: apply the rules again with ``replace=True``. Lazy modules must have seen an input before.
-    Copies of the model and saved models carry no rules.
+    The rules stay bound to the tensors that the plan shows. A parameter that is replaced before the first update comes
+    under its rules; on one that is replaced later no rule acts. A module that replaces another under its name comes under
+    its rules. A warning names each, and new parameters and modules that a rule would match: apply the rules again with
+    ``replace=True``. Lazy modules must have seen an input before. Copies of the model and saved models carry no rules.
 
     Rules on parameters act in training only: they do not change the results of `torch.autograd.grad`
     and `torch.func`. Rules on modules act wherever the modules run, except in transforms of

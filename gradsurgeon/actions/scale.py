@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# The smallest normal and the largest number of float16, which has the narrowest range.
-_TINY_HALF = 2.0**-14
-_MAX_HALF = 65504.0
-
-
 class Scale(EditRule):
     """Multiply a gradient by a constant.
 

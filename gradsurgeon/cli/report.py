@@ -15,7 +15,7 @@ from gradsurgeon.errors import RecordError, did_you_mean, printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store.layout import RUN_FILE, json_text, runs_inside
 from gradsurgeon.records.store.run import open_run
-from gradsurgeon.report import Report, from_run
+from gradsurgeon.report import Report, summary
 from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.rules_and_events import by_kind, event_lines
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.format == "json":
             inside = [*map(str, runs_inside(folders[0]))]
             with open_run(folders[0]) as opened:
-                print(json_text({**to_dict(from_run(opened)), "inside": inside}, indent=2))
+                print(json_text({**to_dict(summary(opened)), "inside": inside}, indent=2))
         elif arguments.format == "text":
             # The events alone tell whether a job fails, and need no numpy.
             _print_texts(folders, by_events=bool(kinds) and not is_installed("numpy"))
@@ -132,7 +132,7 @@ def _print_texts(folders: Sequence[Path], *, by_events: bool) -> None:
         inside = runs_inside(folder)
         if is_shown := (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:
-                report = from_run(opened)
+                report = summary(opened)
                 text = "\n".join([*report.head, *event_lines(report.events)])
                 print(text if by_events else report)
         if inside:
@@ -156,7 +156,7 @@ def _failing(
     for place in runs if kinds else ():
         try:
             with open_run(place) as run:
-                report = from_run(run)
+                report = summary(run)
                 events = [event for event in report.events if event.kind in kinds]
                 if "spike" in kinds:
                     events += _spikes(report, run.ranks[0])

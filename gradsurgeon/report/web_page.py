@@ -32,7 +32,7 @@ from gradsurgeon.report.rules_and_events import (
     rule_table,
     shown_groups,
 )
-from gradsurgeon.report.sources import from_run
+from gradsurgeon.report.sources import summary
 
 # What every page begins with: nothing else is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"
@@ -96,7 +96,7 @@ def _assets(*names: str) -> str:
 
 
 def page_data(run: StoredRun) -> dict[str, Any]:
-    report = from_run(run)
+    report = summary(run)
     rules = section(run.meta, "rules")
     return {
         "title": report.title,

@@ -158,7 +158,7 @@ class Session(RecordQueries):
         Raises:
             KeyError: no `capture` rule has this id.
         """
-        known = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
+        known = self._capture_rules
         if rule not in known:
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
             raise KeyError(f"no capture rule {rule!r}; {hint}")
@@ -210,8 +210,12 @@ class Session(RecordQueries):
             self.captured(rule), rule=rule, name=name, step=step, call=call, sample=sample
         )
 
+    @property
+    def _capture_rules(self) -> list[str]:
+        return [rule.id for rule in self.plan.rules.rules if isinstance(rule, CaptureRule)]
+
     def _capture_rule(self) -> str:
-        ids = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
+        ids = self._capture_rules
         if not ids:
             raise RecordError(
                 'no rule keeps tensors: add one, such as {id: maps, action: capture, modules: "layer4", tensor: output}'

@@ -39,7 +39,7 @@ def text():
 def recorded(folder, name, stat="l2"):
     """Return what a run has recorded of a tensor, as pairs of step and value."""
     with gradsurgeon.open_run(folder) as run:
-        return [pair for series in run.series(name, stat) for pair in series.of(name)]
+        return run.history(name, stat)
 
 
 def end(came_out, runs, html):
