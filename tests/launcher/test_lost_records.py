@@ -40,7 +40,7 @@ rules:
         ("removed", "records are no longer written to ", []),
         (
             "pictures",
-            "the pictures of captured tensors could not be written: Is a directory",
+            "the numbers of captured tensors could not be written: Is a directory",
             ["--quiet"],
         ),
         ("nothing", "", []),
