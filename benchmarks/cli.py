@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from benchmarks import (
+    check,
     device_counts,
     floors,
     like_for_like,
@@ -25,9 +26,9 @@ from benchmarks import (
     step_alone,
 )
 from benchmarks.cases import BARE
-from benchmarks.machine import devices, keep_freed_memory, versions
+from benchmarks.machine import describe, devices, keep_freed_memory, versions
 from benchmarks.overhead import Row
-from benchmarks.results import ResultError
+from benchmarks.results import Result, ResultError
 from benchmarks.workloads import WORKLOADS
 
 Pair = tuple[str, str]
@@ -48,7 +49,7 @@ _ON_HOST = (ranks.GROUP, startup.GROUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite; return 0, or 2 where it could not do its work.
+    """Run the suite; return 0, 1 where ratios are worse, 2 where it could not do its work.
 
     Args:
         argv: the arguments, those of the process if not given.
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _render()
         if arguments.show is not None:
             return _show(arguments.show)
+        if arguments.check is not None:
+            return _check(arguments)
         return _run(arguments)
     except ResultError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
@@ -103,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument(
         "--show", nargs="?", const="", metavar="FILE",
         help="print all tables of FILE, or of the newest committed result, and stop",
+    )  # fmt: skip
+    other.add_argument(
+        "--check", nargs="?", const="", metavar="FILE",
+        help="compare the ratios of a quick run with those of FILE, or of the newest committed result; "
+        "exit with 1 where they are worse",
     )  # fmt: skip
     return parser
 
@@ -239,3 +247,42 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
         words = " | ".join(str(row[key]) for key in keys if key in row)
         print(f"{time.monotonic() - begin:7.1f} s  {words}", file=sys.stderr, flush=True)
         yield row
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    device = arguments.device or devices()[0]
+    path = Path(arguments.check) if arguments.check else results.baseline(device)
+    known = results.load(path)
+    _warn_of_differences(known, device)
+
+    def measure(only: Collection[Pair]) -> Iterator[Row]:
+        return _told(overhead.measured(device, quick=True, only=only))
+
+    named = _pairs(arguments, quick=True)
+    wanted = {
+        (workload.name, case.name)
+        for workload, cases in overhead.planned(quick=named is None)
+        for case in cases
+        if case.kind != "peer" and (named is None or (workload.name, case.name) in named)
+    }
+    found = list(check.compared(known["rows"], list(measure(wanted))))
+    if not found:
+        raise ResultError(
+            f"{path}: it has none of what was measured now, so nothing can be compared"
+        )
+    confirmed = check.again(known["rows"], found, measure)
+    print(check.text_of(found, confirmed))
+    return 1 if confirmed else 0
+
+
+def _warn_of_differences(known: Result, device: str) -> None:
+    used, machine = versions(), describe(device)
+    pairs = (
+        ("device", known["machine"].get("device"), machine["device"]),
+        ("torch", known["versions"].get("torch"), used["torch"]),
+        ("python", known["versions"].get("python"), used["python"]),
+    )
+    for what, before, now in pairs:
+        if before != now:
+            text = f"note: the baseline has {what} {before}, this is {now}: that alone moves ratios"
+            print(text, file=sys.stderr)

@@ -93,7 +93,7 @@ def shown(folder: Path = FOLDER) -> list[tuple[Path, Result]]:
 
 
 def baseline(device: str, folder: Path = FOLDER) -> Path:
-    """Return the file that is shown for a kind of device.
+    """Return the file that is shown for a kind of device, and compared with.
 
     Raises:
         ResultError: there is none.
@@ -101,4 +101,6 @@ def baseline(device: str, folder: Path = FOLDER) -> Path:
     for path, result in shown(folder):
         if result["machine"]["kind"] == device:
             return path
-    raise ResultError(f"{folder} has no full result for {device}: name a file, --show FILE")
+    raise ResultError(
+        f"{folder} has no full result for {device}: name a file, such as --check FILE"
+    )

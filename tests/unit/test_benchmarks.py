@@ -1,13 +1,16 @@
-"""The benchmark suite: its arithmetic, its tables, and that each part of it runs. No timing."""
+"""The benchmark suite: its arithmetic, its tables, its check, and that each part of it runs. No timing."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import (
+    check,
     cli,
     device_counts,
     device_page,
@@ -222,6 +225,85 @@ def test_a_budget_ends_a_series_but_not_before_the_least_number_of_rounds() -> N
         4,
         4,
     ]
+
+
+# Check.
+
+
+BEFORE = [row("tiny", BARE_NAME, 0.0), row("tiny", "rules", 0.5), row("mlp", "rules", 1.2)]
+
+
+@pytest.mark.parametrize(
+    ("now", "worse"),
+    [
+        ([row("tiny", "rules", 0.5), row("mlp", "rules", 1.2)], []),
+        ([row("tiny", "rules", 0.54), row("mlp", "rules", 1.31)], []),
+        ([row("tiny", "rules", 0.56), row("mlp", "rules", 1.33)], ["tiny", "mlp"]),
+        # The distance between the quartiles, and the bare step, say how much is noise.
+        ([row("tiny", "rules", 0.56, width=0.02)], []),
+        ([row("tiny", "rules", 0.56), row("tiny", BARE_NAME, 0.0, width=0.02)], []),
+        ([row("mlp", "rules", 1.33), row("mlp", BARE_NAME, 1.0, width=0.02)], []),
+        ([row("mlp", "rules", 1.35), row("mlp", BARE_NAME, 1.0, width=0.02)], ["mlp"]),
+        ([row("mlp", "rules nobody had", 9.0)], []),
+        ([row("mlp", "rules", 9.0, kind="peer")], []),
+        ([row("tiny", "rules", 0.1)], []),
+    ],
+)
+def test_a_ratio_is_worse_beyond_noise(now: list[Any], worse: list[str]) -> None:
+    assert [one.workload for one in check.compared(BEFORE, now) if one.worse] == worse
+
+
+def test_what_is_worse_is_measured_again_and_must_be_worse_again() -> None:
+    asked: list[set[tuple[str, str]]] = []
+    bad, good = row("tiny", "rules", 0.9), row("tiny", "rules", 0.5)
+
+    def outcome(first: dict[str, Any], second: dict[str, Any]) -> set[tuple[str, str]]:
+        def measured(wanted: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+            asked.append(wanted)
+            yield second
+
+        return check.again(BEFORE, list(check.compared(BEFORE, [first])), measured)
+
+    assert outcome(good, bad) == set()
+    assert asked == []
+    assert outcome(bad, good) == set()
+    assert outcome(bad, bad) == {("tiny", "rules")}
+    assert asked == [{("tiny", "rules"), ("tiny", BARE_NAME)}] * 2
+
+
+@pytest.mark.slow
+def test_the_command_tells_a_doctored_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--only", "mlp", "--case", rule_sets.IDLE, "--device", "cpu"]
+    now = tmp_path / "now.json"
+    assert cli.main(["--quick", "--out", str(now), *chosen]) == 0
+    result = results.load(now)
+    assert [one["case"] for one in result["rows"]] == [BARE_NAME, rule_sets.IDLE]
+    codes = []
+    for factor in (10.0, 0.1):
+        doctored = json.loads(now.read_text(encoding="utf-8"))
+        ratio = doctored["rows"][1]["step_ratio"]
+        ratio |= {key: ratio[key] * factor for key in ("median", "low", "high")}
+        path = tmp_path / f"{factor}.json"
+        path.write_text(results.dumps(doctored), encoding="utf-8")
+        codes.append(cli.main(["--check", str(path), *chosen]))
+    assert codes == [0, 1]
+    out = capsys.readouterr().out
+    assert "0 of 1 ratios are worse" in out
+    assert "1 of 1 ratios are worse" in out
+    assert out.count("| WORSE |") == 1
+
+
+@pytest.mark.slow
+def test_a_baseline_without_anything_to_compare_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = results.new("cpu", [], versions={}, date="2026-01-31", quick=False, seconds=60)
+    path = tmp_path / "empty.json"
+    path.write_text(results.dumps(empty), encoding="utf-8")
+    assert cli.main(["--check", str(path), "--only", "mlp", "--case", rule_sets.IDLE]) == 2
+    assert "nothing can be compared" in capsys.readouterr().err
 
 
 # Targets.
