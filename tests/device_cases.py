@@ -1,4 +1,4 @@
-"""What `laws/test_device.py` runs, in a process of its own: the device stays registered.
+"""What `laws/test_device_waits.py` runs, in a process of its own: the device stays registered.
 
 Prints what each case has found, as JSON.
 """

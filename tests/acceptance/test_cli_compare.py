@@ -25,6 +25,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 def test_exit_codes(here: pathlib.Path) -> None:
     for run, code, begins in (
         ("fused", 0, "They agree within rounding in "),

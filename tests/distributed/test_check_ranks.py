@@ -17,20 +17,13 @@ Found = list[dict[str, list[dict[str, Any]]]]
 # first waits ten seconds for rows of the others.
 QUICK = [
     "accumulating",
-    "every_other_update_alone",
     "group_of_its_own",
-    "own_head_by_hand",
     "skipping_together",
     "sweep_of_learning_rates",
-    "sweep_of_seeds",
     "training_before_the_wrapper",
-    "wrapped_anew",
     "bypassed",
-    "data_lost_by_hand",
     "layer_replaced_after_the_wrapper",
-    "one_of_twelve_updates_skipped",
     "one_rank_clips",
-    "two_passes_of_one_forward_pass",
     "unlike_from_the_start",
     "weight_changed_on_one_rank",
 ]

@@ -129,6 +129,7 @@ def test_a_training_that_blows_up_within_a_few_steps_has_grown_before(tmp_path: 
     assert max(numbers(grown)) > 1e3
 
 
+@pytest.mark.slow
 def test_a_branch_that_dies_is_named_with_its_last_step(tmp_path: Path) -> None:
     training = trainings.dead_branch()
     (remark,) = only(remarks(training, tmp_path), "norm exactly 0")
@@ -160,7 +161,8 @@ def hundred_thousand(path: Path, bad: int | None) -> Tensor:
     return norms
 
 
-@pytest.mark.parametrize("bad", [61_803, *slow(99_999)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [61_803, 99_999])
 def test_a_bad_batch_in_a_hundred_thousand_steps_is_found(tmp_path: Path, bad: int) -> None:
     norms = hundred_thousand(tmp_path / "run", bad)
     (remark,) = only(stored(tmp_path / "run"), "largest spike")
@@ -169,6 +171,7 @@ def test_a_bad_batch_in_a_hundred_thousand_steps_is_found(tmp_path: Path, bad: i
     assert tells(remark, float(norms[bad].norm()), float(norms[bad].norm()) / usual)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_steps_without_a_bad_batch_have_no_remark(tmp_path: Path) -> None:
     hundred_thousand(tmp_path / "run", None)
     assert stored(tmp_path / "run") == []
@@ -211,12 +214,12 @@ def test_ranks_that_average_have_no_remark(ranks: tuple[Path, list[dict[str, Any
 @pytest.mark.parametrize(
     "healthy",
     [
-        trainings.batch_norms,
         trainings.overfitting,
         trainings.accumulation,
         trainings.lazy_penalty,
-        trainings.zero_initialised,
         *slow(
+            trainings.batch_norms,
+            trainings.zero_initialised,
             trainings.warm_up_and_cosine,
             trainings.step_decay,
             trainings.unfreezing,
@@ -238,9 +241,10 @@ def test_a_healthy_training_has_no_remark(healthy: Callable[[], Training], tmp_p
     assert remarks(healthy(), tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("healthy", "frozen"),
-    [(trainings.lora, 6), pytest.param(trainings.fine_tuning, 12, marks=pytest.mark.slow)],
+    [(trainings.lora, 6), (trainings.fine_tuning, 12)],
 )
 def test_what_is_frozen_is_told_apart_from_remarks(
     healthy: Callable[[], Training], frozen: int, tmp_path: Path

@@ -86,6 +86,7 @@ def test_training_without_a_fault_of_its_loop_gets_no_finding(make: Callable[[],
     assert told(make()) == []
 
 
+@pytest.mark.slow
 def test_vanishing_gradients_are_told_as_updates_that_are_rounded_away() -> None:
     torch.manual_seed(0)
     events = told(trainings.deep_sigmoids())

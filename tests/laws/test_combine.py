@@ -818,6 +818,7 @@ def weights(seed: int, *, calls: int = 1, steps: int = 1, start: int = 0) -> lis
     return [value for row in found for value in row]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*combines the losses of each backward pass")
 def test_the_weights_follow_from_the_seed_the_rule_the_step_and_the_call() -> None:
     found = weights(1, calls=3, steps=2)

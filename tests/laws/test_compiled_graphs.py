@@ -118,6 +118,7 @@ def test_modules_with_rules_and_around_them_leave_the_graph(
     assert broken() == sum(left) - never_called
 
 
+@pytest.mark.slow
 def test_a_tag_is_a_graph_break_where_a_rule_is_on_tags() -> None:
     model = Net()
     compiled: Any = torch.compile(model, backend="eager")
@@ -160,7 +161,7 @@ WHOLE = ["the model", "a submodule", "in place", "a submodule in place"]
     "modules",
     refused="inside `fullgraph=True`: a rule on a module is a graph break",
 )
-@pytest.mark.parametrize("where", WHOLE)
+@pytest.mark.parametrize("where", [*WHOLE[1::2], *slow(*WHOLE[::2])])
 def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
     model = compile_whole(Net(), where)
     with (

@@ -88,6 +88,7 @@ def test_what_waits_for_one_that_blocks_is_bounded(monkeypatch: pytest.MonkeyPat
     released.set()
 
 
+@pytest.mark.slow
 def test_where_rows_are_left_out_events_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "_MOST_BYTES", 5000)
     released = threading.Event()
@@ -131,6 +132,7 @@ def test_one_that_is_behind_gets_the_worst_of_several_steps(
     assert math.isnan(curve[29])
 
 
+@pytest.mark.slow
 def test_several_that_block_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "_PATIENCE", 1.0)
     released = threading.Event()

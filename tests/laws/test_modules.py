@@ -969,6 +969,7 @@ def test_a_trap_misses_nothing_in_a_model_of_many_modules(
         assert event.name == str(place if tensor == "output" else place - 1)
 
 
+@pytest.mark.slow
 def test_threads_that_share_a_model_lose_no_count(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)

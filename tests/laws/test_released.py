@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from pairs import singly
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -140,8 +141,7 @@ def alive(references: dict[str, weakref.ref[Any]]) -> list[str]:
 
 
 @pytest.mark.usefixtures("_uncollected")
-@pytest.mark.parametrize("end", ["session held", "session dropped", "model gone"])
-@pytest.mark.parametrize("case", [*BY_ACTION, *PACKS])
+@singly(case=[*BY_ACTION, *PACKS], end=["session held", "session dropped", "model gone"])
 def test_nothing_is_kept(
     case: str,
     end: str,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import slow
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -207,7 +208,7 @@ BAD = [math.nan, math.inf]
 
 
 @FORMS
-@pytest.mark.parametrize("then", ["clip", "warn"])
+@pytest.mark.parametrize("then", ["clip", *slow("warn")])
 def test_what_is_not_finite_never_enters(above: dict[str, float], then: str) -> None:
     healthy = series()
     faulty = list(
@@ -525,7 +526,7 @@ def part(several: Sequence[dict[str, Any]], first: int, last: int, state: Any) -
 
 # A rule whose every step was skipped says that it never fired.
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-@pytest.mark.parametrize("per", ["rule", "parameter"])
+@pytest.mark.parametrize("per", ["rule", *slow("parameter")])
 @FORMS
 def test_a_resumed_run_is_an_unbroken_one(above: dict[str, float], per: str) -> None:
     """With schedules, two optimizers, and rows of skipped steps."""

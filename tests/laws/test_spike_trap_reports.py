@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import singly, slow
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -86,9 +87,7 @@ def test_report_is_silent_about_the_age_of_a_statistic_of_100_updates() -> None:
             assert known is None or ("known from 99 updates" in known[1]) is is_young
 
 
-@pytest.mark.parametrize("guarded", [False, True])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("per", ["rule", "parameter"])
+@singly(per=["rule", "parameter"], parts=[1, 3], guarded=[False, True])
 def test_with_or_without_a_nan_trap_it_goes_by_the_order_of_backward(
     guarded: bool, parts: int, per: str
 ) -> None:
@@ -123,7 +122,7 @@ def test_the_order_is_not_that_of_the_model() -> None:
     assert "; b.weight" in line
 
 
-@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("guarded", [False, *slow(True)])
 def test_of_two_optimizers_the_one_does_not_speak_of_what_came_before(guarded: bool) -> None:
     for where in ("layer 2", "loss"):
         text = "\n".join(stopped(where, guarded=guarded, optimizers=("01", "234")))

@@ -285,6 +285,7 @@ def test_a_file_beyond_the_bound_is_refused(tmp_path: Path) -> None:
         _bounded_load.load(path, 4000)
 
 
+@pytest.mark.slow
 def test_whatever_byte_is_changed_it_is_loaded_or_refused(tmp_path: Path) -> None:
     file = io.BytesIO()
     torch.save({"a": [1, 2.5, "text"], "b": torch.ones(3)}, file)

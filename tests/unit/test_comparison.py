@@ -140,6 +140,7 @@ class TestBorder:
             in first_lines(found)
         )
 
+    @pytest.mark.slow
     def test_calls_of_one_module(self, made: Any) -> None:
         reference = made("images", kind=Convolutions)
         noise = [made(f"grain{seed}", kind=Convolutions, noise=seed) for seed in (1, 2)]
@@ -177,6 +178,7 @@ class TestBorder:
         assert found.first[0].text == "gradient of emb.weight"
         assert "only in the run: head.weight" in first_lines(found)
 
+    @pytest.mark.slow
     def test_nan_on_one_side(self, made: Any, reference: Any, noise: Any) -> None:
         def spoil(training: Any) -> None:
             training.model.h[1].ln2.register_forward_hook(lambda *given: given[2] * float("nan"))
@@ -236,6 +238,7 @@ class TestWithoutNoise:
         assert found.alike, found
         assert "tolerance: the rounding of float32, 7.6e-06, which grows with depth" in str(found)
 
+    @pytest.mark.slow
     def test_other_kernels(self, made: Any, reference: Any) -> None:
         with OtherKernels():
             run = made("other kernels")
@@ -301,6 +304,7 @@ class TestAlignment:
         assert found.only_run == found.only_reference == ()
         assert found.steps[0].compared > 200
 
+    @pytest.mark.slow
     def test_micro_batches(self, made: Any, reference: Any, noise: Any) -> None:
         halves = made("halves", parts=2)
         found = gradsurgeon.compare(halves, reference, noise)
@@ -313,6 +317,7 @@ class TestAlignment:
         assert {kind.phase for kind in kinds_of(same)} > {"forward"}
         assert set(same.pairs.cells["part"].tolist()) == {0, 1}
 
+    @pytest.mark.slow
     def test_a_fault_in_the_second_micro_batch(self, made: Any) -> None:
         def late(training: Any) -> None:
             calls = iter(range(100))
@@ -324,6 +329,7 @@ class TestAlignment:
         assert (found.step, found.first[0].text) == (1, "output of h.1.ln1 (micro-batch 2 of 2)")
         assert "the input of h.1.ln1 agrees" in first_lines(found)
 
+    @pytest.mark.slow
     def test_names_that_changed(self, made: Any, reference: Any, noise: Any, tmp_path: Any) -> None:
         run = made("renamed", renamed)
         with pytest.raises(RecordError, match="no name of a tensor in common"):

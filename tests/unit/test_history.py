@@ -333,6 +333,7 @@ def long_histories() -> dict[str, list[float | None]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "moved"),
     [

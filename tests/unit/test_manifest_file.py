@@ -210,6 +210,7 @@ class TestStrict:
         strange = {f"key{number}": 1 for number in range(10_000)}
         assert refused(GOOD | strange, file) == [("key0", "Unexpected keyword argument, found 1")]
 
+    @pytest.mark.slow
     def test_a_shape_of_a_million_dimensions(self, file: pathlib.Path) -> None:
         ((place, message),) = refused(manifest(("a", "float32", [1 << 62] * 1_000_000)), file)
         assert place == "params[0].shape"

@@ -23,6 +23,7 @@ def scale(number: int, params: object = "*", **more: object) -> dict[str, object
     return {"id": f"r-{number}", "action": "scale", "params": params, "factor": 0.5, **more}
 
 
+@pytest.mark.slow
 def test_many_rules_on_the_same_tensors_are_shown_in_short() -> None:
     rules = [scale(number) for number in range(500)]
     with within(6):

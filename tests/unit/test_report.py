@@ -416,6 +416,7 @@ def test_a_table_for_the_page_says_how_serious_each_row_is() -> None:
     assert found.norms[0].table.plain()["levels"] == ["", "bad"]
 
 
+@pytest.mark.slow
 def test_a_report_of_many_parameters_is_quick() -> None:
     """Ten thousand tensors that took minutes when each name was looked up anew among all others."""
     names = [f"layer{number}.weight" for number in range(10_000)]
@@ -428,6 +429,7 @@ def test_a_report_of_many_parameters_is_quick() -> None:
     assert time.process_time() - start < 5
 
 
+@pytest.mark.slow
 def test_a_summary_of_twice_the_parameters_takes_twice_the_time() -> None:
     seconds = []
     for number in (2000, 8000):

@@ -117,6 +117,7 @@ def test_ranks_are_merged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
         assert lowest == [(0, "norms"), (1, "extra")]
 
 
+@pytest.mark.slow
 def test_a_run_is_read_while_another_process_writes_it(tmp_path: pathlib.Path) -> None:
     with another_process(WRITES, str(tmp_path)), open_run(tmp_path) as run:
         assert run.states == {0: "running"}

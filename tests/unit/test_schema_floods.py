@@ -31,6 +31,7 @@ FLOODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover  # thousands of lines, the same few of ours
 @pytest.mark.parametrize("name", ["rules", *slow(*(name for name in FLOODS if name != "rules"))])
 def test_the_answer_is_short_and_there_soon(name: str) -> None:

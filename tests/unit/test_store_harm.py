@@ -51,6 +51,7 @@ def event(message: str = "bad", step: int = 3) -> Event:
     return Event("trap", "nans", step, 0, "a.bias", message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", ["wal", *slow("no wal")])
 def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, log: str) -> None:
     with another_process(WRITES_FOR_EVER, str(tmp_path), log) as process:
