@@ -68,11 +68,14 @@ def is_inner(frame: FrameType) -> bool:
 
 
 @contextmanager
-def watching(called: Callable[[FrameType], None]) -> Iterator[None]:
-    """Call a function at each call of an inner function of the package; what it raises, that function raises."""
+def watching(called: Callable[[FrameType], None], code: CodeType | None = None) -> Iterator[None]:
+    """Call a function at each call of an inner function of the package; what it raises, that function raises.
+
+    Calls of one ``code`` are told from others at once: tracing is most of what these tests take.
+    """
 
     def trace(frame: FrameType, event: str, _: object) -> None:
-        if is_inner(frame):
+        if (code is None or frame.f_code is code) and is_inner(frame):
             called(frame)
 
     before = sys.gettrace()
@@ -95,11 +98,11 @@ def with_a_fault(train: Train, pack: str, code: CodeType) -> trainings.Launched:
     calls: list[FrameType] = []
 
     def fail(frame: FrameType) -> None:
-        if frame.f_code is code and not calls:
+        if not calls:
             calls.append(frame)
             raise RuntimeError(INJECTED)
 
-    return launched(train, pack, watch=lambda: watching(fail))
+    return launched(train, pack, watch=lambda: watching(fail, code))
 
 
 def check(name: str, codes: list[CodeType]) -> None:
