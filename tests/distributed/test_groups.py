@@ -9,7 +9,7 @@ import pytest
 from distributed.groups_worker import FAULT, STEPS
 from ranks import run_ranks
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(worker, tmp_path_factory.mktemp("groups") / "seen", ranks=4)
 
 
-@pytest.mark.slow
 def test_a_rule_for_the_stage_of_other_ranks_is_a_notice(ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
         told = (

@@ -9,7 +9,7 @@ import pytest
 from distributed.voters_worker import OBJECTED, PASSES
 from ranks import run_ranks
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 WORKER = Path(__file__).with_name("voters_worker.py")
 
 
@@ -18,7 +18,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(WORKER, tmp_path_factory.mktemp("voters") / "seen", 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["by ranks", "by hosts"])
 def test_all_ranks_read_the_same(ranks: list[dict[str, Any]], how: str) -> None:
     for number, rank in enumerate(ranks):
@@ -81,7 +80,6 @@ def test_the_host_of_the_store_stays_until_the_others_have_read(
         assert rank["left"] == {"first": [[[3, "pass 1"]], False], "later": [], "said": []}
 
 
-@pytest.mark.slow
 def test_a_store_that_is_gone_ends_the_votes_with_a_word(tmp_path: Path) -> None:
     ranks = run_ranks(WORKER, tmp_path / "killed", 4, ("killed",))
     for rank in ranks[1:]:

@@ -215,9 +215,9 @@ def test_ranks_that_average_have_no_remark(ranks: tuple[Path, list[dict[str, Any
     "healthy",
     [
         trainings.overfitting,
-        trainings.accumulation,
         trainings.lazy_penalty,
         *slow(
+            trainings.accumulation,
             trainings.batch_norms,
             trainings.zero_initialised,
             trainings.warm_up_and_cosine,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, step, train
+from pairs import singly
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
@@ -19,8 +20,7 @@ from gradsurgeon.records import delivery
 from gradsurgeon.runtime import registry
 
 
-@pytest.mark.parametrize("method", ["scalars", "text", "flush"])
-@pytest.mark.parametrize("recorded", [False, True])
+@singly(method=["scalars", "text", "flush"], recorded=[False, True])
 def test_one_that_fails_is_an_event_and_training_is_the_same(
     tmp_path: Any, method: str, *, recorded: bool
 ) -> None:

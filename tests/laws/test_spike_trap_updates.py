@@ -123,9 +123,7 @@ def test_of_two_optimizers_made_one_no_norm_over_all_is_known(
     assert numbers == {len(FACTORS) - (8 if per == "rule" else 0)}
 
 
-@pytest.mark.parametrize("part", [0, 2], ids=["first layer", "last layer"])
-@pytest.mark.parametrize("resumed", [False, True], ids=["unbroken", "resumed"])
-@pytest.mark.parametrize("per", PER)
+@singly(per=PER, resumed=[False, True], part=[0, 2])
 def test_optimizers_that_share_parameters_go_on_each_with_its_own(
     per: str, resumed: bool, part: int
 ) -> None:

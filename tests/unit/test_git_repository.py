@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 from commands import git
-from pairs import pairwise
+from pairs import singly
 
 import gradsurgeon
 from gradsurgeon.cli.review import sources
@@ -129,7 +129,7 @@ def evil(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Evil:
 
 
 class TestCommands:
-    @pairwise(way=FETCHES, lost=["HEAD:rules.yaml", "HEAD^{tree}", "HEAD"], old=[False, True])
+    @singly(way=FETCHES, lost=["HEAD:rules.yaml", "HEAD^{tree}", "HEAD"], old=[False, True])
     def test_a_missing_object_is_not_fetched(
         self, evil: Evil, way: str, lost: str, old: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
