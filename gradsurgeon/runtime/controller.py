@@ -121,7 +121,7 @@ class Controller:
             by_hand = self._note_pass(done)
             if by_hand:
                 self.manual.refuse_compounding(done)
-            self.traps.add_snapshots(after_pass(self.context, done))
+            self.traps.add_snapshots(after_pass(self.context, done).values())
             objections = self.traps.objections(done) if self._agreement.votes(done) else ()
             self._end_pass(done)
         finally:
@@ -198,7 +198,7 @@ class Controller:
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
             taken = after_pass(self.context, BackwardPass(having, scale=step.scale), gradients)
-            self.traps.add_snapshots(taken)
+            self.traps.add_snapshots(taken.values())
             if own := taken.get(step.counter):
                 gradients.know(own.indices, own.norms)
 

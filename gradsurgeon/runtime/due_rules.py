@@ -50,6 +50,8 @@ class StepCounter:
     # The trips in a row of each trap, without the current update; and with it, as far as it was judged.
     trips: dict[str, int] = field(default_factory=dict)
     trips_now: dict[str, int] = field(default_factory=dict)
+    # The number of updates in a row that a `GradScaler` has left out.
+    scaler_skips: int = 0
 
     def tick(self) -> None:
         self.begun = True
@@ -113,6 +115,7 @@ class StepCounters:
             if holder is not self.common:
                 counter.step = max(counter.step, holder.step)
             counter.trips |= holder.trips
+            counter.scaler_skips = max(counter.scaler_skips, holder.scaler_skips)
             # Passes that came before their optimizer was known still feed its next update.
             counter.passes = max(counter.passes, holder.passes)
         for index in wanted:

@@ -47,7 +47,9 @@ def after_pass(
         normed = gradients.having(due_rules.normed)
         norms = gradients.take_norms(normed)
         reported = bool(due_rules.reported)
-        snapshots[counter] = GradientSnapshot(done, context.parameters, normed, norms, reported)
+        snapshots[counter] = GradientSnapshot(
+            done, context.parameters, counter.indices, normed, norms, reported
+        )
         for bound_rule in due_rules.after:
             if isinstance(bound_rule.rule, ObserverRule | CaptureRule):
                 observe(context, bound_rule, gradients)

@@ -14,7 +14,7 @@ from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.errors import TrapError
 from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.parameters import Parameters
-from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors import _torch, measure
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
 
@@ -46,13 +46,19 @@ class BackwardPass:
 
 @dataclass(frozen=True, slots=True)
 class GradientSnapshot:
-    """The norms of the gradients that a backward pass left."""
+    """The norms of the gradients that a backward pass left.
+
+    Attributes:
+        members: the parameters of one update that the pass feeds.
+        indices: those whose norms were taken.
+        reported: whether a rule reports spikes in the order in which the gradients came.
+    """
 
     done: BackwardPass
     parameters: Parameters
+    members: Sequence[int]
     indices: Sequence[int]
     norms: Norms
-    # Whether a rule reports spikes in the order in which the gradients came.
     reported: bool = False
 
     @property
@@ -73,6 +79,18 @@ class GradientSnapshot:
         params = enumerate(self.parameters.params())
         others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
         return [*([others] if others else []), *([index] for index in self.done.indices)]
+
+    def among(self, indices: Sequence[int]) -> GradientSnapshot:
+        """Return what it says of some of its parameters."""
+        if self.members == indices:  # nearly always
+            return self
+        own = set(indices).intersection(self.members)
+        return replace(
+            self,
+            members=tuple(sorted(own)),
+            indices=[index for index in self.indices if index in own],
+            norms=measure.among(self.norms, own),
+        )
 
     def without_graph(self) -> GradientSnapshot:
         """Return a copy without the graph, which keeps tensors alive; with the order that a report may need."""

@@ -1,8 +1,8 @@
 """The decision of traps on an update: made right before it, with reports on gradients seen since backward."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -49,26 +49,38 @@ class Traps:
         self._names = context.program.names
         self._spikes = spikes
         self._conclusions = Conclusions(context, kept)
-        # The number of consecutive steps that scalers have skipped.
-        self._scaler_skips: Counter[StepCounter] = Counter()
-        # Snapshots after each backward pass of the current step.
-        self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
+        # What backward passes left, of parameters whose update has not come yet. Its counter may come later than the pass.
+        self._snapshots: list[GradientSnapshot] = []
 
     @property
     def keeps_calls(self) -> bool:
         """Whether the next trip of some rule is diagnosed."""
         return bool(self._conclusions.diagnosis.pending)
 
-    def add_snapshots(self, taken: Mapping[StepCounter, GradientSnapshot]) -> None:
-        for counter, snapshot in taken.items():
+    def add_snapshots(self, taken: Iterable[GradientSnapshot]) -> None:
+        for snapshot in taken:
             if self._context.program.traps or snapshot.reported:
-                snapshots = self._snapshots[counter]
+                members = set(snapshot.members)
                 # A step of many micro-batches must not keep the graph of each.
-                snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
-                snapshots.append(snapshot)
+                self._snapshots = [
+                    earlier if members.isdisjoint(earlier.members) else earlier.without_graph()
+                    for earlier in self._snapshots
+                ]
+                self._snapshots.append(snapshot)
 
     def done(self, counter: StepCounter) -> None:
-        self._snapshots.pop(counter, None)
+        updated = set(counter.indices)
+        waiting = []
+        for snapshot in self._snapshots:
+            members = tuple(index for index in snapshot.members if index not in updated)
+            if members:
+                waiting.append(snapshot.among(members))
+        self._snapshots = waiting
+
+    def _snapshots_of(self, counter: StepCounter) -> list[GradientSnapshot]:
+        """Return what the backward passes of an update left, the earliest first."""
+        snapshots = [snapshot.among(counter.indices) for snapshot in self._snapshots]
+        return [snapshot for snapshot in snapshots if snapshot.members]
 
     def objections(self, done: BackwardPass) -> list[Objection]:
         """Return this rank's objections to the update after a pass. Reads the device once, and again for a report."""
@@ -76,7 +88,7 @@ class Traps:
         for counter in context.counters.among(done.indices):
             concerns = self._names[counter.indices[0]]
             deciding = [one for one in context.due_rules(counter).traps if decides(one.rule)]
-            snapshots = self._snapshots[counter] if deciding else []
+            snapshots = self._snapshots_of(counter) if deciding else []
             norms = snapshots[-1].norms if snapshots else ()
             (doubtful,) = measure.nonfinite(norms)
             if doubtful and done.scale is not None:
@@ -98,7 +110,7 @@ class Traps:
 
     def decide(self, update: StepContext) -> StepDecision:
         """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
-        self._scaler_skips.pop(update.counter, None)
+        update.counter.scaler_skips = 0
         looks = self._look_at_gradients(update)
         if update.due.spike_traps:
             looks += self._spikes.looks(update, partial(self._arrived, update.counter))
@@ -149,7 +161,7 @@ class Traps:
         if not indices:
             return []
         norms = update.gradients.take_norms(indices)
-        snapshots = self._snapshots[update.counter]
+        snapshots = self._snapshots_of(update.counter)
         before = snapshots[-1].norms if snapshots else ()
         return [Look((before, norms), partial(self._nonfinite, update, indices, norms))]
 
@@ -170,7 +182,7 @@ class Traps:
         if not (before or doubtful):
             return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
-        snapshots = self._snapshots[update.counter]
+        snapshots = self._snapshots_of(update.counter)
         divided = frozenset(t for t in indices if _dist.is_sharded(gradients[t]))
         evidence = GradientEvidence(snapshots, indices, bad, norms, divided)
         objecting = {one.rule for one in update.heard.objections}
@@ -206,8 +218,9 @@ class Traps:
 
     def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[Finding]:
         context, event_log, step = self._context, self._context.event_log, counter.step
-        self._scaler_skips[counter] += 1
-        skips, low = self._scaler_skips[counter], float(scale) < 1.0
+        counter.scaler_skips += 1
+        skips = counter.scaler_skips
+        low = float(scale) < 1.0
         event_log.emit("scaler-skip", SCALER_SKIP.format(step=step), step=step)
         evidence = self._evidence_of_skip(counter)
         # A skip caused by other tensors says nothing about a trap: its row goes on.
@@ -232,7 +245,8 @@ class Traps:
 
     def _evidence_of_skip(self, counter: StepCounter) -> GradientEvidence:
         # A scaler checks before the script can repair or clip, so the trap must do the same.
-        snapshots, parameters = self._snapshots[counter], self._context.parameters
+        snapshots = self._snapshots_of(counter)
+        parameters = self._context.parameters
         seen = snapshots[-1].norms if snapshots else ()
         trapped = self._context.due_rules(counter).trapped
         norms = measure.as_dict(seen or measure.norms_here(*parameters.grads(trapped)))
@@ -269,12 +283,12 @@ class Traps:
         )
 
     def _scale(self, counter: StepCounter) -> Tensor | None:
-        passes = (snapshot.done for snapshot in self._snapshots.get(counter, ()))
+        passes = (snapshot.done for snapshot in self._snapshots_of(counter))
         return next((done.scale for done in passes if done.scale is not None), None)
 
     def _arrived(self, counter: StepCounter) -> list[list[int]]:
         """Return the order in which the gradients of an update came; nothing if its passes reached different tensors."""
-        snapshots = self._snapshots[counter]
+        snapshots = self._snapshots_of(counter)
         reached = {frozenset(snapshot.done.indices) for snapshot in snapshots}
         return snapshots[-1].arrived if len(reached) == 1 else []
 

@@ -5,7 +5,7 @@ Those of sharded gradients take one collective: all ranks must call them with th
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors.statistics import STATISTICS, of_column
 
 Item = TypeVar("Item")
@@ -221,6 +221,17 @@ def nonfinite(*several: Norms) -> list[list[int]]:
         for into, indices, _ in group:
             into += [t for t, norm in zip(indices, rest, strict=False) if not math.isfinite(norm)]
     return bad
+
+
+def among(norms: Norms, indices: Collection[int]) -> Norms:
+    """Return the norms of some tensors, given those of more."""
+    chosen = []
+    for measured, values in norms:
+        places = tuple(place for place, index in enumerate(measured) if index in indices)
+        if places:
+            named = tuple(measured[place] for place in places)
+            chosen.append((named, values[_torch.integers(places, values.device)]))
+    return tuple(chosen)
 
 
 def as_dict(norms: Norms) -> dict[int, float]:

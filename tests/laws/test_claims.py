@@ -1,0 +1,181 @@
+"""What rules have seen of parameters goes with them to the optimizer that claims them, whenever that is met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import NonFiniteGradientError
+
+NAN = float("nan")
+TRAP = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step", "forensics": False}
+NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
+
+pytestmark = pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+
+
+def rules(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": list(entries)}
+
+
+def two_layers() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def backward(model: Any, number: int, spoilt: str = "") -> None:
+    """Run a pass in which the gradient of one parameter is NaN."""
+    named = dict(model.named_parameters())
+    handles = [named[spoilt].register_hook(lambda grad: grad * NAN)] if spoilt else []
+    model(data(number, 3, 4)).square().sum().backward()
+    for handle in handles:
+        handle.remove()
+
+
+def sgd(params: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize("owned", ["the first layer", "all"])
+def test_a_report_has_the_passes_before_the_optimizer_was_known(owned: str) -> None:
+    model = two_layers()
+    early = sgd(model.parameters() if owned == "all" else model[0].parameters())
+    with gradsurgeon.apply(model, rules(TRAP), optimizer=early) as session:
+        backward(model, 0, spoilt="2.weight")
+        backward(model, 1)
+        late = sgd(model[2].parameters())
+        before = model[2].weight.detach().clone()
+        late.step()
+        assert torch.equal(model[2].weight, before)
+        if owned != "all":
+            early.step()
+    trap, skip = session.events
+    assert (trap.kind, skip.kind) == ("trap", "skipped-step")
+    lines = trap.message.splitlines()
+    assert lines[0].endswith("1 of 2 gradients are not finite after backward, micro-batch 1 of 2")
+    assert lines[-1] == (
+        "the border lies between 2.bias (still finite) and 2.weight (first that is not)"
+    )
+
+
+def test_each_optimizer_hears_of_its_own_parameters_alone() -> None:
+    model = two_layers()
+    early = sgd(model[0].parameters())
+    with gradsurgeon.apply(model, rules(TRAP), optimizer=early) as session:
+        backward(model, 0, spoilt="2.weight")
+        before = model[0].weight.detach().clone()
+        # The evidence on the other layer waits for its own optimizer.
+        early.step()
+        assert not torch.equal(model[0].weight, before)
+        assert session.events == []
+
+
+def test_a_flag_of_a_module_waits_for_the_optimizer_of_the_module() -> None:
+    model = two_layers()
+    early = sgd(model[0].parameters())
+    rule = {**TRAP, "modules": "2", "tensor": "output"}
+    del rule["params"]
+    with gradsurgeon.apply(model, rules(rule), optimizer=early) as session:
+        model(torch.full((3, 4), NAN)).square().sum().backward()
+        before = model[2].weight.detach().clone()
+        sgd(model[2].parameters()).step()
+        assert torch.equal(model[2].weight, before)
+    assert [(event.kind, event.step) for event in session.events] == [
+        ("trap", 0),
+        ("skipped-step", 0),
+    ]
+
+
+def test_a_row_of_trips_goes_on_under_another_optimizer() -> None:
+    model = two_layers()
+    optimizer = sgd(model.parameters())
+    with gradsurgeon.apply(model, rules({**TRAP, "give_up_after": 4}), optimizer=optimizer):
+        for number in range(3):
+            backward(model, number, spoilt="0.weight")
+            optimizer = sgd(model.parameters())
+            optimizer.step()
+        backward(model, 3, spoilt="0.weight")
+        with pytest.raises(NonFiniteGradientError, match="tripped 4 times in a row"):
+            sgd(model.parameters()).step()
+
+
+def test_a_row_of_skips_of_a_scaler_goes_on_under_another_optimizer() -> None:
+    model = two_layers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    with gradsurgeon.apply(model, rules({**TRAP, "give_up_after": 3}), scaler=scaler):
+        caught: Sequence[str] = ()
+        for number in range(4):
+            optimizer = sgd(model.parameters())
+            optimizer.zero_grad()
+            scaler.scale(model(data(number, 3, 4)).sum() * NAN).backward()
+            try:
+                scaler.step(optimizer)
+            except NonFiniteGradientError as error:
+                caught = str(error).splitlines()
+                break
+            scaler.update()
+    assert number == 2
+    assert "the GradScaler keeps skipping (3 steps in a row)" in caught[0]
+
+
+def test_records_of_passes_before_the_optimizer_are_of_its_first_update() -> None:
+    model = two_layers()
+    early = sgd(model[0].parameters())
+    with gradsurgeon.apply(model, rules(NORMS), optimizer=early) as session:
+        backward(model, 0)
+        backward(model, 1)
+        norms = {name: float(param.grad.norm()) for name, param in model.named_parameters()}
+        sgd(model[2].parameters()).step()
+        early.step()
+        for name, norm in norms.items():
+            ((step, recorded),) = session.history(name)
+            assert step == 0
+            assert recorded == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_state_waits_for_optimizers_that_are_met_later(late: bool) -> None:
+    spikes = {
+        "id": "spikes",
+        "action": "spike-trap",
+        "params": "*",
+        "per": "parameter",
+        "then": "clip",
+        "above": {"times": 1.05, "warmup": 2},
+    }
+    model = two_layers()
+    optimizer = sgd(model.parameters())
+    with gradsurgeon.apply(model, rules(spikes), optimizer=optimizer) as session:
+        for number in range(8):
+            optimizer.zero_grad()
+            backward(model, number)
+            optimizer.step()
+        state = session.state_dict()
+    learnt = {
+        name: state["rules"]["spikes"]["statistics"][0]["kept"][:, column]
+        for column, name in enumerate(state["rules"]["spikes"]["statistics"][0]["params"])
+    }
+
+    resumed = two_layers()
+    first = sgd(resumed[0].parameters())
+    with gradsurgeon.apply(resumed, rules(spikes), optimizer=first) as session:
+        session.load_state_dict(state)
+        backward(resumed, 8)
+        if late:
+            first.step()
+        sgd(resumed[2].parameters()).step()
+        if not late:
+            first.step()
+        assert session.step == 9
+        for part in session.state_dict()["rules"]["spikes"]["statistics"]:
+            for column, name in enumerate(part["params"]):
+                updates, mean = part["kept"][:, column].tolist()
+                assert updates == 9.0
+                # A mean of eight norms does not jump.
+                assert mean == pytest.approx(float(learnt[name][1]), rel=0.05)
