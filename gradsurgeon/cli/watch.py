@@ -178,7 +178,7 @@ def _remarks(report: Report) -> Iterator[Line]:
 
 def _wholes(report: Report) -> Iterator[Line]:
     for whole in report.history.gradients:
-        value = whole.tops[-1]
+        value = whole.norms[-1]
         name = whole_name(whole, len(report.params))
         style = "head" if math.isfinite(value) else "bad"
         yield f"{name}: {value:.3g} at step {whole.steps[-1]}", style

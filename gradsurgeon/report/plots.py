@@ -15,12 +15,13 @@ from gradsurgeon.common.events import TRIPS, is_trip
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.recorded import RecordSource
-from gradsurgeon.report.history import History, Track, WholeNorm
+from gradsurgeon.report.history import OF_EACH_CALL, History, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import edits_of
 from gradsurgeon.report.sources import summary
 from gradsurgeon.report.tables import shortened
+from gradsurgeon.report.track import Track
 
 Name = str | Sequence[str]
 
@@ -28,8 +29,6 @@ _LONGEST = 60
 _LAYERS, _IN_LEGEND = 10, 24
 _CHANNELS, _PER_ROW = 64, 8
 _RED = "#e3262d"
-# Points at which a step has one record, so that the norms of a step add up to the norm of all.
-_ONCE = ("accumulated", "step")
 _SKIPS = frozenset({"skipped-step", "scaler-skip"})
 
 
@@ -78,7 +77,10 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     if name is None:
         tracks = _of_one_kind(report, history, rule)
         wholes = history.wholes(tracks[0].origin.kind)
-        wholes = [whole for whole in wholes if len(whole.names) > 1 and _is_of_each_step(whole)]
+        # Where a step has several records, the norms of a step do not add up to the norm of all.
+        wholes = [
+            whole for whole in wholes if len(whole.names) > 1 and whole.point not in OF_EACH_CALL
+        ]
         worst = {track.name for track in ranked(tracks)[:_LAYERS]}
         tracks = [track for track in tracks if track.name in worst]
     else:
@@ -106,10 +108,6 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     return figure
 
 
-def _is_of_each_step(whole: WholeNorm) -> bool:
-    return all(origin.point in _ONCE for origin in whole.origins)
-
-
 def _of_one_kind(
     report: Report, history: History, rule: str | None, names: Sequence[str] | None = None
 ) -> list[Track]:
@@ -135,11 +133,11 @@ def _of_one_kind(
 
 def _line(axes: Axes, track: Track | WholeNorm, text: str, colour: Any) -> Line2D:
     """Draw the norms of one tensor; non-finite norms are marked above. A gap is where a gradient was missing or 0."""
-    values = np.where(track.tops > 0, track.tops, np.nan)
+    bad = ~np.isfinite(track.norms)
+    values = np.where(bad | (track.norms <= 0), np.nan, track.norms)
     label = _plain(text)
-    bad = track.bad > 0
     if bad.any():
-        label = f"{label} ({track.bad.sum():,} non-finite)"
+        label = f"{label} ({bad.sum():,} non-finite)"
         across = axes.get_xaxis_transform()
         steps = track.steps[bad]
         (marks,) = axes.plot(steps, np.ones(len(steps)), "x", color=colour, transform=across)

@@ -31,9 +31,10 @@ from gradsurgeon.report.rules_and_events import (
 from gradsurgeon.report.tables import LEGEND, Table
 
 if TYPE_CHECKING:
-    from gradsurgeon.report.history import History, Track
+    from gradsurgeon.report.history import History
     from gradsurgeon.report.losses import LossSeries
     from gradsurgeon.report.norms import NormTable
+    from gradsurgeon.report.track import Track
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
@@ -149,7 +150,7 @@ class Report:
     @property
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
-        stats = {key.stat for key in self.history.keys}
+        stats = {part.key.stat for part, _ in self.series}
         if self.norms or (self.losses and stats <= {loss.stat for loss in self.losses}):
             return ""
         recorded = printable(", ".join(sorted(stats)))
@@ -308,7 +309,7 @@ def _norms(track: Track) -> dict[str, Any]:
             "value": json_number(spike.value),
             "times": json_number(spike.times),
         },
-        "nonfinite": track.nonfinite,
-        "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else None,
+        "nonfinite": len(track.nonfinite_steps),
+        "nonfinite_step": next(iter(track.nonfinite_steps.tolist()), None),
         "zero_since": track.zero_since,
     }

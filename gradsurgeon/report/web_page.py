@@ -167,7 +167,7 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
         "table": urgent._replace(head=[*urgent.head, "spike"], rows=rows).plain(),
         "urgent": [track.name for track in shown],
         "wholes": [
-            line(text, one.steps, one.tops) for text, one in zip(texts, wholes, strict=True)
+            line(text, one.steps, one.norms) for text, one in zip(texts, wholes, strict=True)
         ],
         "map": {"names": [one.name for one in table.tracks], **_map(grid_of(table.tracks, most))},
     }
@@ -184,9 +184,9 @@ def _map(grid: Grid) -> dict[str, Any]:
 def codes(grid: Grid) -> Any:
     """Return a cell for each norm: its logarithm, or one of four signs. Larger norms have larger cells."""
     with np.errstate(all="ignore"):
-        cells = ((np.log10(grid.tops) - LOWEST) / STEP + 0.5).astype(np.int64) + FIRST
-    cells = np.where(grid.tops > 0, cells, np.where(grid.tops == 0, ZERO, ABSENT))
-    return np.where(grid.bad > 0, NONFINITE, np.where(grid.there, cells, ABSENT))
+        cells = ((np.log10(grid.norms) - LOWEST) / STEP + 0.5).astype(np.int64) + FIRST
+    cells = np.where(grid.norms > 0, cells, np.where(grid.norms == 0, ZERO, ABSENT))
+    return np.where(np.isfinite(grid.norms), cells, NONFINITE)
 
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:

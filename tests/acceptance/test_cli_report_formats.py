@@ -279,7 +279,7 @@ class TestJSON:
         (row,) = found["norms"]
         with open_run(tmp_path / "run") as run:
             text = from_run(run).text(width=120)
-        assert f"the median is that of one step in {found['median_of_one_step_in']}, " in text
+        assert f"{found['median_of_one_step_in']} successive steps count as one, " in text
         assert found["median_of_one_step_in"] > 1
         assert (row["largest"], row["last"]) == (1e4, history[-1])
         assert (row["nonfinite"], row["nonfinite_step"]) == (1, 9_000)

@@ -31,10 +31,8 @@ from gradsurgeon.report.web_page import (
 
 def code(norm: float) -> int:
     one = np.array([[norm]])
-    finite = np.isfinite(one)
-    steps, there = np.array([0]), np.array([[True]])
-    tops, bad = np.where(finite, one, np.nan), (~finite).astype(np.int64)
-    return int(codes(Grid(steps, steps, tops, bad, there))[0, 0])
+    steps = np.array([0])
+    return int(codes(Grid(steps, steps, one))[0, 0])
 
 
 def _norm(cell: int) -> float:
@@ -98,8 +96,12 @@ def test_a_spike_of_one_step_survives_however_long_the_run(
     assert len(found.firsts) <= 20
     assert (found.firsts[0], found.lasts[-1]) >= (0, 19_744)
 
+    few = -(-60_000 // most_values)
+
     def column(step: int) -> int:
-        return max(i for i, first in enumerate(found.firsts) if first <= step)
+        # A few rows of a long run count as one, by the first of their steps.
+        begin = step - step % few
+        return max(i for i, first in enumerate(found.firsts) if first <= begin)
 
     columns = range(len(found.firsts))
     spike, broken = column(7_001), column(12_345)
@@ -107,7 +109,8 @@ def test_a_spike_of_one_step_survives_however_long_the_run(
     assert found.rows["bad"] == [NONFINITE if i == broken else code(0.5) for i in columns]
     assert set(found.rows["quiet"]) == {code(0.25)}
     # No step is between two columns.
-    assert [last + 1 for last in found.lasts] == [*found.firsts[1:], 20_000]
+    assert [last + 1 for last in found.lasts[:-1]] == found.firsts[1:]
+    assert found.lasts[-1] > 19_999 - few
     # The whole is at least as large as the largest part, and as little finite.
     (total,) = found.wholes
     finite = [value for value in total["values"] if not isinstance(value, str)]
