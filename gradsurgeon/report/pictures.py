@@ -46,12 +46,12 @@ def features(
     plots = _plots()
     if not kept:
         raise RecordError(f"rule {rule} has kept nothing yet: see `session.captured({rule!r})`")
-    names = list(dict.fromkeys(key[0] for key in kept))
+    names = {key[0] for key in kept}
     if name is not None:
         names = plots.matching(name, names, {})
     if len(names) > 1:
         raise ValueError(
-            f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {names[0]}"
+            f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {min(names)}"
         )
     keys = [
         key
@@ -62,8 +62,9 @@ def features(
         raise RecordError(
             f"rule {rule} has kept nothing of step={step}, call={call}: see `session.captured({rule!r})`"
         )
-    maps = _channels(names[0], kept[keys[-1]], sample)
-    figure: Figure = plots.features(maps, keys[-1], sample)
+    last = keys[-1]
+    maps = _channels(last[0], kept[last], sample)
+    figure: Figure = plots.features(maps, last, sample)
     return figure
 
 

@@ -120,7 +120,7 @@ def compared(
         largest=findings.tensor_of(pairs, largest) if largest >= 0 else None,
         only_run=tuple(only_run),
         only_reference=tuple(only_reference),
-        undecided=tuple(dict.fromkeys(findings.words(pairs, at) for at in undecided)),
+        undecided=tuple(dict.fromkeys(map(pairs.text, undecided))),
         tolerance=tolerance,
         notes=tuple(notes),
         pairs=pairs,

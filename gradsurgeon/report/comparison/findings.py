@@ -11,6 +11,7 @@ from gradsurgeon.report.comparison.alignment import (
     MISSING_IN_RUN,
     RESIZED,
     Pairs,
+    of_modules,
 )
 from gradsurgeon.report.comparison.order import is_inside, parent_of
 
@@ -62,27 +63,35 @@ class StepDifference(NamedTuple):
     largest: float
 
 
-def words(pairs: Pairs, at: int) -> str:
-    return pairs.kind(at).text(pairs.name(at))
-
-
 def tensor_of(pairs: Pairs, at: int) -> TensorDifference:
-    cell, kind, text = pairs.cells[at], pairs.kind(at), words(pairs, at)
+    cell = pairs.cells[at]
+    kind = pairs.kind(at)
     alike = pairs.cells[pairs.like(at, "kind", "name")]
     more = [] if kind.tensor == kind.base else [kind.tensor]
     for key, word in (("call", "call"), ("part", "micro-batch")):
         if number := int(alike[key].max()):
             more.append(f"{word} {cell[key] + 1} of {number + 1}")
-    more += [f"rank {cell['rank']}"] if alike["rank"].any() else []
-    text += f" ({', '.join(more)})" if more else ""
+    if alike["rank"].any():
+        more.append(f"rank {cell['rank']}")
+    text = pairs.text(at)
+    if more:
+        text += f" ({', '.join(more)})"
     why = _STATES.get(int(cell["state"]), "")
     if not why and np.isinf(cell["distance"]):
-        why = f"non-finite in the {'reference' if cell['finite'][0] else 'run'}"
-    step, part, call, rank = (int(cell[key]) for key in ("step", "part", "call", "rank"))
-    far, limit = float(cell["distance"]), float(cell["limit"])
-    name = pairs.name(at)
+        is_finite = np.isfinite(cell["values"][0, :3]).all()
+        why = f"non-finite in the {'reference' if is_finite else 'run'}"
     return TensorDifference(
-        name, kind.tensor, step, kind.phase, part, call, rank, far, limit, why, text
+        name=pairs.name(at),
+        tensor=kind.tensor,
+        step=int(cell["step"]),
+        phase=kind.phase,
+        micro_batch=int(cell["part"]),
+        call=int(cell["call"]),
+        rank=int(cell["rank"]),
+        distance=float(cell["distance"]),
+        tolerance=float(cell["limit"]),
+        why=why,
+        text=text,
     )
 
 
@@ -94,7 +103,7 @@ def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
     agree = np.flatnonzero(~pairs.cells["undecided"][:border])
     here = apart[pairs.cells["step"][apart] == pairs.cells["step"][border]].tolist()
     here = [at for at in here if pairs.kind(at).phase == pairs.kind(border).phase]
-    if not any(pairs.kinds[kind].of_modules for kind in np.unique(pairs.cells["kind"])):
+    if not of_modules(pairs.cells).any():
         # The gradients all part, whatever module is wrong: those of its own weights part most.
         here = [at for at in here if pairs.kind(at) == pairs.kind(border)]
         here.sort(key=lambda at: -pairs.ratio[at])
