@@ -22,11 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
 # A path that is neither absolute nor a pack that does not exist.
 _RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
 
-# Editors show this text instead of the pattern; validators ignore the keyword.
-_ID = "An id is small letters and digits, joined by single hyphens, such as `no-bias`."
-_TENSORS = ["output", "input", "output.grad", "input.grad", "grad", "value", "update"]
-_TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
-
 
 def document_schema() -> dict[str, Any]:
     rules = {name: rule_schema(rule) for name, rule in ACTIONS.items()}
@@ -79,10 +74,6 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
         given["at"] = at
     else:
         unknown.add("at")
-    given["id"]["patternErrorMessage"] = _ID
-    # A list of words, which editors can offer, or a path.
-    path = {"type": "string", "pattern": _TENSOR_PATH}
-    given["tensor"] = {**given["tensor"], "anyOf": [{"enum": _TENSORS}, path]}
     # Editors offer the keys in this order.
     given["action"] = {"const": rule.name(), "description": summary}
     properties = {"action": given["action"], **given}
@@ -94,31 +85,7 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
         "properties": {key: one for key, one in properties.items() if key not in unknown},
         "required": ["id", "action", *needed, *(rule.targets if len(rule.targets) == 1 else ())],
         "additionalProperties": False,
-        **_together(rule),
     }
-
-
-def _together(rule: type[Rule]) -> dict[str, Any]:
-    needs: dict[str, list[str]] = {}
-    if "modules" in rule.targets:
-        needs["modules"] = ["tensor"]
-    if rule.needs_at:
-        needs["params"] = ["at"]
-    for target, option in rule.needs.items():
-        needs[target] = [*needs.get(target, ()), option]
-    conditions: dict[str, Any] = {}
-    if len(rule.targets) > 1:
-        # `oneOf` would be shorter, but editors then show neither the line nor the reason.
-        conditions["allOf"] = [{"anyOf": [{"required": [kind]} for kind in rule.targets]}]
-        conditions["dependentSchemas"] = {
-            kind: {"properties": dict.fromkeys(rule.targets[index:], False)}
-            for index, kind in enumerate(rule.targets[:-1], start=1)
-        }
-    if needs:
-        conditions["dependentRequired"] = needs
-    if rule.either:
-        conditions["anyOf"] = [{"required": [key]} for key in rule.either]
-    return conditions
 
 
 def _simple(value: Any, definitions: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.history import History, WholeNorm
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
-from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
+from gradsurgeon.report.spikes import Spike, largest_spike
 from gradsurgeon.report.track import Track
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
@@ -109,37 +109,33 @@ def _spike(tracks: Sequence[Track]) -> str:
 
 
 def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], params: int) -> str:
-    """Return the largest spike of the norms of several tensors, with the tensors that stand out in that step."""
+    """Return the largest spike of the norms of several tensors, with the tensors that have theirs in that step."""
     calm = {track.name for track in tracks}
-    spikes: list[tuple[float, str]] = []
+    largest = 0.0
+    text = ""
     for whole in wholes:
         if len(whole.names) == 1 or not calm.issuperset(whole.names):
             continue
         is_finite = np.isfinite(whole.norms)
         spike = largest_spike(whole.steps[is_finite], whole.norms[is_finite])
-        if spike is None:
+        if spike is None or spike.times < largest:
             continue
-        # The tensors that stand out from themselves, by their share of the whole.
-        far = []
-        for track in tracks:
-            norm = _norm_at(track, spike.step)
-            if track.name in whole.names and norm > TIMES * track.median:
-                far.append((-norm, track))
-        far.sort(key=lambda pair: pair[0])
-        text = _spike_text(f"the {whole_name(whole, params)}", spike)
-        if far:
-            spikes.append((spike.times, f"{text}; most in {_names([track for _, track in far])}"))
-    return max(spikes, default=(0.0, ""))[1]
+        spiky = [
+            track
+            for track in tracks
+            if track.spike and track.spike.step == spike.step and track.name in whole.names
+        ]
+        if spiky:
+            largest = spike.times
+            spiky.sort(key=lambda track: -track.largest)
+            text = (
+                f"{_spike_text(f'the {whole_name(whole, params)}', spike)}; most in {_names(spiky)}"
+            )
+    return text
 
 
 def _spike_text(name: str, spike: Spike) -> str:
     return f"{printable(name)}, {spike.value:.3g} at step {spike.step}, {spike.times:.3g}x the steps before it"
-
-
-def _norm_at(track: Track, step: int) -> float:
-    """Return the norm of a step, or the largest of a few steps; 0 where there is none."""
-    place = int(np.searchsorted(track.steps, step, side="right")) - 1
-    return float(np.nan_to_num(track.norms[place])) if place >= 0 else 0.0
 
 
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:

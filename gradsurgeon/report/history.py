@@ -123,16 +123,13 @@ class History:
 
     @cached_property
     def gradients(self) -> list[WholeNorm]:
-        return self.wholes()
-
-    def wholes(self, kind: str = GRADIENT) -> list[WholeNorm]:
-        """Return the norms of tensors together, for those whose norms add up: of one point, in the same steps."""
+        """The norms of gradients together, for those whose norms add up: of one point, in the same steps."""
         groups: list[list[_SheetPart]] = []
         for origin, sheet in self._sheets:
             lines = [
                 line
                 for line, name in enumerate(sheet.names)
-                if self.shown.get((kind, name)) == origin
+                if self.shown.get((GRADIENT, name)) == origin
             ]
             if not lines:
                 continue

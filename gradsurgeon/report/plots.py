@@ -18,7 +18,7 @@ from gradsurgeon.records.store.recorded import RecordSource
 from gradsurgeon.report.history import OF_EACH_CALL, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import edits_of
+from gradsurgeon.report.rules_and_events import GRADIENT, edits_of
 from gradsurgeon.report.sources import unread
 from gradsurgeon.report.tables import shortened
 from gradsurgeon.report.track import Track
@@ -92,8 +92,8 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
         # Where a step has several records, the norms of a step do not add up to the norm of all.
         wholes = [
             whole
-            for whole in history.wholes(kind)
-            if len(whole.names) > 1 and whole.point not in OF_EACH_CALL
+            for whole in history.gradients
+            if kind == GRADIENT and len(whole.names) > 1 and whole.point not in OF_EACH_CALL
         ]
     figure = Picture(11, 4.8)
     axes = figure.subplots()

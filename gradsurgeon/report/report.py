@@ -16,6 +16,7 @@ from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
+from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -51,8 +52,7 @@ class Report:
         params: canonical names in the order of the model.
         rules: every rule by id, in file order.
         statuses: what each rule did.
-        series: what was recorded, each with columns that a lower rank has recorded too.
-        of_all_ranks: what every rank has recorded.
+        series: what every rank has recorded.
         dropped: the oldest rows, for which a session had no memory.
         events: what happened, oldest first.
         notes: what else there is to know of the run as a whole.
@@ -69,8 +69,7 @@ class Report:
     params: tuple[str, ...]
     rules: Mapping[str, RuleInfo]
     statuses: Mapping[str, RuleStatus]
-    series: Sequence[tuple[Part, frozenset[int]]] = ()
-    of_all_ranks: Sequence[Part] = ()
+    series: Sequence[Part] = ()
     dropped: int = 0
     events: Sequence[Event] = ()
     notes: Sequence[str] = ()
@@ -108,8 +107,6 @@ class Report:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report import losses  # noqa: PLC0415 # needs numpy
 
-        if self.tagged:
-            tables.append(losses.tagged_table(self.tagged))
         tables += (table for table, _ in losses.loss_tables(self.losses, observed=self.observed))
         if self.statuses:
             tables.append(rule_table(self.rules, self.statuses, self.events))
@@ -121,7 +118,8 @@ class Report:
         library("numpy", "report", "a report of recorded norms")
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
-        return History(self.series, self._kinds, self.params, rule=rule)
+        lowest = of_lowest_ranks(self.series)
+        return History(lowest, self._kinds, self.params, rule=rule)
 
     @property
     def _kinds(self) -> dict[str, str]:
@@ -137,7 +135,7 @@ class Report:
         """A sentence on replicas that differ, empty if none do."""
         from gradsurgeon.report.norms import ranks_that_differ  # noqa: PLC0415 # needs numpy
 
-        return ranks_that_differ(self.of_all_ranks, self._kinds, are_replicas=self.are_replicas)
+        return ranks_that_differ(self.series, self._kinds, are_replicas=self.are_replicas)
 
     @cached_property
     def norms(self) -> list[NormTable]:
@@ -150,7 +148,7 @@ class Report:
     @property
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
-        stats = {part.key.stat for part, _ in self.series}
+        stats = {part.key.stat for part in self.series}
         if self.norms or (self.losses and stats <= {loss.stat for loss in self.losses}):
             return ""
         recorded = printable(", ".join(sorted(stats)))
@@ -164,7 +162,7 @@ class Report:
         """What was recorded of losses: values, conflicts, and weights."""
         from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
-        return losses_of(self.series, self.of_all_ranks, {*self.params})
+        return losses_of(self.series, set(self.params))
 
     @property
     def tagged(self) -> list[LossSeries]:
@@ -187,7 +185,7 @@ class Report:
     @property
     def is_partial(self) -> bool:
         """Whether older rows are left out."""
-        return bool(self.dropped) or any(part.skipped for part, _ in self.series)
+        return bool(self.dropped) or any(part.skipped for part in self.series)
 
     def _silent(self) -> list[str]:
         """Return the parameters that should learn and had no gradient in any update."""
@@ -229,7 +227,7 @@ class Report:
     @cached_property
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step, `None` if there was none."""
-        ends = [end for one, _ in self.series for end in one.ends()]
+        ends = [end for part in self.series for end in part.ends()]
         ends += [one.last_step for one in self.statuses.values() if one.last_step is not None]
         if self.end is not None and self.end > (self.start or 0):
             ends.append(self.end - 1)
@@ -239,8 +237,7 @@ class Report:
 
 
 def _text(table: Table, columns: int) -> Iterator[str]:
-    for line, _ in table.lines(columns):
-        yield line
+    yield from table.lines(columns)
     for note in table.notes:
         yield f"  ... {note}" if note.startswith("and ") else f"  {note}"
 

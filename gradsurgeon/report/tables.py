@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise, repeat
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from gradsurgeon.language.planning.table import grid
@@ -38,13 +38,13 @@ class Table(NamedTuple):
     levels: Sequence[Level] = ()
     notes: Sequence[str] = ()  # sentences that a reader needs, below the table
 
-    def lines(self, columns: int, most: int | None = None) -> Iterator[tuple[str, str]]:
-        """Yield the table as text without its notes, each line with its level.
+    def lines(self, columns: int, most: int | None = None) -> Iterator[str]:
+        """Yield the table as text without its notes.
 
         A table of at most so many rows has shorter names, to leave room for the numbers. Otherwise names are never cut,
         because people copy them.
         """
-        yield self.title, "head"
+        yield self.title
         if not self.head:
             return
         longest = sys.maxsize if most is None else max(_NAME_LEAST, columns // 3)
@@ -54,10 +54,9 @@ class Table(NamedTuple):
         width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
         for row, curve in zip(rows, self.curves, strict=False):
             row[_HISTORY] = sparkline(curve, width)
-        levels = chain(("",), self.levels, repeat(""))
-        yield from zip(grid([self.head, *rows], right=self.right), levels, strict=False)
+        yield from grid([self.head, *rows], right=self.right)
         if len(rows) < len(self.rows):
-            yield f"  ... and {len(self.rows) - len(rows):,} more", ""
+            yield f"  ... and {len(self.rows) - len(rows):,} more"
 
     def plain(self) -> dict[str, Any]:
         """Return title, head, rows without curves, how serious each row is, and notes, as the page takes them."""

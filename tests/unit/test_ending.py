@@ -289,7 +289,7 @@ def test_every_view_says_the_same(told: pathlib.Path) -> None:
         report, data, shown = from_run(run), page_data(run), repr(run)
     # The file is closed, and what was read stays.
     found, text, notebook = to_dict(report), report.text(width=300), Page(report)
-    lines = [text for text, _ in screen(newest_report(told), 300)]
+    lines = screen(newest_report(told), 300)
     remarks = found["remarks"]
     assert [remark.partition(":")[0] for remark in remarks] == [
         "non-finite",

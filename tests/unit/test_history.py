@@ -275,7 +275,7 @@ def test_every_number_is_that_of_the_records(
             assert names == [name for name in ORDER if name in names]
             for track in history.tracks:
                 hold(track, expected[shown[track.origin.kind, track.name]])
-            hold_wholes(history.wholes(), list(wholes_of(series, newest)))
+            hold_wholes(history.gradients, list(wholes_of(series, newest)))
 
 
 def test_the_series_above_hold_what_there_is_to_hold() -> None:
@@ -364,7 +364,7 @@ def test_a_long_run_has_the_numbers_of_every_row(
         parts = [(Part(one, waiting), repeated) for one, repeated in of_lowest_ranks(run)]
         history = History(parts, KINDS, names)
         tracks = {track.name: track for track in history.tracks}
-        wholes = history.wholes()
+        wholes = history.gradients
     assert history.rows_of_a_column > 1
     assert list(tracks) == [
         name for name in names if ("gradient", "norms", "accumulated", name) in expected

@@ -323,7 +323,7 @@ def test_the_rules_say_what_they_did() -> None:
     assert row(text, "idle")[4:] == ["0%", "6", "changed", "nothing"]
     assert row(text, "watch")[2:6] == ["8", "-", "-", "499"]
     assert next(line for line in text.splitlines() if "watch" in line).endswith(
-        "499  looked 500 times, tripped in 2 steps"
+        "499  looked 500 times, tripped 2 times"
     )
     assert row(text, "quiet")[3:] == ["-", "-", "499", "looked", "1", "time,", "never", "tripped"]
     assert row(text, "blind")[3:] == ["-", "-", "-", "NEVER", "LOOKED"]
@@ -452,7 +452,7 @@ def test_a_trap_that_several_ranks_note_is_one() -> None:
         statuses={"watch": RuleStatus(8, 20, 4, 9)},
     ).text()
     assert "4 events (2 trap, 2 notice)" in text.splitlines()[0]
-    assert "  looked 20 times, tripped in 2 steps on ranks 0, 1, last at 5\n" in text
+    assert "  looked 20 times, tripped 4 times on 2 ranks, last at 5\n" in text
     assert "events (4)" in text
     assert "  step 3  trap  watch  w  rank 0, 1  x2, steps 3..5\n" in text
     # The same step on both: no repetition.

@@ -107,7 +107,7 @@ def align(
     notes += _kinds_of_some_runs(pairs.kinds, readings)
     pairs = replace(pairs, cells=pairs.cells[is_known])
     _need(pairs.cells, run, reference, "tensor", _RENAME)
-    _measure(pairs.cells, run, reference)
+    _measure(pairs, run, reference)
     dtype = tolerance.coarsest((*run.dtypes.values(), *reference.dtypes.values()))
     drift, rule = _drift(pairs, dtype, is_measured=bool(noise))
     pairs.cells["undecided"] = drift > tolerance.DECIDED_BY_ROUNDING
@@ -135,10 +135,7 @@ def align(
 def _drift(pairs: Pairs, dtype: str, *, is_measured: bool) -> tuple[Floats, Tolerance]:
     """Return how far rounding takes each tensor, by the noise runs or by its norm, and the rule of tolerances."""
     cells = pairs.cells
-    # The tensors of one structure, such as a tuple, are one group.
-    families = [(kind.base, kind.point) for kind in pairs.kinds]
-    family = np.array([families.index(one) for one in families])[cells["kind"]]
-    groups = cells["step"] * len(families) + family
+    groups = cells["step"] * len(pairs.kinds) + cells["kind"]
     is_gradient = cells["phase"] == "gradient"
     if is_measured:
         drift = tolerance.noise_of(cells["values"][:, 2:, :3], cells["values"][:, 1, :3])
@@ -155,15 +152,15 @@ def _drift(pairs: Pairs, dtype: str, *, is_measured: bool) -> tuple[Floats, Tole
     return tolerance.lifted(drift, groups, tensors, is_gradient, is_update), rule
 
 
-def _measure(cells: Any, run: Reading, reference: Reading) -> None:
+def _measure(pairs: Pairs, run: Reading, reference: Reading) -> None:
     """Set what the values say of each tensor alone: norms, distances, the rounding of its dtype."""
+    cells = pairs.cells
     ours = cells["values"][:, 0, :3]
     theirs = cells["values"][:, 1, :3]
     cells["norm"] = np.where(cells["state"] == MISSING_IN_REFERENCE, ours[:, 0], theirs[:, 0])
     cells["numel"] = cells["values"][:, 1, 3]
-    cells["floor"] = tolerance.floors(
-        cells["name"], of_modules(cells), (run.dtypes, reference.dtypes)
-    )
+    names = map(pairs.name, range(len(cells)))
+    cells["floor"] = tolerance.floors(names, of_modules(cells), (run.dtypes, reference.dtypes))
     cells["distance"] = tolerance.distances(ours, theirs)
     # A gradient that does not come is like one of zeros.
     is_other = cells["state"] != BOTH
@@ -233,10 +230,10 @@ def _common(readings: Sequence[Reading], words: Words) -> tuple[Ints, Flags]:
         _need(steps, run, one, "step", "record the same steps, by `steps` or `start_step`")
     both = np.zeros((len(words.kinds), len(words.names)), bool)
     for kind in common:
-        both[kind, list({*run.bound[kind]} & {*reference.bound[kind]})] = True
+        both[kind, list(run.bound[kind] & reference.bound[kind])] = True
     _need(np.flatnonzero(both), run, reference, "name of a tensor", _RENAME)
     for one in noise:
-        shared = [kind for kind in common if both[kind, one.bound[kind]].any()]
+        shared = [kind for kind in common if both[kind, list(one.bound[kind])].any()]
         _need(shared, reference, one, "name of a tensor", "give noise runs of the reference")
     return steps, both
 

@@ -110,10 +110,10 @@ def eps_of(dtype: str) -> float:
     return _COARSE.get(dtype, 2.0**-23)
 
 
-def floors(names: Ints, of_modules: Flags, dtypes: Sequence[Mapping[int, str]]) -> Floats:
+def floors(names: Iterable[str], of_modules: Flags, dtypes: Sequence[Mapping[str, str]]) -> Floats:
     """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
     widest = eps_of(coarsest(dtype for of in dtypes for dtype in of.values()))
-    own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names.tolist()]
+    own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names]
     return _EPS * np.where(of_modules, widest, np.array(own))
 
 
