@@ -4,6 +4,9 @@ import argparse
 import json
 from typing import Any
 
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import NullableSchema, WithDefaultSchema
+
 from gradsurgeon.actions import ACTIONS, TARGETS, Rule
 from gradsurgeon.language.packs import PREFIX, published
 from gradsurgeon.language.schema import FORMAT, VERSION
@@ -63,9 +66,8 @@ def document_schema() -> dict[str, Any]:
 
 
 def rule_schema(rule: type[Rule]) -> dict[str, Any]:
-    schema = rule.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    given = {key: _simple(value, definitions) for key, value in schema["properties"].items()}
+    schema = rule.model_json_schema(schema_generator=_Generator)
+    given = _inlined(schema["properties"], schema.get("$defs", {}))
     summary = (rule.__doc__ or "").partition("\n")[0]
     unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
     if rule.takes_at:
@@ -88,29 +90,37 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     }
 
 
-def _simple(value: Any, definitions: dict[str, Any]) -> Any:
-    """Return a part of a schema with references written out, and without parts that editors misread.
+class _Generator(GenerateJsonSchema):
+    """Leaves out what editors misread.
 
     A rule file must not hold a key without a value, so `null` is no choice. A title derived from the name of a
     key would hide the key in the list of completions.
     """
+
+    def nullable_schema(self, schema: NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        del schema
+        return False
+
+    def default_schema(self, schema: WithDefaultSchema) -> JsonSchemaValue:
+        simple = super().default_schema(schema)
+        default = simple.get("default")
+        if default in (None, []) or isinstance(default, dict):
+            simple.pop("default", None)
+        return simple
+
+
+def _inlined(value: Any, definitions: dict[str, Any]) -> Any:
+    """Return a part of a schema with references written out."""
     if isinstance(value, list):
-        return [_simple(one, definitions) for one in value]
+        return [_inlined(one, definitions) for one in value]
     if not isinstance(value, dict):
         return value
+    value = dict(value)
     if "$ref" in value:
-        target = definitions[value["$ref"].rpartition("/")[2]]
-        value = {**target, **{key: one for key, one in value.items() if key != "$ref"}}
-    value = {
-        key: _simple(one, definitions)
-        for key, one in value.items()
-        if not (key == "title" and isinstance(one, str))
-        and not (key == "default" and (one is None or one == [] or isinstance(one, dict)))
-    }
-    choices = value.pop("anyOf", [])
-    kept = [choice for choice in choices if choice != {"type": "null"}]
-    if len(kept) == 1:
-        return {**kept[0], **value}
-    # The schema of patterns is a choice itself, inside the choice between patterns and nothing.
-    kept = [one for choice in kept for one in choice.get("anyOf", [choice])]
-    return {"anyOf": kept, **value} if kept else value
+        target = definitions[value.pop("$ref").rpartition("/")[2]]
+        value = {**target, **value}
+        value.pop("title", None)
+    return {key: _inlined(one, definitions) for key, one in value.items()}

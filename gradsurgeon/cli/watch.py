@@ -132,7 +132,7 @@ def _head(report: Report) -> Iterator[str]:
     step = "no step yet" if report.steps is None else f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
     if report.ended is not None:
-        yield from report.ended.lines(report.events)
+        yield from report.ended.lines
 
 
 def _events(report: Report) -> Iterator[str]:

@@ -13,7 +13,7 @@ from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.rules_and_events import COSINE, DISTANCE, LOSS_STATS, RATIO, WEIGHT
 from gradsurgeon.report.spikes import Floats, Ints
-from gradsurgeon.report.tables import Level, Table
+from gradsurgeon.report.tables import Table
 
 _MOST_TAGGED, _ROWS = 8, 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
@@ -125,7 +125,6 @@ def loss_tables(
 def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
     rows = []
     curves: list[list[float]] = []
-    levels: list[Level] = []
     for one in series[:_ROWS]:
         numbers = one.numbers
         cells = [f"{numbers[field]:.3g}" for field in ("mean", "least", "largest", "last")]
@@ -134,7 +133,6 @@ def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
         rows.append([printable(one.name), "", *cells, _share(numbers["negative"]), *counts])
         # A log scale has no place for 0 and less.
         curves.append(one.values.tolist() if numbers["least"] > 0 else [])
-        levels.append("warning" if stat == COSINE and numbers["mean"] < 0 else "")
     notes = []
     if len(series) > _ROWS:
         notes.append(f"and {len(series) - _ROWS:,} more")
@@ -153,7 +151,6 @@ def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
         rows,
         right=frozenset(range(2, len(_HEAD))),
         curves=curves,
-        levels=levels,
         notes=notes,
     )
 

@@ -14,7 +14,7 @@ from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.callouts import nouns, whole_name
 from gradsurgeon.report.history import POINTS, History, WholeNorm
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT
-from gradsurgeon.report.tables import Level, Table
+from gradsurgeon.report.tables import Table
 from gradsurgeon.report.track import RecordOrigin, Track
 
 _ROWS = 40
@@ -70,15 +70,8 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
         rows,
         right=_NUMBERS,
         curves=[track.cells(_CELLS) for track in shown],
-        levels=[_level(track) for track in shown],
         notes=list(_notes(history, kind, len(tracks) - len(shown))),
     )
-
-
-def _level(track: Track) -> Level:
-    if len(track.nonfinite_steps):
-        return "bad"
-    return "warning" if track.spike else ""
 
 
 def _notes(history: History, kind: str, more: int) -> Iterator[str]:

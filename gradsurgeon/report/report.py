@@ -214,7 +214,7 @@ class Report:
     @property
     def head(self) -> list[str]:
         """The first lines: how the run ended, what was run, and how far it came."""
-        lines = [] if self.ended is None else list(self.ended.lines(self.events))
+        lines = [] if self.ended is None else self.ended.lines
         kinds = by_kind(self.events)
         counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         steps = f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
@@ -256,7 +256,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     if report.ended is not None:
         ended = {
             "state": report.ended.state,
-            "words": report.ended.words + report.ended.outcome(report.events),
+            "words": report.ended.words,
             "ranks": {str(rank): words for rank, words in report.ended.ranks.items()},
         }
     return {

@@ -127,14 +127,14 @@ def never_reached(names: Sequence[str]) -> str:
 
 def by_kind(events: Iterable[Event]) -> Counter[str]:
     """Return how many events there are of each kind; what several ranks note of a step counts once."""
-    per_rank = Counter((event.kind, event.rule, event.step, event.rank) for event in events)
-    most: Counter[tuple[str, str, int]] = Counter()
-    for (kind, rule, step, _), number in per_rank.items():
-        most[kind, rule, step] = max(number, most[kind, rule, step])
-    kinds: Counter[str] = Counter()
-    for (of_kind, _, _), number in most.items():
-        kinds[of_kind] += number
-    return kinds
+    per_rank: Counter[tuple[str, str, int, int]] = Counter()
+    kinds = {}
+    for event in events:
+        of_rank = event.kind, event.rule, event.step, event.rank
+        per_rank[of_rank] += 1
+        # The first of one rank is the first of another.
+        kinds[event.kind, event.rule, event.step, per_rank[of_rank]] = event.kind
+    return Counter(kinds.values())
 
 
 class EventGroup(NamedTuple):

@@ -46,7 +46,7 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     rules = _rule_infos(section(meta, "plan").get("rules", ()), section(meta, "roles"))
     ended = None
     if recorded.ends:
-        ended = ending_of(recorded.ends, edits_of(rules))
+        ended = ending_of(recorded.ends, recorded.events, edits_of(rules))
     params = section(meta, "model").get("params", ())
     return Report(
         title=_title(meta),

@@ -5,11 +5,10 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gradsurgeon.language.planning.table import grid
 
-Level = Literal["", "warning", "bad"]
 Curve = Sequence[float | None]
 
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
@@ -35,7 +34,6 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]  # fit to be printed; the cell of a curve is empty
     right: frozenset[int] = frozenset()  # columns of numbers
     curves: Sequence[Curve] = ()  # one for each row; `None` stands for a gap, NaN for non-finite
-    levels: Sequence[Level] = ()
     notes: Sequence[str] = ()  # sentences that a reader needs, below the table
 
     def lines(self, columns: int, most: int | None = None) -> Iterator[str]:
@@ -59,13 +57,12 @@ class Table(NamedTuple):
             yield f"  ... and {len(self.rows) - len(rows):,} more"
 
     def plain(self) -> dict[str, Any]:
-        """Return title, head, rows without curves, how serious each row is, and notes, as the page takes them."""
+        """Return title, head, rows without curves, and notes, as the page takes them."""
         kept = [place for place in range(len(self.head)) if not (self.curves and place == _HISTORY)]
         return {
             "title": self.title,
             "head": [self.head[place] for place in kept],
             "rows": [[row[place] for place in kept] for row in self.rows],
-            "levels": list(self.levels),
             "notes": list(self.notes),
         }
 

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from gradsurgeon.common.events import Event, is_trip
+from gradsurgeon.common.events import Event
 from gradsurgeon.errors import RecordError
 from gradsurgeon.records.store.files import begins, check_replaceable, replacing
 from gradsurgeon.records.store.layout import json_number, section
 from gradsurgeon.records.store.run import StoredRun, open_run
 from gradsurgeon.report.callouts import nouns
-from gradsurgeon.report.ending import first_diagnosis
 from gradsurgeon.report.history import Grid, grid_of
 from gradsurgeon.report.losses import LossSeries, loss_tables
 from gradsurgeon.report.norms import NormTable, labels, ranked, urgent_table
@@ -29,7 +28,6 @@ from gradsurgeon.report.rules_and_events import (
     LOSS_STATS,
     EventGroup,
     captured_table,
-    edits_of,
     rule_table,
     shown_groups,
 )
@@ -98,13 +96,15 @@ def _assets(*names: str) -> str:
 def page_data(run: StoredRun) -> dict[str, Any]:
     report = summary(run)
     rules = section(run.meta, "rules")
+    ended = None
+    if report.ended is not None:
+        ended = {**report.ended._asdict(), "level": report.ended.level}
     return {
         "title": report.title,
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": [*report.notes, *filter(None, [report.frozen_note])],
-        "ended": _ended(report),
-        "diagnosis": first_diagnosis(report.events, edits_of(report.rules)),
+        "ended": ended,
         # Then the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
         "span": list(report.steps or ()),
@@ -135,17 +135,6 @@ def _facts(run: StoredRun, report: Report) -> Iterator[tuple[str, str]]:
     for word, key in (("began", "created"), ("torch", "torch"), ("gradsurgeon", "gradsurgeon")):
         if key in run.meta:
             yield word, str(run.meta[key])
-
-
-def _ended(report: Report) -> dict[str, Any] | None:
-    if (ended := report.ended) is None:
-        return None
-    return {
-        "state": ended.state,
-        "level": ended.level(report.events),
-        "words": ended.words + ended.outcome(report.events),
-        "trips": sum(is_trip(one, ended.edits) for one in report.events),
-    }
 
 
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_what_a_rule_clips_is_no_trip(tmp_path: pathlib.Path) -> None:
     assert head(tmp_path)[1].startswith("summary: ")
     with gradsurgeon.open_run(tmp_path) as run:
         data = page_data(run)
-    assert (data["ended"]["trips"], data["diagnosis"]) == (0, "")
+    assert (data["ended"]["trips"], data["ended"]["diagnosis"]) == (0, "")
 
 
 def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
@@ -314,4 +314,4 @@ def test_every_view_says_the_same(told: pathlib.Path) -> None:
     assert words in shown
     assert diagnosis in shown
     assert data["ended"]["words"] == words
-    assert data["diagnosis"] == diagnosis
+    assert data["ended"]["diagnosis"] == diagnosis
