@@ -18,7 +18,7 @@ TEXT = """\
 | `events` | the events, with `kind`, `rank` and `message` |
 | `norms` | an object per tensor, below |
 | `losses` | an object per curve of losses, below |
-| `median_of_one_step_in` | n: in a long run the medians come from every n-th step, and steps are exact to n |
+| `median_of_one_step_in` | n: in a long run n successive steps count as one, by their largest norm, and steps are exact to n |
 | `inside` | the runs inside the directory |
 
 **`norms`**: `name`; `kind` (`gradient`, `output`, `output gradient`, ...); the `rule` and `point` that measured it; the `first`, `median`, `largest`

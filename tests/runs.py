@@ -22,9 +22,7 @@ KEY = Key("norms", "l2", "accumulated", ("a.weight", "a.bias"))
 
 def shown(records: Records) -> dict[str, Any]:
     """Return what a `Report` takes of the records of a session."""
-    parts = [Part(one, {}) for one in records]
-    series = [(one, frozenset[int]()) for one in parts]
-    return {"series": series, "of_all_ranks": parts, "dropped": records.dropped}
+    return {"series": [Part(one, {}) for one in records], "dropped": records.dropped}
 
 
 def values(*numbers: float) -> bytes:

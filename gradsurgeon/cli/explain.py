@@ -114,7 +114,8 @@ def options_table(
     for rule, key in options:
         branch = rule_schema(rule)
         info = branch["properties"][key]
-        rows.append((f"`{key}`", _type(info), _default(branch, key), _meaning(info)))
+        default = _needed(rule, key) or _default(branch, key)
+        rows.append((f"`{key}`", _type(info), default, _meaning(info)))
         for name, one in info.get("properties", {}).items() if inner else ():
             rows.append((f"`{name}` in `{key}`", _type(one), _default(info, name), _meaning(one)))
     yield from table(rows)
@@ -144,8 +145,7 @@ def _type(info: Mapping[str, Any]) -> str:
     names = [_type(one) for one in info["anyOf"]]
     if names == ["text", "list"]:
         return "pattern or list of patterns"
-    # A list of words for editors beside a text is just a text.
-    return "text" if "text" in names else " or ".join(names)
+    return " or ".join(names)
 
 
 def _meaning(info: Mapping[str, Any]) -> str:
@@ -157,15 +157,22 @@ def _meaning(info: Mapping[str, Any]) -> str:
     return description
 
 
+def _needed(rule: type[Rule], key: str) -> str:
+    """Return when an option must be given, if that depends on others."""
+    if key in rule.targets and len(rule.targets) > 1:
+        return f"one of {'three' if len(rule.targets) == len(TARGETS) else 'two'}"
+    needs: dict[TargetKind, str] = dict(rule.needs)
+    if rule.needs_at:
+        needs["params"] = "at"
+    for target, option in needs.items():
+        if key == option:
+            return f"needed with {target}"
+    return "needed with modules" if key == "tensor" and "modules" in rule.targets else ""
+
+
 def _default(branch: Mapping[str, Any], key: str) -> str:
     if key in branch.get("required", ()):
         return "must be given"
-    choices = [one for part in branch.get("allOf", ()) for one in part["anyOf"]]
-    if key in (kind for one in choices for kind in one["required"]):
-        return f"one of {'three' if len(choices) == len(TARGETS) else 'two'}"
-    for target, needed in branch.get("dependentRequired", {}).items():
-        if key in needed:
-            return f"needed with {target}"
     default = branch["properties"][key].get("default")
     return "-" if default is None else written(default)
 
@@ -193,16 +200,15 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
 
 def _effect(example: Example) -> Iterator[str]:
     given = example.losses or {"gradient": example.grad}
-    width = max(map(len, (*given, "gradient")))
-    outcome = "trips", "yes" if example.trips else "no"
+    for name, grad in given.items():
+        yield f"  # {name}: {_numbers(grad)}"
     if example.expect is not None:
-        # Several losses become one gradient.
-        outcome = "together" if example.losses else "becomes", _numbers(example.expect)
+        yield f"  # becomes: {_numbers(example.expect)}"
     elif example.record is not None:
         recorded = (f"{key} {one:g}" for key, one in example.record.items())
-        outcome = "recorded", ", ".join(recorded)
-    for word, text in (*((loss, _numbers(grad)) for loss, grad in given.items()), outcome):
-        yield f"  # {word.ljust(width)}  {text}"
+        yield f"  # recorded: {', '.join(recorded)}"
+    else:
+        yield f"  # trips: {'yes' if example.trips else 'no'}"
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -2,20 +2,20 @@
 
 import argparse
 import csv
-import io
-import math
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from typing import IO
 
-from gradsurgeon.cli.gone import refusal
+from gradsurgeon.cli.gone import refuse
 from gradsurgeon.cli.options import add_output, add_run, writing
 from gradsurgeon.common.events import Event
 from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.errors import printable
 from gradsurgeon.records.store.files import begins, check_replaceable, replacing
-from gradsurgeon.records.store.layout import digits, json_text, nonfinite_name, unpack_absent
+from gradsurgeon.records.store.layout import digits, json_number, json_text, unpack_absent
 from gradsurgeon.records.store.rank_file import COLUMNS, Chosen
 from gradsurgeon.records.store.run import StoredRun, chosen, nothing_fits, open_run
 
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         choices=("csv", "jsonl"),
-        type=_format,
+        type=refuse("export --format parquet"),
         required=True,
         help="csv has values only; jsonl also has events, and NaN and Infinity as texts",
     )
@@ -41,26 +41,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="PATTERN", help='only these tensors, such as "*.bias"')
 
 
-def _format(text: str) -> str:
-    if text == "parquet":
-        raise argparse.ArgumentTypeError(refusal("export --format parquet"))
-    return text
-
-
 def run(arguments: argparse.Namespace) -> int:
-    output, form = arguments.output, arguments.format
+    output = arguments.output
     with open_run(arguments.run) as opened, writing(output):
         found = chosen(opened, arguments.name, arguments.stat, arguments.rule)
-        events = _events(opened, arguments) if form == "jsonl" else []
+        events = _events(opened, arguments) if arguments.format == "jsonl" else []
         if not found and not events:
             raise nothing_fits(opened)
-        lines = _csv(found) if form == "csv" else _jsonl(found, events)
+        write = _write_csv if arguments.format == "csv" else _write_jsonl
         if output is None:
-            sys.stdout.writelines(lines)
+            write(sys.stdout, found, events)
             return 0
         check_replaceable(Path(output), lambda path: begins(path, *_FIRST), "export")
         with replacing(Path(output)) as out:
-            out.writelines(lines)
+            write(out, found, events)
     return 0
 
 
@@ -75,41 +69,37 @@ def _events(opened: StoredRun, arguments: argparse.Namespace) -> list[Event]:
     ]
 
 
-def _csv(chosen: Chosen) -> Iterator[str]:
-    yield f"{','.join(COLUMNS)}\n"
-    for step, same, value in _values(chosen, _cells):
-        yield f"{step},{same},{digits(value)}\n"
+def _write_csv(out: IO[str], chosen: Chosen, _events: Sequence[Event]) -> None:
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for step, rank, rule, point, stat, name, value in _rows(chosen):
+        texts = map(_cell, (rule, point, stat, name))
+        writer.writerow((step, rank, *texts, digits(value)))
 
 
-def _jsonl(chosen: Chosen, events: Sequence[Event]) -> Iterator[str]:
-    for step, same, value in _values(chosen, lambda fields: json_text(fields)[1:-1]):
-        number = digits(value) if math.isfinite(value) else f'"{nonfinite_name(value)}"'
-        yield f'{{"type": "value", "step": {step}, {same}, "value": {number}}}\n'
+def _write_jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
+    for *fields, value in _rows(chosen):
+        numbers = dict(zip(COLUMNS, (*fields, json_number(value)), strict=True))
+        out.write(f"{json_text({'type': 'value', **numbers})}\n")
     for event in events:
-        fields = {field: getattr(event, field) for field in _EVENT}
-        yield f"{json_text({'type': 'event', **fields})}\n"
+        fields_of = {field: getattr(event, field) for field in _EVENT}
+        out.write(f"{json_text({'type': 'event', **fields_of})}\n")
 
 
-def _values(
-    chosen: Chosen, written: Callable[[Mapping[str, object]], str]
-) -> Iterator[tuple[int, str, float]]:
-    """Yield of each value: its step, the part of the line that is the same in all steps, and the value."""
+def _rows(chosen: Chosen) -> Iterator[tuple[int, int, str, str, str, str, float]]:
+    """Yield the fields of `COLUMNS` of each value."""
     for series, columns in chosen:
         rule, stat, point, names = series.key
-        fields = {"rank": series.rank, "rule": rule, "point": point, "stat": stat}
-        same = [(column, written({**fields, "name": names[column]})) for column in columns]
         for step, stored, bits in series.stored():
-            values, absent = array("f", stored), unpack_absent(bits)
-            for column, text in same:
+            values = array("f", stored)
+            absent = unpack_absent(bits)
+            for column in columns:
                 if column not in absent:
-                    yield step, text, values[column]
+                    yield step, series.rank, rule, point, stat, names[column], values[column]
 
 
-def _cells(fields: Mapping[str, object]) -> str:
-    """Return cells without control characters that no spreadsheet takes for a formula, in a form that can be reversed."""
-    shown = [printable(str(field).replace("\\", "\\\\")) for field in fields.values()]
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(
-        f"{_TEXT}{text}" if text.startswith((*_FORMULA, _TEXT)) else text for text in shown
-    )
-    return line.getvalue()
+@cache
+def _cell(text: str) -> str:
+    """Return a text without control characters that no spreadsheet takes for a formula, in a form that can be reversed."""
+    shown = printable(text.replace("\\", "\\\\"))
+    return f"{_TEXT}{shown}" if shown.startswith((*_FORMULA, _TEXT)) else shown

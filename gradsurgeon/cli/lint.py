@@ -60,10 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _workspace() -> Path:
     """Return the folder to which paths are relative: on GitHub the checkout, else the current folder."""
-    try:
-        here = Path.cwd()
-    except OSError:
-        here = Path("/")  # Without a working directory, paths are absolute.
+    here = Path.cwd()
     given = os.environ.get("GITHUB_WORKSPACE")
     return Path(given) if given and here.is_relative_to(given) else here
 

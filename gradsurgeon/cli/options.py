@@ -24,6 +24,20 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
 
 
+def add_page(parser: argparse._ActionsContainer, *, what: str) -> None:
+    parser.add_argument("--html", metavar="FILE", type=_page, help=what)
+
+
+def _page(name: str) -> str:
+    # The path of an empty name is the current directory.
+    place = Path(name)
+    if name == "-" or (place.exists() and not place.is_file()):
+        raise argparse.ArgumentTypeError(
+            f"`{printable(name)}` is no file that a browser can open: name one, such as report.html"
+        )
+    return name
+
+
 def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--import",

@@ -1,7 +1,6 @@
 """``gradsurgeon watch``: the report of a run on one screen while it is being written. Never imports torch."""
 
 import argparse
-import math
 import os
 import shutil
 import sys
@@ -11,9 +10,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from gradsurgeon.cli import fail
-from gradsurgeon.cli.options import add_run
-from gradsurgeon.cli.report import why_no_page
+from gradsurgeon.cli.options import add_page, add_run, writing
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.run import open_run
@@ -27,17 +24,15 @@ from gradsurgeon.report.web_page import write_page
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
 _RETRY_SECONDS = (0.1, 0.4)
 _LEAST_SECONDS = 0.2  # a run is written once per second, and each look takes time from the training
-_HOME, _CLEAR_LINE, _CLEAR_BELOW, _PLAIN = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[0m"
-_COLOURS = {"head": "\x1b[1m", "bad": "\x1b[31m", "warning": "\x1b[33m"}
+_HOME = "\x1b[H"
+_CLEAR_LINE = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
 # A page is written anew after so many seconds at least, and so many times as long as it took to write.
 _PAGE_SECONDS, _PAGE_SHARE = 5.0, 20.0
 # So many rows of each series are in view; fewer of a very large model, down to what tells a spike.
 _ROWS_MOST, _ROWS_LEAST, _VALUES = 256, 32, 2**18
 _WORST, _ROWS = 10, 8  # rows of a table of norms, and of another table
 _EVENTS = 4  # traps, and as many other events: traps must not hide everything else
-
-# A text, and how it looks: a key of `_COLOURS`, or empty.
-Line = tuple[str, str]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +44,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"how often to look, at least {_LEAST_SECONDS}; default: 2",
     )
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        help="also write the page of `report --html`, anew every few seconds",
-    )
+    add_page(parser, what="also write the page of `report --html`, anew every few seconds")
     parser.epilog = (
         "The command ends with the run, or when you press Ctrl-C. If standard output is no terminal, or TERM is "
-        "`dumb`, it prints one line per look. NO_COLOR turns colours off."
+        "`dumb`, it prints one line per look."
     )
 
 
@@ -69,8 +60,6 @@ def _seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     folder, html = Path(arguments.run), arguments.html
-    if html is not None and (reason := why_no_page(html)):
-        return fail(reason)
     on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     next_page, is_running = 0.0, True
     while is_running:
@@ -83,11 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         # The last page is there to stay, and does not reload itself.
         if html is not None and (time.monotonic() >= next_page or not is_running):
             begin = time.monotonic()
-            try:
-                reload = _PAGE_SECONDS if is_running else None
+            reload = _PAGE_SECONDS if is_running else None
+            with writing(html):
                 write_page([folder], Path(html), reload_seconds=reload)
-            except OSError as error:
-                return fail(f"cannot write {printable(html)}: {error.strerror or error}")
             end = time.monotonic()
             next_page = end + max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
         if is_running:
@@ -117,16 +104,12 @@ def newest_report(path: Path) -> Report:
 def _draw(report: Report, hint: str) -> None:
     """Show a report in place of what is on the terminal; what does not fit is left out at the end."""
     columns, rows = shutil.get_terminal_size()
-    colours = {} if os.environ.get("NO_COLOR") else _COLOURS
-    lines = [*screen(report, columns)[: rows - 2], (hint[:columns], "")]
-    drawn = (
-        f"{colours[style]}{text}{_PLAIN}" if style in colours else text for text, style in lines
-    )
-    text = "".join(f"{line}{_CLEAR_LINE}\n" for line in drawn)
+    lines = [*screen(report, columns)[: rows - 2], hint[:columns]]
+    text = "".join(f"{line}{_CLEAR_LINE}\n" for line in lines)
     print(f"{_HOME}{text}{_CLEAR_BELOW}", end="", flush=True)
 
 
-def screen(report: Report, columns: int) -> list[Line]:
+def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
     sections = [
@@ -137,48 +120,40 @@ def screen(report: Report, columns: int) -> list[Line]:
         _wholes(report),
         *(table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]),
     ]
-    lines: list[Line] = []
+    lines: list[str] = []
     for section in map(list, sections):
         if section and lines:
-            lines.append(("", ""))
-        for text, style in section:
-            cut = text if len(text) <= columns else f"{text[: columns - 1]}…"
-            lines.append((cut, style))
+            lines.append("")
+        lines += [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in section]
     return lines
 
 
-def _head(report: Report) -> Iterator[Line]:
+def _head(report: Report) -> Iterator[str]:
     step = "no step yet" if report.steps is None else f"step {report.steps[1]}"
-    yield f"{step} of {printable(report.title)}", "head"
+    yield f"{step} of {printable(report.title)}"
     if report.ended is not None:
-        level = report.ended.level(report.events)
-        for line in report.ended.lines(report.events):
-            yield line, level
+        yield from report.ended.lines
 
 
-def _events(report: Report) -> Iterator[Line]:
+def _events(report: Report) -> Iterator[str]:
     kinds = by_kind(report.events)
     counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
-    yield f"events ({kinds.total():,}): {counts}".removesuffix(": "), "head"
+    yield f"events ({kinds.total():,}): {counts}".removesuffix(": ")
     edits = edits_of(report.rules)
     newest = sorted(event_groups(report.events), key=lambda group: -group.steps[1])
     trips = [group for group in newest if is_trip(group.first, edits)]
     others = [group for group in newest if not is_trip(group.first, edits)]
-    for groups, style in ((trips, "bad"), (others, "")):
-        for group in groups[:_EVENTS]:
-            yield "  ".join(["", *islice(group.lines(), 2)]), style
+    for group in (*trips[:_EVENTS], *others[:_EVENTS]):
+        yield "  ".join(["", *islice(group.lines(), 2)])
 
 
-def _remarks(report: Report) -> Iterator[Line]:
+def _remarks(report: Report) -> Iterator[str]:
     if report.remarks and report.is_partial:
-        yield "in the newest records:", "head"
-    for remark in report.remarks:
-        yield remark, "warning"
+        yield "in the newest records:"
+    yield from report.remarks
 
 
-def _wholes(report: Report) -> Iterator[Line]:
+def _wholes(report: Report) -> Iterator[str]:
     for whole in report.history.gradients:
-        value = whole.tops[-1]
         name = whole_name(whole, len(report.params))
-        style = "head" if math.isfinite(value) else "bad"
-        yield f"{name}: {value:.3g} at step {whole.steps[-1]}", style
+        yield f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}"

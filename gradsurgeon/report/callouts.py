@@ -8,9 +8,10 @@ import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
-from gradsurgeon.report.history import History, Track, WholeNorm
+from gradsurgeon.report.history import History, WholeNorm
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
-from gradsurgeon.report.spikes import TIMES, Spike, largest_spikes
+from gradsurgeon.report.spikes import Spike, largest_spike
+from gradsurgeon.report.track import Track
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
 _DEATHS = 3
@@ -71,11 +72,11 @@ def _is_bias(track: Track) -> bool:
 
 
 def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
-    broken = [track for track in tracks if track.nonfinite]
+    broken = [track for track in tracks if len(track.nonfinite_steps)]
     if not broken:
         return ""
     first = min(track.nonfinite_steps[0] for track in broken)
-    last = max(track.nonfinite_steps[1] for track in broken)
+    last = max(track.nonfinite_steps[-1] for track in broken)
     names = _names([track for track in broken if track.nonfinite_steps[0] == first])
     text = f"{count(len(broken), nouns(kind))}, first at step {first}: {names}"
     if all(math.isfinite(track.last) for track in broken):
@@ -87,13 +88,14 @@ def _exploding(grown: Sequence[Track]) -> str:
     if not grown:
         return ""
     most = max(grown, key=lambda track: track.rise)
-    begin = most.first if most.first > 0 else most.tops[most.tops > 0][0]
+    norms = most.finite_norms
+    steps = most.finite_steps
+    begin = norms[norms > 0][0]
     text = (
-        f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step {most.peak} "
-        f"(last {most.last_finite:.3g})"
+        f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step "
+        f"{steps[norms.argmax()]} (last {norms[-1]:.3g})"
     )
-    last_finite_step = int(most.steps[~np.isnan(most.tops)][-1])
-    if most.nonfinite and most.nonfinite_steps[1] >= last_finite_step:
+    if len(most.nonfinite_steps) and most.nonfinite_steps[-1] >= steps[-1]:
         text += f", before it was non-finite at step {most.nonfinite_steps[0]}"
     return text
 
@@ -107,46 +109,38 @@ def _spike(tracks: Sequence[Track]) -> str:
 
 
 def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], params: int) -> str:
-    """Return the largest spike of the norms of several tensors, with the tensors that stand out in that step."""
+    """Return the largest spike of the norms of several tensors, with the tensors that have theirs in that step."""
     calm = {track.name for track in tracks}
-    spikes: list[tuple[float, str]] = []
+    largest = 0.0
+    text = ""
     for whole in wholes:
         if len(whole.names) == 1 or not calm.issuperset(whole.names):
             continue
-        is_finite = whole.bad == 0
-        steps = whole.steps[is_finite]
-        norms = whole.tops[is_finite]
-        (largest,) = largest_spikes(norms[None])
-        if largest is None:
+        is_finite = np.isfinite(whole.norms)
+        spike = largest_spike(whole.steps[is_finite], whole.norms[is_finite])
+        if spike is None or spike.times < largest:
             continue
-        place, times = largest
-        spike = Spike(int(steps[place]), float(norms[place]), times)
-        # The tensors that stand out from themselves, by their share of the whole.
-        far = []
-        for track in tracks:
-            norm = _norm_at(track, spike.step)
-            if track.name in whole.names and norm > TIMES * track.median:
-                far.append((-norm, track))
-        far.sort(key=lambda pair: pair[0])
-        text = _spike_text(f"the {whole_name(whole, params)}", spike)
-        if far:
-            spikes.append((times, f"{text}; most in {_names([track for _, track in far])}"))
-    return max(spikes, default=(0.0, ""))[1]
+        spiky = [
+            track
+            for track in tracks
+            if track.spike and track.spike.step == spike.step and track.name in whole.names
+        ]
+        if spiky:
+            largest = spike.times
+            spiky.sort(key=lambda track: -track.largest)
+            text = (
+                f"{_spike_text(f'the {whole_name(whole, params)}', spike)}; most in {_names(spiky)}"
+            )
+    return text
 
 
 def _spike_text(name: str, spike: Spike) -> str:
     return f"{printable(name)}, {spike.value:.3g} at step {spike.step}, {spike.times:.3g}x the steps before it"
 
 
-def _norm_at(track: Track, step: int) -> float:
-    """Return the norm of a step, or the largest of a few steps; 0 where there is none."""
-    place = int(np.searchsorted(track.steps, step, side="right")) - 1
-    return float(np.nan_to_num(track.tops[place])) if place >= 0 else 0.0
-
-
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     alive = {_module(track) for track in tracks if track.largest > 0}
-    zero = [track for track in tracks if track.largest == 0 and not track.nonfinite]
+    zero = [track for track in tracks if track.largest == 0 and not len(track.nonfinite_steps)]
     zero = [track for track in zero if not (_is_bias(track) and _module(track) in alive)]
     yield "norm always exactly 0", _names(zero)
     since: defaultdict[int, list[Track]] = defaultdict(list)
@@ -164,8 +158,8 @@ def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
 def _shrank_before(track: Track, step: int) -> bool:
     """Tell whether a tensor was next to 0 for a while before it was 0, as in a training that converges to nothing."""
     # A layer that dies may pass through 1e-34 on its way.
-    before = track.tops[track.steps < step][-_DYING:]
-    return bool(len(before)) and bool(np.nanmax(before, initial=0.0) * _FAR < track.first)
+    before = track.finite_norms[track.finite_steps < step][-_DYING:]
+    return bool(before.max(initial=0.0) * _FAR < track.first)
 
 
 def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> str:

@@ -1,7 +1,8 @@
 """How a run ended, as far as files and processes tell, and the diagnosis in the message of a trap."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
@@ -22,53 +23,56 @@ class Ending(NamedTuple):
     """How a run ended."""
 
     state: State  # "unknown" where no end was written
-    words: str  # the same in words, with the ranks if they differ
+    words: str  # the same in words, with the ranks if they differ, and what was skipped or found
     ranks: Mapping[int, str]
-    edits: Collection[str] = frozenset()  # ids of rules that edit, whose events are no trips
+    diagnosis: str
+    trips: int  # by step, those of checks included
+    is_clean: bool
 
-    def lines(self, events: Sequence[Event]) -> Iterator[str]:
-        """Yield one or two lines: how the run ended, and the first diagnosis."""
-        yield f"{self.words}{self.outcome(events)}"
-        if diagnosis := first_diagnosis(events, self.edits):
-            yield f"  {printable(diagnosis)}"
+    @property
+    def lines(self) -> list[str]:
+        """One or two lines: how the run ended, and the first diagnosis."""
+        return [self.words, f"  {printable(self.diagnosis)}"] if self.diagnosis else [self.words]
 
-    def outcome(self, events: Sequence[Event]) -> str:
-        """Return what was skipped, and that a run that came to its end is clean."""
-        kinds = by_kind(events)
-        tripped = by_kind([one for one in events if is_trip(one, self.edits)])
-        faults = tripped.pop("check", 0)
-        trips = tripped.total()
-        skipped = kinds["skipped-step"] + kinds["scaler-skip"]
-        never = kinds["never-fired"]
-        text = ""
-        if skipped:
-            text += f", {count(skipped, 'step')} skipped"
-        if never:
-            text += f", {count(never, 'rule')} never fired"
-        # The trip that stopped the run is in the words.
-        reported = int(self.state == "stopped")
-        if not text and trips > reported:
-            text = f", traps tripped in {count(trips, 'step')}"
-        if faults:
-            text += f", checks found {count(faults, 'fault')}"
-        if not text and self.state == "ended":
-            return ", clean"
-        return text
-
-    def level(self, events: Sequence[Event]) -> Literal["good", "warning", "bad", "running"]:
-        """Return how serious it is, for a colour."""
+    @property
+    def level(self) -> Literal["good", "warning", "bad", "running"]:
+        """How serious it is, for a colour."""
         if self.state in ("stopped", "unknown"):
             return "bad"
-        if self.outcome(events) not in ("", ", clean"):
+        if not self.is_clean:
             return "warning"
         return "running" if self.state == "running" else "good"
+
+
+def _outcome(state: State, events: Sequence[Event], tripped: Counter[str]) -> str:
+    """Return what was skipped, and what traps and checks found."""
+    kinds = by_kind(events)
+    skipped = kinds["skipped-step"] + kinds["scaler-skip"]
+    never = kinds["never-fired"]
+    faults = tripped["check"]
+    trips = tripped.total() - faults
+    text = ""
+    if skipped:
+        text += f", {count(skipped, 'step')} skipped"
+    if never:
+        text += f", {count(never, 'rule')} never fired"
+    # The trip that stopped the run is in the words.
+    reported = int(state == "stopped")
+    if not text and trips > reported:
+        text = f", traps tripped in {count(trips, 'step')}"
+    if faults:
+        text += f", checks found {count(faults, 'fault')}"
+    return text
 
 
 # A run is what the first of these is that one of its ranks is.
 _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
-def ending_of(ends: Mapping[int, RankEnd], edits: Collection[str] = frozenset()) -> Ending:
+def ending_of(
+    ends: Mapping[int, RankEnd], events: Sequence[Event], edits: Collection[str]
+) -> Ending:
+    """Return how a run ended. `edits` are the ids of rules that edit, whose events are no trips."""
     states = []
     words = {}
     ranks_by_words: dict[str, list[str]] = {}
@@ -80,7 +84,14 @@ def ending_of(ends: Mapping[int, RankEnd], edits: Collection[str] = frozenset())
     shown = list(ranks_by_words)
     if len(shown) > 1:
         shown = [f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_words.items()]
-    return Ending(min(states, key=_FIRST.index), "; ".join(shown), words, edits)
+    state = min(states, key=_FIRST.index)
+    tripped = by_kind(event for event in events if is_trip(event, edits))
+    outcome = _outcome(state, events, tripped)
+    text = "; ".join(shown) + outcome
+    if state == "ended" and not outcome:
+        text += ", clean"
+    diagnosis = first_diagnosis(events, edits)
+    return Ending(state, text, words, diagnosis, tripped.total(), not outcome)
 
 
 def _of_rank(end: RankEnd) -> tuple[State, str]:

@@ -12,9 +12,10 @@ from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.callouts import nouns, whole_name
-from gradsurgeon.report.history import POINTS, History, RecordOrigin, Track, WholeNorm
+from gradsurgeon.report.history import POINTS, History, WholeNorm
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT
-from gradsurgeon.report.tables import Level, Table
+from gradsurgeon.report.tables import Table
+from gradsurgeon.report.track import RecordOrigin, Track
 
 _ROWS = 40
 _NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
@@ -57,7 +58,8 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
     rows = []
     for track in shown:
         numbers = (track.first, track.median, track.largest, track.last)
-        nonfinite = f"{track.nonfinite:,}" if track.nonfinite else "-"
+        broken = len(track.nonfinite_steps)
+        nonfinite = f"{broken:,}" if broken else "-"
         row = [printable(track.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
         if len(origins) > 1:
             row.append(printable(track.origin.rule))
@@ -68,15 +70,8 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
         rows,
         right=_NUMBERS,
         curves=[track.cells(_CELLS) for track in shown],
-        levels=[_level(track) for track in shown],
         notes=list(_notes(history, kind, len(tracks) - len(shown))),
     )
-
-
-def _level(track: Track) -> Level:
-    if track.nonfinite:
-        return "bad"
-    return "warning" if track.spike else ""
 
 
 def _notes(history: History, kind: str, more: int) -> Iterator[str]:
@@ -85,8 +80,7 @@ def _notes(history: History, kind: str, more: int) -> Iterator[str]:
     if hidden := {origin for origin in history.hidden if origin.kind == kind}:
         yield f"recorded as well, not shown: {_named(hidden)}"
     if history.rows_of_a_column > 1:
-        few = f"{history.rows_of_a_column:,}"
-        yield f"the run is long: the median is that of one step in {few}, and other numbers are exact to {few} steps"
+        yield f"the run is long: {history.rows_of_a_column:,} successive steps count as one, by their largest norm"
 
 
 def _measured(kind: str, number: int) -> str:
@@ -104,10 +98,10 @@ def ranked(tracks: Sequence[Track]) -> list[Track]:
     """Return tensors with the most urgent first: non-finite, then spikes, then the largest medians."""
 
     def urgency(track: Track) -> tuple[object, ...]:
-        first_nonfinite = track.nonfinite_steps[0]
+        first_nonfinite = track.nonfinite_steps[:1].tolist()
         times = track.spike.times if track.spike else 0.0
         size = -track.median if track.median > 0 else 0.0
-        return first_nonfinite < 0, first_nonfinite, -times, size
+        return not first_nonfinite, first_nonfinite, -times, size
 
     return sorted(tracks, key=urgency)
 

@@ -12,17 +12,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from gradsurgeon.records.store.recorded import RecordSource
-
 # Pictures that there are no longer, each with what to use instead.
 _GONE = {"heatmap": "the map of norms is on the page of `gradsurgeon report RUN --html FILE`"}
 _IMAGES = 4  # dimensions of several images
-
-
-def norms(source: RecordSource, name: str | Sequence[str] | None, rule: str | None) -> Figure:
-    """Draw the norms of a session or of a run."""
-    figure: Figure = _plots().norms(source, name=name, rule=rule)
-    return figure
 
 
 def check(kind: str, known: Sequence[str]) -> None:
@@ -43,15 +35,15 @@ def features(
     sample: int,
 ) -> Figure:
     """Draw the channels of one sample of a captured tensor of shape (N, C, H, W), each from its least to its largest."""
-    plots = _plots()
+    plots = drawing()
     if not kept:
         raise RecordError(f"rule {rule} has kept nothing yet: see `session.captured({rule!r})`")
-    names = list(dict.fromkeys(key[0] for key in kept))
+    names = {key[0] for key in kept}
     if name is not None:
         names = plots.matching(name, names, {})
     if len(names) > 1:
         raise ValueError(
-            f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {names[0]}"
+            f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {min(names)}"
         )
     keys = [
         key
@@ -62,12 +54,14 @@ def features(
         raise RecordError(
             f"rule {rule} has kept nothing of step={step}, call={call}: see `session.captured({rule!r})`"
         )
-    maps = _channels(names[0], kept[keys[-1]], sample)
-    figure: Figure = plots.features(maps, keys[-1], sample)
+    last = keys[-1]
+    maps = _channels(last[0], kept[last], sample)
+    figure: Figure = plots.features(maps, last, sample)
     return figure
 
 
-def _plots() -> Any:
+def drawing() -> Any:
+    """Return the module that draws, which needs numpy and matplotlib."""
     for name in ("numpy", "matplotlib"):
         library(name, "plot", "drawing")
     from gradsurgeon.report import plots  # noqa: PLC0415 # needs matplotlib

@@ -11,16 +11,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from gradsurgeon.common.events import TRIPS, is_trip
+from gradsurgeon.common.events import is_trip
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.recorded import RecordSource
-from gradsurgeon.report.history import History, Track, WholeNorm
+from gradsurgeon.report.history import OF_EACH_CALL, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import edits_of
-from gradsurgeon.report.sources import summary
+from gradsurgeon.report.rules_and_events import GRADIENT, edits_of
+from gradsurgeon.report.sources import unread
 from gradsurgeon.report.tables import shortened
+from gradsurgeon.report.track import Track
 
 Name = str | Sequence[str]
 
@@ -28,8 +29,6 @@ _LONGEST = 60
 _LAYERS, _IN_LEGEND = 10, 24
 _CHANNELS, _PER_ROW = 64, 8
 _RED = "#e3262d"
-# Points at which a step has one record, so that the norms of a step add up to the norm of all.
-_ONCE = ("accumulated", "step")
 _SKIPS = frozenset({"skipped-step", "scaler-skip"})
 
 
@@ -52,12 +51,14 @@ def _plain(text: str) -> str:
     return f" {shown}" if shown.startswith("_") else shown
 
 
-def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> list[str]:
-    """Return the names that are wanted, by name, alias or pattern, in the order of the model."""
-    canonical = {name: name for name in names}
-    known = {alias: name for alias, name in aliases.items() if name in canonical} | canonical
+def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> set[str]:
+    """Return the names that are wanted, by name, alias or pattern."""
+    known = {name: name for name in names}
+    for alias, name in aliases.items():
+        if name in known:
+            known.setdefault(alias, name)
     texts = list(known)
-    chosen: set[str] = set()
+    chosen = set()
     for text in [wanted] if isinstance(wanted, str) else wanted:
         # A name may read as a pattern: `lstm[0]` is a tensor of a module that returns several.
         if text in known:
@@ -67,24 +68,33 @@ def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> 
         if not places:
             raise KeyError(f'"{text}" is no name of what was recorded; {suggest(text, texts)}')
         chosen.update(known[texts[place]] for place in places)
-    return [name for name in canonical if name in chosen]
+    return chosen
 
 
 def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = None) -> Picture:
     """Draw l2 norms on a log axis: of the layers that stand out and of all together, or of the named layers."""
-    report = summary(source)
-    history = report.history if rule is None else report.history_of(rule=rule)
+    recorded = source.recorded()
+    report = unread(recorded)
+    history = report.history_of(rule=rule)
+    tracks = history.tracks
+    if not tracks:
+        raise _nothing_to_draw(report, rule)
+    if name is not None:
+        wanted = matching(name, (track.name for track in tracks), recorded.aliases)
+        tracks = [track for track in tracks if track.name in wanted]
+    # One picture has one scale: gradients and outputs, say, are not alike.
+    kind = tracks[0].origin.kind
+    tracks = [track for track in tracks if track.origin.kind == kind]
     wholes: list[WholeNorm] = []
     if name is None:
-        tracks = _of_one_kind(report, history, rule)
-        wholes = history.wholes(tracks[0].origin.kind)
-        wholes = [whole for whole in wholes if len(whole.names) > 1 and _is_of_each_step(whole)]
         worst = {track.name for track in ranked(tracks)[:_LAYERS]}
         tracks = [track for track in tracks if track.name in worst]
-    else:
-        names = dict.fromkeys(track.name for track in history.tracks)
-        wanted = matching(name, names, source.recorded().aliases)
-        tracks = _of_one_kind(report, history, rule, wanted)
+        # Where a step has several records, the norms of a step do not add up to the norm of all.
+        wholes = [
+            whole
+            for whole in history.gradients
+            if kind == GRADIENT and len(whole.names) > 1 and whole.point not in OF_EACH_CALL
+        ]
     figure = Picture(11, 4.8)
     axes = figure.subplots()
     handles = []
@@ -106,28 +116,14 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     return figure
 
 
-def _is_of_each_step(whole: WholeNorm) -> bool:
-    return all(origin.point in _ONCE for origin in whole.origins)
-
-
-def _of_one_kind(
-    report: Report, history: History, rule: str | None, names: Sequence[str] | None = None
-) -> list[Track]:
-    """Return the tensors of one kind in the order of the model, or say which rule is missing."""
-    # One picture has one scale: gradients and outputs, say, are not alike.
-    by_kind = [history.tracks_of(kind) for kind in history.kinds]
-    if by_kind and names is None:
-        return by_kind[0]
-    if by_kind and names is not None:
-        chosen = [[track for track in tracks if track.name in names] for tracks in by_kind]
-        return max(chosen, key=len)
-    waiting = [one for one, info in report.rules.items() if info.logged and rule in (None, one)]
-    if waiting:
-        raise RecordError(
-            f"nothing to draw yet: rule {waiting[0]} records l2 norms, and no gradient has arrived"
-        )
+def _nothing_to_draw(report: Report, rule: str | None) -> RecordError:
+    for waiting, info in report.rules.items():
+        if info.logged and rule in (None, waiting):
+            return RecordError(
+                f"nothing to draw yet: rule {waiting} records l2 norms, and no gradient has arrived"
+            )
     by = "" if rule is None else f" by a rule {rule!r}"
-    raise RecordError(
+    return RecordError(
         f"nothing to draw: no l2 norm was recorded{by}; that takes a step under a rule such as "
         '{id: norms, action: norm-log, params: "*"}'
     )
@@ -135,11 +131,11 @@ def _of_one_kind(
 
 def _line(axes: Axes, track: Track | WholeNorm, text: str, colour: Any) -> Line2D:
     """Draw the norms of one tensor; non-finite norms are marked above. A gap is where a gradient was missing or 0."""
-    values = np.where(track.tops > 0, track.tops, np.nan)
+    bad = ~np.isfinite(track.norms)
+    values = np.where(bad | (track.norms <= 0), np.nan, track.norms)
     label = _plain(text)
-    bad = track.bad > 0
     if bad.any():
-        label = f"{label} ({track.bad.sum():,} non-finite)"
+        label = f"{label} ({bad.sum():,} non-finite)"
         across = axes.get_xaxis_transform()
         steps = track.steps[bad]
         (marks,) = axes.plot(steps, np.ones(len(steps)), "x", color=colour, transform=across)
@@ -157,7 +153,7 @@ def _events(axes: Axes, report: Report) -> list[Line2D]:
     edits = edits_of(report.rules)
     steps = set()
     for event in report.events:
-        if event.kind in _SKIPS or (event.kind in TRIPS and is_trip(event, edits)):
+        if event.kind in _SKIPS or is_trip(event, edits):
             steps.add(event.step)
     if not steps:
         return []

@@ -16,6 +16,7 @@ from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
+from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -31,9 +32,10 @@ from gradsurgeon.report.rules_and_events import (
 from gradsurgeon.report.tables import LEGEND, Table
 
 if TYPE_CHECKING:
-    from gradsurgeon.report.history import History, Track
+    from gradsurgeon.report.history import History
     from gradsurgeon.report.losses import LossSeries
     from gradsurgeon.report.norms import NormTable
+    from gradsurgeon.report.track import Track
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
@@ -50,8 +52,7 @@ class Report:
         params: canonical names in the order of the model.
         rules: every rule by id, in file order.
         statuses: what each rule did.
-        series: what was recorded, each with columns that a lower rank has recorded too.
-        of_all_ranks: what every rank has recorded.
+        series: what every rank has recorded.
         dropped: the oldest rows, for which a session had no memory.
         events: what happened, oldest first.
         notes: what else there is to know of the run as a whole.
@@ -68,8 +69,7 @@ class Report:
     params: tuple[str, ...]
     rules: Mapping[str, RuleInfo]
     statuses: Mapping[str, RuleStatus]
-    series: Sequence[tuple[Part, frozenset[int]]] = ()
-    of_all_ranks: Sequence[Part] = ()
+    series: Sequence[Part] = ()
     dropped: int = 0
     events: Sequence[Event] = ()
     notes: Sequence[str] = ()
@@ -107,8 +107,6 @@ class Report:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report import losses  # noqa: PLC0415 # needs numpy
 
-        if self.tagged:
-            tables.append(losses.tagged_table(self.tagged))
         tables += (table for table, _ in losses.loss_tables(self.losses, observed=self.observed))
         if self.statuses:
             tables.append(rule_table(self.rules, self.statuses, self.events))
@@ -120,7 +118,8 @@ class Report:
         library("numpy", "report", "a report of recorded norms")
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
-        return History(self.series, self._kinds, self.params, rule=rule)
+        lowest = of_lowest_ranks(self.series)
+        return History(lowest, self._kinds, self.params, rule=rule)
 
     @property
     def _kinds(self) -> dict[str, str]:
@@ -136,7 +135,7 @@ class Report:
         """A sentence on replicas that differ, empty if none do."""
         from gradsurgeon.report.norms import ranks_that_differ  # noqa: PLC0415 # needs numpy
 
-        return ranks_that_differ(self.of_all_ranks, self._kinds, are_replicas=self.are_replicas)
+        return ranks_that_differ(self.series, self._kinds, are_replicas=self.are_replicas)
 
     @cached_property
     def norms(self) -> list[NormTable]:
@@ -149,7 +148,7 @@ class Report:
     @property
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
-        stats = {key.stat for key in self.history.keys}
+        stats = {part.key.stat for part in self.series}
         if self.norms or (self.losses and stats <= {loss.stat for loss in self.losses}):
             return ""
         recorded = printable(", ".join(sorted(stats)))
@@ -163,7 +162,7 @@ class Report:
         """What was recorded of losses: values, conflicts, and weights."""
         from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
-        return losses_of(self.series, self.of_all_ranks, {*self.params})
+        return losses_of(self.series, set(self.params))
 
     @property
     def tagged(self) -> list[LossSeries]:
@@ -186,7 +185,7 @@ class Report:
     @property
     def is_partial(self) -> bool:
         """Whether older rows are left out."""
-        return bool(self.dropped) or any(part.skipped for part, _ in self.series)
+        return bool(self.dropped) or any(part.skipped for part in self.series)
 
     def _silent(self) -> list[str]:
         """Return the parameters that should learn and had no gradient in any update."""
@@ -215,7 +214,7 @@ class Report:
     @property
     def head(self) -> list[str]:
         """The first lines: how the run ended, what was run, and how far it came."""
-        lines = [] if self.ended is None else list(self.ended.lines(self.events))
+        lines = [] if self.ended is None else self.ended.lines
         kinds = by_kind(self.events)
         counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         steps = f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
@@ -228,7 +227,7 @@ class Report:
     @cached_property
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step, `None` if there was none."""
-        ends = [end for one, _ in self.series for end in one.ends()]
+        ends = [end for part in self.series for end in part.ends()]
         ends += [one.last_step for one in self.statuses.values() if one.last_step is not None]
         if self.end is not None and self.end > (self.start or 0):
             ends.append(self.end - 1)
@@ -238,8 +237,7 @@ class Report:
 
 
 def _text(table: Table, columns: int) -> Iterator[str]:
-    for line, _ in table.lines(columns):
-        yield line
+    yield from table.lines(columns)
     for note in table.notes:
         yield f"  ... {note}" if note.startswith("and ") else f"  {note}"
 
@@ -258,7 +256,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     if report.ended is not None:
         ended = {
             "state": report.ended.state,
-            "words": report.ended.words + report.ended.outcome(report.events),
+            "words": report.ended.words,
             "ranks": {str(rank): words for rank, words in report.ended.ranks.items()},
         }
     return {
@@ -308,7 +306,7 @@ def _norms(track: Track) -> dict[str, Any]:
             "value": json_number(spike.value),
             "times": json_number(spike.times),
         },
-        "nonfinite": track.nonfinite,
-        "nonfinite_step": track.nonfinite_steps[0] if track.nonfinite else None,
+        "nonfinite": len(track.nonfinite_steps),
+        "nonfinite_step": next(iter(track.nonfinite_steps.tolist()), None),
         "zero_since": track.zero_since,
     }

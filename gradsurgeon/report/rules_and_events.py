@@ -1,6 +1,5 @@
 """What each rule did, and what happened."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,16 +104,16 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
 
 
 def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
-    ranks = sorted({event.rank for event in trips}) or [0]
-    # Each rank counts its own trips; and events are bounded, which the count is not.
-    counted = math.ceil((status.altered or 0) / len(ranks))
-    tripped = max(counted, len({event.step for event in trips}))
     looked = f"looked {count(status.fired, 'time')}"
-    if not tripped:
+    if not status.altered:
         return f"{looked}, never tripped"
-    on = f" on ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
-    last = f", last at {max(event.step for event in trips)}" if trips else ""
-    return f"{looked}, tripped in {count(tripped, 'step')}{on}{last}"
+    text = f"{looked}, tripped {count(status.altered, 'time')}"
+    ranks = {event.rank for event in trips}
+    if len(ranks) > 1:
+        text += f" on {len(ranks)} ranks"
+    if trips:
+        text += f", last at {max(event.step for event in trips)}"
+    return text
 
 
 def listed(names: Sequence[str]) -> str:
@@ -128,14 +127,14 @@ def never_reached(names: Sequence[str]) -> str:
 
 def by_kind(events: Iterable[Event]) -> Counter[str]:
     """Return how many events there are of each kind; what several ranks note of a step counts once."""
-    per_rank = Counter((event.kind, event.rule, event.step, event.rank) for event in events)
-    most: Counter[tuple[str, str, int]] = Counter()
-    for (kind, rule, step, _), number in per_rank.items():
-        most[kind, rule, step] = max(number, most[kind, rule, step])
-    kinds: Counter[str] = Counter()
-    for (of_kind, _, _), number in most.items():
-        kinds[of_kind] += number
-    return kinds
+    per_rank: Counter[tuple[str, str, int, int]] = Counter()
+    kinds = {}
+    for event in events:
+        of_rank = event.kind, event.rule, event.step, event.rank
+        per_rank[of_rank] += 1
+        # The first of one rank is the first of another.
+        kinds[event.kind, event.rule, event.step, per_rank[of_rank]] = event.kind
+    return Counter(kinds.values())
 
 
 class EventGroup(NamedTuple):

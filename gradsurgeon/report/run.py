@@ -51,7 +51,8 @@ class Run(stored.StoredRun):
             GradSurgeonError: matplotlib is missing.
         """
         pictures.check(kind, ["norms"])
-        return pictures.norms(self, name, rule)
+        figure: Figure = pictures.drawing().norms(self, name=name, rule=rule)
+        return figure
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

@@ -11,7 +11,7 @@ from gradsurgeon.common.events import settled
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import database_name, section
-from gradsurgeon.records.store.recorded import Recorded, RecordSource, of_lowest_ranks
+from gradsurgeon.records.store.recorded import Recorded, RecordSource
 from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo, edits_of
@@ -44,20 +44,16 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     meta = recorded.meta
     pending = recorded.pending
     rules = _rule_infos(section(meta, "plan").get("rules", ()), section(meta, "roles"))
-    # A rank that is still writing may add a series between the two.
-    lowest = list(of_lowest_ranks(recorded.series))
-    parts = {series: Part(series, pending, newest) for series in recorded.series}
     ended = None
     if recorded.ends:
-        ended = ending_of(recorded.ends, edits_of(rules))
+        ended = ending_of(recorded.ends, recorded.events, edits_of(rules))
     params = section(meta, "model").get("params", ())
     return Report(
         title=_title(meta),
         params=tuple(param["name"] for param in params),
         rules=rules,
         statuses={rule: settled(status, pending) for rule, status in recorded.statuses.items()},
-        series=[(parts[series], repeated) for series, repeated in lowest],
-        of_all_ranks=list(parts.values()),
+        series=[Part(series, pending, newest) for series in recorded.series],
         dropped=recorded.dropped,
         events=tuple(recorded.events),
         notes=tuple(_notes(recorded)),

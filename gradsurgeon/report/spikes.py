@@ -30,27 +30,27 @@ class Spike(NamedTuple):
     times: float
 
 
-def largest_spikes(norms: Floats) -> list[tuple[int, float] | None]:
-    """Return for each row the place of the norm that stands out most, and how many times its past it is.
+def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
+    """Return the norm that stands out most.
 
     A norm is a spike if it exceeds the median of the `PAST` norms before it by `TIMES`, and by six times their
     spread on a log scale, if none of them was a third as high, and if the next few are lower again. The first
-    `LEAST_PAST` norms are never spikes. `norms` has the shape ``[tensors, n]`` and is finite.
+    `LEAST_PAST` norms are never spikes. All norms are finite.
     """
-    spikes: list[tuple[int, float] | None] = [None] * len(norms)
-    if norms.shape[1] <= LEAST_PAST:
-        return spikes
+    if len(norms) <= LEAST_PAST:
+        return None
     # Most norms are no higher than the norms right before them, and need not be compared further.
-    recent = sliding_window_view(norms[:, :-1], _AFTER, axis=1).max(axis=2)
-    is_candidate = norms[:, _AFTER:] > _FALLS * recent
-    is_candidate[:, : LEAST_PAST - _AFTER] = False
-    for row in np.flatnonzero(is_candidate.any(axis=1)).tolist():
-        places = np.flatnonzero(is_candidate[row]) + _AFTER
-        times = _times(norms[row], places)
-        best = int(times.argmax())
-        if times[best] > TIMES:
-            spikes[row] = int(places[best]), float(times[best])
-    return spikes
+    recent = sliding_window_view(norms[:-1], _AFTER).max(axis=1)
+    places = _AFTER + np.flatnonzero(norms[_AFTER:] > _FALLS * recent)
+    places = places[places >= LEAST_PAST]
+    if not len(places):
+        return None
+    times = _times(norms, places)
+    best = int(times.argmax())
+    if times[best] <= TIMES:
+        return None
+    place = places[best]
+    return Spike(int(steps[place]), float(norms[place]), float(times[best]))
 
 
 def _times(values: Floats, places: Ints) -> Floats:

@@ -4,12 +4,11 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise, repeat
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from gradsurgeon.language.planning.table import grid
 
-Level = Literal["", "warning", "bad"]
 Curve = Sequence[float | None]
 
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
@@ -35,16 +34,15 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]  # fit to be printed; the cell of a curve is empty
     right: frozenset[int] = frozenset()  # columns of numbers
     curves: Sequence[Curve] = ()  # one for each row; `None` stands for a gap, NaN for non-finite
-    levels: Sequence[Level] = ()
     notes: Sequence[str] = ()  # sentences that a reader needs, below the table
 
-    def lines(self, columns: int, most: int | None = None) -> Iterator[tuple[str, str]]:
-        """Yield the table as text without its notes, each line with its level.
+    def lines(self, columns: int, most: int | None = None) -> Iterator[str]:
+        """Yield the table as text without its notes.
 
         A table of at most so many rows has shorter names, to leave room for the numbers. Otherwise names are never cut,
         because people copy them.
         """
-        yield self.title, "head"
+        yield self.title
         if not self.head:
             return
         longest = sys.maxsize if most is None else max(_NAME_LEAST, columns // 3)
@@ -54,19 +52,17 @@ class Table(NamedTuple):
         width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
         for row, curve in zip(rows, self.curves, strict=False):
             row[_HISTORY] = sparkline(curve, width)
-        levels = chain(("",), self.levels, repeat(""))
-        yield from zip(grid([self.head, *rows], right=self.right), levels, strict=False)
+        yield from grid([self.head, *rows], right=self.right)
         if len(rows) < len(self.rows):
-            yield f"  ... and {len(self.rows) - len(rows):,} more", ""
+            yield f"  ... and {len(self.rows) - len(rows):,} more"
 
     def plain(self) -> dict[str, Any]:
-        """Return title, head, rows without curves, how serious each row is, and notes, as the page takes them."""
+        """Return title, head, rows without curves, and notes, as the page takes them."""
         kept = [place for place in range(len(self.head)) if not (self.curves and place == _HISTORY)]
         return {
             "title": self.title,
             "head": [self.head[place] for place in kept],
             "rows": [[row[place] for place in kept] for row in self.rows],
-            "levels": list(self.levels),
             "notes": list(self.notes),
         }
 

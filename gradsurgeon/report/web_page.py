@@ -3,7 +3,7 @@
 import json
 import zlib
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -13,33 +13,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from gradsurgeon.common.events import Event, is_trip
+from gradsurgeon.common.events import Event
 from gradsurgeon.errors import RecordError
 from gradsurgeon.records.store.files import begins, check_replaceable, replacing
 from gradsurgeon.records.store.layout import json_number, section
 from gradsurgeon.records.store.run import StoredRun, open_run
 from gradsurgeon.report.callouts import nouns
-from gradsurgeon.report.ending import first_diagnosis
 from gradsurgeon.report.history import Grid, grid_of
 from gradsurgeon.report.losses import LossSeries, loss_tables
 from gradsurgeon.report.norms import NormTable, labels, ranked, urgent_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
+    LOSS_STATS,
     EventGroup,
     captured_table,
-    edits_of,
     rule_table,
     shown_groups,
 )
+from gradsurgeon.report.sheets import NO_NORM
 from gradsurgeon.report.sources import summary
 
 # What every page begins with: nothing else is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"
-# A cell is the logarithm of a norm, in the smallest steps at which all norms of float32 fit: two digits are right.
-LOWEST, STEP = -46.0, 0.0013
-ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
-_CELL = {"lowest": LOWEST, "step": STEP, "absent": ABSENT, "zero": ZERO, "first": FIRST}
+# Cells of the map that stand for no norm.
+ABSENT, ZERO, NONFINITE = 0, 1, 0xFFFF
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
 _MOST_ROWS, _MOST_MARKS = 10, 600
 _MOST_POINTS = 1500
@@ -80,8 +78,8 @@ def web_page(
     reload_seconds: float | None = None,
 ) -> str:
     """Return the page of one or several runs, given what `page_data` has returned of each."""
-    cell, reload = {**_CELL, "nonfinite": NONFINITE}, reload_seconds or 0
-    data = {"cell": cell, "runs": list(runs), "problems": list(problems), "reload": reload}
+    reload = reload_seconds or 0
+    data = {"runs": list(runs), "problems": list(problems), "reload": reload}
     return Template(_assets("page.html")).substitute(
         styles=_assets(*_STYLES),
         scripts=_assets(*_SCRIPTS),
@@ -98,13 +96,15 @@ def _assets(*names: str) -> str:
 def page_data(run: StoredRun) -> dict[str, Any]:
     report = summary(run)
     rules = section(run.meta, "rules")
+    ended = None
+    if report.ended is not None:
+        ended = {**report.ended._asdict(), "level": report.ended.level}
     return {
         "title": report.title,
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": [*report.notes, *filter(None, [report.frozen_note])],
-        "ended": _ended(report),
-        "diagnosis": first_diagnosis(report.events, edits_of(report.rules)),
+        "ended": ended,
         # Then the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
         "span": list(report.steps or ()),
@@ -114,8 +114,9 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "losses": [line(one.name, one.steps, one.values) for one in report.tagged],
         "captures": [captured_table(captured).plain() for captured in report.captured],
         "versus": [
-            {"table": table.plain(), "charts": _loss_charts(charts)}
-            for table, charts in loss_tables(report.losses, observed=report.observed)
+            {"title": curves[0].stat, "table": table.plain(), "lines": _loss_lines(curves)}
+            for table, curves in loss_tables(report.losses, observed=report.observed)
+            if curves[0].stat in LOSS_STATS
         ],
         "rules": rule_table(report.rules, report.statuses, report.events).plain(),
         "files": [
@@ -136,26 +137,10 @@ def _facts(run: StoredRun, report: Report) -> Iterator[tuple[str, str]]:
             yield word, str(run.meta[key])
 
 
-def _ended(report: Report) -> dict[str, Any] | None:
-    if (ended := report.ended) is None:
-        return None
-    return {
-        "state": ended.state,
-        "level": ended.level(report.events),
-        "words": ended.words + ended.outcome(report.events),
-        "trips": sum(is_trip(one, ended.edits) for one in report.events),
-    }
-
-
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
     shown = ranked(table.tracks)[:_MOST_ROWS]
     urgent = urgent_table(report.history, table, _MOST_ROWS)
-    spikes = [
-        "-" if one.spike is None else f"{one.spike.times:.3g} x at step {one.spike.step}"
-        for one in shown
-    ]
-    rows = [[*row, spike] for row, spike in zip(urgent.rows, spikes, strict=True)]
     wholes = report.history.gradients if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
@@ -164,10 +149,10 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
         "noun": nouns(table.kind),
         # The map shows all tensors: none is left out.
         "notes": [text for text in urgent.notes if not text.startswith("and ")],
-        "table": urgent._replace(head=[*urgent.head, "spike"], rows=rows).plain(),
+        "table": urgent.plain(),
         "urgent": [track.name for track in shown],
         "wholes": [
-            line(text, one.steps, one.tops) for text, one in zip(texts, wholes, strict=True)
+            line(text, one.steps, one.norms) for text, one in zip(texts, wholes, strict=True)
         ],
         "map": {"names": [one.name for one in table.tracks], **_map(grid_of(table.tracks, most))},
     }
@@ -182,11 +167,10 @@ def _map(grid: Grid) -> dict[str, Any]:
 
 
 def codes(grid: Grid) -> Any:
-    """Return a cell for each norm: its logarithm, or one of four signs. Larger norms have larger cells."""
-    with np.errstate(all="ignore"):
-        cells = ((np.log10(grid.tops) - LOWEST) / STEP + 0.5).astype(np.int64) + FIRST
-    cells = np.where(grid.tops > 0, cells, np.where(grid.tops == 0, ZERO, ABSENT))
-    return np.where(grid.bad > 0, NONFINITE, np.where(grid.there, cells, ABSENT))
+    """Return a cell for each norm: 1 more than the upper half of its bits as float32, of which two digits are right."""
+    bits = grid.norms.astype(np.float32).view(np.uint32) >> 16
+    cells = np.where(np.isfinite(grid.norms), ZERO + bits, NONFINITE)
+    return np.where(grid.norms == NO_NORM, ABSENT, cells)
 
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:
@@ -229,16 +213,13 @@ def line(label: str, steps: ArrayLike, values: ArrayLike, every: int = 1) -> dic
     }
 
 
-def _loss_charts(charts: Mapping[str, Sequence[LossSeries]]) -> list[Any]:
-    """Return titles and curves; of a long curve one point in a few."""
-    shown = []
-    for title, curves in charts.items():
-        lines = []
-        for curve in curves[:_CURVES]:
-            steps, places = np.unique(curve.steps, return_inverse=True)
-            # There may be several calls in a step, which count as one.
-            means = np.bincount(places, curve.values) / np.bincount(places)
-            every = -(-len(steps) // _POINTS)
-            lines.append(line(curve.name, steps[::every], means[::every], every))
-        shown.append([title, lines])
-    return shown
+def _loss_lines(curves: Sequence[LossSeries]) -> list[dict[str, Any]]:
+    """Return curves as they travel in the page; of a long curve one point in a few."""
+    lines = []
+    for curve in curves[:_CURVES]:
+        steps, places = np.unique(curve.steps, return_inverse=True)
+        # There may be several calls in a step, which count as one.
+        means = np.bincount(places, curve.values) / np.bincount(places)
+        every = -(-len(steps) // _POINTS)
+        lines.append(line(curve.name, steps[::every], means[::every], every))
+    return lines

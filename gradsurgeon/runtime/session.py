@@ -204,7 +204,8 @@ class Session(RecordQueries):
         if kind == "norms":
             if (step, call, sample) != (None, None, 0):
                 raise ValueError("the picture 'norms' takes only name= and rule=")
-            return pictures.norms(self, name, rule)
+            figure: Figure = pictures.drawing().norms(self, name=name, rule=rule)
+            return figure
         rule = rule or self._capture_rule()
         return pictures.features(
             self.captured(rule), rule=rule, name=name, step=step, call=call, sample=sample

@@ -194,16 +194,6 @@ class TestInATerminal:
         writer.close()
         watched.ended()
 
-    def test_colours(self, writer: RunWriter, watching: Callable[..., Watching]) -> None:
-        writer.event(Event("trap", "norms", 2, 0, "w", "bad"))
-        for env, coloured in (({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True)):
-            watched = watching("run", **env)
-            watched.until(lambda text: "Ctrl-C quits" in text)
-            watched.type(b"\x03")
-            watched.ended()
-            assert ("\x1b[31m  step 2  trap  norms  w  bad\x1b[0m" in watched.text) is coloured
-            assert (re.search(r"\x1b\[[0-9;]*m", watched.text) is not None) is coloured
-
     def test_a_dumb_terminal_gets_lines(
         self, writer: RunWriter, watching: Callable[..., Watching]
     ) -> None:

@@ -350,7 +350,7 @@ def test_parts_are_the_parameters(tmp_path: pathlib.Path) -> None:
     names = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
     assert found == [f"{name}:{'/'.join(pair)}" for name in names for pair in PAIRS]
     done = call_here("report", "run", cwd=tmp_path)
-    assert "conflicts of 12 pairs of losses, recorded by tasks" in done.stdout
+    assert "cosine of pairs of losses, recorded by tasks" in done.stdout
 
 
 def test_trackers_get_a_curve_of_each_pair() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradsurgeon.report.comparison.alignment import _PAIR, BOTH, Pairs
+from gradsurgeon.report.comparison.alignment import BOTH, Pairs, pair_fields
 from gradsurgeon.report.comparison.limits import settle
 from gradsurgeon.report.comparison.reading import Kind
 from gradsurgeon.report.comparison.tolerance import Tolerance
@@ -23,9 +23,10 @@ ROUNDING = Tolerance("rounding", 10.0, LIMIT, "")
 
 def pairs(*distances: Sequence[float], kinds: Sequence[Kind] = KINDS, **fields: Any) -> Pairs:
     """Return the tensors of some steps: one of each kind, with these distances."""
-    cells: Any = np.zeros(len(kinds) * len(distances), _PAIR)
+    cells: Any = np.zeros(len(kinds) * len(distances), pair_fields(2))
     cells["step"] = np.repeat(np.arange(len(distances)), len(kinds))
     cells["kind"] = np.tile(np.arange(len(kinds)), len(distances))
+    cells["phase"] = np.tile([kind.phase for kind in kinds], len(distances))
     cells["distance"] = np.ravel(distances)
     cells["limit"], cells["numel"], cells["norm"], cells["state"] = LIMIT, NUMEL, 1.0, BOTH
     for name, value in fields.items():

@@ -83,7 +83,7 @@ def test_names_without_wrappers() -> None:
 class TestNoise:
     def test_the_root_mean_square_over_runs_and_projections(self) -> None:
         reference = np.array([[10.0, 1.0, 2.0]])
-        noise = np.array([[[10.0, 1.3, 2.0]], [[10.0, 1.0, 2.4]]])
+        noise = np.array([[[10.0, 1.3, 2.0], [10.0, 1.0, 2.4]]])
         assert tolerance.noise_of(noise, reference) == pytest.approx([0.025])
 
     def test_at_least_the_shift_of_the_norm(self) -> None:

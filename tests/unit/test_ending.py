@@ -88,7 +88,7 @@ def test_what_a_rule_clips_is_no_trip(tmp_path: pathlib.Path) -> None:
     assert head(tmp_path)[1].startswith("summary: ")
     with gradsurgeon.open_run(tmp_path) as run:
         data = page_data(run)
-    assert (data["ended"]["trips"], data["diagnosis"]) == (0, "")
+    assert (data["ended"]["trips"], data["ended"]["diagnosis"]) == (0, "")
 
 
 def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
@@ -289,7 +289,7 @@ def test_every_view_says_the_same(told: pathlib.Path) -> None:
         report, data, shown = from_run(run), page_data(run), repr(run)
     # The file is closed, and what was read stays.
     found, text, notebook = to_dict(report), report.text(width=300), Page(report)
-    lines = [text for text, _ in screen(newest_report(told), 300)]
+    lines = screen(newest_report(told), 300)
     remarks = found["remarks"]
     assert [remark.partition(":")[0] for remark in remarks] == [
         "non-finite",
@@ -314,4 +314,4 @@ def test_every_view_says_the_same(told: pathlib.Path) -> None:
     assert words in shown
     assert diagnosis in shown
     assert data["ended"]["words"] == words
-    assert data["diagnosis"] == diagnosis
+    assert data["ended"]["diagnosis"] == diagnosis

@@ -89,23 +89,23 @@ class TestSarif:
         rules = run["tool"]["driver"]["rules"]
         assert len(run["results"]) == len(problems) > 250
         for result, one in zip(run["results"], problems, strict=True):
-            assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == one.check
+            assert result["ruleId"] == one.check
+            assert one.check in {rule["id"] for rule in rules}
             assert result["level"] == one.severity
             (where,) = result["locations"]
             location = where["physicalLocation"]
-            assert location["artifactLocation"]["uriBaseId"] == "%SRCROOT%"
             assert ROOT / unquote(location["artifactLocation"]["uri"]) == ROOT / (one.place.file)
             region = location["region"]
             assert (region["startLine"], region["startColumn"]) == (one.place.line, one.place.col)
             assert region["endColumn"] > region["startColumn"] >= 1
 
-    def test_every_check_has_a_description_and_help(self) -> None:
+    def test_every_check_has_a_description(self) -> None:
         rules = sarif([])["runs"][0]["tool"]["driver"]["rules"]
         assert [rule["id"] for rule in rules] == list(formats.all_checks())
         assert {one.check for one in all_cases()} <= set(READING_CHECKS)
         for rule in rules:
             assert len(rule["shortDescription"]["text"]) > 10
-            assert len(rule["help"]["text"]) > 10
+            assert rule["help"]["text"].endswith(f"gradsurgeon explain {rule['id']}")
 
     def test_the_catalogue_holds_what_the_code_reports_and_no_more(self) -> None:
         code = "".join(
@@ -128,7 +128,7 @@ class TestSarif:
         assert (parts.scheme, parts.query, parts.fragment) == ("", "", "")
         assert unquote(uri, errors="surrogateescape") == name
 
-    def test_a_file_elsewhere_has_an_absolute_uri_and_no_base(self, tmp_path: pathlib.Path) -> None:
+    def test_a_file_elsewhere_has_an_absolute_uri(self, tmp_path: pathlib.Path) -> None:
         result = sarif([problem(file="/else where/r.yaml")], tmp_path)["runs"][0]["results"][0]
         artifact = result["locations"][0]["physicalLocation"]["artifactLocation"]
         assert artifact == {"uri": "file:///else%20where/r.yaml"}
@@ -143,16 +143,15 @@ class TestSarif:
         assert set(log) == {"$schema", "version", "runs"}  # 3.13
         assert log["version"] == "2.1.0"
         (run,) = log["runs"]
-        assert set(run) <= {"tool", "columnKind", "originalUriBaseIds", "results"}  # 3.14
+        assert set(run) == {"tool", "columnKind", "results"}  # 3.14
         assert set(run["tool"]) == {"driver"}  # 3.18
         driver = run["tool"]["driver"]
         assert set(driver) <= {"name", "semanticVersion", "rules"}  # 3.19
-        keys = {"id", "shortDescription", "help", "defaultConfiguration"}
+        keys = {"id", "shortDescription", "help"}
         for rule in driver["rules"]:
             assert set(rule) == keys  # 3.49
-            assert set(rule["defaultConfiguration"]) == {"level"}  # 3.50
         assert len({rule["id"] for rule in driver["rules"]}) == len(driver["rules"])
-        keys = {"ruleId", "ruleIndex", "level", "message", "locations"}
+        keys = {"ruleId", "level", "message", "locations"}
         for result in run["results"]:
             assert set(result) == keys  # 3.27
             assert result["level"] in {"error", "warning", "note", "none"}
@@ -246,7 +245,6 @@ class TestSarifSchema:
             lambda log: log["runs"][0]["results"][0].pop("message"),
             lambda log: log["runs"][0]["results"][0].update(level="bad"),
             lambda log: log["runs"][0]["results"][0].update(line=3),
-            lambda log: log["runs"][0]["results"][0].update(ruleIndex=-2),
         ],
     )
     def test_it_would_find_what_is_wrong(

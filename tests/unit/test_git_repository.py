@@ -158,7 +158,7 @@ class TestCommands:
         (evil.folder / ".git/info/attributes").write_text("*.yaml diff=evil filter=evil\n")
         for name in ("reference-transaction", "post-checkout", "post-index-change", "pre-auto-gc"):
             shutil.copy(evil.script, evil.folder / ".git/hooks" / name)
-        assert ids("main:rules.yaml") == ids("HEAD@{0}:./rules.yaml") == ["good"]
+        assert ids("main:rules.yaml") == ids("HEAD@{0}:rules.yaml") == ["good"]
         assert not evil.mark.exists()
 
     def test_a_git_in_the_current_folder_is_not_git(

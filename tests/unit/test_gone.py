@@ -15,6 +15,7 @@ from gradsurgeon.cli.gone import GONE
 INSTEAD = {
     "suggest": "quantiles of the recorded norms",
     "export --format parquet": ".to_pandas().to_parquet(FILE)",
+    "report --format github": "`--fail-on` prints a line for each kind of event",
 }
 
 

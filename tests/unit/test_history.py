@@ -18,8 +18,9 @@ from gradsurgeon.records.store import Key, Part, Records
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
-from gradsurgeon.report.history import History, Track, WholeNorm
+from gradsurgeon.report.history import History, WholeNorm
 from gradsurgeon.report.spikes import LEAST_PAST, PAST, TIMES
+from gradsurgeon.report.track import Track
 
 NAN, INF = math.nan, math.inf
 KINDS = {"norms": "gradient", "late": "gradient", "raw": "gradient", "acts": "output"}
@@ -123,8 +124,7 @@ class Facts(NamedTuple):
     median: float
     largest: float
     last: float
-    nonfinite: int
-    nonfinite_steps: tuple[int, int]
+    nonfinite_steps: list[int]
     zero_since: int | None
     spike: tuple[int, float, float] | None
 
@@ -139,8 +139,7 @@ def facts_of(records: Sequence[tuple[int, float | None]]) -> Facts:
         statistics.median(numbers) if numbers else NAN,
         max(numbers, default=NAN),
         there[-1][1],
-        len(bad),
-        (bad[0], bad[-1]) if bad else (-1, -1),
+        bad,
         zero_since(there),
         spike_of(finite),
     )
@@ -224,8 +223,7 @@ def hold(track: Track, records: Sequence[tuple[int, float | None]]) -> None:
     facts, found = facts_of(records), track.spike
     for field in ("first", "median", "largest", "last"):
         assert same(getattr(track, field), getattr(facts, field)), (track.name, field, facts)
-    assert track.nonfinite == facts.nonfinite
-    assert track.nonfinite_steps == facts.nonfinite_steps
+    assert track.nonfinite_steps.tolist() == facts.nonfinite_steps
     assert track.zero_since == facts.zero_since
     assert (found is None) == (facts.spike is None), (track.name, found, facts.spike)
     if found is not None and facts.spike is not None:
@@ -237,7 +235,7 @@ def hold(track: Track, records: Sequence[tuple[int, float | None]]) -> None:
     assert [value is None for value in cells] == [value is None for _, value in records]
     for cell, (_, value) in zip(cells, records, strict=True):
         if cell is not None and value is not None:
-            assert same(cell, value if math.isfinite(value) else NAN)
+            assert same(cell, value)
 
 
 def hold_wholes(
@@ -246,10 +244,10 @@ def hold_wholes(
     def order(one: tuple[set[str], list[int], list[float]]) -> str:
         return f"{sorted(one[0])} {one[1]}"
 
-    plain = [(set(one.names), one.steps.tolist(), one.tops.tolist()) for one in found]
+    plain = [(set(one.names), one.steps.tolist(), one.norms.tolist()) for one in found]
     for one, other in zip(sorted(plain, key=order), sorted(expected, key=order), strict=True):
         assert one[:2] == other[:2]
-        assert all(map(same, one[2], other[2]))
+        assert all(map(same, np.nan_to_num(one[2], posinf=NAN, nan=NAN), other[2]))
 
 
 @pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 30))])
@@ -277,14 +275,14 @@ def test_every_number_is_that_of_the_records(
             assert names == [name for name in ORDER if name in names]
             for track in history.tracks:
                 hold(track, expected[shown[track.origin.kind, track.name]])
-            hold_wholes(history.wholes(), list(wholes_of(series, newest)))
+            hold_wholes(history.gradients, list(wholes_of(series, newest)))
 
 
 def test_the_series_above_hold_what_there_is_to_hold() -> None:
     facts = [facts_of(one) for seed in range(30) for one in records_of(recorded(seed)).values()]
     assert sum(one.spike is not None for one in facts) > 5
     assert sum(one.zero_since is not None for one in facts) > 5
-    assert sum(one.nonfinite > 1 for one in facts) > 5
+    assert sum(len(one.nonfinite_steps) > 1 for one in facts) > 5
 
 
 STEPS, FEW = 4000, 8
@@ -367,7 +365,7 @@ def test_a_long_run_has_the_numbers_of_every_row(
         parts = [(Part(one, waiting), repeated) for one, repeated in of_lowest_ranks(run)]
         history = History(parts, KINDS, names)
         tracks = {track.name: track for track in history.tracks}
-        wholes = history.wholes()
+        wholes = history.gradients
     assert history.rows_of_a_column > 1
     assert list(tracks) == [
         name for name in names if ("gradient", "norms", "accumulated", name) in expected
@@ -383,16 +381,17 @@ def test_a_long_run_has_the_numbers_of_every_row(
         if track.spike is not None and facts.spike is not None:
             assert 0 <= facts.spike[0] - track.spike.step < few, name
             assert same(track.spike.value, facts.spike[1]), name
-        for step, other in zip(track.nonfinite_steps, facts.nonfinite_steps, strict=True):
-            assert abs(step - other) < few, name
-        assert track.nonfinite == facts.nonfinite, name
+        broken = facts.nonfinite_steps
+        assert len(broken) / few <= len(track.nonfinite_steps) <= len(broken), name
+        for at in (0, -1) if broken else ():
+            assert 0 <= broken[at] - track.nonfinite_steps[at] < few, name
         assert same(track.largest, facts.largest), name
         if name.startswith("spike") and facts.spike is not None:
             assert track.spike is not None, name
-        if number > FEW and name in ("calm", "broken", "late", "early"):
-            assert track.median == pytest.approx(facts.median, rel=0.1, nan_ok=True), name
+        # The largest of a few norms.
+        assert not track.median < facts.median * (1 - 1e-6), name
     exact = [norm for _, _, norms in wholes_of(seen) for norm in norms if not math.isnan(norm)]
     bound = max(exact, default=0.0) / (1 + 1e-6)
     # The largest norms of a few steps together are no smaller than the norm of each of these steps.
-    tops = np.concatenate([whole.tops for whole in wholes])
-    assert bound <= np.nan_to_num(tops).max() <= 2 * bound
+    tops = np.concatenate([whole.norms for whole in wholes])
+    assert bound <= np.max(tops, where=np.isfinite(tops), initial=0.0) <= 2 * bound

@@ -173,9 +173,9 @@ class TestPage:
 
     def test_shows_the_gradient_of_each_loss_and_what_becomes_of_them(self) -> None:
         shown = [line.strip() for line in explain.action_page(Combine)]
-        first = shown.index("# seg       [1, 0]")
-        assert shown[first + 1 : first + 3] == ["# depth     [-1, 1]", "# together  [0.5, 1.5]"]
-        assert "# recorded  cosine 0, ratio 1" in [
+        first = shown.index("# seg: [1, 0]")
+        assert shown[first + 1 : first + 3] == ["# depth: [-1, 1]", "# becomes: [0.5, 1.5]"]
+        assert "# recorded: cosine 0, ratio 1" in [
             line.strip() for line in explain.action_page(Conflict)
         ]
 

@@ -124,7 +124,7 @@ class TestReview:
         assert code == 0
         assert out.startswith("`flip`\n\nTurn a gradient around.")
         assert "strength" in out
-        assert "# becomes   [-2, 6]" in out
+        assert "# becomes: [-2, 6]" in out
         listed = self.run(folder, "explain", "--import", "own_actions")[1]
         assert all(f"\n{name} " in listed for name in OWN)
 

@@ -19,10 +19,7 @@ from gradsurgeon.report import history, web_page
 from gradsurgeon.report.history import Grid
 from gradsurgeon.report.web_page import (
     ABSENT,
-    FIRST,
-    LOWEST,
     NONFINITE,
-    STEP,
     ZERO,
     codes,
     page_data,
@@ -31,14 +28,13 @@ from gradsurgeon.report.web_page import (
 
 def code(norm: float) -> int:
     one = np.array([[norm]])
-    finite = np.isfinite(one)
-    steps, there = np.array([0]), np.array([[True]])
-    tops, bad = np.where(finite, one, np.nan), (~finite).astype(np.int64)
-    return int(codes(Grid(steps, steps, tops, bad, there))[0, 0])
+    steps = np.array([0])
+    return int(codes(Grid(steps, steps, one))[0, 0])
 
 
 def _norm(cell: int) -> float:
-    return float(10 ** (LOWEST + (cell - FIRST) * STEP))
+    bits = np.array([(cell - ZERO) << 16], np.uint32)
+    return float(bits.view(np.float32)[0])
 
 
 class _Map:
@@ -64,15 +60,15 @@ def _map(path: Path, histories: dict[str, Sequence[float | None]]) -> _Map:
     return _Map(path)
 
 
-@pytest.mark.parametrize("norm", [1.4e-45, 1e-38, 3.1e-7, 0.5, 1.0, 123.456, 3.4e38])
+@pytest.mark.parametrize("norm", [1e-38, 3.1e-7, 0.5, 1.0, 123.456, 3.3e38])
 def test_a_cell_gives_two_digits_of_its_norm(norm: float) -> None:
-    assert _norm(code(norm)) == pytest.approx(norm, rel=0.0016)
-    assert FIRST < code(norm) < code(norm * 1.02) < NONFINITE
+    assert _norm(code(norm)) == pytest.approx(norm, rel=0.008)
+    assert ZERO < code(norm) < code(norm * 1.02) < NONFINITE
 
 
 def test_zero_and_non_finite_norms_have_cells_of_their_own() -> None:
     assert [code(value) for value in (0.0, math.nan, math.inf)] == [ZERO, NONFINITE, NONFINITE]
-    assert ABSENT < ZERO < FIRST
+    assert ABSENT < ZERO < code(1e-38)
 
 
 def test_a_short_run_has_a_column_per_step(tmp_path: Path) -> None:
@@ -98,8 +94,12 @@ def test_a_spike_of_one_step_survives_however_long_the_run(
     assert len(found.firsts) <= 20
     assert (found.firsts[0], found.lasts[-1]) >= (0, 19_744)
 
+    few = -(-60_000 // most_values)
+
     def column(step: int) -> int:
-        return max(i for i, first in enumerate(found.firsts) if first <= step)
+        # A few rows of a long run count as one, by the first of their steps.
+        begin = step - step % few
+        return max(i for i, first in enumerate(found.firsts) if first <= begin)
 
     columns = range(len(found.firsts))
     spike, broken = column(7_001), column(12_345)
@@ -107,7 +107,8 @@ def test_a_spike_of_one_step_survives_however_long_the_run(
     assert found.rows["bad"] == [NONFINITE if i == broken else code(0.5) for i in columns]
     assert set(found.rows["quiet"]) == {code(0.25)}
     # No step is between two columns.
-    assert [last + 1 for last in found.lasts] == [*found.firsts[1:], 20_000]
+    assert [last + 1 for last in found.lasts[:-1]] == found.firsts[1:]
+    assert found.lasts[-1] > 19_999 - few
     # The whole is at least as large as the largest part, and as little finite.
     (total,) = found.wholes
     finite = [value for value in total["values"] if not isinstance(value, str)]

@@ -103,15 +103,16 @@ class TestCommits:
         assert ids(f"{ref}:rules/r.yaml")[-1] == "old"
         assert ids(f"{repository.git('rev-parse', 'HEAD')[:12]}:rules/r.yaml")[-1] == "old"
 
-    def test_paths_count_from_the_top_or_from_here_after_a_dot(
+    def test_paths_count_from_the_top(
         self, repository: Repository, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(repository.folder / "rules")
-        assert ids("HEAD:rules/r.yaml") == ids("HEAD:./r.yaml") == ids("HEAD:../rules/r.yaml")
-        assert "leads out of the repository" in problem("HEAD:../../r.yaml")[1]
+        assert ids("HEAD:rules/r.yaml")
+        for path in ("./r.yaml", "../rules/r.yaml", "../../r.yaml"):
+            assert "a file in a commit begins at the top" in problem(f"HEAD:{path}")[1]
         _, message, hint = problem("HEAD:r.yaml")
         assert "path 'r.yaml' does not exist in 'HEAD'" in message
-        assert "with a path from the top of the repository, or with `./` from here" in hint
+        assert "write REF:PATH with a path from the top of the repository" in hint
 
     def test_a_file_in_the_top_folder_is_the_one_that_its_includes_name(
         self, repository: Repository

@@ -77,13 +77,15 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
         "state": "ended",
         "level": "warning",
         "words": "ended, traps tripped in 1 step",
+        "ranks": {"0": "ended"},
+        "diagnosis": "step 20",
         "trips": 1,
+        "is_clean": False,
     }
-    assert run["diagnosis"] == "step 20"
     assert run["rules"]["rows"][0][:4] == ["norms", "norm-log", "2", "60"]
     assert run["files"] == [{"file": "rules.yaml", "text": "version: 1"}]
     assert kind["urgent"] == list(names)
-    assert kind["table"]["rows"][0] == ["a.weight", "0.5", "0.5", "0.5", "0.5", "1", "-"]
+    assert kind["table"]["rows"][0] == ["a.weight", "0.5", "0.5", "0.5", "0.5", "1"]
     assert any(
         "non-finite: 1 parameter, first at step 20: a.weight" in one for one in run["callouts"]
     )

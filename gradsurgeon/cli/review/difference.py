@@ -106,25 +106,26 @@ def _both_sides(change: RuleChange) -> dict[str, Any]:
 
 def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
     matcher = Matcher(manifest)
-    before, after = MatchedRules(old, matcher), MatchedRules(new, matcher)
+    before = MatchedRules(old, matcher)
+    after = MatchedRules(new, matcher)
     order = {param.name: position for position, param in enumerate(manifest.params)}
-    names = dict.fromkeys((*before.chains, *after.chains))
-    sides = (ChainChange(n, before.chains.get(n, ()), after.chains.get(n, ())) for n in names)
-    chains = [chain for chain in sides if chain.before != chain.after]
+    chains = []
+    for name in dict.fromkeys((*before.chains, *after.chains)):
+        chain = ChainChange(name, before.chains.get(name, ()), after.chains.get(name, ()))
+        if chain.before != chain.after:
+            chains.append(chain)
     chains.sort(key=lambda chain: order.get(chain.name, len(order)))
-    lost, untrapped = (
-        frozenset.difference(*(_params_under(side, wanted) for side in (before, after)))
-        for wanted in (protects, stops)
-    )
+    lost = _params_under(before, protects) - _params_under(after, protects)
+    untrapped = _params_under(before, stops) - _params_under(after, stops)
+    changes = [_rule_change(before, after, rule) for rule in (after.rules | before.rules)]
     both = [rule for rule in after.rules if rule in before.rules]
-    changes = [_rule_change(before, after, rule) for rule in both]
     return Difference(
         old=old,
         new=new,
         manifest=manifest,
-        added=tuple(_rule_change(before, after, r) for r in after.rules if r not in before.rules),
-        removed=tuple(_rule_change(before, after, r) for r in before.rules if r not in after.rules),
-        changed=tuple(change for change in changes if change.options),
+        added=tuple(change for change in changes if change.id not in before.rules),
+        removed=tuple(change for change in changes if change.id not in after.rules),
+        changed=tuple(change for change in changes if change.id in both and change.options),
         order_changed=both != [rule for rule in before.rules if rule in after.rules],
         params=tuple(chain for chain in chains if chain.name in order),
         tensors=tuple(chain for chain in chains if chain.name not in order),
@@ -143,21 +144,15 @@ def _params_under(
 
 
 def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleChange:
-    old, new = before.rules.get(rule), after.rules.get(rule)
+    old = before.rules.get(rule)
+    new = after.rules.get(rule)
     shown = new or old
     assert shown is not None  # noqa: S101 # the id is that of one side
-    if old is not None and new is not None:
-        options = changed_options(old, new)
-    else:
-        options = tuple(
-            OptionChange(name, None, value) if new else OptionChange(name, value, None)
-            for name, value in _given(shown).items()
-        )
     return RuleChange(
         id=rule,
         action=shown.action,
         target=shown.target,
-        options=options,
+        options=changed_options(old, new),
         before=before.matches.get(rule, Match()),
         after=after.matches.get(rule, Match()),
     )
@@ -182,15 +177,19 @@ def stops(rule: Rule) -> bool:
     return isinstance(rule, TrapRule) and getattr(rule, "then", "") != "warn"
 
 
-def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
-    before, after = _given(old), _given(new)
-    changes = (
-        OptionChange(
-            name, before.get(name, _default(old, name)), after.get(name, _default(new, name))
-        )
-        for name in {"action": "", **before, **after}
-    )
-    return tuple(one for one in changes if _unordered(one.before) != _unordered(one.after))
+def changed_options(old: Rule | None, new: Rule | None) -> tuple[OptionChange, ...]:
+    """Return the options that differ; the given options of a rule that one side alone has."""
+    before = {} if old is None else _given(old)
+    after = {} if new is None else _given(new)
+    changes = []
+    if old is not None and new is not None and old.action != new.action:
+        changes.append(OptionChange("action", old.action, new.action))
+    for name in before | after:
+        one = before.get(name, _default(old, name))
+        other = after.get(name, _default(new, name))
+        if _unordered(one) != _unordered(other):
+            changes.append(OptionChange(name, one, other))
+    return tuple(changes)
 
 
 def _unordered(value: object) -> object:
@@ -198,7 +197,7 @@ def _unordered(value: object) -> object:
     return sorted(value) if isinstance(value, list) else value
 
 
-def _default(rule: Rule, name: str) -> object:
+def _default(rule: Rule | None, name: str) -> object:
     value = getattr(rule, name, None)
     return value if isinstance(value, str | int | float) else None
 

@@ -84,15 +84,14 @@ def _message_and_hint(problem: Problem) -> str:
 
 class CheckInfo(NamedTuple):
     summary: str  # what is wrong, in one sentence
-    help: str  # why it matters and what to do
     severity: Severity = "error"
 
 
 def all_checks() -> dict[str, CheckInfo]:
-    infos = {name: CheckInfo(text, text) for name, text in READING_CHECKS.items()}
+    infos = {name: CheckInfo(text) for name, text in READING_CHECKS.items()}
     for name, check in CHECKS.items():
-        summary, _, text = check.page.partition("\n")
-        infos[name] = CheckInfo(summary, " ".join(text.split()) or summary, check.severity)
+        summary = check.page.partition("\n")[0]
+        infos[name] = CheckInfo(summary, check.severity)
     return infos
 
 
@@ -100,40 +99,27 @@ def all_checks() -> dict[str, CheckInfo]:
 
 
 def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    known = all_checks()
-    index = {check: number for number, check in enumerate(known)}
     # There are no fingerprints: GitHub computes those of a file that has none.
     results = [
         {
             "ruleId": problem.check,
-            "ruleIndex": index[problem.check],
             "level": problem.severity,
             "message": {"text": _message(_message_and_hint(problem))},
             "locations": [{"physicalLocation": _location(problem, root)}],
         }
         for problem in problems
     ]
-    driver = {
-        "name": "gradsurgeon",
-        "semanticVersion": VERSION,
-        "rules": [_rule(check, about) for check, about in known.items()],
-    }
-    run = {
-        "tool": {"driver": driver},
-        "columnKind": "unicodeCodePoints",
-        "originalUriBaseIds": {"%SRCROOT%": {"description": {"text": "The root of the sources."}}},
-        "results": results,
-    }
+    rules = [
+        {
+            "id": check,
+            "shortDescription": {"text": _message(about.summary)},
+            "help": {"text": f"More: gradsurgeon explain {check}"},
+        }
+        for check, about in all_checks().items()
+    ]
+    driver = {"name": "gradsurgeon", "semanticVersion": VERSION, "rules": rules}
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
     yield json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
-
-
-def _rule(check: str, about: CheckInfo) -> dict[str, object]:
-    return {
-        "id": check,
-        "shortDescription": {"text": _message(about.summary)},
-        "help": {"text": _message(about.help)},
-        "defaultConfiguration": {"level": about.severity},
-    }
 
 
 def _message(text: str) -> str:
@@ -143,10 +129,10 @@ def _message(text: str) -> str:
 def _location(problem: Problem, root: Path) -> dict[str, object]:
     place = problem.place
     shown = _path_from(root, place.file)
-    artifact = {"uri": quote(os.fsencode(shown), safe="/~"), "uriBaseId": "%SRCROOT%"}
+    uri = quote(os.fsencode(shown), safe="/~")
     if Path(shown).is_absolute():
-        artifact = {"uri": Path(shown).as_uri()}
-    location: dict[str, object] = {"artifactLocation": artifact}
+        uri = Path(shown).as_uri()
+    location: dict[str, object] = {"artifactLocation": {"uri": uri}}
     if place.line:
         location["region"] = {
             "startLine": place.line,

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -61,12 +62,11 @@ def _target(spec: str) -> Any:
     if not name or not path or name.endswith(".py"):
         example = "write MODULE:NAME, such as train.net:build"
         raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
-    target = _imported(name)
-    for step in path.split("."):
-        if not hasattr(target, step):
-            raise ModelError(f"`{printable(name)}` has no `{printable(path)}`")
-        target = getattr(target, step)
-    return target
+    module = _imported(name)
+    try:
+        return attrgetter(path)(module)
+    except AttributeError:
+        raise ModelError(f"`{printable(name)}` has no `{printable(path)}`") from None
 
 
 def _imported(name: str) -> Any:

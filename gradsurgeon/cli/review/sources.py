@@ -31,7 +31,7 @@ _SETTINGS = (
     "safe.bareRepository=explicit",
 )
 _HINT = (
-    "write REF:PATH with a path from the top of the repository, or with `./` from here; fetch the commit first, "
+    "write REF:PATH with a path from the top of the repository; fetch the commit first, "
     "because nothing is fetched here; write `./` before the name of a file on disk that holds a colon"
 )
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
@@ -48,11 +48,8 @@ def rules_at(spec: str) -> RuleSet:
     ref, path = split(spec)
     if ref is None:
         return schema.validate(source.read(path))
-    if path.startswith(("./", "../")):  # as git reads it, and so that includes have whole paths
-        here = os.fsdecode(_ask(spec, "rev-parse", "--show-prefix")).removesuffix("\n")
-        path = posixpath.normpath(posixpath.join(here, path))
-        if path.startswith("../"):
-            raise _unreadable(spec, "the path leads out of the repository", _HINT)
+    if path.startswith(("./", "../")):
+        raise _unreadable(spec, "the path of a file in a commit begins at the top", _HINT)
     files = schema.Files(partial(_find, ref), lambda target: _read(target.name, target.path))
     return schema.validate(_read(f"{ref}:{path}", pathlib.Path(path)), files)
 

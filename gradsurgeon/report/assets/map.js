@@ -6,11 +6,15 @@ const ROW = 18, MOST_ROWS = 600, ALL_OPEN = 48;
 const BELOW = 4, FAR = 0.5;
 const DIGITS = 2;
 const KEYS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], PageUp: [-10, 0], PageDown: [10, 0], Home: [0, -1e9], End: [0, 1e9] };
-const { lowest, step: codeStep, absent, zero, first: firstCode, nonfinite } = data.cell;
+// A cell is 1 more than the upper half of the bits of a norm as float32, so it grows with the logarithm of the norm.
+const ABSENT = 0, ZERO = 1, NONFINITE = 0xffff, PER_DECADE = 128 * Math.log2(10);
+const bits = new Uint32Array(1), float = new Float32Array(bits.buffer);
 
 function normOf(code) {
-  if (code <= zero) return code === zero ? 0 : null;
-  return code === nonfinite ? NaN : 10 ** (lowest + (code - firstCode) * codeStep);
+  if (code <= ZERO) return code === ZERO ? 0 : null;
+  if (code === NONFINITE) return NaN;
+  bits[0] = (code - 1) << 16;
+  return float[0];
 }
 
 /** Unpacks the cells of a map, whose high bytes come before all low bytes. */
@@ -22,10 +26,10 @@ async function unpack(map) {
 
 /** Returns the span of the colours: a few outliers must not give all other cells one colour. */
 function spanOf(cells) {
-  const known = cells.filter((code) => code >= firstCode && code !== nonfinite).sort(), at = (share) => known[Math.floor(share * known.length)];
+  const known = cells.filter((code) => code > ZERO && code !== NONFINITE).sort(), at = (share) => known[Math.floor(share * known.length)];
   if (!known.length) return null;
   // Noise of a few percent must not look like an earthquake.
-  const high = at(0.998), low = Math.max(at(0.005), at(0.5) - BELOW / codeStep), lack = Math.max(0, 1 / codeStep - (high - low));
+  const high = at(0.998), low = Math.max(at(0.005), at(0.5) - BELOW * PER_DECADE), lack = Math.max(0, PER_DECADE - (high - low));
   return [low - lack / 2, high + lack / 2];
 }
 
@@ -74,7 +78,7 @@ class HeatMap {
     this.nodes = nodesOf(this.tree);
     // Of a large model only the modules that hold much of it are open: the rest is a row for each layer.
     for (const node of this.nodes) node.open = node.row < 0 && (this.tree.count <= ALL_OPEN || node.count > this.tree.count / 4);
-    this.most = cells.reduce((most, code) => (code !== nonfinite && code > most ? code : most), 0);
+    this.most = cells.reduce((most, code) => (code !== NONFINITE && code > most ? code : most), 0);
     const half = halfOf(map);
     this.starts = map.firsts.map((step) => step - half);
     // A column ends where the next one begins, or soon after its last step where nothing was recorded after it.
@@ -103,14 +107,14 @@ class HeatMap {
     const [low, high, most] = [...(this.span || []), this.most].map((code) => shown(normOf(Math.round(code)), DIGITS)), entry = (paint, text) => element("span", {}, swatch(paint), text);
     return element("span", { class: "colours" },
       this.span ? element("span", {}, low, element("span", { class: "ramp", style: `background: linear-gradient(90deg, ${RAMP.map((one) => `rgb(${one})`)})` }), high) : null,
-      this.span && this.most > this.span[1] + FAR / codeStep ? entry("linear-gradient(90deg, #ff961e, red)", `far above, to ${most}`) : null,
+      this.span && this.most > this.span[1] + FAR * PER_DECADE ? entry("linear-gradient(90deg, #ff961e, red)", `far above, to ${most}`) : null,
       entry("var(--nonfinite)", "not finite"), entry("var(--zero)", "0"), "blank: nothing recorded");
   }
 
   /** Returns a function from a cell to its pixel. */
   palette() {
-    const pixel = ([red, green, blue]) => (255 << 24) | (blue << 16) | (green << 8) | red, [low, high] = this.span || [0, 1], far = high + FAR / codeStep;
-    const made = Object.assign([], { [absent]: 0, [zero]: pixel(rgb("zero")), [nonfinite]: pixel(rgb("nonfinite")) });
+    const pixel = ([red, green, blue]) => (255 << 24) | (blue << 16) | (green << 8) | red, [low, high] = this.span || [0, 1], far = high + FAR * PER_DECADE;
+    const made = Object.assign([], { [ABSENT]: 0, [ZERO]: pixel(rgb("zero")), [NONFINITE]: pixel(rgb("nonfinite")) });
     const spike = (share) => [255, Math.round(150 * (1 - share)), Math.round(30 * (1 - share))];
     return (code) => (made[code] ??= pixel(code <= far ? ramp((code - low) / (high - low)) : spike((code - far) / Math.max(1, this.most - far))));
   }
@@ -157,7 +161,7 @@ class HeatMap {
     if (node.row >= 0) return this.cells.subarray(node.row * this.columns, (node.row + 1) * this.columns);
     if (!node.cells) {
       const parts = node.list.map((child) => this.cellsOf(child));
-      node.cells = Uint16Array.from({ length: this.columns }, (_, at) => parts.reduce((most, cells) => Math.max(most, cells[at]), absent));
+      node.cells = Uint16Array.from({ length: this.columns }, (_, at) => parts.reduce((most, cells) => Math.max(most, cells[at]), ABSENT));
     }
     return node.cells;
   }
@@ -171,7 +175,7 @@ class HeatMap {
     const pixelAt = (step) => Math.max(0, Math.min(across, Math.round(this.axis.share(step) * across)));
     const lefts = this.starts.map(pixelAt), rights = this.ends.map((step, at) => Math.max(pixelAt(step), Math.min(across, lefts[at] + 1)));
     this.rows.forEach(({ node }, row) => {
-      codes.fill(absent);
+      codes.fill(ABSENT);
       // A pixel of several columns shows the largest of them.
       this.cellsOf(node).forEach((code, at) => { for (let x = lefts[at]; x < rights[at]; x++) if (code > codes[x]) codes[x] = code; });
       codes.forEach((code, x) => { pixels[row * across + x] = paint(code); });

@@ -39,12 +39,12 @@ const wholesOf = (run) => run.kinds.flatMap((kind) => kind.wholes);
 const isTrip = (event) => MARKS[event.kind || event[1]] === "bad";
 
 function band(run) {
-  const name = short(nameOfRun(run), 200), { level, words } = run.ended || { level: "warning", words: "nothing was recorded of its end" };
+  const name = short(nameOfRun(run), 200), { level, words, diagnosis } = run.ended || { level: "warning", words: "nothing was recorded of its end" };
   document.getElementById("title").replaceChildren(name, " ", element("small", {}, short(run.title, 200)));
   document.title = `${name}: gradsurgeon report`;
   main.append(
     element("div", { class: `band ${level}`, role: "status" }, element("span", { class: "icon", "aria-hidden": "true" }, ICONS[level]),
-      element("div", {}, element("strong", {}, short(words, 400)), run.diagnosis ? element("p", {}, short(run.diagnosis, 400)) : null)),
+      element("div", {}, element("strong", {}, short(words, 400)), diagnosis ? element("p", {}, short(diagnosis, 400)) : null)),
     element("p", { class: "facts" }, ...run.facts.map(([word, text]) => element("span", {}, `${word} `, element("b", {}, text)))),
     ...data.problems.map((problem) => element("p", { class: "problem" }, `Not on this page: ${problem}`)),
     ...run.notes.map(note));

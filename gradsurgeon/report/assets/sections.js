@@ -6,10 +6,8 @@ function lossSections(run, axis) {
   const part = section("Losses against each other");
   for (const one of run.versus) {
     part.append(heading("h3", one.table.title), list(one.table.notes), table(one.table));
-    for (const [title, lines] of one.charts) {
-      const most = Math.max(...lines.map((line) => line.every)), hint = most > 1 ? `The run is long: a point is one step of ${most}.` : "";
-      if (lines.length) new Chart(part, axis, { title, lines, hint, log: false, marks: run.marks });
-    }
+    const most = Math.max(...one.lines.map((line) => line.every)), hint = most > 1 ? `The run is long: a point is one step of ${most}.` : "";
+    new Chart(part, axis, { title: one.title, lines: one.lines, hint, log: false, marks: run.marks });
   }
 }
 

@@ -51,22 +51,16 @@ def compare(
         same = counterparts(references, models)
         same_in_noise = [counterparts(references, others) for others in noises]
         comparisons = []
-        for name, of_reference in references.items():
-            if name not in same:
-                continue
+        for name, model in same.items():
             words = Words()
             # The reference comes first: its names make the order.
-            b = read(of_reference, words, rename)
-            a = read(models[same[name]], words, str)
-            more = [
-                read(others[known[name]], words, rename)
-                for others, known in zip(noises, same_in_noise, strict=True)
-                if name in known
-            ]
+            b = read(references[name], words, rename)
+            a = read(model, words, str)
+            more = [read(known[name], words, rename) for known in same_in_noise if name in known]
             comparisons.append(replace(compared(a, b, more, words), model=name))
-        only_run = models.keys() - {*same.values()}
-        only_reference = references.keys() - same.keys()
-        return of_models(comparisons, sorted(only_run), sorted(only_reference))
+        only_run = [name for name, model in models.items() if model not in same.values()]
+        only_reference = [name for name in references if name not in same]
+        return of_models(comparisons, only_run, only_reference)
 
 
 def _renaming(
@@ -74,13 +68,8 @@ def _renaming(
     references: Iterable[StoredRun],
     models: Iterable[StoredRun],
 ) -> Callable[[str], str]:
-    from gradsurgeon.report.comparison.reading import Words, read, renaming  # noqa: PLC0415 # needs numpy
+    from gradsurgeon.report.comparison.reading import names_in, renaming  # noqa: PLC0415 # needs numpy
 
     if renamed is None:
         return str
-    old, new = Words(), Words()
-    for model in references:
-        read(model, old, str)
-    for model in models:
-        read(model, new, str)
-    return renaming(renamed, old.names, new.names)
+    return renaming(renamed, names_in(references), names_in(models))

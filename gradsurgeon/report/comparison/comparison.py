@@ -120,7 +120,7 @@ def compared(
         largest=findings.tensor_of(pairs, largest) if largest >= 0 else None,
         only_run=tuple(only_run),
         only_reference=tuple(only_reference),
-        undecided=tuple(dict.fromkeys(findings.words(pairs, at) for at in undecided)),
+        undecided=tuple(dict.fromkeys(map(pairs.text, undecided))),
         tolerance=tolerance,
         notes=tuple(notes),
         pairs=pairs,
@@ -167,7 +167,7 @@ def _only(run: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
     """Return the names that one run alone has, and whether they are of parameters."""
     are_params: dict[str, bool] = {}
     for kind in run.bound.keys() & other.bound.keys():
-        for name in sorted({*run.bound[kind]} - {*other.bound[kind]}):
+        for name in sorted(run.bound[kind] - other.bound[kind]):
             are_params[pairs.names[name]] = not pairs.kinds[kind].of_modules
     return are_params
 
@@ -218,7 +218,7 @@ def _lines(answer: Comparison) -> Iterator[str]:
         yield _border(answer, answer.first[0])
         yield ""
         for table in _tables(answer):
-            yield from (line for line, _ in table.lines(_COLUMNS))
+            yield from table.lines(_COLUMNS)
             yield ""
     texts = [f"tolerance: {answer.tolerance.text}", *(f"note: {note}" for note in answer.notes)]
     if answer.undecided:

@@ -11,6 +11,7 @@ from gradsurgeon.report.comparison.alignment import (
     MISSING_IN_RUN,
     RESIZED,
     Pairs,
+    of_modules,
 )
 from gradsurgeon.report.comparison.order import is_inside, parent_of
 
@@ -62,27 +63,35 @@ class StepDifference(NamedTuple):
     largest: float
 
 
-def words(pairs: Pairs, at: int) -> str:
-    return pairs.kind(at).text(pairs.name(at))
-
-
 def tensor_of(pairs: Pairs, at: int) -> TensorDifference:
-    cell, kind, text = pairs.cells[at], pairs.kind(at), words(pairs, at)
+    cell = pairs.cells[at]
+    kind = pairs.kind(at)
     alike = pairs.cells[pairs.like(at, "kind", "name")]
     more = [] if kind.tensor == kind.base else [kind.tensor]
     for key, word in (("call", "call"), ("part", "micro-batch")):
         if number := int(alike[key].max()):
             more.append(f"{word} {cell[key] + 1} of {number + 1}")
-    more += [f"rank {cell['rank']}"] if alike["rank"].any() else []
-    text += f" ({', '.join(more)})" if more else ""
+    if alike["rank"].any():
+        more.append(f"rank {cell['rank']}")
+    text = pairs.text(at)
+    if more:
+        text += f" ({', '.join(more)})"
     why = _STATES.get(int(cell["state"]), "")
     if not why and np.isinf(cell["distance"]):
-        why = f"non-finite in the {'reference' if cell['finite'][0] else 'run'}"
-    step, part, call, rank = (int(cell[key]) for key in ("step", "part", "call", "rank"))
-    far, limit = float(cell["distance"]), float(cell["limit"])
-    name = pairs.name(at)
+        is_finite = np.isfinite(cell["values"][0, :3]).all()
+        why = f"non-finite in the {'reference' if is_finite else 'run'}"
     return TensorDifference(
-        name, kind.tensor, step, kind.phase, part, call, rank, far, limit, why, text
+        name=pairs.name(at),
+        tensor=kind.tensor,
+        step=int(cell["step"]),
+        phase=kind.phase,
+        micro_batch=int(cell["part"]),
+        call=int(cell["call"]),
+        rank=int(cell["rank"]),
+        distance=float(cell["distance"]),
+        tolerance=float(cell["limit"]),
+        why=why,
+        text=text,
     )
 
 
@@ -94,7 +103,7 @@ def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
     agree = np.flatnonzero(~pairs.cells["undecided"][:border])
     here = apart[pairs.cells["step"][apart] == pairs.cells["step"][border]].tolist()
     here = [at for at in here if pairs.kind(at).phase == pairs.kind(border).phase]
-    if not any(pairs.kinds[kind].of_modules for kind in np.unique(pairs.cells["kind"])):
+    if not of_modules(pairs.cells).any():
         # The gradients all part, whatever module is wrong: those of its own weights part most.
         here = [at for at in here if pairs.kind(at) == pairs.kind(border)]
         here.sort(key=lambda at: -pairs.ratio[at])
@@ -117,35 +126,36 @@ def inside_of(pairs: Pairs, border: int) -> str:
 
 def modules_of(pairs: Pairs, border: int) -> list[ModuleDifference]:
     same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
-    came: dict[tuple[str, int], int] = {}
-    # Where its input is, how far that was apart at least, how many times as far its output is.
-    added: dict[tuple[str, int], tuple[int, float, float, ModuleDifference]] = {}
-    apart, distances = pairs.apart, pairs.cells["distance"]
+    came: dict[tuple[str, int], float] = {}
+    # In the order of inputs: the module, and how far its input was apart at least.
+    added: dict[tuple[str, int], tuple[ModuleDifference, float]] = {}
+    apart = pairs.apart
     for at in np.flatnonzero(same & (pairs.cells["state"] == BOTH)).tolist():
-        base, key = pairs.kind(at).base, (pairs.name(at), int(pairs.cells["call"][at]))
+        base = pairs.kind(at).base
+        key = pairs.name(at), int(pairs.cells["call"][at])
+        distance = float(pairs.cells["distance"][at])
         if base == "input":
-            came[key] = max(at, came.get(key, at), key=distances.__getitem__)
+            came[key] = max(distance, came.get(key, 0.0))
         elif base == "output" and key in came and apart[at]:
-            module = ModuleDifference(key[0], float(distances[came[key]]), float(distances[at]))
-            start = max(module.came_in, float(pairs.cells["limit"][at]), 1e-30)
-            times = module.went_out / start
-            if times >= _ADDS and (key not in added or times > added[key][2]):
-                added[key] = (came[key], start, times, module)
+            start = max(came[key], float(pairs.cells["limit"][at]), 1e-30)
+            known = added[key][0].went_out if key in added else 0.0
+            if distance >= _ADDS * start and distance > known:
+                added[key] = ModuleDifference(key[0], came[key], distance), start
 
-    every = [*added.values()]
-    # A module inside adds the difference if no more came into it.
-    inner = [
-        one
-        for one in every
-        if not any(
-            is_inside(other[-1].name, one[-1].name)
-            and other[-1].name != one[-1].name
-            and other[-1].came_in < _ADDS * one[1]
-            for other in every
+    inner = []
+    for key, (module, start) in added.items():
+        # A module inside adds the difference if no more came into it.
+        has_cause_inside = any(
+            is_inside(other.name, module.name)
+            and other.name != module.name
+            and other.came_in < _ADDS * start
+            for other, _ in added.values()
         )
-    ]
-    most = sorted(inner, key=lambda one: -one[2])[:_MODULES]
-    return [module for *_, module in sorted(most)]
+        if not has_cause_inside:
+            inner.append(key)
+    inner.sort(key=lambda key: -added[key][0].went_out / added[key][1])
+    order = list(came)
+    return [added[key][0] for key in sorted(inner[:_MODULES], key=order.index)]
 
 
 def steps_of(pairs: Pairs) -> Iterator[StepDifference]:

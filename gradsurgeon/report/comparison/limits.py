@@ -29,7 +29,7 @@ def settle(pairs: Pairs, rule: Tolerance) -> list[str]:
         return []
     first = kinks[0]
     cell = pairs.cells[first]
-    text = f"step {cell['step']}, {printable(pairs.kind(first).text(pairs.name(first)))}"
+    text = f"step {cell['step']}, {printable(pairs.text(first))}"
     if len(kinks) > 1:
         text += f" and {len(kinks) - 1} more"
     return [
@@ -46,14 +46,13 @@ def _carry_on(pairs: Pairs, times: float, *, is_known: bool) -> Iterator[int]:
     and by itself before the update.
     """
     cells = pairs.cells
-    phases = [kind.phase for kind in pairs.kinds]
     step = int(cells["step"][0])
     largest = 0.0
     have_parted = False
     modules: dict[str, float] = {}
     params: dict[int, float] = {}
     for at, cell in enumerate(cells):
-        phase = phases[cell["kind"]]
+        phase = cell["phase"]
         name = int(cell["name"])
         if cell["step"] != step:
             largest, modules = _of_weights(pairs, step)
@@ -102,7 +101,7 @@ def _is_kink(pairs: Pairs, at: int) -> bool:
     """
     cell = pairs.cells[at]
     distance = cell["distance"]
-    if pairs.kind(at).phase != "backward" or cell["state"] != BOTH or not np.isfinite(distance):
+    if cell["phase"] != "backward" or cell["state"] != BOTH or not np.isfinite(distance):
         return False
     most = min(_SHARE, _ELEMENTS / np.sqrt(cell["numel"]))
     is_switched = distance <= most and cell["shift"] <= distance**2

@@ -46,10 +46,11 @@ def _name_inside(place: Path, title: str) -> str:
 
 def counterparts(
     models: Mapping[str, StoredRun], others: Mapping[str, StoredRun]
-) -> dict[str, str]:
-    """Return which model of other runs has the same name; the first models go together if they have none."""
-    found = {name: name for name in models if name in others}
-    first, other = next(iter(models)), next(iter(others))
+) -> dict[str, StoredRun]:
+    """Return the models of other runs by the same names; the first models go together if they have none."""
+    found = {name: others[name] for name in models if name in others}
+    first = next(iter(models))
+    other = next(iter(others))
     if first not in found and other not in found:
-        found[first] = other
+        found[first] = others[other]
     return found

@@ -2,6 +2,8 @@
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 # Whether it is the output of a module, and not its input; the name of the module; the call within a pass.
@@ -27,26 +29,25 @@ def parent_of(name: str, known: Mapping[str, object]) -> str:
 def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
     """Return the names in an order that respects all chains and nesting; the model's order breaks ties."""
     places = {name: place for place, name in enumerate(names)}
-    later: dict[str, set[str]] = {name: set() for name in names}
-    outer = [(above, name) for name in names if (above := parent_of(name, places))]
-    for first, second in (*outer, *(pair for chain in chains for pair in pairwise(chain))):
-        later[first].add(second)
-    waits = dict.fromkeys(names, 0)
-    for name in (name for many in later.values() for name in many):
-        waits[name] += 1
-    ready = [places[name] for name in names if not waits[name]]
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for name in names:
+        above = parent_of(name, places)
+        sorter.add(name, *filter(None, [above]))
+    for chain in chains:
+        for first, second in pairwise(chain):
+            sorter.add(second, first)
+    with suppress(CycleError):
+        sorter.prepare()
     found: dict[str, None] = {}
-    while len(found) < len(names):
-        # Chains of different steps can contradict each other: then the first that is left comes next.
-        place = heapq.heappop(ready) if ready else min(places[n] for n in names if n not in found)
-        if (name := names[place]) in found:
-            continue
+    ready: list[int] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, places[name])
+        name = names[heapq.heappop(ready)]
         found[name] = None
-        for one in later[name]:
-            waits[one] -= 1
-            if waits[one] == 0:
-                heapq.heappush(ready, places[one])
-    return list(found)
+        sorter.done(name)
+    # Chains of different steps can contradict each other.
+    return list(found | dict.fromkeys(names))
 
 
 def _walk(names: Sequence[str]) -> Iterator[tuple[bool, str]]:
@@ -93,20 +94,15 @@ def _usual(root: str, call: int, order: Sequence[str], keys: Mapping[Event, _Key
         before = order[place - 1] if place else ""
         return keys.get((not is_inside(root, before), before, 0), (-1,))
     end = keys.get((True, parent_of(root, dict.fromkeys(order)), 0), (float("inf"),))
-    return _before(end, keys)
+    return max((key for key in keys.values() if key < end), default=(-1,))
 
 
 def _anchor(
     root: str, call: int, keys: Mapping[Event, _Key], numbers: Mapping[Event, Numbers]
 ) -> _Key | None:
-    """Return the key after which a call has its place, by its numbers; `None` if they equal no others."""
-    came, went = (numbers.get((is_output, root, call), (0.0,)) for is_output in (False, True))
+    """Return the key of the output that a call takes, by its numbers; `None` if they equal no others."""
+    came = numbers.get((False, root, call), (0.0,))
+    if not came[0]:
+        return None
     after = [key for event, key in keys.items() if event[0] and numbers.get(event) == came]
-    if came[0] and after:
-        return max(after)
-    until = [key for event, key in keys.items() if event[1] != root and numbers.get(event) == went]
-    return _before(min(until), keys) if went[0] and until else None
-
-
-def _before(end: _Key, keys: Mapping[Event, _Key]) -> _Key:
-    return max((key for key in keys.values() if key < end), default=(-1,))
+    return max(after, default=None)

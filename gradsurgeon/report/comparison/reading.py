@@ -1,5 +1,6 @@
 """The fingerprints of runs as arrays, by kinds and names that the runs share. Needs numpy."""
 
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -74,21 +75,32 @@ class Kind(NamedTuple):
 
 
 class Words:
+    """The kinds and names of all runs, with a number each."""
+
     def __init__(self) -> None:
         self.kinds: dict[Kind, int] = {}
         self.names: dict[str, int] = {}
 
+    def of_kind(self, kind: Kind) -> int:
+        return self.kinds.setdefault(kind, len(self.kinds))
+
+    def of_name(self, name: str) -> int:
+        return self.names.setdefault(name, len(self.names))
+
 
 @dataclass(frozen=True)
 class Reading:
-    """The fingerprints of one run: cells sorted by `KEYS`, and numbers of names by kind. Chains are in the order of calls."""
+    """The fingerprints of one run: cells sorted by `KEYS`, and numbers of names by kind. Chains are in the order of calls.
+
+    Dtypes are those of parameters, by name.
+    """
 
     path: str
     meta: Mapping[str, Any]
     cells: Any
-    bound: Mapping[int, list[int]]
+    bound: Mapping[int, set[int]]
     chains: list[list[str]]
-    dtypes: Mapping[int, str]
+    dtypes: Mapping[str, str]
 
     @property
     def steps(self) -> Ints:
@@ -111,34 +123,37 @@ def read(run: StoredRun, words: Words, rename: Callable[[str], str]) -> Reading:
         key = series.key
         groups.setdefault((key.rule, series.rank, key.point, key.names), {})[key.stat] = series
     lowest = dict(of_lowest_ranks(run))
-    bound: dict[int, list[int]] = {}
-    parts, chains = [np.empty(0, _CELL)], []
+    bound: dict[int, set[int]] = {}
+    parts = [np.empty(0, _CELL)]
+    chains: list[list[str]] = []
     for rule in run.rules:
         kind = Kind(str(rule.get("tensor") or "grad"), str(rule.get("point") or ""))
-        number = words.kinds.setdefault(kind, len(words.kinds))
+        number = words.of_kind(kind)
         mine = [one for of, one in groups.items() if of[0] == rule["id"] and one.keys() >= _NEEDED]
         if not mine or number in bound:
             continue
         names = _compared(run.names_of(rule["id"]), rename)
-        bound[number] = [words.names.setdefault(new, len(words.names)) for new in names.values()]
+        bound[number] = set(map(words.of_name, names.values()))
         for group in mine:
             first = group["l2"]
-            owners = [_owner(name, names) if kind.of_modules else name for name in first.key.names]
-            columns = np.array([words.names.get(names.get(name, ""), -1) for name in owners])
-            if kind.base == "input":
-                chains.append([*dict.fromkeys(names[name] for name in owners if name in names)])
+            width = len(first.key.names)
+            chain: dict[str, None] = {}
+            kinds = np.zeros(width, np.int64)
+            numbers = np.full(width, -1)
+            repeated: Collection[int] = ()
             if not kind.of_modules:  # each rank has the same gradient, or a part of it
-                columns[list(lowest.get(first, range(len(columns))))] = -1
-            rank = first.rank if kind.of_modules else 0
-            paths = np.array(
-                [name[len(of) :] for name, of in zip(first.key.names, owners, strict=True)]
-            )
-            for path in dict.fromkeys(paths.tolist()):
-                there = np.where(paths == path, columns, -1)
-                part = words.kinds.setdefault(kind.at(path), len(words.kinds))
-                if path:
-                    bound[part] = [*{*bound.get(part, ()), *there[there >= 0].tolist()}]
-                parts.append(_cells(group, there, part, rank))
+                repeated = lowest.get(first, range(width))
+            for column, name in enumerate(first.key.names):
+                owner = _owner(name, names) if kind.of_modules else name
+                if owner not in names or column in repeated:
+                    continue
+                kinds[column] = words.of_kind(kind.at(name[len(owner) :]))
+                numbers[column] = words.of_name(names[owner])
+                bound.setdefault(int(kinds[column]), set()).add(int(numbers[column]))
+                chain[names[owner]] = None
+            if kind.base == "input":
+                chains.append(list(chain))
+            parts.append(_cells(group, kinds, numbers, first.rank if kind.of_modules else 0))
     cells = np.concatenate(parts)
     if not len(cells):
         raise RecordError(
@@ -148,7 +163,7 @@ def read(run: StoredRun, words: Words, rename: Callable[[str], str]) -> Reading:
     cells = cells[np.lexsort([cells[key] for key in reversed(KEYS[:-1])])]
     here, begins = np.arange(len(cells)), starts(cells)
     cells["row"] = here - np.maximum.accumulate(np.where(begins, here, 0))
-    return Reading(str(run.path), run.meta, cells, bound, chains, _dtypes(run, words, rename))
+    return Reading(str(run.path), run.meta, cells, bound, chains, _dtypes(run, rename))
 
 
 def _owner(name: str, modules: Mapping[str, str]) -> str:
@@ -159,14 +174,19 @@ def _owner(name: str, modules: Mapping[str, str]) -> str:
     return name[:end] if end > 0 else name
 
 
-def _dtypes(run: StoredRun, words: Words, rename: Callable[[str], str]) -> dict[int, str]:
-    params = section(run.meta, "model").get("params")
-    found: dict[int, str] = {}
-    for param in params if isinstance(params, list) else ():
-        for name in (param["name"], *param.get("aliases", ())) if "dtype" in param else ():
-            number = words.names.get(rename(stripped(name)), -1 - len(found))
-            found[number] = str(param["dtype"])
-    return found
+def _dtypes(run: StoredRun, rename: Callable[[str], str]) -> dict[str, str]:
+    dtypes = {}
+    for param in section(run.meta, "model").get("params", ()):
+        if "dtype" in param:
+            for name in (param["name"], *param.get("aliases", ())):
+                dtypes[rename(stripped(name))] = str(param["dtype"])
+    return dtypes
+
+
+def names_in(runs: Iterable[StoredRun]) -> set[str]:
+    """Return the names that the rules of some runs are bound to, without the segments that wrappers add."""
+    names = {name for run in runs for rule in run.rules for name in run.names_of(rule["id"])}
+    return set(map(stripped, names))
 
 
 def renaming(
@@ -176,14 +196,13 @@ def renaming(
 
     Raises `RuleFileError` if the file is no mapping of names of the reference to names of the run.
     """
-    names: Any = renamed
     if isinstance(renamed, Mapping):
-        document = source.parse("", "<names>")
+        document = source.parse(json.dumps(dict(renamed)), "<names>")
     else:
         document = source.read(renamed)
-        names = document.data
-        if document.problems:
-            raise RuleFileError(document.problems)
+    names = document.data
+    if document.problems:
+        raise RuleFileError(document.problems)
     if not isinstance(names, Mapping) or not names:
         _refuse(document.place(()), "the file has no names", _HINT)
     for name, value in names.items():
@@ -221,7 +240,8 @@ def _compared(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, s
     return {old: new for new, old in found.items()}
 
 
-def _cells(group: Mapping[str, StoredSeries], names: Ints, kind: int, rank: int) -> Any:
+def _cells(group: Mapping[str, StoredSeries], kinds: Ints, names: Ints, rank: int) -> Any:
+    """Return the rows of a group, given kind and name of each column, -1 for columns that are not compared."""
     # A run that is still being written may have one more row of one statistic.
     rows = min(len(group[stat]) for stat in _NEEDED)
     if not rows:
@@ -230,7 +250,9 @@ def _cells(group: Mapping[str, StoredSeries], names: Ints, kind: int, rank: int)
     steps, _, present = read["l2"]
     lines, columns = np.nonzero(present & (names >= 0))
     cells = np.zeros(len(lines), _CELL)
-    cells["step"], cells["kind"], cells["rank"] = steps[lines], kind, rank
+    cells["step"] = steps[lines]
+    cells["kind"] = kinds[columns]
+    cells["rank"] = rank
     cells["name"] = names[columns]
     for place, stat in enumerate(STATS):
         there = stat in read and len(read[stat][0]) == rows

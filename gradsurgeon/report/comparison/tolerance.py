@@ -61,16 +61,16 @@ def distances(run: Floats, reference: Floats) -> Floats:
 
 
 def noise_of(noise: Floats, reference: Floats) -> Floats:
-    """Return how far noise of shape `[noise runs, tensors, 3]` takes each tensor, NaN where no noise run has it.
+    """Return how far noise of shape `[tensors, noise runs, 3]` takes each tensor, NaN where no noise run has it.
 
     It is the root mean square over noise runs and projections, and at least the shift of the norm.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
-        shifts = np.abs(noise - reference) / reference[:, :1]
+        shifts = np.abs(noise - reference[:, None]) / reference[:, None, :1]
         known = np.isfinite(shifts).all(axis=2)
         shifts[~known] = 0.0
-        squares = (shifts[..., 1:] ** 2).mean(axis=2).sum(axis=0) / known.sum(axis=0)
-    return np.asarray(np.maximum(np.sqrt(squares), shifts[..., 0].max(axis=0)))
+        squares = (shifts[..., 1:] ** 2).mean(axis=2).sum(axis=1) / known.sum(axis=1)
+    return np.asarray(np.maximum(np.sqrt(squares), shifts[..., 0].max(axis=1)))
 
 
 def vanishing(norms: Floats, groups: Ints, dtype: str) -> Floats:
@@ -110,10 +110,10 @@ def eps_of(dtype: str) -> float:
     return _COARSE.get(dtype, 2.0**-23)
 
 
-def floors(names: Ints, of_modules: Flags, dtypes: Sequence[Mapping[int, str]]) -> Floats:
+def floors(names: Iterable[str], of_modules: Flags, dtypes: Sequence[Mapping[str, str]]) -> Floats:
     """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
     widest = eps_of(coarsest(dtype for of in dtypes for dtype in of.values()))
-    own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names.tolist()]
+    own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names]
     return _EPS * np.where(of_modules, widest, np.array(own))
 
 
@@ -175,25 +175,23 @@ def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) 
 
 
 def refuse_unlike(
-    noise: Sequence[Reading],
-    found: Flags,
-    values: Floats,
-    forward: Flags,
-    text_of: Callable[[int], str],
+    noise: Sequence[Reading], cells: Any, forward: Flags, text_of: Callable[[int], str]
 ) -> None:
     """Refuse noise runs that differ from the reference by more than rounding can in the first forward pass.
 
-    Values are of the reference and of the noise runs, NaN where a run lacks a tensor. No tensor is of the forward pass
-    if the first step is late, as weights differ there.
+    No tensor is of the forward pass if the first step is late, as weights differ there.
     """
-    finite = np.asarray(np.isfinite(values[0]).all(axis=1))
+    first = cells[forward]
+    reference, *others = np.moveaxis(first["values"][:, 1:, :3], 1, 0)
+    finite = np.isfinite(reference).all(axis=1)
     # Where rounding decides, noise runs differ from each other; another script differs alike in all.
-    spread = np.zeros(len(forward))
+    spread = np.zeros(len(first))
     if len(noise) > 1:
-        spread = np.min([distances(*both) for both in combinations(values, 2)], axis=0)
-    for one, here, numbers in zip(noise, found, values[1:], strict=True):
-        known = np.flatnonzero(forward & here & finite)
-        far = distances(numbers[known], values[0][known])
+        pairs = combinations([reference, *others], 2)
+        spread = np.min([distances(*both) for both in pairs], axis=0)
+    for one, numbers, here in zip(noise, others, first["found"].T[2:], strict=True):
+        known = np.flatnonzero(here & finite)
+        far = distances(numbers[known], reference[known])
         before = np.concatenate([[0.0], np.maximum.accumulate(far)])[: len(far)]
         # The first tensor that noise moves shows how large the noise is.
         rules = section(one.meta, "plan").get("rules", ())
@@ -202,7 +200,8 @@ def refuse_unlike(
         strange = np.flatnonzero((far > limit) & (_ALIKE * spread[known] < far))
         if len(strange):
             at = strange[0]
-            moved = f"differs from the reference by {far[at]:.2g} at the {text_of(known[at])}"
+            place = text_of(np.flatnonzero(forward)[known[at]])
+            moved = f"differs from the reference by {far[at]:.2g} at the {place}"
             rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
             _refuse(one, f"{moved}, {rounding}", "make noise runs by the script of the reference")
 

@@ -1,0 +1,121 @@
+"""The norms of one tensor over a run, and what they say of it. Needs numpy."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from gradsurgeon.report.sheets import NO_NORM
+from gradsurgeon.report.spikes import Floats, Ints, Spike, largest_spike
+
+_ENDS = 8  # steps at each end of a run that tell how far a norm grew
+_DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
+# An explosion grows so many times, to norms that no usual training has.
+_GROWTH, _LARGE = 1e3, 1e2
+
+
+class RecordOrigin(NamedTuple):
+    """Which records show a tensor: of which kind, by which rule, at which point."""
+
+    kind: str
+    rule: str
+    point: str
+
+
+@dataclass(frozen=True, eq=False)
+class Track:
+    """The norms of one tensor, of which at least one is there. Numbers are over finite norms; NaN stands for "none"."""
+
+    name: str
+    origin: RecordOrigin
+    steps: Ints  # of each record, or of the first of every few records
+    norms: Floats  # `NO_NORM` where the tensor had no gradient, or no value
+
+    @cached_property
+    def recorded(self) -> Ints:
+        """The places of all norms that are there."""
+        return np.flatnonzero(self.norms != NO_NORM)
+
+    @cached_property
+    def _finite(self) -> Ints:
+        return np.flatnonzero(np.isfinite(self.norms) & (self.norms != NO_NORM))
+
+    @property
+    def finite_steps(self) -> Ints:
+        return self.steps[self._finite]
+
+    @property
+    def finite_norms(self) -> Floats:
+        return self.norms[self._finite].astype(float)
+
+    @cached_property
+    def nonfinite_steps(self) -> Ints:
+        return self.steps[~np.isfinite(self.norms)]
+
+    @property
+    def first(self) -> float:
+        return float(self.norms[self.recorded[0]])
+
+    @property
+    def last(self) -> float:
+        return float(self.norms[self.recorded[-1]])
+
+    @cached_property
+    def median(self) -> float:
+        return float(np.median(self.finite_norms)) if len(self._finite) else np.nan
+
+    @cached_property
+    def largest(self) -> float:
+        return float(self.finite_norms.max(initial=-np.inf)) if len(self._finite) else np.nan
+
+    @cached_property
+    def spike(self) -> Spike | None:
+        """The norm that stands out most. A tensor whose norms grew has none."""
+        found = largest_spike(self.finite_steps, self.finite_norms)
+        return None if self.has_grown else found
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the norms grew to norms that no usual training has."""
+        return self.largest >= _LARGE and self.rise >= _GROWTH
+
+    @cached_property
+    def rise(self) -> float:
+        """How many times the first norms the highest norms are that last a few steps."""
+        norms = self.finite_norms
+        norms = norms[norms > 0]
+        if not len(norms):
+            return np.nan
+        quarter = max(1, len(norms) // 4)
+        begin = np.median(norms[: min(_ENDS, quarter)])
+        # A single high norm is no growth, unless a non-finite one follows.
+        few = min(3, quarter)
+        lasting = sliding_window_view(norms, few).min(axis=1)
+        # The last call of a module that is seldom called is no growth either.
+        end = lasting.max() if few > 1 else lasting[-1]
+        if not np.isfinite(self.last):
+            end = max(end, norms[-few:].max())
+        return float(end / begin)
+
+    @cached_property
+    def zero_since(self) -> int | None:
+        """The step from which on all norms are 0 until the end."""
+        is_alive = self.norms[self.recorded] != 0
+        alive = np.flatnonzero(is_alive)
+        if not len(alive) or is_alive[-1]:
+            return None
+        later = self.recorded[alive[-1] + 1 :]
+        # An expert that is rarely chosen rests as long between two choices.
+        pause = int(np.diff(alive, prepend=-1).max())
+        if len(later) < max(_DEAD, 3 * pause):
+            return None
+        return int(self.steps[later[0]])
+
+    def cells(self, most: int) -> list[float | None]:
+        """Return the history in at most so many cells: the largest norm, non-finite if one is, `None` for no gradient."""
+        number = min(most, len(self.steps))
+        starts = np.arange(number) * len(self.steps) // number
+        norms = np.maximum.reduceat(self.norms, starts).tolist()
+        return [None if norm == NO_NORM else norm for norm in norms]
