@@ -14,8 +14,8 @@ from gradsurgeon.cli.options import add_output, add_run, writing
 from gradsurgeon.common.events import Event
 from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.errors import printable
-from gradsurgeon.records.store.files import begins, check_replaceable, replacing
-from gradsurgeon.records.store.layout import digits, json_text, nonfinite_name, unpack_absent
+from gradsurgeon.records.store.files import check_replaceable, replacing
+from gradsurgeon.records.store.layout import digits, is_present, json_text, nonfinite_name
 from gradsurgeon.records.store.rank_file import COLUMNS, Chosen
 from gradsurgeon.records.store.run import StoredRun, chosen, nothing_fits, open_run
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if output is None:
             sys.stdout.writelines(lines)
             return 0
-        check_replaceable(Path(output), lambda path: begins(path, *_FIRST), "export")
+        check_replaceable(Path(output), "export", *_FIRST)
         with replacing(Path(output)) as out:
             out.writelines(lines)
     return 0
@@ -98,10 +98,10 @@ def _values(
         rule, stat, point, names = series.key
         fields = {"rank": series.rank, "rule": rule, "point": point, "stat": stat}
         same = [(column, written({**fields, "name": names[column]})) for column in columns]
-        for step, stored, bits in series.stored():
-            values, absent = array("f", stored), unpack_absent(bits)
+        for step, stored, absent in series.stored():
+            values = array("f", stored)
             for column, text in same:
-                if column not in absent:
+                if is_present(absent, column):
                     yield step, text, values[column]
 
 

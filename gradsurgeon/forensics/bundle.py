@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon.common.diagnosis import Diagnosis
-from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.errors import GradSurgeonError, printable, reason_of
 from gradsurgeon.forensics.kept_step import MOST_CALLS, FailedStep, KeptCall, KeptLoss, KeptStep
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning import named_modules
@@ -42,7 +42,7 @@ def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagn
     try:
         return replace(diagnosis, bundle=str(_write(failed, diagnosis, folder)))
     except Exception as error:  # noqa: BLE001 # whatever a disk or a tensor raises: the diagnosis stays
-        why = str(error).partition("\n")[0] or type(error).__name__
+        why = reason_of(error)
         if isinstance(error, _bounded_load.RefusedError):
             why = f"the model was given more than tensors, plain values, lists, tuples and dicts: {why}"
     return replace(diagnosis, no_bundle=why)

@@ -8,13 +8,14 @@ import threading
 import time
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from gradsurgeon.common.events import Event
 from gradsurgeon.common.match import compile_pattern, select
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import reason_of
 from gradsurgeon.records.store.files import Outlet
+from gradsurgeon.records.store.layout import is_present
 from gradsurgeon.records.store.memory import Key, RecordedRow
 from gradsurgeon.sinks.sink import Sink, patterns_of
 from gradsurgeon.tensors.statistics import STATISTICS
@@ -106,9 +107,7 @@ class Delivery(Outlet):
             target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
         )
         # Only the thread uses these.
-        self._compiled = [compile_pattern(text) for text in self.patterns]
-        self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
-        self._prefixes: Prefixes = {}
+        self._curves = Curves(self.patterns)
         # The newest row of each series that another pass of its step may replace.
         self._unfinished: dict[Key, RecordedRow] = {}
         self._kinds: Counter[str] = Counter()
@@ -167,8 +166,7 @@ class Delivery(Outlet):
 
     def _fail(self, error: BaseException) -> None:
         self._shared.titles.pop(self, None)
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        self.failed = f"{self.name} has failed: {printable(reason)}"
+        self.failed = f"{self.name} has failed: {reason_of(error)}"
         self._note(f"{self.failed}{_ASIDE}")
         self._taken()
 
@@ -236,12 +234,7 @@ class Delivery(Outlet):
         self._sink.text(event.step, f"{name}/message", event.message)
 
     def _send(self, row: RecordedRow) -> None:
-        names = row.key.names
-        prefix = prefix_of(row.key, self._prefixes)
-        if names not in self._chosen:
-            columns = select(self._compiled, names)
-            self._chosen[names] = frozenset(names[column] for column in columns)
-        if scalars := summary(row, prefix, self._chosen[names]):
+        if scalars := self._curves.scalars(row):
             self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
 
 
@@ -254,38 +247,46 @@ def weight(row: RecordedRow) -> float:
     return total if math.isfinite(total) else math.inf
 
 
-Prefixes = dict[tuple[str, str, str], list[Key]]
+class Curves:
+    """The scalars that a tracker gets of rows, by name. Tensors whose names match a pattern have a curve each."""
 
+    def __init__(self, names: Sequence[str]) -> None:
+        self._patterns = [compile_pattern(text) for text in names]
+        # By series: the beginning of the names of numbers over several tensors, and the tensors with a curve.
+        self._known: dict[Key, tuple[str, frozenset[str]]] = {}
 
-def prefix_of(key: Key, known: Prefixes) -> str:
-    """Return the beginning of names of numbers over several tensors: each of several optimizers has its own."""
-    series = known.setdefault(key[:3], [])
-    if key not in series:
-        series.append(key)
-    part = series.index(key) + 1
-    return key.rule if part == 1 else f"{key.rule}/part-{part}"
+    def scalars(self, row: RecordedRow) -> dict[str, float]:
+        rule, stat, _, names = row.key
+        prefix, chosen = self._of_series(row.key)
+        numbers = zip(names, array("f", row.values), strict=True)
+        pairs = [pair for column, pair in enumerate(numbers) if is_present(row.absent, column)]
+        if stat not in STATISTICS or STATISTICS[stat].of_update:
+            # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is
+            # news.
+            pairs = [pair for pair in pairs if not math.isnan(pair[1])]
+        if not pairs:
+            return {}
+        of_norms = stat == NORM and len(names) > 1
+        if not of_norms and len(names) <= _FEW:
+            return {f"{rule}/{name}/{stat}": value for name, value in pairs}
+        scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
+        if not of_norms:
+            prefix = f"{prefix}/{stat}"
+        finite = [value for _, value in pairs if math.isfinite(value)]
+        scalars[f"{prefix}/not finite"] = float(len(pairs) - len(finite))
+        if of_norms:
+            scalars[f"{prefix}/total"] = math.hypot(*(value for _, value in pairs))
+        if finite:
+            scalars[f"{prefix}/median"] = median(finite)
+            scalars[f"{prefix}/largest"] = max(finite)
+            scalars[f"{prefix}/least"] = min(finite)
+        return scalars
 
-
-def summary(row: RecordedRow, prefix: str, chosen: Collection[str] = ()) -> dict[str, float]:
-    """Return the scalars that a sink gets of a row, by name. Tensors that are chosen have a curve each."""
-    rule, stat, _, names = row.key
-    numbers = zip(names, array("f", row.values), strict=True)
-    pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
-    if stat not in STATISTICS or STATISTICS[stat].of_update:
-        # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
-        pairs = [pair for pair in pairs if not math.isnan(pair[1])]
-    if not pairs:
-        return {}
-    of_norms = stat == NORM and len(names) > 1
-    if not of_norms and len(names) <= _FEW:
-        return {f"{rule}/{name}/{stat}": value for name, value in pairs}
-    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
-    finite = [value for _, value in pairs if math.isfinite(value)]
-    found = {"not finite": float(len(pairs) - len(finite))}
-    if of_norms:
-        found["total"] = math.hypot(*(value for _, value in pairs))
-    else:
-        prefix = f"{prefix}/{stat}"
-    if finite:
-        found |= {"median": median(finite), "largest": max(finite), "least": min(finite)}
-    return scalars | {f"{prefix}/{name}": value for name, value in found.items()}
+    def _of_series(self, key: Key) -> tuple[str, frozenset[str]]:
+        if key not in self._known:
+            # Each of several optimizers has a part of its own.
+            part = sum(other[:3] == key[:3] for other in self._known) + 1
+            prefix = key.rule if part == 1 else f"{key.rule}/part-{part}"
+            columns = select(self._patterns, key.names)
+            self._known[key] = prefix, frozenset(key.names[column] for column in columns)
+        return self._known[key]

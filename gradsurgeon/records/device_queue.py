@@ -136,21 +136,18 @@ class PendingStatistics:
                 steps.setdefault(step, []).append(position)
             for step, positions in steps.items():
                 names = tuple([group[position][1] for position in positions])
-                rows = layout.places_of(names)
-                order = tuple([positions[place] for _, _, places in rows for place in places])
-                lengths = [len(columns) for _, columns, _ in rows]
-                pieces = torch.split(_picked(values, order), lengths, dim=1)
-                for (keys, columns, _), piece in zip(rows, pieces, strict=True):
-                    for key, numbers in zip(keys, piece, strict=True):
+                for keys, columns, places in layout.places_of(names):
+                    picked = _picked(values, [positions[place] for place in places])
+                    for key, numbers in zip(keys, picked, strict=True):
                         yield PendingRow(key, step, columns, sources=sources), numbers
 
 
-def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
+def _picked(values: Tensor, columns: list[int]) -> Tensor:
     first = columns[0]
-    count = len(columns)
-    if columns == tuple(range(first, first + count)):  # nearly always: the device needs no index
-        return values[:, first : first + count]
-    return values[:, _torch.integers(columns, values.device)]
+    end = first + len(columns)
+    if columns == list(range(first, end)):  # nearly always: the device needs no index
+        return values[:, first:end]
+    return values[:, _torch.integers(tuple(columns), values.device)]
 
 
 class _Layout:

@@ -33,7 +33,7 @@ def test_one_that_fails_is_an_event_and_training_is_the_same(
     (event,) = session.events
     assert (event.kind, event.message) == (
         "notice",
-        "the sink Kept has failed: [Errno 28] No space left on device; training does not depend on it",
+        "the sink Kept has failed: No space left on device; training does not depend on it",
     )
     assert event.step == STEPS
     assert len(fine.curves["gradsurgeon/norms/total"]) == STEPS

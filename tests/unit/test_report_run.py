@@ -61,7 +61,7 @@ def test_a_short_run_reads_as_its_session_would(tmp_path: pathlib.Path) -> None:
 def test_a_pass_that_waits_for_its_update_is_no_step(tmp_path: pathlib.Path) -> None:
     writer = write(tmp_path, {"g.weight": [1.0, 1.0, 1.0, 9.0]})
     writer.statuses({"norms": RuleStatus(2, 4, 0, 3)})
-    writer.close({}, {"g.weight": 3})
+    writer.close({"pending": {"g.weight": 3}})
     with open_run(tmp_path) as run:
         report = from_run(run)
     assert report.steps == (0, 2)
