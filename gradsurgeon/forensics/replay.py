@@ -15,7 +15,7 @@ from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
 from gradsurgeon.forensics.sources import NonfiniteSource
-from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
+from gradsurgeon.forensics.undisturbed import undisturbed
 from gradsurgeon.language.planning import slots
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
@@ -92,14 +92,15 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
                 found.modules.setdefault(name, source)
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
-    known = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
-    leaves |= {
-        call.prefix + known.get(id(param), name): params[name]
-        for name, param in module.named_parameters()
-    }
+    known: dict[int, str] = {}
+    for slot in slots(module):
+        # A tied parameter goes by its first name.
+        known.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
+    for name, param in module.named_parameters():
+        leaves[call.prefix + known.get(id(param), name)] = params[name]
     with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
         # Checkpoints run parts of the forward pass in the backward pass.
-        stack.enter_context(exchanged(module, params, buffers))
+        stack.enter_context(_torch.exchanged(module, {**params, **buffers}))
         stack.enter_context(watch_tags(came_out))
         stack.callback(provenance.memory.restore)
         with provenance:
