@@ -92,10 +92,7 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
                 found.modules.setdefault(name, source)
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
-    known: dict[int, str] = {}
-    for slot in slots(module):
-        # A tied parameter goes by its first name.
-        known.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
+    known = _canonical_names(module)
     for name, param in module.named_parameters():
         leaves[call.prefix + known.get(id(param), name)] = params[name]
     with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
@@ -114,6 +111,14 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
         _go_back(found, outputs, leaves, provenance)
         # Checkpoints change buffers once more in the backward pass, as they did in the step.
         found.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
+
+
+def _canonical_names(module: nn.Module) -> dict[int, str]:
+    """Return the names of rules by identity of the parameter; a tied parameter goes by its first name."""
+    names: dict[int, str] = {}
+    for slot in slots(module):
+        names.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
+    return names
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
