@@ -93,8 +93,10 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
     known = _canonical_names(module)
-    for name, param in module.named_parameters():
-        leaves[call.prefix + known.get(id(param), name)] = params[name]
+    leaves |= {
+        call.prefix + known.get(id(param), name): params[name]
+        for name, param in module.named_parameters()
+    }
     with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
         # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(_torch.exchanged(module, {**params, **buffers}))
