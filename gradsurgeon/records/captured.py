@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import CaptureRule
 from gradsurgeon.errors import reason_of
 from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.records.store.layout import clean
@@ -30,14 +30,14 @@ class CapturedTensors:
         self._bytes: dict[str, int] = {}
         self._calls: dict[tuple[str, str], tuple[int, int]] = {}
 
-    def keep(self, rule: Rule, name: str, step: int, tensor: Tensor) -> None:
+    def keep(self, rule: CaptureRule, name: str, step: int, tensor: Tensor) -> None:
         """Keep a copy: the script or the next layer may later write into the tensor."""
         last, call = self._calls.get((rule.id, name), (-1, -1))
         call = call + 1 if last == step else 0
         self._calls[rule.id, name] = (step, call)
         kept = self._kept.setdefault(rule.id, {})
         kept[name, step, call] = copied = tensor.detach().clone()
-        limit: int = getattr(rule, "max_bytes", 0)
+        limit = rule.max_bytes
         self._bytes[rule.id] = self._bytes.get(rule.id, 0) + _size(copied)
         while self._bytes[rule.id] > limit and kept:
             oldest = next(iter(kept))

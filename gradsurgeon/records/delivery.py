@@ -29,7 +29,8 @@ _INTERVAL = 2.0
 # and more only at the beginning and at the end.
 _MOST_ROWS = 20
 _MORE_ROWS = 200
-_MOST_BYTES = 64 * 2**20
+# So many rows wait for a sink that is slow.
+_MOST_WAITING = 4096
 # The end of a training waits this many seconds for its sinks.
 _PATIENCE = 10.0
 # Up to so many tensors each have a curve: losses, or the layers of a small model.
@@ -99,8 +100,7 @@ class Delivery(Outlet):
         self._texts = dict(texts or {})
         # Guards what waits.
         self._lock = threading.Condition()
-        self._rows: deque[RecordedRow] = deque()
-        self._bytes = 0
+        self._rows: deque[RecordedRow] = deque(maxlen=_MOST_WAITING)
         self._events: list[Event] = []
         self._until = 0.0  # the longest wait at the end
         self._thread = threading.Thread(
@@ -123,11 +123,9 @@ class Delivery(Outlet):
         if self.closed:
             return
         with self._lock:
-            self._rows.append(row)
-            self._bytes += len(row.values)
-            while self._bytes > _MOST_BYTES and len(self._rows) > 1:
-                self._bytes -= len(self._rows.popleft().values)
+            if len(self._rows) == _MOST_WAITING:
                 self._note(f"{self.name} cannot keep up: the oldest rows are left out{_ASIDE}")
+            self._rows.append(row)
 
     def event(self, event: Event) -> None:
         if not self.closed:
@@ -175,7 +173,6 @@ class Delivery(Outlet):
             taken = list(self._rows), list(self._events)
             self._rows.clear()
             self._events.clear()
-            self._bytes = 0
         return taken
 
     def _work(self) -> None:

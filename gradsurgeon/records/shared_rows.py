@@ -6,7 +6,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -241,33 +241,32 @@ class SharedRows:
             raise RecordError(why)
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
-        found: Answer | None = None
-        error: Exception | None = None
+        result: Any = None
         try:
             if not leads:
                 self._store.set(f"{key}/{self._rank}", "")
             wanted = ranks[1:] if leads else ranks[:1]
             here = _job_store.present(self._store, wanted, LIMIT, under=f"{key}/")
             if absent := [other for other in wanted if other not in here]:
-                error = RecordError(
+                result = RecordError(
                     f"{name} is shared by {named}, and {_dist.named(absent)} did not ask for this record within {LIMIT:g} s: "
                     "all of these ranks must call `latest` and `history` of it while a session is on"
                 )
             elif leads:
-                found, error = _attempt(answer)
+                result = _attempt(answer)
             else:
-                found, error = pickle.loads(self._store.get(f"{key}/{leader}"))  # noqa: S301 # the ranks of a job trust each other
+                result = pickle.loads(self._store.get(f"{key}/{leader}"))  # noqa: S301 # the ranks of a job trust each other
             if leads:
-                self._store.set(f"{key}/{leader}", pickle.dumps((found, error)))
+                self._store.set(f"{key}/{leader}", pickle.dumps(result))
         except RuntimeError as failure:
             raise RecordError(_FAILED.format(reason=reason_of(failure))) from None
-        if error is not None:
+        if isinstance(result, Exception):
             try:
-                raise error
+                raise result
             finally:
                 # The traceback of the error refers to this frame, and so to all that the caller holds.
-                del error
-        return cast("Answer", found)
+                del result
+        return cast("Answer", result)
 
     def _send(self, store: _job_store.OwnStore) -> None:
         for reader, parts in self._outgoing.items():
@@ -332,11 +331,11 @@ class SharedRows:
             yield PendingRow(row.key, row.step, columns, replace=True), merged
 
 
-def _attempt(answer: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+def _attempt(answer: Callable[[], Answer]) -> Answer | Exception:
     try:
-        return answer(), None
+        return answer()
     except (KeyError, RecordError) as error:
-        return None, error
+        return error
 
 
 def _batch(sender: int, reader: int, number: int) -> str:

@@ -76,7 +76,7 @@ def test_one_that_blocks_is_left_alone_at_the_end(monkeypatch: pytest.MonkeyPatc
 
 def test_what_waits_for_one_that_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "_PATIENCE", 0.2)
-    monkeypatch.setattr(delivery, "_MOST_BYTES", 200)
+    monkeypatch.setattr(delivery, "_MOST_WAITING", 2)
     released = threading.Event()
     sink = Kept(text=lambda: released.wait(30))
     # Both are said.
@@ -89,7 +89,7 @@ def test_what_waits_for_one_that_blocks_is_bounded(monkeypatch: pytest.MonkeyPat
 
 
 def test_where_rows_are_left_out_events_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_MOST_BYTES", 5000)
+    monkeypatch.setattr(delivery, "_MOST_WAITING", 100)
     released = threading.Event()
     sink = Kept(text=lambda: released.wait(30))
     model = make()

@@ -101,16 +101,10 @@ class WholeSeries(ABC):
         return self.between(name, 0, len(self))
 
     def last(self, name: str) -> tuple[int, float] | None:
-        # The last row most often has a value, and callers ask again and again.
         end = len(self)
-        size = 1
-        while end:
-            start = max(0, end - size)
-            if pairs := self.between(name, start, end):
-                return pairs[-1]
-            end = start
-            size = 2 * size
-        return None
+        # The last row most often has a value, and callers ask again and again.
+        pairs = self.between(name, max(0, end - 1), end) or self.between(name, 0, end)
+        return pairs[-1] if pairs else None
 
 
 class Part(WholeSeries):

@@ -56,8 +56,7 @@ class RankFile:
         # A caller that drops a run without closing it gets no warning of an open database.
         self.close = weakref.finalize(self, self._connection.close)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
-        for pragma in ("query_only=ON", "trusted_schema=OFF", "cell_size_check=ON"):
-            self.query(f"PRAGMA {pragma}")
+        self.query("PRAGMA cell_size_check=ON")
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
         ((application,),) = self.query("PRAGMA application_id")
         ((form,),) = self.query("PRAGMA user_version")

@@ -171,13 +171,13 @@ class StoredRun(RecordQueries):
 
 def chosen(run: StoredRun, name: str | None, stat: str | None, rule: str | None) -> Chosen:
     """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
-    pattern = None if name is None else compile_pattern(name)
-    found: list[tuple[StoredSeries, Sequence[int]]] = []
+    pattern = compile_pattern("*" if name is None else name)
+    found = []
     for series in run:
         of_rule, of_stat, _, names = series.key
-        if rule in (None, of_rule) and stat in (None, of_stat):
-            columns = range(len(names)) if pattern is None else select([pattern], names)
-            found += [(series, columns)] if columns else []
+        columns = select([pattern], names)
+        if columns and rule in (None, of_rule) and stat in (None, of_stat):
+            found.append((series, columns))
     return found
 
 
@@ -194,7 +194,7 @@ def missing_ranks(run: StoredRun) -> list[int]:
     world = run.meta.get("ranks")
     # A number in a damaged file may be of any size.
     started = world if isinstance(world, int) and 0 <= world <= _MOST_RANKS else 0
-    return sorted(set(range(max(started, *(rank + 1 for rank in known)))) - known)
+    return sorted(set(range(max(started, run.ranks[-1] + 1))) - known)
 
 
 def open_run(path: str | os.PathLike[str]) -> StoredRun:

@@ -21,8 +21,8 @@ from gradsurgeon.records.store.files import Outlet, replacing
 from gradsurgeon.records.store.memory import Key, RecordedRow
 
 _INTERVAL = 1.0
-# Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
-_MOST_WAITING = 128 * 2**20
+# Without WAL another process can hold the file for long. Then so many rows wait.
+_MOST_WAITING = 20_000
 
 
 @dataclass(slots=True)
@@ -185,8 +185,7 @@ class RunWriter(Outlet):
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-        waiting = sum(len(row[2]) for row in self._batch.get("rows", {}).values())
-        if is_busy(error) and waiting < _MOST_WAITING:
+        if is_busy(error) and len(self._batch["rows"]) < _MOST_WAITING:
             return  # tried again in a second
         self.failed = (
             f"records are no longer written to {printable(str(self._database))}: "
