@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from threading import RLock
 from typing import Generic, TypeVar
@@ -155,18 +156,10 @@ class _Layout:
 
     def __init__(self, rule: ObserverRule) -> None:
         self._rule = rule
-        self._point = rule.point
         # By name: the keys of its series, one key per statistic, and its column.
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
-        self._known: dict[tuple[str, ...], list[_Places]] = {}
-
-    def places_of(self, names: tuple[str, ...]) -> list[_Places]:
         # Nearly always the same modules run in each step, in the same order.
-        if names not in self._known:
-            if len(self._known) >= _MOST_ORDERS:
-                self._known.clear()
-            self._known[names] = self._places(names)
-        return self._known[names]
+        self.places_of = lru_cache(_MOST_ORDERS)(self._places)
 
     def _places(self, names: tuple[str, ...]) -> list[_Places]:
         # A module that runs a thousand times must not leave a thousand rows of the width of the model.
@@ -174,11 +167,10 @@ class _Layout:
         for name, calls in Counter(names).items():
             if name not in self._columns:
                 by_calls.setdefault(calls, []).append(name)
+        rule = self._rule
         for group in by_calls.values():
-            rule = self._rule
-            together = tuple(group)
             stats = chain.from_iterable(map(columns_of, rule.stats))
-            series = [Key(rule.id, stat, self._point, together) for stat in stats]
+            series = [Key(rule.id, stat, rule.point, tuple(group)) for stat in stats]
             self._columns.update((name, (series, column)) for column, name in enumerate(group))
         calls_so_far: Counter[str] = Counter()
         rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}
