@@ -136,6 +136,7 @@ class KeptCalls:
                 continue
             if (known := fingerprint(tensor)) is not None:
                 call.outputs[path] = known
+                call.versions[path] = _torch.writes(known[1])
                 call.bytes += known[1].nbytes
             if (node := tensor.grad_fn) is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)

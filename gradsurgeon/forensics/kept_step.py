@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning.manifest import class_names
-from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.readable import readable
-from gradsurgeon.tensors.sampling import sample
+from gradsurgeon.tensors.sampling import SAMPLE, sample
 from gradsurgeon.tensors.structure import Path
 
 # Shape and a fixed sample of a tensor, to recognise the tensor by. The sample stays on its device, unread.
@@ -25,9 +25,16 @@ _MOST_NODES = 64
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint | None:
-    """Return what recognises a tensor, ``None`` if the tensor cannot be read. The script may write over it later."""
-    held = readable(tensor)
-    return None if held is None else (tuple(tensor.shape), sample(_numbers.values(held)))
+    """Return what recognises a tensor, ``None`` if the tensor cannot be read.
+
+    A small tensor is its own sample, unless a view would keep a larger one alive.
+    """
+    if (held := readable(tensor)) is None:
+        return None
+    part = _numbers.values(held)
+    if part.numel() <= SAMPLE and part.untyped_storage().nbytes() == part.nbytes:
+        return tuple(tensor.shape), part.flatten()
+    return tuple(tensor.shape), sample(part)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -50,6 +57,7 @@ class KeptCall:
     buffers: Mapping[str, Tensor]
     autocast: dict[str, tuple[bool, torch.dtype]]
     outputs: dict[Path, Fingerprint] = field(default_factory=dict)
+    versions: dict[Path, int] = field(default_factory=dict)
     grads: dict[Path, Tensor] = field(default_factory=dict)
     last_node: int = 0
     number: int = 0
@@ -62,6 +70,11 @@ class KeptCall:
     @property
     def prefix(self) -> str:
         return "" if self.name == "." else f"{self.name}."
+
+    def forget_overwritten(self) -> None:
+        """Drop the outputs that the script has written to since: no replay can be compared with them."""
+        now = {path: _torch.writes(kept) for path, (_, kept) in self.outputs.items()}
+        self.outputs = {p: kept for p, kept in self.outputs.items() if now[p] == self.versions[p]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -87,9 +87,7 @@ def close_all() -> None:
 class Delivery(Outlet):
     """Brings rows and events to one sink, from `begin` on. The training's thread only puts them into the queue."""
 
-    def __init__(
-        self, sink: Sink, *, title: str = "", texts: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, sink: Sink, *, title: str, texts: Mapping[str, str]) -> None:
         super().__init__(_INTERVAL)
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
@@ -97,7 +95,7 @@ class Delivery(Outlet):
         self._title = title
         self._shared = opened(sink)
         self._shared.titles[self] = None
-        self._texts = dict(texts or {})
+        self._texts = texts
         # Guards what waits.
         self._lock = threading.Condition()
         self._rows: deque[RecordedRow] = deque(maxlen=_MOST_WAITING)
@@ -194,8 +192,7 @@ class Delivery(Outlet):
                         self._send_event(event)
                     for row in self._worst(rows):
                         self._send(row)
-                    if events or rows:
-                        self._sink.flush()
+                    self._sink.flush()
             self._shared.titles.pop(self, None)
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)

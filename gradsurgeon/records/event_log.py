@@ -48,13 +48,13 @@ _NOT_THE_SCRIPT = (
 
 def _line_of_the_script() -> tuple[int, str]:
     """Return the number of frames above the caller's to the script, and its file and line; empty in a thread of autograd."""
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+    level = 0
+    for frame, line in traceback.walk_stack(sys._getframe(1)):  # noqa: SLF001 # documented
         level += 1
-        frame = frame.f_back
-    file = frame.f_code.co_filename
-    place = "" if file.startswith(_NOT_THE_SCRIPT) else f"{file}:{frame.f_lineno}: "
-    return level, place
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_SCRIPT):
+            return level, f"{file}:{line}: "
+    return level, ""
 
 
 @dataclass(slots=True)

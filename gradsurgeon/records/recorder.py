@@ -211,14 +211,9 @@ class Recorder:
             self._tell_failures()
 
     def _close_writer(self, left: dict[str, object]) -> None:
-        if self.writer is None:
-            return
-        # The last rows have arrived by now.
-        steps = self._next()
-        keys = [series.key for series in self.records]
-        firsts = {key.names[0] for key in keys if key.names and key.point == "accumulated"}
-        left["pending"] = {name: steps[name] for name in firsts if name in steps}
-        self.writer.close(left)
+        if self.writer is not None:
+            # The last rows have arrived by now.
+            self.writer.close({**left, "pending": dict(self._next())})
 
     def discard(self) -> None:
         if self._outlets:

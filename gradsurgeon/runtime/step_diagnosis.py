@@ -80,6 +80,8 @@ class StepDiagnosis:
         rules = self._context.program.site_rules
         rested = tuple(sorted({rule.id for rule, _ in rules if isinstance(rule, EditRule)}))
         kept = replace(self._kept.step)
+        for call in kept.calls:
+            call.forget_overwritten()
         return FailedStep(kept, step, _dist.rank(), scale, modules, bad, rested)
 
     def _among_ranks(

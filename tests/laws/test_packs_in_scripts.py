@@ -244,7 +244,6 @@ NOT_DRIVEN = {
     "actions/checks/base.py:_Looked.__getitem__": CAUGHT,
     "distributed/ranks.py:Ranks.refuse_uneven": RANKS,
     "forensics/bundle.py:_on_host": CAUGHT,
-    "forensics/bundle.py:_call_in": ELSEWHERE,
     "forensics/bundle.py:_loss": ELSEWHERE,
     "forensics/bundle.py:_step_in": ELSEWHERE,
     "forensics/bundle.py:check": ELSEWHERE,
