@@ -242,7 +242,7 @@ class EventLog:
             tally.last_step = max(step, tally.last_step or 0)
 
     def count_changed(self, rule: str, count: Tensor | int) -> None:
-        """Count firings that changed something. A count on a device is read once that needs no wait."""
+        """Count firings that changed something. A count on a device is read later, without a wait."""
         add = partial(self._add, self._tallies[rule])
         if isinstance(count, Tensor):
             self.when_read(count, add)
