@@ -15,7 +15,7 @@ from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
 from gradsurgeon.forensics.sources import NonfiniteSource
-from gradsurgeon.forensics.undisturbed import undisturbed
+from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
 from gradsurgeon.language.planning import slots
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
@@ -99,7 +99,7 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
     }
     with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
         # Checkpoints run parts of the forward pass in the backward pass.
-        stack.enter_context(_torch.exchanged(module, {**params, **buffers}))
+        stack.enter_context(exchanged(module, {**params, **buffers}))
         stack.enter_context(watch_tags(came_out))
         stack.callback(provenance.memory.restore)
         with provenance:

@@ -5,12 +5,13 @@ import ctypes
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 
 from gradsurgeon.tensors.structure import Copied
 
@@ -95,3 +96,8 @@ def _own(value: Any) -> Any:
         if isinstance(value, numpy.ndarray) and value.flags.writeable:
             return value.copy()
     return copy.deepcopy(value) if isinstance(value, kinds) else value
+
+
+def exchanged(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Put other parameters and buffers into a model, by name: no hook is called, and tied ones stay tied."""
+    return stateless._reparametrize_module(module, tensors, tie_weights=True)  # noqa: SLF001 # no public name

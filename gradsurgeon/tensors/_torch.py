@@ -12,9 +12,8 @@ from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
@@ -252,11 +251,6 @@ def register_first_step_post_hook(
     table = cast("Any", optimizer)._optimizer_step_post_hooks  # noqa: SLF001 # no public word
     table.move_to_end(handle.id, last=False)
     return handle
-
-
-def exchanged(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """Put other parameters and buffers into a model, by name: no hook is called, and tied ones stay tied."""
-    return stateless._reparametrize_module(module, tensors, tie_weights=True)  # noqa: SLF001 # no public name
 
 
 @contextmanager
