@@ -29,6 +29,12 @@ def printable(text: str) -> str:
     )
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error as printable text, and its type if it has no text."""
+    text = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
+    return printable(text or type(error).__name__)
+
+
 _SHOWN = 3
 _MOST = 100  # complaints that a message shows
 

@@ -14,8 +14,8 @@ from gradsurgeon.cli.options import add_output, add_run, writing
 from gradsurgeon.common.events import Event
 from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.errors import printable
-from gradsurgeon.records.store.files import begins, check_replaceable, replacing
-from gradsurgeon.records.store.layout import digits, json_number, json_text, unpack_absent
+from gradsurgeon.records.store.files import check_replaceable, replacing
+from gradsurgeon.records.store.layout import digits, is_present, json_number, json_text
 from gradsurgeon.records.store.rank_file import COLUMNS, Chosen
 from gradsurgeon.records.store.run import StoredRun, chosen, nothing_fits, open_run
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         if output is None:
             write(sys.stdout, found, events)
             return 0
-        check_replaceable(Path(output), lambda path: begins(path, *_FIRST), "export")
+        check_replaceable(Path(output), "export", *_FIRST)
         with replacing(Path(output)) as out:
             write(out, found, events)
     return 0
@@ -90,11 +90,10 @@ def _rows(chosen: Chosen) -> Iterator[tuple[int, int, str, str, str, str, float]
     """Yield the fields of `COLUMNS` of each value."""
     for series, columns in chosen:
         rule, stat, point, names = series.key
-        for step, stored, bits in series.stored():
+        for step, stored, absent in series.stored():
             values = array("f", stored)
-            absent = unpack_absent(bits)
             for column in columns:
-                if column not in absent:
+                if is_present(absent, column):
                     yield step, series.rank, rule, point, stat, names[column], values[column]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon.common.diagnosis import Diagnosis
-from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.errors import GradSurgeonError, printable, reason_of
 from gradsurgeon.forensics.kept_step import MOST_CALLS, FailedStep, KeptCall, KeptLoss, KeptStep
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning import named_modules
@@ -29,6 +29,8 @@ _FACE = "step.json"
 MAX_BYTES = 4 * 2**30
 _MOST_BYTES = 6 * 2**30
 _LONGEST = 300
+_NO_WEIGHTS = "the bundle has no weights, so the replay used the weights of the new model"
+_OTHER_MODEL = "this may not be the model of the bundle: its modules differ"
 # The parts of a step and of a call that are in a bundle as they are.
 _KEPT_NUMBERS = ("dropped", "passes", "updated")
 _STEP_NAMES = ("modules", "rested", "bad")
@@ -42,7 +44,7 @@ def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagn
     try:
         return replace(diagnosis, bundle=str(_write(failed, diagnosis, folder)))
     except Exception as error:  # noqa: BLE001 # whatever a disk or a tensor raises: the diagnosis stays
-        why = str(error).partition("\n")[0] or type(error).__name__
+        why = reason_of(error)
         if isinstance(error, _bounded_load.RefusedError):
             why = f"the model was given more than tensors, plain values, lists, tuples and dicts: {why}"
     return replace(diagnosis, no_bundle=why)
@@ -130,7 +132,7 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
     try:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         document = _bounded_load.load(folder / STEP, _MOST_BYTES, device)
-        return _BundleReader(model, document, device.type).step()
+        return _step_in(document, model, device.type)
     except GradSurgeonError:
         raise
     except Exception as error:
@@ -147,66 +149,67 @@ def check(folder: Path) -> None:
         raise GradSurgeonError(f"{printable(str(folder))} is no bundle: it has no file {STEP}")
 
 
-class _BundleReader:
-    def __init__(self, model: nn.Module, document: Mapping[str, Any], device: str) -> None:
-        self._modules = named_modules(model)
-        self._document = document
-        self._device, self._made_on = device, str(document["device"])
-        self._weights: Mapping[str, Any] = document["weights"] or {}
-        self._doubts: list[str] = []
-
-    def step(self) -> tuple[FailedStep, tuple[str, ...]]:
-        document = self._document
-        if document["format"] != FORMAT:
-            raise ValueError(f"it has another format than {FORMAT}")
-        if not self._weights:
-            self._doubts.append(
-                "the bundle has no weights, so the replay used the weights of the new model"
-            )
-        if len(document["calls"]) > MOST_CALLS:
-            raise ValueError(f"a step has at most {MOST_CALLS} calls")
-        losses = {int(number): self._loss(*loss) for number, loss in document["losses"].items()}
-        numbers: dict[str, Any] = {name: int(document[name]) for name in _KEPT_NUMBERS}
-        kept = KeptStep([self._call(entry) for entry in document["calls"]], losses, **numbers)
-        names: dict[str, Any] = {name: tuple(map(str, document[name])) for name in _STEP_NAMES}
-        scale = None if document["scale"] is None else torch.tensor(float(document["scale"]))
-        failed = FailedStep(kept, int(document["step"]), int(document["rank"]), scale, **names)
-        return failed, tuple(dict.fromkeys(self._doubts))
-
-    def _call(self, entry: Mapping[str, Any]) -> KeptCall:
+def _step_in(
+    document: Mapping[str, Any], model: nn.Module, device: str
+) -> tuple[FailedStep, tuple[str, ...]]:
+    if document["format"] != FORMAT:
+        raise ValueError(f"it has another format than {FORMAT}")
+    if len(document["calls"]) > MOST_CALLS:
+        raise ValueError(f"a step has at most {MOST_CALLS} calls")
+    doubts = [] if document["weights"] else [_NO_WEIGHTS]
+    modules = named_modules(model)
+    calls = []
+    for entry in document["calls"]:
         name = str(entry["name"])
-        here = self._device
-        if (module := self._modules.get(name)) is None:
+        module = modules.get(name)
+        if module is None:
             raise GradSurgeonError(
                 f"the model has no module {printable(name)}, which the bundle calls"
             )
-        if self._document["trees"].get(name) != _tree_of(module):
-            self._doubts.append("this may not be the model of the bundle: its modules differ")
-        states, *host = entry["random"]
-        known = {d: one.cpu() for d, one in states.items() if torch.device(d).type in ("cpu", here)}
-        autocast = {
-            here if kind == self._made_on else kind: (bool(enabled), dtype)
-            for kind, (enabled, dtype) in entry["autocast"].items()
-            if kind in ("cpu", self._made_on)
-        }
-        return KeptCall(
-            module=lambda: module,
-            name=name,
-            random=RandomState(known, *host),
-            autocast=autocast,
-            weights=self._weights.get(name, {}),
-            training=entry["training"],
-            **{part: entry[part] for part in _CALL_PARTS},
-        )
+        if document["trees"].get(name) != _tree_of(module):
+            doubts.append(_OTHER_MODEL)
+        calls.append(_call_in(document, entry, module, device))
+    losses = {int(number): _loss(*loss) for number, loss in document["losses"].items()}
+    numbers: dict[str, Any] = {name: int(document[name]) for name in _KEPT_NUMBERS}
+    names: dict[str, Any] = {name: tuple(map(str, document[name])) for name in _STEP_NAMES}
+    scale = None if document["scale"] is None else torch.tensor(float(document["scale"]))
+    kept = KeptStep(calls, losses, **numbers)
+    failed = FailedStep(kept, int(document["step"]), int(document["rank"]), scale, **names)
+    return failed, tuple(dict.fromkeys(doubts))
 
-    def _loss(self, value: Any, nodes: Iterable[Any]) -> KeptLoss:
-        if value is not None and value.dim():
-            raise ValueError("a loss is one number")
-        made = [
-            LossNode(str(name)[:_LONGEST], saved, list(map(int, made_of)))
-            for name, saved, made_of in nodes
-        ]
-        return KeptLoss(value, made)
+
+def _call_in(
+    document: Mapping[str, Any], entry: Mapping[str, Any], module: nn.Module, device: str
+) -> KeptCall:
+    """Return a call for this device: a bundle may come from a device of another kind."""
+    name = str(entry["name"])
+    made_on = str(document["device"])
+    states, *host = entry["random"]
+    known = {d: one.cpu() for d, one in states.items() if torch.device(d).type in ("cpu", device)}
+    autocast = {
+        device if kind == made_on else kind: (bool(enabled), dtype)
+        for kind, (enabled, dtype) in entry["autocast"].items()
+        if kind in ("cpu", made_on)
+    }
+    return KeptCall(
+        module=lambda: module,
+        name=name,
+        random=RandomState(known, *host),
+        autocast=autocast,
+        weights=(document["weights"] or {}).get(name, {}),
+        training=entry["training"],
+        **{part: entry[part] for part in _CALL_PARTS},
+    )
+
+
+def _loss(value: Any, nodes: Iterable[Any]) -> KeptLoss:
+    if value is not None and value.dim():
+        raise ValueError("a loss is one number")
+    made = [
+        LossNode(str(name)[:_LONGEST], saved, list(map(int, made_of)))
+        for name, saved, made_of in nodes
+    ]
+    return KeptLoss(value, made)
 
 
 def _tree_of(module: nn.Module) -> dict[str, object]:

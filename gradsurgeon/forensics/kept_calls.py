@@ -131,14 +131,13 @@ class KeptCalls:
         call = self._running.pop() if self._running else None
         if call is None or output is None:
             return  # Without output the call has raised, or returned nothing.
-        for path, tensor in [((), output)] if type(output) is Tensor else tensors_in(output):
+        for path, tensor in tensors_in(output):
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
             if (known := fingerprint(tensor)) is not None:
-                sample = known[1]
                 call.outputs[path] = known
-                call.versions[path] = _torch.writes(sample)
-                call.bytes += sample.numel() * sample.element_size()
+                call.versions[path] = _torch.writes(known[1])
+                call.bytes += known[1].nbytes
             if (node := tensor.grad_fn) is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)
                 node.register_prehook(keep)
@@ -176,17 +175,16 @@ class KeptCalls:
             if self._begins:
                 self._begins = False
                 self.step.passes += 1
-            if kept is not None and grads[number] is not None:
-                self._add(kept, path, grads[number].detach())
+            if kept is None or grads[number] is None:
+                return
+            grad = grads[number].detach()
+            # Several passes through one output add up, as they do in the parameters.
+            kept.grads[path] = kept.grads[path] + grad if path in kept.grads else grad
+            kept.number = kept.number or self.step.passes
+            kept.bytes += grad.numel() * grad.element_size()
+            self.step.shorten()
         except Exception as error:  # noqa: BLE001 # as above
             self.spare(error)
-
-    def _add(self, call: KeptCall, path: Path, grad: Tensor) -> None:
-        # Several passes through one output add up, as they do in the parameters.
-        call.grads[path] = call.grads[path] + grad if path in call.grads else grad
-        call.number = call.number or self.step.passes
-        call.bytes += grad.numel() * grad.element_size()
-        self.step.shorten()
 
 
 class _Hook:

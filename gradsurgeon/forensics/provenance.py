@@ -9,6 +9,7 @@ import bdb
 import math
 import pdb  # noqa: T100 # the user asked for it
 import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -286,12 +287,12 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
     """Open the debugger in the line of the script that called an operation, with more names in ``scope``."""
-    here = frame = sys._getframe()  # noqa: SLF001 # documented
-    place = (lines[-1].file, lines[-1].line) if lines else ("", 0)
-    while (frame.f_code.co_filename, frame.f_lineno) != place and frame.f_back is not None:
-        frame = frame.f_back
-    if frame.f_back is None:
-        frame = here  # The backward pass runs no line of the model.
+    frame = sys._getframe()  # noqa: SLF001 # documented
+    for caller, line in traceback.walk_stack(frame):
+        # The backward pass runs no line of the model.
+        if lines and (caller.f_code.co_filename, line) == (lines[-1].file, lines[-1].line):
+            frame = caller
+            break
     known = frame.f_locals
     for name, value in {"operation": operation, **scope}.items():
         known.setdefault(name, value)

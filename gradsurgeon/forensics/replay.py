@@ -92,14 +92,14 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
                 found.modules.setdefault(name, source)
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
-    known = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
+    known = _canonical_names(module)
     leaves |= {
         call.prefix + known.get(id(param), name): params[name]
         for name, param in module.named_parameters()
     }
     with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
         # Checkpoints run parts of the forward pass in the backward pass.
-        stack.enter_context(exchanged(module, params, buffers))
+        stack.enter_context(exchanged(module, {**params, **buffers}))
         stack.enter_context(watch_tags(came_out))
         stack.callback(provenance.memory.restore)
         with provenance:
@@ -113,6 +113,14 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
         _go_back(found, outputs, leaves, provenance)
         # Checkpoints change buffers once more in the backward pass, as they did in the step.
         found.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
+
+
+def _canonical_names(module: nn.Module) -> dict[int, str]:
+    """Return the names of rules by identity of the parameter; a tied parameter goes by its first name."""
+    names: dict[int, str] = {}
+    for slot in slots(module):
+        names.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
+    return names
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
-"""Random states, attributes of modules, parameters and gradients: set or copied for a replay, and restored after it."""
+"""Random states and attributes of modules: set or copied for a replay, and restored after it."""
 
 import copy
 import ctypes
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 
 from gradsurgeon.tensors.structure import Copied
 
@@ -97,27 +98,6 @@ def _own(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, kinds) else value
 
 
-@contextmanager
-def exchanged(
-    root: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> Iterator[None]:
-    """Put other parameters and buffers into the tables of a model: no hook is called, and tied ones stay tied."""
-    new = {id(param): params[name] for name, param in root.named_parameters()}
-    new |= {id(buffer): buffers[name] for name, buffer in root.named_buffers()}
-    kept: list[tuple[Any, Any, Any]] = []
-    for module in root.modules():
-        tables: list[Any] = [module._parameters, module._buffers]  # noqa: SLF001 # where modules keep them
-        # Recurrent layers have a list as well.
-        flat = vars(module).get("_flat_weights")
-        tables += [flat] if isinstance(flat, list) else []
-        for table in tables:
-            for key, value in enumerate(table) if isinstance(table, list) else table.items():
-                if id(value) in new:
-                    kept.append((table, key, value))
-    for table, key, value in kept:
-        table[key] = new[id(value)]
-    try:
-        yield
-    finally:
-        for table, key, value in kept:
-            table[key] = value
+def exchanged(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Put other parameters and buffers into a model, by name: no hook is called, and tied ones stay tied."""
+    return stateless._reparametrize_module(module, tensors, tie_weights=True)  # noqa: SLF001 # no public name

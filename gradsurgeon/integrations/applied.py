@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon import api
-from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.language import planning
-from gradsurgeon.records.delivery import Prefixes, prefix_of, summary
-from gradsurgeon.records.store.layout import unpack_absent
+from gradsurgeon.records.delivery import Curves
 from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.runtime.session import attachment_of
 from gradsurgeon.sinks.sink import patterns_of
@@ -35,7 +33,7 @@ class AppliedRules:
         self._acting = False
         self._rules = api.load(rules)
         self._names = patterns_of(names)
-        self._patterns = [compile_pattern(text) for text in self._names]
+        self._curves = Curves(self._names)
         self._options = options
         self._on_event = options.pop("on_event", None)
 
@@ -44,7 +42,7 @@ class AppliedRules:
         self._counts: Counter[str] = Counter()  # events so far by kind
         self._reported = self._counts.copy()
         self._logged: dict[int, int] = {}
-        self._prefixes: Prefixes = {}
+        self._curves = Curves(self._names)
         session = api.apply(
             model, self._rules, start_step=start_step, on_event=self._note, **self._options
         )
@@ -92,10 +90,7 @@ class AppliedRules:
             return {}
         found: dict[str, float] = {}
         for row in self._new_rows():
-            chosen = [
-                name for name in row.key.names if any(p.matches(name) for p in self._patterns)
-            ]
-            found |= summary(row, prefix_of(row.key, self._prefixes), chosen)
+            found |= self._curves.scalars(row)
         if not found and self._counts == self._reported:
             return {}
         self._reported = self._counts.copy()
@@ -108,7 +103,7 @@ class AppliedRules:
             key = series.key
             # With accumulation, the row of a step that is not finished may be incomplete.
             finished = (row for row in reversed(series.rows) if row[0] < session.step)
-            step, values, bits = next(finished, (-1, b"", None))
+            step, values, absent = next(finished, (-1, b"", None))
             if step > self._logged.get(id(key), -1):
                 self._logged[id(key)] = step
-                yield RecordedRow(key, step, values, unpack_absent(bits))
+                yield RecordedRow(key, step, values, absent)

@@ -8,13 +8,14 @@ import threading
 import time
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from gradsurgeon.common.events import Event
 from gradsurgeon.common.match import compile_pattern, select
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import reason_of
 from gradsurgeon.records.store.files import Outlet
+from gradsurgeon.records.store.layout import is_present
 from gradsurgeon.records.store.memory import Key, RecordedRow
 from gradsurgeon.sinks.sink import Sink, patterns_of
 from gradsurgeon.tensors.statistics import STATISTICS
@@ -28,7 +29,8 @@ _INTERVAL = 2.0
 # and more only at the beginning and at the end.
 _MOST_ROWS = 20
 _MORE_ROWS = 200
-_MOST_BYTES = 64 * 2**20
+# So many rows wait for a sink that is slow.
+_MOST_WAITING = 4096
 # The end of a training waits this many seconds for its sinks.
 _PATIENCE = 10.0
 # Up to so many tensors each have a curve: losses, or the layers of a small model.
@@ -85,9 +87,7 @@ def close_all() -> None:
 class Delivery(Outlet):
     """Brings rows and events to one sink, from `begin` on. The training's thread only puts them into the queue."""
 
-    def __init__(
-        self, sink: Sink, *, title: str = "", texts: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, sink: Sink, *, title: str, texts: Mapping[str, str]) -> None:
         super().__init__(_INTERVAL)
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
@@ -95,20 +95,17 @@ class Delivery(Outlet):
         self._title = title
         self._shared = opened(sink)
         self._shared.titles[self] = None
-        self._texts = dict(texts or {})
+        self._texts = texts
         # Guards what waits.
         self._lock = threading.Condition()
-        self._rows: deque[RecordedRow] = deque()
-        self._bytes = 0
+        self._rows: deque[RecordedRow] = deque(maxlen=_MOST_WAITING)
         self._events: list[Event] = []
         self._until = 0.0  # the longest wait at the end
         self._thread = threading.Thread(
             target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
         )
         # Only the thread uses these.
-        self._compiled = [compile_pattern(text) for text in self.patterns]
-        self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
-        self._prefixes: Prefixes = {}
+        self._curves = Curves(self.patterns)
         # The newest row of each series that another pass of its step may replace.
         self._unfinished: dict[Key, RecordedRow] = {}
         self._kinds: Counter[str] = Counter()
@@ -124,11 +121,9 @@ class Delivery(Outlet):
         if self.closed:
             return
         with self._lock:
-            self._rows.append(row)
-            self._bytes += len(row.values)
-            while self._bytes > _MOST_BYTES and len(self._rows) > 1:
-                self._bytes -= len(self._rows.popleft().values)
+            if len(self._rows) == _MOST_WAITING:
                 self._note(f"{self.name} cannot keep up: the oldest rows are left out{_ASIDE}")
+            self._rows.append(row)
 
     def event(self, event: Event) -> None:
         if not self.closed:
@@ -167,8 +162,7 @@ class Delivery(Outlet):
 
     def _fail(self, error: BaseException) -> None:
         self._shared.titles.pop(self, None)
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        self.failed = f"{self.name} has failed: {printable(reason)}"
+        self.failed = f"{self.name} has failed: {reason_of(error)}"
         self._note(f"{self.failed}{_ASIDE}")
         self._taken()
 
@@ -177,7 +171,6 @@ class Delivery(Outlet):
             taken = list(self._rows), list(self._events)
             self._rows.clear()
             self._events.clear()
-            self._bytes = 0
         return taken
 
     def _work(self) -> None:
@@ -199,8 +192,7 @@ class Delivery(Outlet):
                         self._send_event(event)
                     for row in self._worst(rows):
                         self._send(row)
-                    if events or rows:
-                        self._sink.flush()
+                    self._sink.flush()
             self._shared.titles.pop(self, None)
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self._fail(error)
@@ -236,12 +228,7 @@ class Delivery(Outlet):
         self._sink.text(event.step, f"{name}/message", event.message)
 
     def _send(self, row: RecordedRow) -> None:
-        names = row.key.names
-        prefix = prefix_of(row.key, self._prefixes)
-        if names not in self._chosen:
-            columns = select(self._compiled, names)
-            self._chosen[names] = frozenset(names[column] for column in columns)
-        if scalars := summary(row, prefix, self._chosen[names]):
+        if scalars := self._curves.scalars(row):
             self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
 
 
@@ -254,38 +241,46 @@ def weight(row: RecordedRow) -> float:
     return total if math.isfinite(total) else math.inf
 
 
-Prefixes = dict[tuple[str, str, str], list[Key]]
+class Curves:
+    """The scalars that a tracker gets of rows, by name. Tensors whose names match a pattern have a curve each."""
 
+    def __init__(self, names: Sequence[str]) -> None:
+        self._patterns = [compile_pattern(text) for text in names]
+        # By series: the beginning of the names of numbers over several tensors, and the tensors with a curve.
+        self._known: dict[Key, tuple[str, frozenset[str]]] = {}
 
-def prefix_of(key: Key, known: Prefixes) -> str:
-    """Return the beginning of names of numbers over several tensors: each of several optimizers has its own."""
-    series = known.setdefault(key[:3], [])
-    if key not in series:
-        series.append(key)
-    part = series.index(key) + 1
-    return key.rule if part == 1 else f"{key.rule}/part-{part}"
+    def scalars(self, row: RecordedRow) -> dict[str, float]:
+        rule, stat, _, names = row.key
+        prefix, chosen = self._of_series(row.key)
+        numbers = zip(names, array("f", row.values), strict=True)
+        pairs = [pair for column, pair in enumerate(numbers) if is_present(row.absent, column)]
+        if stat not in STATISTICS or STATISTICS[stat].of_update:
+            # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is
+            # news.
+            pairs = [pair for pair in pairs if not math.isnan(pair[1])]
+        if not pairs:
+            return {}
+        of_norms = stat == NORM and len(names) > 1
+        if not of_norms and len(names) <= _FEW:
+            return {f"{rule}/{name}/{stat}": value for name, value in pairs}
+        scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
+        if not of_norms:
+            prefix = f"{prefix}/{stat}"
+        finite = [value for _, value in pairs if math.isfinite(value)]
+        scalars[f"{prefix}/not finite"] = float(len(pairs) - len(finite))
+        if of_norms:
+            scalars[f"{prefix}/total"] = math.hypot(*(value for _, value in pairs))
+        if finite:
+            scalars[f"{prefix}/median"] = median(finite)
+            scalars[f"{prefix}/largest"] = max(finite)
+            scalars[f"{prefix}/least"] = min(finite)
+        return scalars
 
-
-def summary(row: RecordedRow, prefix: str, chosen: Collection[str] = ()) -> dict[str, float]:
-    """Return the scalars that a sink gets of a row, by name. Tensors that are chosen have a curve each."""
-    rule, stat, _, names = row.key
-    numbers = zip(names, array("f", row.values), strict=True)
-    pairs = [pair for column, pair in enumerate(numbers) if column not in row.absent]
-    if stat not in STATISTICS or STATISTICS[stat].of_update:
-        # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
-        pairs = [pair for pair in pairs if not math.isnan(pair[1])]
-    if not pairs:
-        return {}
-    of_norms = stat == NORM and len(names) > 1
-    if not of_norms and len(names) <= _FEW:
-        return {f"{rule}/{name}/{stat}": value for name, value in pairs}
-    scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
-    finite = [value for _, value in pairs if math.isfinite(value)]
-    found = {"not finite": float(len(pairs) - len(finite))}
-    if of_norms:
-        found["total"] = math.hypot(*(value for _, value in pairs))
-    else:
-        prefix = f"{prefix}/{stat}"
-    if finite:
-        found |= {"median": median(finite), "largest": max(finite), "least": min(finite)}
-    return scalars | {f"{prefix}/{name}": value for name, value in found.items()}
+    def _of_series(self, key: Key) -> tuple[str, frozenset[str]]:
+        if key not in self._known:
+            # Each of several optimizers has a part of its own.
+            part = sum(other[:3] == key[:3] for other in self._known) + 1
+            prefix = key.rule if part == 1 else f"{key.rule}/part-{part}"
+            columns = select(self._patterns, key.names)
+            self._known[key] = prefix, frozenset(key.names[column] for column in columns)
+        return self._known[key]

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from threading import RLock
 from typing import Generic, TypeVar
@@ -136,21 +137,18 @@ class PendingStatistics:
                 steps.setdefault(step, []).append(position)
             for step, positions in steps.items():
                 names = tuple([group[position][1] for position in positions])
-                rows = layout.places_of(names)
-                order = tuple([positions[place] for _, _, places in rows for place in places])
-                lengths = [len(columns) for _, columns, _ in rows]
-                pieces = torch.split(_picked(values, order), lengths, dim=1)
-                for (keys, columns, _), piece in zip(rows, pieces, strict=True):
-                    for key, numbers in zip(keys, piece, strict=True):
+                for keys, columns, places in layout.places_of(names):
+                    picked = _picked(values, [positions[place] for place in places])
+                    for key, numbers in zip(keys, picked, strict=True):
                         yield PendingRow(key, step, columns, sources=sources), numbers
 
 
-def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
+def _picked(values: Tensor, columns: list[int]) -> Tensor:
     first = columns[0]
-    count = len(columns)
-    if columns == tuple(range(first, first + count)):  # nearly always: the device needs no index
-        return values[:, first : first + count]
-    return values[:, _torch.integers(columns, values.device)]
+    end = first + len(columns)
+    if columns == list(range(first, end)):  # nearly always: the device needs no index
+        return values[:, first:end]
+    return values[:, _torch.integers(tuple(columns), values.device)]
 
 
 class _Layout:
@@ -158,18 +156,10 @@ class _Layout:
 
     def __init__(self, rule: ObserverRule) -> None:
         self._rule = rule
-        self._point = rule.point
         # By name: the keys of its series, one key per statistic, and its column.
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
-        self._known: dict[tuple[str, ...], list[_Places]] = {}
-
-    def places_of(self, names: tuple[str, ...]) -> list[_Places]:
         # Nearly always the same modules run in each step, in the same order.
-        if names not in self._known:
-            if len(self._known) >= _MOST_ORDERS:
-                self._known.clear()
-            self._known[names] = self._places(names)
-        return self._known[names]
+        self.places_of = lru_cache(_MOST_ORDERS)(self._places)
 
     def _places(self, names: tuple[str, ...]) -> list[_Places]:
         # A module that runs a thousand times must not leave a thousand rows of the width of the model.
@@ -177,11 +167,10 @@ class _Layout:
         for name, calls in Counter(names).items():
             if name not in self._columns:
                 by_calls.setdefault(calls, []).append(name)
+        rule = self._rule
         for group in by_calls.values():
-            rule = self._rule
-            together = tuple(group)
             stats = chain.from_iterable(map(columns_of, rule.stats))
-            series = [Key(rule.id, stat, self._point, together) for stat in stats]
+            series = [Key(rule.id, stat, rule.point, tuple(group)) for stat in stats]
             self._columns.update((name, (series, column)) for column, name in enumerate(group))
         calls_so_far: Counter[str] = Counter()
         rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}

@@ -48,13 +48,13 @@ _NOT_THE_SCRIPT = (
 
 def _line_of_the_script() -> tuple[int, str]:
     """Return the number of frames above the caller's to the script, and its file and line; empty in a thread of autograd."""
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+    level = 0
+    for frame, line in traceback.walk_stack(sys._getframe(1)):  # noqa: SLF001 # documented
         level += 1
-        frame = frame.f_back
-    file = frame.f_code.co_filename
-    place = "" if file.startswith(_NOT_THE_SCRIPT) else f"{file}:{frame.f_lineno}: "
-    return level, place
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_SCRIPT):
+            return level, f"{file}:{line}: "
+    return level, ""
 
 
 @dataclass(slots=True)
@@ -63,8 +63,6 @@ class Tally:
     fired: int = 0
     # `None` as long as nothing was counted.
     altered: int | None = None
-    # Changes that devices have counted and the host has not read.
-    counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
     # Until the rule fires: the number of steps in which it was due, the last of them, and why it did not fire.
     quiet: int = 0
@@ -106,7 +104,6 @@ class EventLog:
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
         self._known: set[tuple[str, str, str]] = set()
         self.edits = {rule.id for rule in rules if rule.edits}
-        self.silent = {rule.id for rule in rules}
         self._tallies = {
             rule.id: Tally(number, altered=None if isinstance(rule, EditRule) else 0)
             for rule, number in zip(rules, matched, strict=True)
@@ -221,13 +218,9 @@ class EventLog:
     def raise_raised(self) -> None:
         """Raise the first error that was kept since the last call, if there is one."""
         if self._raised:
-            raise self._first_raised()
-
-    def _first_raised(self) -> BaseException:
-        # No frame of the traceback refers to the error, or the two would keep all that the frames refer to alive.
-        errors = self._raised
-        self._raised = []
-        return errors[0]
+            del self._raised[1:]
+            # No frame of the traceback refers to the error, or the two would keep all that the frames refer to alive.
+            raise self._raised.pop()
 
     def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
@@ -244,23 +237,17 @@ class EventLog:
     def count_fired(self, rule: str, step: int, count: int = 1) -> None:
         tally = self._tallies[rule]
         with self._lock:
-            self.silent.discard(rule)
             tally.fired += count
             # Each optimizer counts its own steps. The largest count stays.
             tally.last_step = max(step, tally.last_step or 0)
 
     def count_changed(self, rule: str, count: Tensor | int) -> None:
-        """Count firings that changed something. A count on a device is not read."""
-        tally = self._tallies[rule]
-        if not isinstance(count, Tensor) or _torch.is_host(count):
-            self._add(tally, count)
-        elif not _torch.is_capturing():  # every replay would count from zero
-            # A validation may come first, and a counter made in inference mode is no use outside.
-            with self._lock, torch.inference_mode(mode=False), torch.no_grad():
-                if (counter := tally.counters.get(count.device)) is None:
-                    counter = torch.zeros((), dtype=torch.int64, device=count.device)
-                    tally.counters[count.device] = counter
-                counter.add_(count)
+        """Count firings that changed something. A count on a device is read later, without a wait."""
+        add = partial(self._add, self._tallies[rule])
+        if isinstance(count, Tensor):
+            self.when_read(count, add)
+        else:
+            add(count)
 
     def _add(self, tally: Tally, count: Tensor | int) -> None:
         with self._lock:
@@ -291,22 +278,11 @@ class EventLog:
             self._flags.send()
 
     def settle(self, *, wait: bool = True) -> None:
-        """Read the counters and flags of all devices. Without ``wait`` read only those that have arrived."""
-        if _torch.is_capturing():
-            return  # tensors on the device have no value yet
-        # Counters travel with the flags, and start again at zero.
-        for tally in self._tallies.values():
-            with self._lock:
-                counters = tally.counters
-                tally.counters = {}
-            for counter in counters.values():
-                self._flags.put(partial(self._add, tally), counter)
+        """Read the counts and flags of all devices. Without ``wait`` read only those that have arrived."""
         self._flags.send(wait=wait)
 
     def drop(self) -> None:
-        """Forget the counters and flags of devices, because a device has failed."""
-        for tally in self._tallies.values():
-            tally.counters = {}
+        """Forget the counts and flags of devices, because a device has failed."""
         self._flags.drop()
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
@@ -332,17 +308,21 @@ class EventLog:
         """Note rules that do not act for a reason that the user knows."""
         for rule in rules:
             self._tallies[rule].is_excused = True
-            self.silent.discard(rule)
+
+    @property
+    def silent(self) -> list[str]:
+        """The rules that have not fired yet, for no reason that the user knows."""
+        tallies = self._tallies.items()
+        return [rule for rule, tally in tallies if not (tally.fired or tally.is_excused)]
 
     def never_fired(self) -> list[tuple[str, int, str]]:
         """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
-        tallies = self._tallies.items()
-        return [
-            (rule, tally.quiet, tally.cause)
-            for rule, tally in tallies
-            if tally.matched and not (tally.fired or tally.is_excused)
-            if rule not in self._optional
-        ]
+        never = []
+        for rule in self.silent:
+            tally = self._tallies[rule]
+            if tally.matched and rule not in self._optional:
+                never.append((rule, tally.quiet, tally.cause))
+        return never
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return the status of each rule. Without ``wait`` the counts of devices are a moment old."""

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.common.events import Event, is_trip
-from gradsurgeon.errors import TrapError, printable
+from gradsurgeon.errors import TrapError, printable, reason_of
 from gradsurgeon.records.captured import CapturedTensors
 from gradsurgeon.records.device_queue import DeviceQueue, PendingStatistics
 from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.records.shared_rows import PendingRow, SharedRows, shares
 from gradsurgeon.records.store import Key, Records
-from gradsurgeon.records.store.layout import captures_name, state_name
+from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.tensors import _torch
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ _MOST_PENDING = 1024
 # A killed script resumes from a state that is at most this many seconds old.
 _STATE_SECONDS = 60.0
 _LONG_STEP = 1.0
+_NO_STATE = "the state to resume from could not be written, and training goes on"
 _DROPPED = (
     "records in memory have reached their limit: from now on new records replace the oldest; a run "
     "directory (record=) keeps all of them"
@@ -149,12 +150,9 @@ class Recorder:
     def event(self, event: Event) -> None:
         if not (outlets := self._open):
             return
+        self._gather()
         # The trip may be the last event of a run; the host has waited for the device anyway.
-        if event.kind == "skipped-step" or is_trip(event, self._event_log.edits):
-            self.flush()
-        else:
-            self._gather()
-            self._send(wait=False)
+        self._send(wait=event.kind == "skipped-step" or is_trip(event, self._event_log.edits))
         for outlet in outlets:
             outlet.event(event)
         self._tell_failures()
@@ -181,9 +179,7 @@ class Recorder:
                 holder.drop()
             steps = [step for series in self.records for step in series.ends()]
             kept = f"records up to step {max(steps):,} are kept" if steps else "no record was kept"
-            text = f"{printable(failure)}; {kept}"
-            self.lost.append(text)
-            self._event_log.emit("notice", text, step=self._step(), warn=True)
+            self._lose(f"{printable(failure)}; {kept}")
 
     def close(self, error: BaseException | None = None) -> None:
         """Store everything, and write that the run has ended, by this exception if there is one."""
@@ -191,12 +187,13 @@ class Recorder:
         self._outlived = (None, None)
         if any(error is one for one in outlived):
             error = None
+        left: dict[str, object] = {"ended": cause_of_end(error)}
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._tell_failures)
-            stack.callback(self._close_writer, error)
+            stack.callback(self._close_writer, left)
             self.collect()
             with self._ring.lock:
                 self._store(self.shared.close())
@@ -206,39 +203,36 @@ class Recorder:
             # They end at once, so that several sinks do not wait one after the other.
             for sink in self._sinks:
                 sink.end()
-            if self.captures.rules:
-                what = "the numbers of captured tensors could not be written"
-                self._write(what, captures_name, self.captures.described)
+            if not _torch.is_capturing():
+                left["captured"] = self.captures.described()
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
                 sink.close()
             self._tell_failures()
 
-    def _close_writer(self, error: BaseException | None) -> None:
-        if self.writer is None:
-            return
-        # The last rows have arrived by now.
-        steps = self._next()
-        keys = [series.key for series in self.records]
-        firsts = {key.names[0] for key in keys if key.names and key.point == "accumulated"}
-        pending = {name: steps[name] for name in firsts if name in steps}
-        self.writer.close(cause_of_end(error), pending)
+    def _close_writer(self, left: dict[str, object]) -> None:
+        if self.writer is not None:
+            # The last rows have arrived by now.
+            self.writer.close({**left, "pending": dict(self._next())})
 
     def discard(self) -> None:
         if self._outlets:
             atexit.unregister(self._at_exit)
         for outlet in self._outlets:
             outlet.discard()
-        self.writer = None
-        self._sinks = []
-        self._outlets = []
 
     @property
     def _open(self) -> list[RunWriter | Delivery]:
         return [outlet for outlet in self._outlets if not outlet.closed]
 
     def _tell_failures(self) -> None:
-        for text in [text for outlet in self._outlets for text in outlet.news()]:
+        for outlet in self._outlets:
+            for text in outlet.news():
+                self._lose(text)
+
+    def _lose(self, text: str) -> None:
+        """Say once what is lost: a write may be retried every minute."""
+        if text not in self.lost:
             self.lost.append(text)
             self._event_log.emit("notice", text, step=self._step(), warn=True)
 
@@ -254,29 +248,17 @@ class Recorder:
         self._tell_failures()
 
     def _write_state(self) -> None:
+        """Write the state to resume from; a failure becomes a notice."""
         self._state_written = time.monotonic()
-        if (state := self._state) is not None:
-
-            def saved() -> bytes:
-                file = io.BytesIO()
-                torch.save(state(), file)
-                return file.getvalue()
-
-            what = "the state to resume from could not be written, and training goes on"
-            self._write(what, state_name, saved)
-
-    def _write(self, what: str, name: Callable[[int], str], content: Callable[[], bytes]) -> None:
-        """Write a file beside the records; a failure becomes a notice."""
-        if self.writer is None or self.writer.closed or _torch.is_capturing():
+        writer = self.writer
+        if self._state is None or writer is None or writer.closed or _torch.is_capturing():
             return
+        file = io.BytesIO()
         try:
-            self.writer.file(name(self.writer.rank), content())
+            torch.save(self._state(), file)
+            writer.file(state_name(writer.rank), file.getvalue())
         except Exception as error:  # noqa: BLE001 # a failure here must not stop training
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            text = f"{what}: {printable(reason)}"
-            if text not in self.lost:  # the write may be retried every minute
-                self.lost.append(text)
-            self._event_log.notice_once(what, text, step=self._step(), warn=True)
+            self._lose(f"{_NO_STATE}: {reason_of(error)}")
 
     def _receive(self, rows: Sequence[tuple[PendingRow, Tensor]]) -> None:
         whole = []

@@ -3,26 +3,29 @@
 import pickle
 import time
 import zlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.errors import RecordError
+from gradsurgeon.errors import RecordError, reason_of
 from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.layout import pack_absent
 from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.tensors import _dist, _job_store, _numbers, measure
 
 Answer = TypeVar("Answer")
 # Rule, statistic, point, and a checksum of the names.
 _Series = tuple[str, str, str, int]
+# Of the tensors of a share, the numbers that one rank has measured.
+_Part = list[list[float]]
 # Seconds: the longest wait for other ranks, at the end of a session or when a person asks for a record.
 LIMIT = 10.0
 _PAUSE = 0.005
-# A rank that has not read this many batches of each rank gets no more.
+# A rank that has not read this many batches of another rank gets no more from it.
 _MOST_UNREAD = 256
 # If this many newer rows wait behind a row, the row is merged without its missing parts.
 _MOST_WAITING = 1024
@@ -78,13 +81,13 @@ class PendingRow(NamedTuple):
     def measured(self, values: Tensor) -> RecordedRow:
         """Return the row with its numbers: one float32 per name of the key, and the columns without a value."""
         width = len(self.key.names)
-        absent = frozenset[int]()
+        absent = None
         if len(self.columns) < width:
             # Scripts may set another default dtype or default device.
             whole = torch.zeros(width, dtype=torch.float32, device="cpu")
             whole[torch.tensor(self.columns, device="cpu")] = values
             values = whole
-            absent = frozenset(range(width)) - frozenset(self.columns)
+            absent = pack_absent({*range(width)}.difference(self.columns), width)
         return RecordedRow(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
 
 
@@ -121,15 +124,17 @@ class SharedRows:
         self._ranks: dict[str, tuple[int, ...]] = {}
         # The rows of each series that lack parts of other ranks, with the numbers of this rank.
         self._waiting: defaultdict[Key, deque[tuple[PendingRow, Tensor]]] = defaultdict(deque)
-        # The parts that have come, by series and rank, each with the number of its pass.
-        self._parts: defaultdict[tuple[_Series, int], dict[int, bytes]] = defaultdict(dict)
-        self._newest: dict[tuple[_Series, int], int] = {}
-        # The parts to send, by rank, and the number of batches that this rank has read.
-        self._outgoing: defaultdict[int, list[tuple[_Series, int, bytes]]] = defaultdict(list)
-        self._read = 0
+        # The ranks that send parts to this one, and those of them that have ended.
+        self._senders: set[int] = set()
         self._closed: set[int] = set()
-        self._ending = False
-        self._asked: defaultdict[int, int] = defaultdict(int)
+        # The parts that have come, by series and rank, each with the number of its pass. They come in order.
+        self._parts: defaultdict[tuple[_Series, int], dict[int, _Part]] = defaultdict(dict)
+        # The parts to send, by rank.
+        self._outgoing: defaultdict[int, list[tuple[_Series, int, _Part]]] = defaultdict(list)
+        # By rank, the number of batches sent to it and read from it, and of the records asked of it.
+        self._sent: Counter[int] = Counter()
+        self._read: Counter[int] = Counter()
+        self._asked: Counter[int] = Counter()
 
     def open(self, store: _job_store.OwnStore) -> None:
         """Begin to exchange parts, under keys that only these ranks use, and all of them from this pass on."""
@@ -143,10 +148,6 @@ class SharedRows:
         if self._store is None and self._search is None:
             self._search = search
             self._rank = _dist.rank()
-
-    @property
-    def _is_open(self) -> bool:
-        return self._store is not None
 
     def _find_ranks(self, limit: float) -> None:
         """Look for the other ranks, for some seconds at most."""
@@ -176,8 +177,10 @@ class SharedRows:
         for share in row.shares:
             for place in share.places:
                 self._ranks[row.key.names[row.columns[place]]] = share.ranks or most
-            if not share.is_led_by(self._rank):
-                part = _numbers.to_bytes(values[list(share.places)].contiguous())
+            if share.is_led_by(self._rank):
+                self._senders.update(share.ranks[1:])
+            else:
+                part = values[list(share.places)].tolist()
                 self._outgoing[share.ranks[0]].append((_series(row, share), row.number, part))
         queue = self._waiting[row.key]
         # An earlier pass may feed the same update; its row may be complete, and is replaced then.
@@ -194,28 +197,26 @@ class SharedRows:
                 self._receive(self._store)
             except RuntimeError as error:
                 self._store = None
-                self._notify("shared rows failed", "", _FAILED.format(reason=_reason(error)))
+                self._notify("shared rows failed", "", _FAILED.format(reason=reason_of(error)))
         if any(len(queue) >= _MOST_WAITING for queue in self._waiting.values()):
             self._give_up()
         if self._search is None:
             self._outgoing.clear()
         for queue in self._waiting.values():
-            while queue and (len(queue) >= _MOST_WAITING or not any(self._awaited(queue[0][0]))):
+            while queue and (len(queue) >= _MOST_WAITING or not self._is_awaited(queue[0][0])):
                 yield from self._merged(*queue.popleft())
 
     def close(self) -> Iterator[tuple[PendingRow, Tensor]]:
         """End the exchange; yield the last rows. A rank with incomplete rows waits for parts, within a limit."""
+        self._find_ranks(0.0)
+        self._give_up()
         yield from self.exchange()
-        if self._search is not None:
-            self._give_up()
-            yield from self.exchange()
         if self._store is None:
             return
-        self._ending = True
         with suppress(RuntimeError):
             self._store.set(f"closed/{self._rank}", "")
         end = time.monotonic() + LIMIT
-        while self._is_open and any(self._waiting.values()) and time.monotonic() < end:
+        while any(self._waiting.values()) and time.monotonic() < end:
             time.sleep(_PAUSE)
             yield from self.exchange()
         self._store = None
@@ -226,134 +227,120 @@ class SharedRows:
 
         It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
         """
-        ranks = self._ranks_that_share(name)
-        rank = self._rank
-        leads = not ranks or ranks[0] == rank
-        if not ranks or (self._store is None and leads):
+        ranks = self._ranks.get(name, ())
+        if not ranks:
             return answer()
+        self._find_ranks(LIMIT)
         leader = ranks[0]
+        leads = leader == self._rank
+        if self._store is None and leads:
+            return answer()
         named = _dist.named(ranks)
         if self._store is None:
             why = f"{name} is shared by {named}, and rank {leader} keeps its records: ask there"
             raise RecordError(why)
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
-        found: Answer | None = None
-        error: Exception | None = None
+        result: Any = None
         try:
             if not leads:
-                self._store.set(f"{key}/{rank}", "")
+                self._store.set(f"{key}/{self._rank}", "")
             wanted = ranks[1:] if leads else ranks[:1]
             here = _job_store.present(self._store, wanted, LIMIT, under=f"{key}/")
             if absent := [other for other in wanted if other not in here]:
-                error = RecordError(
+                result = RecordError(
                     f"{name} is shared by {named}, and {_dist.named(absent)} did not ask for this record within {LIMIT:g} s: "
                     "all of these ranks must call `latest` and `history` of it while a session is on"
                 )
             elif leads:
-                found, error = _attempt(answer)
+                result = _attempt(answer)
             else:
-                found, error = pickle.loads(self._store.get(f"{key}/{leader}"))  # noqa: S301 # the ranks of a job trust each other
+                result = pickle.loads(self._store.get(f"{key}/{leader}"))  # noqa: S301 # the ranks of a job trust each other
             if leads:
-                self._store.set(f"{key}/{leader}", pickle.dumps((found, error)))
-                for other in ranks[1:]:
-                    self._store.delete_key(f"{key}/{other}")
+                self._store.set(f"{key}/{leader}", pickle.dumps(result))
         except RuntimeError as failure:
-            raise RecordError(_FAILED.format(reason=_reason(failure))) from None
-        if error is not None:
+            raise RecordError(_FAILED.format(reason=reason_of(failure))) from None
+        if isinstance(result, Exception):
             try:
-                raise error
+                raise result
             finally:
                 # The traceback of the error refers to this frame, and so to all that the caller holds.
-                del error
-        return cast("Answer", found)
-
-    def _ranks_that_share(self, name: str) -> tuple[int, ...]:
-        """Return the ranks that share a tensor. Waits for them if they are not found yet."""
-        ranks = self._ranks.get(name, ())
-        if ranks:
-            self._find_ranks(LIMIT)
-        return ranks
+                del result
+        return cast("Answer", result)
 
     def _send(self, store: _job_store.OwnStore) -> None:
-        for leader, parts in self._outgoing.items():
-            read, sent = (store.add(f"{leader}/{of}", 0) for of in ("read", "sent"))
-            if sent - read < _MOST_UNREAD * _dist.world():
-                ticket = store.add(f"{leader}/sent", 1)
-                store.set(f"{leader}/{ticket}", pickle.dumps((self._rank, parts)))
+        for reader, parts in self._outgoing.items():
+            sent = self._sent[reader]
+            # A batch is gone once it was read.
+            if not store.check([_batch(self._rank, reader, sent - _MOST_UNREAD)]):
+                store.set(_batch(self._rank, reader, sent + 1), pickle.dumps(parts))
+                self._sent[reader] += 1
 
     def _receive(self, store: _job_store.OwnStore) -> None:
-        waiting = [row for queue in self._waiting.values() for row, _ in queue]
-        if not waiting:
+        if not any(self._waiting.values()):
             return
-        rank = self._rank
-        closed = set[int]()
-        if self._ending:
-            # Checked before the batches are read: a rank closes after it has sent its last batch.
-            others = {other for share in waiting[0].shares for other in share.ranks}
-            closed = {other for other in others if store.check([f"closed/{other}"])}
-        sent = store.add(f"{rank}/sent", 0)
-        tickets = [f"{rank}/{ticket}" for ticket in range(self._read + 1, sent + 1)]
-        # A rank draws a ticket before it writes its batch.
-        while tickets and not store.check(tickets):
-            tickets.pop()
-        for ticket in tickets:
-            sender, parts = pickle.loads(store.get(ticket))  # noqa: S301 # as above
-            for series, number, part in parts:
-                self._parts[series, sender][number] = part
-                self._newest[series, sender] = number
-            store.delete_key(ticket)
-        if tickets:
-            self._read += len(tickets)
-            store.add(f"{rank}/read", len(tickets))
-        self._closed = closed
+        for sender in self._senders - self._closed:
+            # Asked before the batches are read: a rank closes after it has sent its last batch.
+            if store.check([f"closed/{sender}"]):
+                self._closed.add(sender)
+            batch = _batch(sender, self._rank, self._read[sender] + 1)
+            while store.check([batch]):
+                for series, number, part in pickle.loads(store.get(batch)):  # noqa: S301 # as above
+                    self._parts[series, sender][number] = part
+                store.delete_key(batch)
+                self._read[sender] += 1
+                batch = _batch(sender, self._rank, self._read[sender] + 1)
 
     def _led(self, row: PendingRow) -> list[Share]:
         return [share for share in row.shares if share.is_led_by(self._rank)]
 
-    def _awaited(self, row: PendingRow) -> Iterator[bool]:
-        """Yield of each part of another rank whether it is missing and may still come."""
+    def _is_awaited(self, row: PendingRow) -> bool:
+        """Tell whether a part of another rank is missing and may still come."""
+        if self._store is None and self._search is None:
+            return False
         for share in self._led(row):
             series = _series(row, share)
             for rank in share.ranks[1:]:
-                gone = (self._store is None and self._search is None) or rank in self._closed
-                has_come = row.number in self._parts[series, rank]
-                yield not (gone or has_come or self._newest.get((series, rank), -1) >= row.number)
+                newest = max(self._parts[series, rank], default=-1)
+                if newest < row.number and rank not in self._closed:
+                    return True
+        return False
 
     def _merged(self, row: PendingRow, values: Tensor) -> Iterator[tuple[PendingRow, Tensor]]:
         """Yield the columns of a row that this rank holds whole, or can merge."""
-        found: dict[int, Tensor] = {}
+        found: dict[int, float] = {}
         merge = measure.merge_of(row.key.stat)
         for share in self._led(row):
-            own = values[list(share.places)]
-            parts = [own.double()]
+            parts = [values[list(share.places)].tolist()]
             series = _series(row, share)
             for rank in share.ranks[1:]:
                 come = self._parts[series, rank]
                 if row.number in come:
-                    numbers = torch.frombuffer(bytearray(come[row.number]), dtype=torch.float32)
-                    parts.append(numbers.reshape(own.shape).double())
+                    parts.append(come[row.number])
                 self._parts[series, rank] = {n: p for n, p in come.items() if n > row.number}
             if len(parts) == max(1, len(share.ranks)):
-                found.update(zip(share.places, merge(torch.stack(parts)).unbind(), strict=True))
+                whole = merge(torch.tensor(parts, dtype=torch.float64, device="cpu"))
+                found.update(zip(share.places, whole.tolist(), strict=True))
             elif self._store is not None:
                 self._notify("shared rows", row.key.rule, _GIVEN_UP)
         if found:
             places = sorted(found)
-            numbers = torch.stack([found[place] for place in places]).float()
+            numbers = [found[place] for place in places]
             columns = [row.columns[place] for place in places]
-            yield PendingRow(row.key, row.step, columns, replace=True), numbers
+            merged = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+            yield PendingRow(row.key, row.step, columns, replace=True), merged
 
 
-def _attempt(answer: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+def _attempt(answer: Callable[[], Answer]) -> Answer | Exception:
     try:
-        return answer(), None
+        return answer()
     except (KeyError, RecordError) as error:
-        return None, error
+        return error
 
 
-def _reason(error: RuntimeError) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+def _batch(sender: int, reader: int, number: int) -> str:
+    """Return the key of a batch of parts; the numbers of two ranks begin with 1."""
+    return f"{reader}/{sender}/{number}"
 
 
 def _series(row: PendingRow, share: Share) -> _Series:

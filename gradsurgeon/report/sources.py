@@ -85,7 +85,6 @@ def _notes(recorded: Recorded) -> Iterator[str]:
         if len(missing) > _RANKS:
             ranks += " ..."
         yield f"no file of rank {ranks} is here, such as {database_name(missing[0])}"
-    yield from recorded.problems
 
 
 def _rule_infos(

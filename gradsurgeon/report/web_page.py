@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from gradsurgeon.common.events import Event
 from gradsurgeon.errors import RecordError
-from gradsurgeon.records.store.files import begins, check_replaceable, replacing
+from gradsurgeon.records.store.files import check_replaceable, replacing
 from gradsurgeon.records.store.layout import json_number, section
 from gradsurgeon.records.store.run import StoredRun, open_run
 from gradsurgeon.report.callouts import nouns
@@ -56,7 +56,7 @@ def write_page(
     the page shows itself anew in a browser.
     """
     mark = BEGINNING.encode()
-    check_replaceable(place, lambda path: begins(path, mark), "page of `report`")
+    check_replaceable(place, "page of `report`", mark)
     readable: list[dict[str, Any]] = []
     problems: list[str] = []
     for path in runs:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradsurgeon.common._libraries import library
 from gradsurgeon.sinks.sink import Client
 
 # A server accepts so many metrics at once, and no other characters in a name.
@@ -38,12 +37,11 @@ class MLflow(Client):
         run_id: str | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        super().__init__(names)
-        self._mlflow: Any = library("mlflow", "mlflow", "the sink MLflow")
+        super().__init__(names, "mlflow", "mlflow")
         self._tracking_uri = tracking_uri
         self._experiment = experiment or "Default"
         # MLflow has an active run per thread, and the sink works on another thread.
-        active = self._mlflow.active_run() if tracking_uri is None else None
+        active = self._library.active_run() if tracking_uri is None else None
         self._run_id = active.info.run_id if run_id is None and active is not None else run_id
         self._is_ours = self._run_id is None
         self._waiting: list[Any] = []
@@ -52,7 +50,7 @@ class MLflow(Client):
         self._open_first()
 
     def _open(self) -> Any:
-        client = self._mlflow.MlflowClient(self._tracking_uri)
+        client = self._library.MlflowClient(self._tracking_uri)
         if self._run_id is None:
             known = client.get_experiment_by_name(self._experiment)
             number = (
@@ -64,7 +62,7 @@ class MLflow(Client):
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         self._waiting += [
-            self._mlflow.entities.Metric(_name(name), value, now, step)
+            self._library.entities.Metric(_name(name), value, now, step)
             for name, value in values.items()
         ]
 

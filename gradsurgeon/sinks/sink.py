@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from gradsurgeon.common._libraries import library
 from gradsurgeon.errors import printable
 
 _METHODS = ("names", "scalars", "text", "flush", "close")
@@ -49,8 +50,10 @@ class Sink(Protocol):
 class Client:
     """The client of a tracker. The first rank opens it at once, so that a mistake shows early; others when they use it."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], module: str, extra: str) -> None:
         self.names = patterns_of(names)
+        # The clients ship no types.
+        self._library: Any = library(module, extra, f"the sink {type(self).__name__}")
         self._opened: Any = None
 
     def _open(self) -> Any:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradsurgeon.common._libraries import library
 from gradsurgeon.sinks.sink import Client
 
 
@@ -20,11 +19,7 @@ class TensorBoard(Client):
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, names: Sequence[str] = ()) -> None:
-        super().__init__(names)
-        # The package ships no types.
-        self._library: Any = library(
-            "torch.utils.tensorboard", "tensorboard", "the sink TensorBoard"
-        )
+        super().__init__(names, "torch.utils.tensorboard", "tensorboard")
         self._directory = os.fspath(directory)
         self._open_first()
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradsurgeon.common._libraries import library
 from gradsurgeon.sinks.sink import Client
 
 _STEP = "gradsurgeon/step"
@@ -35,8 +34,7 @@ class WandB(Client):
         names: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        super().__init__(names)
-        self._wandb: Any = library("wandb", "wandb", "the sink WandB")
+        super().__init__(names, "wandb", "wandb")
         self._given = run
         self._options = {
             "project": project,
@@ -47,7 +45,7 @@ class WandB(Client):
         self._open_first()
 
     def _open(self) -> Any:
-        run = self._wandb.init(**self._options) if self._given is None else self._given
+        run = self._library.init(**self._options) if self._given is None else self._given
         run.define_metric(_STEP, hidden=True)
         run.define_metric("gradsurgeon/*", step_metric=_STEP)
         return run
@@ -57,7 +55,7 @@ class WandB(Client):
 
     def text(self, step: int, name: str, text: str) -> None:
         escaped = text.replace("&", "&amp;").replace("<", "&lt;")
-        page = self._wandb.Html(f"<pre>{escaped}</pre>", inject=False)
+        page = self._library.Html(f"<pre>{escaped}</pre>", inject=False)
         self._client.log({_STEP: step, name: page})
 
     def flush(self) -> None:

@@ -22,8 +22,8 @@ for step in range(5):
 run = pathlib.Path("run")
 if sys.argv[1] == "removed":
     shutil.rmtree(run)
-elif sys.argv[1] == "pictures":
-    (run / "captures-0.json").mkdir()
+elif sys.argv[1] == "state":
+    (run / "state-0.pt").mkdir()
 print("done")
 """
 RULES = """
@@ -39,8 +39,8 @@ rules:
     [
         ("removed", "records are no longer written to ", []),
         (
-            "pictures",
-            "the numbers of captured tensors could not be written: Is a directory",
+            "state",
+            "the state to resume from could not be written, and training goes on: Is a directory",
             ["--quiet"],
         ),
         ("nothing", "", []),

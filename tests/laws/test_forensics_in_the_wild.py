@@ -274,6 +274,35 @@ def test_an_infinity_that_may_be_meant_leaves_a_doubt() -> None:
     assert brief(diagnosis)[1:5] == ("NaN", "forward", "", "aten.div")
 
 
+class Tied(nn.Module):
+    """Reads words by a recurrent layer, and writes them with the weight that reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Embedding(8, 6)
+        self.layer = nn.LSTM(6, 6)
+        self.write = nn.Linear(6, 8, bias=False)
+        self.write.weight = self.read.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        states: Tensor = self.layer(self.read(words))[0]
+        out: Tensor = self.write(states.log())
+        return out
+
+
+def test_a_tied_weight_has_one_name_and_is_tied_again() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    before = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    flat = [id(weight) for weight in model.layer._flat_weights]
+    diagnosis = diagnosed(model, torch.arange(8)[None])
+    # The whole output is NaN, so nothing shows that the replay is alike.
+    assert brief(diagnosis) == ("partial", "NaN", "forward", ".", "aten.log", "mathematics")
+    after = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    assert after == before
+    assert [id(weight) for weight in model.layer._flat_weights] == flat
+
+
 # The run is undisturbed.
 
 

@@ -201,12 +201,12 @@ def test_several_ranks(tmp_path: pathlib.Path) -> None:
     writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in range(4)]
     writers[0].close()
     writers[2].close()
-    writers[1].close({"error": "SpikeError", "step": 7, "rule": "spikes"})
+    writers[1].close({"ended": {"error": "SpikeError", "step": 7, "rule": "spikes"}})
     assert head(tmp_path)[0] == (
         "rank 0, 2: ended; rank 1: stopped at step 7 by rule spikes (SpikeError); rank 3: running"
     )
     assert ended(tmp_path)["state"] == "running"
-    writers[3].close({"error": "KeyboardInterrupt"})
+    writers[3].close({"ended": {"error": "KeyboardInterrupt"}})
     found = ended(tmp_path)
     assert found["state"] == "stopped"
     assert found["ranks"] == {
@@ -219,7 +219,7 @@ def test_several_ranks(tmp_path: pathlib.Path) -> None:
 
 def test_odd_texts_of_an_end_are_inert(tmp_path: pathlib.Path) -> None:
     writer = RunWriter(tmp_path, meta=meta())
-    writer.close({"error": "\x1b[2J", "step": "x", "rule": 7})
+    writer.close({"ended": {"error": "\x1b[2J", "step": "x", "rule": 7}})
     assert head(tmp_path)[0] == "stopped by \\x1b[2J"
 
 

@@ -17,9 +17,8 @@ from runs import meta, shown, values
 from gradsurgeon import open_run
 from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.common.events import RuleStatus
-from gradsurgeon.records.delivery import summary
+from gradsurgeon.records.delivery import Curves
 from gradsurgeon.records.store import Key, Records
-from gradsurgeon.records.store.layout import unpack_absent
 from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import Report, RuleInfo, from_run
@@ -93,8 +92,8 @@ def in_memory_of(path: pathlib.Path) -> dict[str, Any]:
     records = Records()
     with open_run(path) as opened:
         for series in opened:
-            for step, floats, bits in series.stored():
-                records.add(series.key, step, floats, unpack_absent(bits))
+            for step, floats, absent in series.stored():
+                records.add_row(RecordedRow(series.key, step, floats, absent))
     return to_dict(Report("t", (), rules_of("tasks"), {}, **shown(records)))
 
 
@@ -324,7 +323,7 @@ def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
 def test_trackers_get_median_and_least() -> None:
     def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float] | None:
         key = Key("tasks", stat, "backward", tuple(names))
-        return summary(RecordedRow(key, 3, values(*row), frozenset()), "tasks") or None
+        return Curves(()).scalars(RecordedRow(key, 3, values(*row))) or None
 
     assert sent("cosine", PAIRS, -0.5, NAN, 0.25) == {
         "tasks/seg/depth/cosine": -0.5,

@@ -162,7 +162,7 @@ def test_a_reader_that_never_goes_away_ends_in_one_word(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsurgeon.records.store.database._on_network", lambda _: True)
-    monkeypatch.setattr("gradsurgeon.records.store.writer._MOST_WAITING", 1000)
+    monkeypatch.setattr("gradsurgeon.records.store.writer._MOST_WAITING", 100)
     writer = RunWriter(tmp_path, meta=meta())
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
         reader.execute("BEGIN EXCLUSIVE")

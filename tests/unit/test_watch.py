@@ -17,6 +17,7 @@ from gradsurgeon import Event, RecordError
 from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.database import lock_file
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import Report, from_run
@@ -318,7 +319,7 @@ class TestHead:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1, 2)]
         assert shown(newest_report(tmp_path))[1] == "running"
         writers[0].close()
-        writers[1]._unlock()
+        lock_file(writers[1]._database).unlink()
         report = newest_report(tmp_path)
         first = shown(report, 300)[1]
         assert re.fullmatch(

@@ -15,7 +15,7 @@ from gradsurgeon.actions import described
 from gradsurgeon.errors import ManifestError, Place, Problem, shorten_names
 from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Name, Param, Shape
 from gradsurgeon.language.schema import Built
-from gradsurgeon.records.store.files import begins, check_replaceable, replacing
+from gradsurgeon.records.store.files import check_replaceable, replacing
 
 VERSION = 1
 # A model of 100,000 tensors needs 40 MB.
@@ -93,7 +93,7 @@ def dumps(manifest: Manifest) -> str:
 
 def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
     place = Path(path)
-    check_replaceable(place, lambda there: begins(there, b'{\n "version"'), "params.json")
+    check_replaceable(place, "params.json", b'{\n "version"')
     with replacing(place) as file:
         file.write(dumps(manifest))
 

@@ -3,7 +3,8 @@
 import os
 import re
 import sqlite3
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,16 +25,14 @@ def lock_file(database: Path) -> Path:
     return database.with_suffix(".lock")
 
 
-def locked(database: Path) -> sqlite3.Connection | None:
+@contextmanager
+def locked(database: Path) -> Iterator[None]:
     """Hold the lock file. The kernel releases it when the process dies, however it dies."""
-    lock = connect(lock_file(database), 0)
-    try:
-        lock.execute("BEGIN EXCLUSIVE")
-    except sqlite3.Error:
-        # The file system has no locks. The file of the rank is ours even so.
-        lock.close()
-        return None
-    return lock
+    with closing(connect(lock_file(database), 0)) as lock:
+        # A file system may have no locks. The file of the rank is ours even so.
+        with suppress(sqlite3.Error):
+            lock.execute("BEGIN EXCLUSIVE")
+        yield
 
 
 def is_live(database: Path) -> bool:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -37,28 +37,26 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
             raise
 
 
-def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
-    """Raise `RecordError` if a file must not be written over. An empty file may be."""
-    if path.is_file() and path.stat().st_size and not is_ours(path):
+def check_replaceable(path: Path, what: str, *marks: bytes) -> None:
+    """Raise `RecordError` if a file that begins with none of these marks would be written over. An empty file may be."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        begin = file.read(max(map(len, marks)))
+    if begin and not begin.startswith(marks):
         raise RecordError(
             f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"
         )
 
 
-def begins(path: Path, *marks: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(max(map(len, marks))).startswith(marks)
-
-
 class Outlet(Destination):
-    """Where records go besides memory. It is due every so many seconds, and reports each problem once."""
+    """Where records go besides memory. It is due every so many seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.failed = ""
         self._ended = False
-        # The problems so far, and the number of those that `news` has returned.
-        self._problems: list[str] = []
-        self._reported = 0
+        # The problems that `news` has not returned yet.
+        self._news: list[str] = []
         self._pid = os.getpid()
         self._seconds = seconds
         self._committed = time.monotonic()
@@ -76,13 +74,13 @@ class Outlet(Destination):
     def is_due(self) -> bool:
         """Return whether it is time for a commit, or for `news`."""
         is_time = time.monotonic() - self._committed >= self._seconds
-        return is_time and (not self.closed or self._reported < len(self._problems))
+        return is_time and (not self.closed or bool(self._news))
 
     def news(self) -> list[str]:
-        news = [] if self._inherited else self._problems[self._reported :]
-        self._reported = len(self._problems)
+        news = [] if self._inherited else list(self._news)
+        del self._news[: len(news)]
         return news
 
     def _note(self, problem: str) -> None:
-        if problem not in self._problems:
-            self._problems.append(problem)
+        if problem not in self._news:
+            self._news.append(problem)

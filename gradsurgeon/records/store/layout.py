@@ -1,7 +1,6 @@
 """The format of a run directory: file names, tables, and the layout of values; the job that a run is of.
 
-`run.json` describes the run. Each rank has one SQLite file, `state-RANK.pt` to resume from, and
-`captures-RANK.json` if rules kept tensors. A row of measurements is one blob of
+`run.json` describes the run. Each rank has one SQLite file, and `state-RANK.pt` to resume from. A row of measurements is one blob of
 little-endian float32 over all tensors of its series. The id of a row is ``series << 32 | number``, so
 rows are clustered by series: reading one series does not touch the others, and needs no index.
 """
@@ -10,7 +9,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,6 @@ def database_name(rank: int) -> str:
     return f"rank-{rank}.db"
 
 
-def captures_name(rank: int) -> str:
-    return f"captures-{rank}.json"
-
-
 def state_name(rank: int | str) -> str:
     return f"state-{rank}.pt"
 
@@ -60,19 +55,14 @@ def row_id(series: int, number: int) -> int:
     return series << SERIES_BITS | number
 
 
-def pack_absent(absent: frozenset[int], width: int) -> bytes | None:
+def pack_absent(absent: Collection[int], width: int) -> bytes | None:
     """Return a bit mask of the columns without a value, ``None`` if all columns have one."""
     bits = sum(1 << column for column in absent)
     return bits.to_bytes(absent_size(width), "little") if absent else None
 
 
-def unpack_absent(bits: bytes | None) -> frozenset[int]:
-    flags = f"{int.from_bytes(bits or b'', 'little'):b}"
-    return frozenset(column for column, flag in enumerate(reversed(flags)) if flag == "1")
-
-
-def is_absent(bits: bytes, column: int) -> bool:
-    return bool(bits[column >> 3] >> (column & 7) & 1)
+def is_present(absent: bytes | None, column: int) -> bool:
+    return absent is None or not absent[column >> 3] >> (column & 7) & 1
 
 
 def absent_size(width: int) -> int:

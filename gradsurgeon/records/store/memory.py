@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from gradsurgeon.errors import RecordError
-from gradsurgeon.records.store.layout import Stored, is_absent, pack_absent
+from gradsurgeon.records.store.layout import Stored, is_present, pack_absent
 
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
@@ -41,7 +41,7 @@ class RecordedRow(NamedTuple):
     key: Key
     step: int
     values: bytes
-    absent: frozenset[int] = frozenset()
+    absent: bytes | None = None
     # A later row of the same step may replace it.
     replace: bool = False
 
@@ -58,12 +58,13 @@ class Destination(ABC):
         key: Key,
         step: int,
         values: bytes,
-        absent: frozenset[int] = frozenset(),
+        absent: Collection[int] = (),
         *,
         replace: bool = False,
     ) -> None:
         """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
-        self.add_row(RecordedRow(key, step, values, absent, replace))
+        bits = pack_absent(absent, len(key.names))
+        self.add_row(RecordedRow(key, step, values, bits, replace))
 
 
 class WholeSeries(ABC):
@@ -92,7 +93,7 @@ class WholeSeries(ABC):
         return [
             (step, _FLOAT(values, 4 * column)[0])
             for step, values, absent in self.stored(start, stop)
-            if absent is None or not is_absent(absent, column)
+            if is_present(absent, column)
         ]
 
     def values_of(self, name: str) -> list[tuple[int, float]]:
@@ -100,16 +101,10 @@ class WholeSeries(ABC):
         return self.between(name, 0, len(self))
 
     def last(self, name: str) -> tuple[int, float] | None:
-        # The last row most often has a value, and callers ask again and again.
         end = len(self)
-        size = 1
-        while end:
-            start = max(0, end - size)
-            if pairs := self.between(name, start, end):
-                return pairs[-1]
-            end = start
-            size = 2 * size
-        return None
+        # The last row most often has a value, and callers ask again and again.
+        pairs = self.between(name, max(0, end - 1), end) or self.between(name, 0, end)
+        return pairs[-1] if pairs else None
 
 
 class Part(WholeSeries):
@@ -122,7 +117,7 @@ class Part(WholeSeries):
         self, series: WholeSeries, pending: Mapping[str, int], newest: int | None = None
     ) -> None:
         super().__init__(series.key)
-        self.whole: Any = series
+        self.whole = series
         self.rank = series.rank
         end = len(series)
         name, *_ = (*self.key.names, "")
@@ -135,8 +130,7 @@ class Part(WholeSeries):
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
         stop = len(self) if stop is None else min(stop, len(self))
-        rows: Iterator[Stored] = self.whole.stored(self.skipped + start, self.skipped + stop)
-        return rows
+        return self.whole.stored(self.skipped + start, self.skipped + stop)
 
 
 AnySeries = TypeVar("AnySeries", bound=WholeSeries)
@@ -179,7 +173,7 @@ class Records(Destination):
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = Series(key)
-        stored = step, values, pack_absent(absent, len(key.names))
+        stored = step, values, absent
         if replace and series.rows and series.rows[-1][0] == step:
             series.rows[-1] = stored
             return
@@ -265,7 +259,7 @@ class RecordQueries(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    known: tuple[str, ...]
+    known: Collection[str]
     aliases: Mapping[str, str]
     logged: Mapping[str, tuple[Collection[str], Collection[str]]]  # statistics and names, by rule
     # Returns the series of a tensor, a statistic, and a rule or all rules.
@@ -300,7 +294,9 @@ class Lookup:
             )
         logging = {key: stats for key, (stats, names) in self.logged.items() if canonical in names}
         if not rules and not any(stat in logging[key] for key in logging if rule in (None, key)):
-            recorded = "; ".join(f"{key}: {', '.join(stats)}" for key, stats in logging.items())
+            recorded = "; ".join(
+                f"{key}: {', '.join(sorted(stats))}" for key, stats in logging.items()
+            )
             raise RecordError(
                 f"{'no rule' if rule is None else f'no rule {rule!r}'} records {stat} of {canonical}; recorded: "
                 f"{recorded or NOTHING_RECORDED}"

@@ -5,16 +5,17 @@ import sqlite3
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, TypeAdapter
 
 from gradsurgeon.common.events import Event, EventKind, RuleStatus
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store import layout
-from gradsurgeon.records.store.database import connect, is_live
+from gradsurgeon.records.store.database import connect, is_live, logs
 from gradsurgeon.records.store.layout import Stored, row_id
 from gradsurgeon.records.store.memory import Key, WholeSeries
+from gradsurgeon.records.store.recorded import RankEnd
 
 _T = TypeVar("_T")
 # The columns of the records in long form, in the order of `gradsurgeon export`.
@@ -33,12 +34,12 @@ SELECT count(*) FROM rows WHERE id BETWEEN ? AND ? AND NOT (
     AND (absent IS NULL OR typeof(absent) = 'blob' AND length(absent) = ?)
 )
 """
-_NAMES = TypeAdapter(tuple[str, ...])
-_STATUS = TypeAdapter(RuleStatus)
-_MAPPING = TypeAdapter(dict[str, Any])
-_TEXTS = TypeAdapter(dict[str, str])
-_SERIES = TypeAdapter(tuple[int, str, str, str, str])
-_EVENT = TypeAdapter(tuple[float, EventKind, str, int, int, str, str])
+# Not the parser of pydantic: a name may have lone surrogates.
+_JSON = BeforeValidator(json.loads)
+_SERIES = TypeAdapter(list[tuple[int, str, str, str, Annotated[tuple[str, ...], _JSON]]])
+_EVENTS = TypeAdapter(list[tuple[float, EventKind, str, int, int, str, str]])
+_STATUSES = TypeAdapter(list[tuple[str, Annotated[RuleStatus, _JSON]]])
+_LEFT = TypeAdapter(list[tuple[str, Annotated[Any, _JSON]]])
 
 
 class RankFile:
@@ -55,8 +56,7 @@ class RankFile:
         # A caller that drops a run without closing it gets no warning of an open database.
         self.close = weakref.finalize(self, self._connection.close)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
-        for pragma in ("query_only=ON", "trusted_schema=OFF", "cell_size_check=ON"):
-            self.query(f"PRAGMA {pragma}")
+        self.query("PRAGMA cell_size_check=ON")
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
         ((application,),) = self.query("PRAGMA application_id")
         ((form,),) = self.query("PRAGMA user_version")
@@ -84,53 +84,45 @@ class RankFile:
             "can be written"
         )
 
-    def _checked(self, value: object, kind: TypeAdapter[_T]) -> _T:
+    def _checked(self, kind: TypeAdapter[_T], sql: str, *arguments: int) -> _T:
+        rows = self.query(sql, *arguments)
         try:
-            return kind.validate_python(value)
-        except ValueError:
-            raise self.damaged() from None
-
-    def _parsed(self, text: str, kind: TypeAdapter[_T]) -> _T:
-        try:
-            # Not `validate_json`: a name may have lone surrogates.
-            return kind.validate_python(json.loads(text))
+            return kind.validate_python(rows)
         except (ValueError, RecursionError):
             raise self.damaged() from None
 
-    def _meta(self) -> dict[str, str]:
-        return self._checked(dict(self.query("SELECT key, value FROM meta")), _TEXTS)
+    def left(self) -> dict[str, Any]:
+        """Return what the writer has left at the end of the run, nothing before."""
+        left = self._checked(_LEFT, "SELECT key, value FROM meta")
+        return dict(left)
 
-    def written(self, key: str) -> dict[str, Any]:
-        """Return a mapping that the writer left at the end of the run, empty if there is none."""
-        return self._parsed(self._meta().get(key, "{}"), _MAPPING)
-
-    @property
-    def state(self) -> str:
-        """``running``, ``finished``, or ``stopped`` without having been closed."""
-        if "closed" in self._meta():
-            return "finished"
-        return "running" if is_live(self.path) else "stopped"
+    def end(self) -> RankEnd:
+        left = self.left()
+        state = "running" if is_live(self.path) else "stopped"
+        if left:
+            state = "finished"
+        # A reader touches the index of the log.
+        files = [path for path in (self.path, *logs(self.path)) if not path.name.endswith("-shm")]
+        times = [path.stat().st_mtime for path in files if path.is_file()]
+        return RankEnd(state, left.get("ended", {}), max(times, default=None))
 
     def series(self) -> list["StoredSeries"]:
         """Return all series in order of creation. A running process adds further series."""
         sql = "SELECT id, rule, stat, point, names FROM series WHERE id > ? ORDER BY id"
-        for row in self.query(sql, max(self._series, default=0)):
-            number, rule, stat, point, text = self._checked(row, _SERIES)
-            names = self._parsed(text, _NAMES)
+        rows = self._checked(_SERIES, sql, max(self._series, default=0))
+        for number, rule, stat, point, names in rows:
             self._series[number] = StoredSeries(self, number, Key(rule, stat, point, names))
         return list(self._series.values())
 
     def events(self) -> Iterator[tuple[float, Event]]:
         """Yield the events in the order of writing, each with its time in seconds since 1970."""
         sql = "SELECT time, kind, rule, step, rank, name, message FROM events ORDER BY id"
-        for row in self.query(sql):
-            event = self._checked(row, _EVENT)
-            yield event[0], Event(*event[1:])
+        for time, kind, rule, step, rank, name, message in self._checked(_EVENTS, sql):
+            yield time, Event(kind, rule, step, rank, name, message)
 
     def statuses(self) -> dict[str, RuleStatus]:
-        rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid")
-        texts = self._checked(dict(rows), _TEXTS)
-        return {rule: self._parsed(text, _STATUS) for rule, text in texts.items()}
+        statuses = self._checked(_STATUSES, "SELECT rule, state FROM statuses ORDER BY rowid")
+        return dict(statuses)
 
 
 class StoredSeries(WholeSeries):

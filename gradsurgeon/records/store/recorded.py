@@ -32,8 +32,8 @@ class Recorded:
         next_step: the number of the next update; `None` if nothing but the records tells it.
         ends: how each rank ended; nothing of a session.
         missing_ranks: ranks of the job that have no file.
-        captured: what is stored of captured tensors, by rule.
-        problems: what cannot be read, a sentence each.
+        captured: by rule, its `tensors`, and how many `more` there were, as `CapturedTensors.described` has them; in a run
+            directory those of the lowest rank that kept some.
     """
 
     meta: Mapping[str, Any]
@@ -47,7 +47,6 @@ class Recorded:
     ends: Mapping[int, RankEnd] = field(default_factory=dict)
     missing_ranks: Sequence[int] = ()
     captured: Sequence[Mapping[str, Any]] = ()
-    problems: Sequence[str] = ()
 
 
 class RecordSource(Protocol):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -15,12 +14,10 @@ from gradsurgeon.common._libraries import library
 from gradsurgeon.common.events import Event, RuleStatus
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import RecordError, printable, shorten_names
-from gradsurgeon.records.store.captures import captures
-from gradsurgeon.records.store.database import logs
 from gradsurgeon.records.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.records.store.memory import Lookup, RecordQueries, matching
 from gradsurgeon.records.store.rank_file import Chosen, RankFile, StoredSeries
-from gradsurgeon.records.store.recorded import RankEnd, Recorded
+from gradsurgeon.records.store.recorded import Recorded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,26 +67,12 @@ class StoredRun(RecordQueries):
     @property
     def states(self) -> dict[int, str]:
         """The state of each rank: ``running``, ``finished``, or ``stopped`` without having been closed."""
-        return {file.rank: file.state for file in self._files}
-
-    @property
-    def endings(self) -> dict[int, dict[str, Any]]:
-        """What each rank wrote of its end: `error`, and the `step` and `rule` of a trap; nothing of a clean end."""
-        return {file.rank: file.written("ended") for file in self._files}
+        return {file.rank: file.end().state for file in self._files}
 
     @property
     def pending(self) -> dict[str, int]:
         """By name of a parameter, the update that its last records waited for, and that never came."""
-        steps = self._files[0].written("pending")
-        return {name: step for name, step in steps.items() if isinstance(step, int)}
-
-    def last_write(self, rank: int) -> float | None:
-        """Return when a rank last wrote to its file, in seconds since 1970."""
-        path = self.path / database_name(rank)
-        # A reader touches the index of the log.
-        files = (one for one in (path, *logs(path)) if not one.name.endswith("-shm"))
-        times = [one.stat().st_mtime for one in files if one.is_file()]
-        return max(times, default=None)
+        return section(self._files[0].left(), "pending")
 
     @property
     def events(self) -> list[Event]:
@@ -108,7 +91,7 @@ class StoredRun(RecordQueries):
 
     def recorded(self) -> Recorded:
         """Return what all ranks have recorded so far, as a report reads it."""
-        captured, problem = captures(self.path, self.ranks)
+        captured = (file.left().get("captured") for file in self._files)
         return Recorded(
             meta=self.meta,
             aliases=self._aliases,
@@ -116,13 +99,9 @@ class StoredRun(RecordQueries):
             pending=self.pending,
             events=self.events,
             statuses=self.status(),
-            ends={
-                rank: RankEnd(state, self.endings.get(rank, {}), self.last_write(rank))
-                for rank, state in self.states.items()
-            },
+            ends={file.rank: file.end() for file in self._files},
             missing_ranks=missing_ranks(self),
-            captured=captured,
-            problems=[problem] if problem else [],
+            captured=next(filter(None, captured), ()),
         )
 
     @property
@@ -172,9 +151,8 @@ class StoredRun(RecordQueries):
             stats, names = logged.setdefault(series.key.rule, (set(), set()))
             stats.add(series.key.stat)
             names.update(series.key.names)
-        more = set[str]().union(*(names for _, names in logged.values())).difference(self.params)
-        sorted_stats = {rule: (sorted(stats), names) for rule, (stats, names) in logged.items()}
-        return Lookup((*self.params, *sorted(more)), self._aliases, sorted_stats, self.series)
+        known = {*self.params}.union(*(names for _, names in logged.values()))
+        return Lookup(sorted(known), self._aliases, logged, self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
@@ -193,13 +171,13 @@ class StoredRun(RecordQueries):
 
 def chosen(run: StoredRun, name: str | None, stat: str | None, rule: str | None) -> Chosen:
     """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
-    pattern = None if name is None else compile_pattern(name)
-    found: list[tuple[StoredSeries, Sequence[int]]] = []
+    pattern = compile_pattern("*" if name is None else name)
+    found = []
     for series in run:
         of_rule, of_stat, _, names = series.key
-        if rule in (None, of_rule) and stat in (None, of_stat):
-            columns = range(len(names)) if pattern is None else select([pattern], names)
-            found += [(series, columns)] if columns else []
+        columns = select([pattern], names)
+        if columns and rule in (None, of_rule) and stat in (None, of_stat):
+            found.append((series, columns))
     return found
 
 
@@ -216,7 +194,7 @@ def missing_ranks(run: StoredRun) -> list[int]:
     world = run.meta.get("ranks")
     # A number in a damaged file may be of any size.
     started = world if isinstance(world, int) and 0 <= world <= _MOST_RANKS else 0
-    return sorted(set(range(max(started, *(rank + 1 for rank in known)))) - known)
+    return sorted(set(range(max(started, run.ranks[-1] + 1))) - known)
 
 
 def open_run(path: str | os.PathLike[str]) -> StoredRun:
@@ -232,14 +210,7 @@ def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
         raise RecordError(
             f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
-    with ExitStack() as stack:
-        files = [
-            stack.enter_context(closing(RankFile(folder / database_name(rank), rank)))
-            for rank in ranks
-        ]
-        run = kind(folder, meta, files)
-        stack.pop_all()
-    return run
+    return kind(folder, meta, [RankFile(folder / database_name(rank), rank) for rank in ranks])
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -14,15 +14,15 @@ from threading import RLock
 from typing import Any
 
 from gradsurgeon.common.events import Event, RuleStatus
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import RecordError, printable, reason_of
 from gradsurgeon.records.store import layout
 from gradsurgeon.records.store.database import created, is_busy, is_live, lock_file, locked, logs
 from gradsurgeon.records.store.files import Outlet, replacing
 from gradsurgeon.records.store.memory import Key, RecordedRow
 
 _INTERVAL = 1.0
-# Without WAL another process can hold the file for long. Then up to this many bytes of rows wait.
-_MOST_WAITING = 128 * 2**20
+# Without WAL another process can hold the file for long. Then so many rows wait.
+_MOST_WAITING = 20_000
 
 
 @dataclass(slots=True)
@@ -60,21 +60,19 @@ class RunWriter(Outlet):
                 os.close(os.open(self._database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
                 for file in (self._database, *logs(self._database)):
                     undo.callback(_remove, file.unlink)
-                self._claim = locked(self._database)
-                undo.callback(self._unlock)
+                self._held = undo.enter_context(ExitStack())
+                self._held.callback(_remove, lock_file(self._database).unlink)
+                self._held.enter_context(locked(self._database))
                 self._connection = created(self._database)
-                undo.callback(self._connection.close)
-                # An earlier run may have left it, and its other files be gone.
-                (self.path / layout.captures_name(rank)).unlink(missing_ok=True)
+                self._held.callback(_remove, self._connection.close)
                 if rank == 0:
                     run_file = self.path / layout.RUN_FILE
                     with replacing(run_file, binary=True) as out:
                         out.write(run_json.encode())
                     undo.callback(_remove, run_file.unlink)
             except (sqlite3.Error, OSError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
                 raise RecordError(
-                    f"{printable(str(self.path))}: cannot write records there: {printable(reason)}; pass a directory "
+                    f"{printable(str(self.path))}: cannot write records there: {reason_of(error)}; pass a directory "
                     "that can be made and written, if need be on another file system"
                 ) from None
             self._undo = undo.pop_all()
@@ -100,21 +98,24 @@ class RunWriter(Outlet):
                 series.rows += 1
                 series.step = row.step
             row_id = layout.row_id(series.id, series.rows - 1)
-            bits = layout.pack_absent(row.absent, len(key.names))
-            self._batch["rows"][row_id] = (row_id, row.step, row.values, bits)
+            self._batch["rows"][row_id] = (row_id, row.step, row.values, row.absent)
 
     def event(self, event: Event) -> None:
         with self._lock:
             if not self.closed:
                 number = next(self._event_ids)
-                e = event
-                texts = layout.clean(e.name), layout.clean(e.message)
-                row = number, time.time(), e.kind, e.rule, e.step, e.rank, *texts
-                self._batch["events"][number] = row
-                committed = self._committed
-                self.commit()
-                # The statuses of the rules have to be written in time, even if each step has an event.
-                self._committed = committed
+                self._batch["events"][number] = (
+                    number,
+                    time.time(),
+                    event.kind,
+                    event.rule,
+                    event.step,
+                    event.rank,
+                    layout.clean(event.name),
+                    layout.clean(event.message),
+                )
+                # The clock of `commit` goes on: the statuses of the rules have to be written in time.
+                self._write()
 
     def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:
         """Take the status of each rule. It is written with the next rows."""
@@ -131,39 +132,35 @@ class RunWriter(Outlet):
 
     def commit(self) -> None:
         """Write the waiting rows and events. Raises nothing: see `news`."""
+        self._committed = time.monotonic()
         with self._lock:
-            if self.closed:
-                return
-            self._committed = time.monotonic()
-            if not self._batch:
-                return
-            try:
-                # A removed file can be written for ever, and nobody will see it.
-                if self._file_identity() != self._identity:
-                    raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
-                self._connection.execute("BEGIN IMMEDIATE")
-                for table, rows in self._batch.items():
-                    marks = ", ".join("?" * len(next(iter(rows.values()))))
-                    insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
-                    self._connection.executemany(insert, rows.values())
-                self._connection.execute("COMMIT")
-                self._batch.clear()
-            except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
-                self._failed(error)
+            if not self.closed:
+                self._write()
 
-    def close(
-        self, ended: Mapping[str, Any] | None = None, pending: Mapping[str, int] | None = None
-    ) -> None:
-        """Write the rest, how the run `ended`, and the updates that last rows wait for. May be called twice."""
+    def _write(self) -> None:
+        if not self._batch:
+            return
+        try:
+            # A removed file can be written for ever, and nobody will see it.
+            if self._file_identity() != self._identity:
+                raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
+            self._connection.execute("BEGIN IMMEDIATE")
+            for table, rows in self._batch.items():
+                marks = ", ".join("?" * len(next(iter(rows.values()))))
+                insert = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 # of `layout.TABLES`
+                self._connection.executemany(insert, rows.values())
+            self._connection.execute("COMMIT")
+            self._batch.clear()
+        except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
+            self._failed(error)
+
+    def close(self, left: Mapping[str, object] | None = None) -> None:
+        """Write the rest, and what is ``left`` to say of the run. May be called twice."""
         with self._lock:
             if self.closed:
                 return
-            meta = {
-                "closed": repr(time.time()),
-                "ended": layout.json_text(dict(ended or {})),
-                "pending": layout.json_text(dict(pending or {})),
-            }
-            self._batch["meta"].update((row[0], row) for row in meta.items())
+            for key, value in {"closed": time.time(), **(left or {})}.items():
+                self._batch["meta"][key] = key, layout.json_text(value)
             self.commit()
             if not self.closed:
                 self._ended = True
@@ -171,7 +168,7 @@ class RunWriter(Outlet):
                 # A reader that is there right now prevents that, and loses nothing.
                 with suppress(sqlite3.Error):
                     self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
-                self._release()
+                self._held.close()
 
     def discard(self) -> None:
         """Remove all files again: the session did not begin."""
@@ -179,17 +176,6 @@ class RunWriter(Outlet):
             if not self.closed:
                 self._ended = True
                 self._undo.close()
-
-    def _release(self) -> None:
-        with suppress(sqlite3.Error):
-            self._connection.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
-            _remove(lock_file(self._database).unlink)
-            self._claim = None
 
     def _file_identity(self) -> tuple[int, int]:
         stat = self._database.stat()
@@ -199,21 +185,19 @@ class RunWriter(Outlet):
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-        waiting = sum(len(row[2]) for row in self._batch.get("rows", {}).values())
-        if is_busy(error) and waiting < _MOST_WAITING:
+        if is_busy(error) and len(self._batch["rows"]) < _MOST_WAITING:
             return  # tried again in a second
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         self.failed = (
             f"records are no longer written to {printable(str(self._database))}: "
-            f"{printable(reason)}; training goes on, and records go on in memory"
+            f"{reason_of(error)}; training goes on, and records go on in memory"
         )
         self._note(self.failed)
         self._batch.clear()
-        self._release()
+        self._held.close()
 
 
 def _remove(remove: Callable[[], None]) -> None:
-    with suppress(OSError):
+    with suppress(OSError, sqlite3.Error):
         remove()
 
 
