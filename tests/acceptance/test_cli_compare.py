@@ -10,6 +10,8 @@ import pytest
 from commands import WITHOUT_TORCH, call, call_here
 from comparison_nets import Transformer
 
+pytestmark = pytest.mark.slow
+
 NOISE = ("--noise", "noise1", "noise2", "--noise", "noise3")
 
 

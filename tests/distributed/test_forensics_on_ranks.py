@@ -10,7 +10,7 @@ import pytest
 from distributed.forensics_worker import FAULT, STEPS
 from ranks import run_ranks
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 BORN = "diagnosis (reproduced): NaN born in the forward pass of body (Body): aten.log"
 NOBODY = "diagnosis: not reproduced, so no operation is blamed"
 BY_OTHER = "found by rank 1, in its part of the batch:"

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.hypothesis
 def test_rules_do_what_the_interpreter_does_under_ddp(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
     differs="all compiled code of the process is recompiled, with one warning",
 )
 @pytest.mark.parametrize(
-    "way", ["the model", *slow("in place", "the step function", "an earlier session")]
+    "way", slow("the model", "in place", "the step function", "an earlier session")
 )
 def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str) -> None:
     model = Net()

@@ -13,6 +13,8 @@ from commands import ROOT, environment
 
 from benchmarks import device_counts, rule_sets
 
+pytestmark = pytest.mark.slow
+
 FEW, MANY = 4, 12
 ONE, TWO = ("float32",), ("float32", "bfloat16")
 OBSERVE, CLIP_IDLE, CLIP_BITES = rule_sets.OBSERVE, rule_sets.CLIP_IDLE, rule_sets.CLIP_BITES

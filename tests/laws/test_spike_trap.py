@@ -19,7 +19,10 @@ import gradsurgeon
 
 ZCLIP = {"sigmas": 2.5, "beta": 0.9, "warmup": 10}
 ADAGC = {"times": 1.5, "beta": 0.9, "warmup": 10}
-FORMS = pytest.mark.parametrize("above", [ZCLIP, ADAGC], ids=["sigmas", "times"])
+FORMS = pytest.mark.parametrize(
+    "above",
+    [pytest.param(ZCLIP, id="sigmas"), pytest.param(ADAGC, id="times", marks=pytest.mark.slow)],
+)
 
 
 class Reference:

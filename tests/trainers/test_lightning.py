@@ -99,6 +99,7 @@ def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(
         assert by_hand.distance(without.weights, wanted.weights) > 1e-4
 
 
+@pytest.mark.slow
 @MANUAL
 @pytest.mark.parametrize("micro", [0, 1], ids=["first micro-batch", "second micro-batch"])
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
@@ -176,6 +177,7 @@ def test_bf16(precision: str, manual: bool, tmp_path: Path) -> None:
     assert by_hand.distance(ends, wanted.weights) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_a_scaler(name: str, tmp_path: Path) -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision

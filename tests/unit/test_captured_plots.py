@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import gradsurgeon
 from gradsurgeon import RecordError, Session
 
+pytestmark = pytest.mark.slow
+
 MAPS = {"id": "maps", "action": "capture", "modules": "conv2", "tensor": "output"}
 GRADIENTS = {**MAPS, "id": "map-gradients", "tensor": "output.grad"}
 WEIGHTS = {"id": "weights", "action": "capture", "params": "conv*.weight"}

@@ -21,6 +21,8 @@ import gradsurgeon
 from gradsurgeon import GradSurgeonError, RecordError, RuleFileError
 from gradsurgeon.report.comparison import tolerance
 
+pytestmark = pytest.mark.slow
+
 FAULTS = {fault.name: fault for fault in parting.FAULTS}
 ALIKE = list(parting.HARMLESS)
 

@@ -48,6 +48,7 @@ def own() -> Iterator[Any]:
         registry.update(before)  # type: ignore[arg-type] # each what it held
 
 
+@pytest.mark.slow
 class TestReview:
     """On the command line, where nothing needs torch."""
 

@@ -26,6 +26,8 @@ from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.run import Run
 
+pytestmark = pytest.mark.slow
+
 NAN, INF = math.nan, math.inf
 Histories = Mapping[str, Sequence[float | None]]
 Opened = Callable[[Histories], Run]
