@@ -12,6 +12,8 @@ from distributed.healthy_ranks import HEALTHY
 from pairs import slow
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 Found = list[dict[str, list[dict[str, Any]]]]
 # Of each kind of training, and of each kind of fault, one; the others are slow. So are shards: the rank that leaves
 # first waits ten seconds for rows of the others.

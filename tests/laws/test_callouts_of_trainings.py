@@ -26,6 +26,8 @@ import gradsurgeon
 from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.writer import RunWriter
 
+pytestmark = pytest.mark.slow
+
 
 def remarks(training: Training, path: Path) -> list[str]:
     """Train with records in memory and on disk; return the remarks, which are the same of both."""

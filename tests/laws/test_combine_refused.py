@@ -37,6 +37,8 @@ from gradsurgeon import BindError, GradSurgeonError
 from gradsurgeon.report import summary
 from gradsurgeon.report.report import to_dict
 
+pytestmark = pytest.mark.slow
+
 COMBINE = {"action": "combine", "method": "mgda"}
 
 

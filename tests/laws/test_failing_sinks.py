@@ -19,6 +19,8 @@ from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.records import delivery
 from gradsurgeon.runtime import registry
 
+pytestmark = pytest.mark.slow
+
 
 @singly(method=["scalars", "text", "flush"], recorded=[False, True])
 def test_one_that_fails_is_an_event_and_training_is_the_same(

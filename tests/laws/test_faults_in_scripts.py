@@ -130,6 +130,7 @@ def test_a_fault_ends_no_script_and_changes_no_weight() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover  # tracing takes the place of coverage
 @pytest.mark.parametrize("name", TRAIN)
 def test_no_function_can_end_a_script(name: str) -> None:
     known: set[CodeType] = set()

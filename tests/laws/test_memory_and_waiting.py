@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 import gradsurgeon
 from gradsurgeon.tensors import _numbers, _torch
 
+pytestmark = pytest.mark.slow
+
 LAYERS, STEPS = 10, 50
 PARAMS = 2 * LAYERS
 WIDTH = 16

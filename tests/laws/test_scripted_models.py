@@ -17,6 +17,7 @@ import gradsurgeon
 from gradsurgeon import BindError, Diagnosis, GradSurgeonWarning, NonFiniteGradientError
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning"),  # since torch 2.14
 ]

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import gradsurgeon
 from gradsurgeon.actions.spike_trap import Above
 
+pytestmark = pytest.mark.slow
+
 GUARD = {"id": "guard", "action": "nan-trap", "params": "*"}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from pairs import slow
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
@@ -78,7 +79,7 @@ def _part(x: Tensor, model: Any) -> Tensor:
 @pytest.mark.cell("Lightning, automatic optimization", "backward", "accumulated", "step", "modules")
 @pytest.mark.cell("Lightning, manual optimization", "backward", "accumulated", "step", "modules")
 @MANUAL
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [*RULES[::3], *slow(*RULES[1::3], *RULES[2::3])])
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(
     name: str, manual: bool, tmp_path: Path
 ) -> None:
@@ -142,6 +143,7 @@ class Recording(torch.optim.Optimizer):
         return result
 
 
+@pytest.mark.slow
 @MANUAL
 def test_an_optimizer_of_the_scripts_own_consumes_what_the_rules_left(
     manual: bool, tmp_path: Path
@@ -162,6 +164,7 @@ def test_an_optimizer_of_the_scripts_own_consumes_what_the_rules_left(
     assert [norm for _, norm in session.history(LOGGED)] == pytest.approx(made[0].consumed)
 
 
+@pytest.mark.slow
 @MANUAL
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bf16(precision: str, manual: bool, tmp_path: Path) -> None:
@@ -200,6 +203,7 @@ def test_a_scaler(name: str, tmp_path: Path) -> None:
     wanted.check(model, session.history(LOGGED, rule="norms"))
 
 
+@pytest.mark.slow
 def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
     norms = {"id": "norms", "action": "norm-log", "at": "step", "params": "*"}
     model = importlib.import_module("trainers.lightning_models").Gan()
@@ -211,6 +215,7 @@ def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
     assert session.events == []
 
 
+@pytest.mark.slow
 def test_what_fabric_wraps_keeps_its_names() -> None:
     import lightning
 

@@ -22,6 +22,8 @@ from torch import nn
 from gradsurgeon.tensors import _bounded_load
 from gradsurgeon.tensors._bounded_load import RefusedError
 
+pytestmark = pytest.mark.slow
+
 MOST = 2**30
 ran: list[str] = []
 

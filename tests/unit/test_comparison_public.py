@@ -18,6 +18,8 @@ from public_trainings import FAULTS, HARMLESS, PACK, TRAININGS, Recording, Trial
 import gradsurgeon
 from gradsurgeon.cli import main
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Path]
 # Autocast rounds more than float32 does, and no run tells that it used autocast.
 UNKNOWN = Trial("mixed", "fused attention")

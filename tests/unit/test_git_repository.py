@@ -13,6 +13,8 @@ from pairs import singly
 import gradsurgeon
 from gradsurgeon.cli.review import sources
 
+pytestmark = pytest.mark.slow
+
 # `touch` and a command that goes on as git expects, where {mark} tells that it ran.
 PROMISOR = """
 [core]

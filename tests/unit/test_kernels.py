@@ -11,6 +11,8 @@ import torch
 import gradsurgeon
 from benchmarks import kernels
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(gradsurgeon.__file__).parent
 DTYPES = {str(dtype).removeprefix("torch.") for dtype in kernels.DTYPES}
 PRIVATE = ("_foreach_", "_amp_", "_fused_")

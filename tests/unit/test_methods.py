@@ -18,6 +18,8 @@ from gradsurgeon.actions.combine import Combine
 from gradsurgeon.actions.conflict import Conflict
 from gradsurgeon.cli import explain, schema
 
+pytestmark = pytest.mark.slow
+
 torchjd = pytest.importorskip("torchjd")
 aggregation = pytest.importorskip("torchjd.aggregation")
 

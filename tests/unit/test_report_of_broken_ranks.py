@@ -14,6 +14,8 @@ from gradsurgeon import RecordError, open_run
 from gradsurgeon.records.store.run import open_run as open_stored
 from gradsurgeon.report import from_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3000
 
 

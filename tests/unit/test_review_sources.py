@@ -11,6 +11,8 @@ import gradsurgeon
 from gradsurgeon.cli.review import sources
 from gradsurgeon.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 
 def text(rule: str, *includes: str) -> str:
     listed = f"include: {list(includes)}\n".replace("'", '"') if includes else ""

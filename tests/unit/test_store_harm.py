@@ -25,7 +25,7 @@ from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
 from gradsurgeon.report.report import to_dict
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
 WRITES_FOR_EVER = """
 import sys, time
