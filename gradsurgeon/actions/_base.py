@@ -80,6 +80,8 @@ class Rule(Options):
     reads_weights: ClassVar[bool] = False
     # The option that a target needs.
     needs: ClassVar[Mapping[TargetKind, str]] = {}
+    # Options of which at least one must be given.
+    either: ClassVar[tuple[str, ...]] = ()
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()
 
     id: Annotated[RuleId, Field(description="Unique name of the rule, kebab-case.")]

@@ -44,6 +44,7 @@ class Clamp(EditRule):
     """
 
     needs_at: ClassVar[bool] = True
+    either: ClassVar = ("min", "max")
     EXAMPLES: ClassVar = (
         Example({"at": "step", "min": -1.0, "max": 1.0}, [-3.0, 0.5, 2.0], expect=[-1.0, 0.5, 1.0]),
         Example({"at": "step", "min": 0.0}, [-3.0, 0.5, math.inf], expect=[0.0, 0.5, math.inf]),

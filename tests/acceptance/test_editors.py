@@ -165,12 +165,25 @@ def written(tmp_path: pathlib.Path) -> Callable[[str], pathlib.Path]:
             {7: "number", 8: "nope is not allowed"},
         ),
         (RULE + '    action: scael\n    params: "*"\n    factor: 2\n', {5: '"scale"'}),
-        (RULE + "    action: explode\n", {5: '"combine" | "conflict" | "freeze"'}),
+        (RULE + "    action: explode\n", {4: "params", 5: '"combine" | "conflict" | "freeze"'}),
         (RULE + '    params: "*"\n', {4: '"action"'}),
         (RULE + '    action: scale\n    params: "*"\n', {4: '"factor"'}),
+        (RULE + "    action: zero\n", {4: '"params"'}),
+        (
+            RULE + '    action: zero\n    params: "*"\n    modules: "*"\n    tensor: output\n',
+            {7: "modules is not allowed"},
+        ),
+        (
+            RULE + '    action: capture\n    modules: "*"\n',
+            {4: "tensor required by property modules"},
+        ),
         (
             RULE + '    action: clip-norm\n    params: "*"\n    at: later\n    max_norm: -1\n',
             {7: '"step", "backward"', 8: "below the minimum of 0"},
+        ),
+        (
+            RULE.replace("a\n", "No Bias\n") + '    action: zero\n    params: "*"\n',
+            {4: "such as `no-bias`"},
         ),
         (
             RULE

@@ -37,6 +37,17 @@ def test_it_takes_what_the_reader_takes(file: pathlib.Path) -> None:
     assert not list(CHECK.iter_errors(source.read(file).data))
 
 
+def test_a_rule_has_one_kind_of_target() -> None:
+    assert wrong() == []
+    both = {"modules": "*", "tensor": "output"}
+    assert wrong(params=None, **both) == []
+    assert wrong(**both)
+    assert wrong(params=None, tensors="*") == []
+    assert wrong(params=None, tensors="*", **both)
+    assert wrong(tensors="*")
+    assert wrong(params=None)
+
+
 @pytest.mark.parametrize("action", ACTIONS)
 def test_no_action_takes_a_key_that_nobody_knows(action: str) -> None:
     assert wrong(action=action, nope=1)
@@ -52,8 +63,10 @@ def test_no_action_takes_a_key_that_nobody_knows(action: str) -> None:
         {"params": []},
         {"factor": 1},
         {"action": "scale"},
+        {"action": "clamp", "at": "step"},
         {"action": "clip-norm", "max_norm": -1.0},
         {"action": "nan-trap", "then": "explode"},
+        {"params": None, "modules": "*"},
     ],
 )
 def test_it_refuses_what_the_reader_refuses(

@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from pairs import slow
 
 import gradsurgeon
 from gradsurgeon.cli.schema import document_schema
@@ -111,8 +110,9 @@ def rules_of(rule_id: str) -> schema.RuleSet:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", slow(REVIEW, SETUPS, REFERENCE, API, SCHEMA), ids=lambda path: path.name
+    "path", [REVIEW, SETUPS, REFERENCE, API, SCHEMA], ids=lambda path: path.name
 )
 def test_what_is_generated_is_fresh(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == generated()[path], REMEDY
