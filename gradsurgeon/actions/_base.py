@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._effects import Effect
+from gradsurgeon.actions._effects import Compiled
 from gradsurgeon.actions._fields import (
     TARGETS,
     Flaw,
@@ -241,7 +241,7 @@ class Rule(Options):
         """Return why the rule cannot act on complex gradients; empty if it can."""
         return ""
 
-    def compile(self) -> Effect:
+    def compile(self) -> Compiled:
         """Return the effect of the rule. May need torch; called once per session."""
         raise NotImplementedError
 

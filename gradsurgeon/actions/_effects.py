@@ -172,7 +172,7 @@ class Examination:
     then: Literal["warn", "raise"]
 
 
-Effect = (
+Compiled = (
     Edit
     | ByNorm
     | Observer

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.language.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
-from gradsurgeon.runtime.context import Context, Flag
+from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import Schedule, StepCounter, StepCounters
-from gradsurgeon.runtime.gradient_rules import edit_one
-from gradsurgeon.runtime.scaler_watch import unscaled
-from gradsurgeon.tensors import _dist, _numbers, _torch
+from gradsurgeon.runtime.effect import Effects, Origin
+from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
 _UNREADABLE = (
@@ -26,7 +25,6 @@ _UNREADABLE = (
     "torch.export, a parameter that FSDP has freed): compute this part without that, or after session.remove()"
 )
 _ODD = "torch has few operations for tensors that are nested, masked, compressed (CSR and the like) or in float8"
-_SHARDED = "did not measure a tensor that is sharded over ranks: log another module, or set `use_local_output=True`"
 _WRITTEN = "{name} was written in place by the next operation, so no gradient arrived: let it work out of place"
 
 
@@ -95,8 +93,11 @@ class Site:
 class ActivationRules:
     """Runs the rules of a session on activations, and hooks activations for rules on their gradients."""
 
-    def __init__(self, context: Context, passes: BackwardWatch, counters: ModuleCounters) -> None:
+    def __init__(
+        self, context: Context, passes: BackwardWatch, counters: ModuleCounters, effects: Effects
+    ) -> None:
         self.context, self.passes, self.counters = context, passes, counters
+        self._effects = effects
         # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
         self.lock = RLock()
         self._tags: dict[str, Site] = {}
@@ -168,20 +169,13 @@ class ActivationRules:
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
+        counter = partial(self.counters.of, owner)
         out = tensor
         with self.lock:
             for rule, name in rules:
-                if self._is_unfit(out, rule, name, owner):
-                    continue
-                if isinstance(rule, EditRule):
-                    # Token ids and masks are values too, but bounds and factors make no sense for them.
-                    if _is_numeric(out):
-                        counted = None if again else step
-                        out = edit_one(self.context, rule, out, None, counted)
-                elif not again:
-                    self._observe(rule, name, out, owner, step, is_grad=False)
-                elif isinstance(rule, TrapRule) and not self.context.flags.is_known(rule.id, name):
-                    self._flag(rule, name, out, owner, fed=True, again=True)
+                if not self._is_unfit(out, rule, name, owner):
+                    origin = Origin(name, step, counter, is_gradient=False, is_again=again)
+                    out = self._effects[rule.id].on_tensor(out, origin)
         return out if self.context.mode == "act" else tensor
 
     def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
@@ -194,14 +188,12 @@ class ActivationRules:
             # Without rules on parameters, this flag is all that shows the session a backward pass.
             self.passes.seen.module |= not again
             out, scale = grad, self.context.scaling.scale
-            step = self.counters.of(owner).step
+            counter = partial(self.counters.of, owner)
+            step = counter().step
             for rule, name in rules:
-                if self._is_unfit(out, rule, name, owner):
-                    continue
-                if isinstance(rule, EditRule):
-                    out = edit_one(self.context, rule, out, scale, None if again else step)
-                elif not again:
-                    self._observe(rule, name, unscaled(out, scale), owner, step, is_grad=True)
+                if not self._is_unfit(out, rule, name, owner):
+                    origin = Origin(name, step, counter, scale=scale, is_again=again)
+                    out = self._effects[rule.id].on_tensor(out, origin)
         return out if self.context.mode == "act" else grad
 
     def is_unreadable(self, tensor: Tensor, rules: Sequence[NamedRule], owner: str) -> bool:
@@ -226,38 +218,6 @@ class ActivationRules:
         step = self.counters.of(owner).step
         for rule, _ in rules:
             self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
-
-    def _observe(
-        self, rule: Rule, name: str, tensor: Tensor, owner: str, step: int, *, is_grad: bool
-    ) -> None:
-        if isinstance(rule, CaptureRule):  # `keep` counts the firing
-            self.context.captures.keep(rule, name, step, tensor)
-        elif _is_numeric(tensor):
-            if not isinstance(rule, ObserverRule):
-                self._flag(rule, name, tensor, owner, fed=is_grad)
-            elif _dist.is_sharded(tensor):
-                self.warn("sharded", _SHARDED, [NamedRule(rule, name)], owner)
-                return
-            else:
-                self.context.recorder.observe(rule, name, step, tensor.detach())
-            self.context.event_log.count_fired(rule.id, step)
-
-    def _flag(
-        self, rule: Rule, name: str, tensor: Tensor, owner: str, *, fed: bool, again: bool = False
-    ) -> None:
-        if not _is_numeric(tensor):
-            return
-        bad = _numbers.nonfinite(_dist.local(tensor))
-        flag = Flag(rule, name, partial(self.counters.of, owner), bad, fed=fed)
-        if not flag.fed and torch.is_grad_enabled():
-            # A leaf gets no hook: the hooks of all passes would pile up on it.
-            if tensor.requires_grad and not tensor.is_leaf:
-                feeds = FeedsHook(flag)
-                flag.graph = weakref.ref(feeds)
-                _torch.register_hook(tensor, feeds)
-            else:
-                flag.waits = True
-        self.context.flags.add(flag, again=again)
 
     def missed(self, counter: StepCounter) -> None:
         """Warn of gradients that did not come because a later operation wrote into their tensors."""
@@ -300,23 +260,6 @@ class GradHook:
                 out = activations.on_gradient(self.rules, grad, self.owner)
                 return None if out is grad else out
         return None
-
-
-class FeedsHook:
-    """Tensor hook that marks a trap's flag once the flagged value takes part in a backward pass."""
-
-    __torch_unserializable__ = True
-
-    def __init__(self, flag: Flag) -> None:
-        self._flag = flag
-
-    @uncompiled
-    def __call__(self, _grad: Tensor | None) -> None:
-        self._flag.fed = True
-
-
-def _is_numeric(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _matches(rule: Rule, name: str) -> bool:

@@ -19,6 +19,7 @@ from gradsurgeon.runtime.checks import Checks
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context, SessionOptions
 from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
+from gradsurgeon.runtime.effects import effects_of
 from gradsurgeon.runtime.gradient_rules import WeightRecords, after_pass, run_step_rules
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.loss_rules import LossRules
@@ -51,12 +52,13 @@ class Controller:
         self.checks = Checks(context, model, self._kept)
         self.weights = WeightRecords(context)
         self.traps = Traps(context, self._kept, self.spikes)
+        self._effects = effects_of(context, self.spikes)
         self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
-        self.param_hooks = ParamHooks(context, self.backward)
+        self.param_hooks = ParamHooks(context, self.backward, self._effects)
         counters = ModuleCounters(context.counters, context.program.names, context.schedule)
-        self.activations = ActivationRules(context, self.backward, counters)
+        self.activations = ActivationRules(context, self.backward, counters, self._effects)
         shared = SharedInputs(self.activations, self.losses.effects)
         self._module_hooks = ModuleHooks(context.program.modules, self.activations, shared)
         self.model = ModelChanges(model, context, plan, self.param_hooks, self._module_hooks)
@@ -121,7 +123,7 @@ class Controller:
             by_hand = self._note_pass(done)
             if by_hand:
                 self.manual.refuse_compounding(done)
-            self.traps.add_snapshots(after_pass(self.context, done).values())
+            self.traps.add_snapshots(after_pass(self.context, self._effects, done).values())
             objections = self.traps.objections(done) if self._agreement.votes(done) else ()
             self._end_pass(done)
         finally:
@@ -194,10 +196,14 @@ class Controller:
         having = indices if is_whole else tuple(self.context.parameters.grads(indices)[0])
         if step.inside:
             # Measured now: the script clears this gradient before the pass ends.
-            after_pass(self.context, BackwardPass(having, scale=self.context.scaling.scale))
+            after_pass(
+                self.context, self._effects, BackwardPass(having, scale=self.context.scaling.scale)
+            )
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            taken = after_pass(self.context, BackwardPass(having, scale=step.scale), gradients)
+            taken = after_pass(
+                self.context, self._effects, BackwardPass(having, scale=step.scale), gradients
+            )
             self.traps.add_snapshots(taken.values())
             if own := taken.get(step.counter):
                 gradients.know(own.indices, own.norms)
@@ -208,7 +214,7 @@ class Controller:
         decision = self.traps.decide(update)
         if context.program.checks:
             self.checks.before_edits(step, update.gradients)
-        suspicious = run_step_rules(context, self.spikes, update, acting=not decision.stops)
+        suspicious = run_step_rules(context, self._effects, update, acting=not decision.stops)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judged_again and not decision.stops:
             decision = self.traps.decide_edited(update, suspicious)

@@ -7,28 +7,20 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import ByNorm, CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
-from gradsurgeon.errors import shorten_names
 from gradsurgeon.records.shared_rows import by_column
 from gradsurgeon.runtime.conclusions import StepContext
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule, StepCounter
-from gradsurgeon.runtime.gradients import Gradients, NormClip, changes
-from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
-from gradsurgeon.runtime.spike_traps import SpikeTraps
+from gradsurgeon.runtime.effect import Effects
+from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.training_events import BackwardPass, GradientSnapshot, WeightUpdate
 from gradsurgeon.tensors import _dist, _numbers, measure
 from gradsurgeon.tensors.sampling import sample
 from gradsurgeon.tensors.statistics import STATISTICS
 
-_AWAITING = (
-    "has no records of {names}: these gradients await a sum over ranks, which takes a collective, and rules that only look "
-    "wait for no rank. A rule at `step` that edits them makes the ranks agree first"
-)
-
 
 def after_pass(
-    context: Context, done: BackwardPass, known: Gradients | None = None
+    context: Context, effects: Effects, done: BackwardPass, known: Gradients | None = None
 ) -> dict[StepCounter, GradientSnapshot]:
     """Write the records of the rules at `accumulated`; return a snapshot per step counter.
 
@@ -50,70 +42,9 @@ def after_pass(
         snapshots[counter] = GradientSnapshot(
             done, context.parameters, counter.indices, normed, norms, reported
         )
-        for bound_rule in due_rules.after:
-            if isinstance(bound_rule.rule, ObserverRule | CaptureRule):
-                observe(context, bound_rule, gradients)
+        for bound in due_rules.after:
+            effects[bound.rule.id].act(gradients, bound)
     return snapshots
-
-
-def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> None:
-    """Record statistics, or keep copies, of the gradients that a rule matched, in true units."""
-    rule, step = bound_rule.rule, bound_rule.counter.step
-    indices = gradients.having(bound_rule.indices)
-    if isinstance(rule, CaptureRule):
-        for index, true in zip(indices, gradients.unscaled(indices), strict=True):
-            # `keep` counts the firing.
-            context.captures.keep(rule, context.program.names[index], step, true)
-        return
-    shared = _dist.any_sharded(gradients.of(indices))
-    if shared:
-        indices = _recordable(context, bound_rule, gradients, indices)
-    if indices:
-        columns = bound_rule.columns(indices)
-        for stat, keys in bound_rule.keys.items():
-            grads: Sequence[Tensor] = ()
-            if shared:
-                grads, values = gradients.parts(stat, indices)
-            else:
-                values = gradients.statistics(stat, indices)
-            for key, numbers in by_column(keys, values, are_parts=shared):
-                context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
-        context.event_log.count_fired(rule.id, step, len(indices))
-
-
-def _recordable(
-    context: Context, bound_rule: BoundRule, gradients: Gradients, indices: Sequence[int]
-) -> Sequence[int]:
-    """Return the tensors that a rule can record without a collective that other ranks may not call."""
-    awaiting = [index for index in indices if _dist.is_partial(gradients[index])]
-    if not awaiting or context.recorder.shared.together:
-        return indices
-    names = shorten_names([context.program.names[index] for index in awaiting])
-    text, step = _AWAITING.format(names=names), bound_rule.counter.step
-    context.event_log.notice_once("awaiting", text, rule=bound_rule.rule.id, step=step)
-    return [index for index in indices if index not in awaiting]
-
-
-def edit_one(
-    context: Context,
-    rule: Rule,
-    tensor: Tensor,
-    scale: Tensor | None,
-    step: int | None,
-) -> Tensor:
-    """Edit one gradient or value, out of place, and count it, unless ``step`` is ``None``: autograd may share the given tensor."""
-    edit, event_log = context.edits[rule.id], context.event_log
-    if step is not None:
-        event_log.count_fired(rule.id, step)
-    if isinstance(edit, ByNorm):
-        clip = NormClip(edit, tensor.detach(), scale)
-        if step is not None:
-            clip.tell(context, rule.id, step)
-        return clip.of(tensor)
-    if step is not None and context.mode == "observe":
-        with torch.no_grad():
-            event_log.count_changed(rule.id, changes(edit, unscaled(tensor, scale)))
-    return _numbers.on_values(in_true_units(edit.apply, scale), tensor)
 
 
 def _log_contributions(context: Context, done: BackwardPass) -> None:
@@ -129,36 +60,25 @@ def _log_contributions(context: Context, done: BackwardPass) -> None:
 
 
 def run_step_rules(
-    context: Context, spikes: SpikeTraps, update: StepContext, *, acting: bool
+    context: Context, effects: Effects, update: StepContext, *, acting: bool
 ) -> set[int]:
     """Run the rules at `step` in file order; return the tensors that an edit may have made non-finite."""
-    due, gradients, log = update.due, update.gradients, context.event_log
+    due, gradients = update.due, update.gradients
     suspicious: set[int] = set()
     if not due.at_step:
         return suspicious
+    gradients.hidden = due.frozen
     edited = due.edited if acting else ()
     scale = gradients.scale
     units = nullcontext() if scale is None else gradients.in_true_units(scale, edited)
     with torch.no_grad(), units:
-        for bound_rule in due.at_step:
-            rule = bound_rule.rule
-            if isinstance(rule, ObserverRule | CaptureRule):
-                observe(context, bound_rule, gradients)
+        for bound in due.at_step:
+            effect = effects[bound.rule.id]
+            if effect.edits and not acting:
                 continue
-            # A trap that does not edit has judged already.
-            skipped = not acting if rule.edits else isinstance(rule, TrapRule)
-            indices = [] if skipped else gradients.having(bound_rule.indices)
-            if not indices:
-                continue
-            if isinstance(rule, FreezeRule):
-                log.count_changed(rule.id, len(indices))
-            elif isinstance(rule, TrapRule):
-                spikes.cut(bound_rule, gradients, indices)
-            else:
-                gradients.edit(bound_rule, indices, due.frozen)
-            log.count_fired(rule.id, update.step, len(indices))
-            if rule.may_overflow and context.mode == "act":
-                suspicious.update(indices)
+            effect.act(gradients, bound)
+            if bound.rule.may_overflow and context.mode == "act":
+                suspicious.update(gradients.having(bound.indices))
     return suspicious
 
 

@@ -1,6 +1,5 @@
 """The gradients at one moment, in true units, for all rules that read or edit them, and the edits."""
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,10 +7,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import ByNorm, Edit, Rule
+from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import _dist, _numbers, _torch, measure
 from gradsurgeon.tensors.measure import Norms
@@ -30,6 +28,8 @@ class Gradients:
         self._indices, grads = context.parameters.grads(indices)
         self._now = dict(zip(self._indices, grads, strict=True))
         self.scale = scale
+        # The parameters that the optimizer does not find in this update.
+        self.hidden: Collection[int] = ()
         # The measured norms, and their tensors.
         self._norms: Norms = ()
         self._measured: Sequence[int] = ()
@@ -169,52 +169,10 @@ class Gradients:
             self._twice = {index for index, grad in several if holders[id(grad)] > 1}
         return self._twice
 
-    def edit(
-        self, bound_rule: BoundRule, indices: Sequence[int], frozen: Collection[int] = ()
-    ) -> None:
-        """Edit gradients in true units; ``frozen`` ones count in no norm."""
-        rule, edit = bound_rule.rule, self._context.edits[bound_rule.rule.id]
+    def check_layouts(self, rule: Rule, indices: Iterable[int]) -> None:
         if not rule.keeps_zero:
             for index in indices:
                 check_layout(rule, self._now[index], self._context.program.names[index])
-        if isinstance(edit, Edit):
-            self._edit_elements(rule, edit, indices)
-            return
-        if edit.over_rule and frozen:
-            indices = [index for index in indices if index not in frozen]
-        if indices:
-            self._clip(bound_rule, edit, indices)
-
-    def _edit_elements(self, rule: Rule, edit: Edit, indices: Sequence[int]) -> None:
-        edited = _dist.parts(self.writable(indices))
-        if self._context.mode == "observe":
-            for part in edited:
-                self._context.event_log.count_changed(rule.id, changes(edit, part))
-        if dense := [grad for grad in edited if grad.layout is torch.strided]:
-            edit.apply_(dense)
-        for grad in edited if len(dense) < len(edited) else ():
-            if grad.layout is not torch.strided:
-                # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
-                grad.copy_(_numbers.on_values(edit.apply, grad))
-
-    def _clip(self, bound_rule: BoundRule, edit: ByNorm, indices: Sequence[int]) -> None:
-        event_log, rule, step = self._context.event_log, bound_rule.rule.id, bound_rule.counter.step
-        norms = self.norms(indices, edit.order)
-        if edit.over_rule:
-            norms = _numbers.over(norms, edit.order)
-        factors = edit.factor(norms)
-
-        def tell(norms: Tensor) -> None:
-            # A sum of float32 numbers does not overflow in Python.
-            if not math.isfinite(sum(norms.tolist())):
-                event_log.emit("notice", LEFT_ALONE, rule=rule, step=step)
-            if not _torch.is_host(factors):
-                shorter = edit.factor(norms).expand(len(indices)) < 1.0
-                event_log.count_changed(rule, shorter.sum())
-
-        # Events and counts are computed on the host; norms of a device arrive there later.
-        event_log.when_read(norms, tell)
-        self.shorten(rule, indices, factors)
 
     def shorten(self, rule: str, indices: Sequence[int], factors: Tensor) -> None:
         """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
@@ -239,12 +197,6 @@ class Gradients:
             _numbers.multiply_([part], factor)
 
 
-def changes(edit: Edit, grad: Tensor) -> Tensor:
-    """Return whether an edit would change an element, as a 0-dim bool tensor that may be on a device."""
-    elements = _numbers.values(grad)
-    return _numbers.differs(elements, edit.apply(elements)).any()
-
-
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
     """Refuse an edit that would fill a sparse gradient, which binding could not foresee."""
     if grad.layout != torch.strided and not rule.keeps_zero:
@@ -252,32 +204,3 @@ def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
             f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "
             "would be dense; include 0 in the bounds, or `exclude` the parameter"
         )
-
-
-class NormClip:
-    """Clips one tensor of any layout by its norm, out of place: autograd may share the tensor."""
-
-    def __init__(self, by_norm: ByNorm, tensor: Tensor, scale: Tensor | None) -> None:
-        with torch.no_grad():
-            self._norm = _numbers.norm(unscaled(tensor, scale), by_norm.order)
-            factor = by_norm.factor(self._norm)
-        # On a device the factor stays unread.
-        self._factor: float | Tensor = float(factor) if _torch.is_host(factor) else factor
-
-    def of(self, tensor: Tensor) -> Tensor:
-        if isinstance(self._factor, float) and not self._factor < 1.0:
-            return tensor
-        return _numbers.on_values(self._times, tensor)
-
-    def _times(self, values: Tensor) -> Tensor:
-        if isinstance(self._factor, float):
-            return values * self._factor
-        # Half precision would round the factor. Two 0-dim tensors promote to the wider dtype, so the result is cast.
-        wide = _numbers.in_float32(values)
-        return (wide * self._factor).to(values.dtype)
-
-    def tell(self, context: Context, rule: str, step: int) -> None:
-        context.event_log.count_changed(rule, self._factor < 1.0)
-        if not isinstance(self._factor, float) or self._factor == 1.0:
-            spoilt = self._norm.isfinite().logical_not_()
-            context.event_log.emit_if(spoilt, LEFT_ALONE, rule=rule, step=step)

@@ -3,18 +3,15 @@
 import weakref
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.gradient_rules import edit_one
+from gradsurgeon.runtime.effect import Effect, Effects, Origin
 from gradsurgeon.runtime.gradients import check_layout
-from gradsurgeon.runtime.scaler_watch import unscaled
-from gradsurgeon.tensors import _dist, _numbers, _torch, measure
+from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors._torch import uncompiled
 
 
@@ -28,7 +25,6 @@ class Hook:
     def __init__(self, passes: BackwardWatch, index: int) -> None:
         self._passes = weakref.ref(passes)
         self.index = index
-        self._rules = passes.context.program.per_tensor.get(index, ())
 
 
 class ArrivalHook(Hook):
@@ -54,6 +50,11 @@ class ArrivalHook(Hook):
 class TensorHook(Hook):
     """Tensor hook: the rules at `backward` on one parameter, in file order."""
 
+    def __init__(self, passes: BackwardWatch, index: int, effects: Effects) -> None:
+        super().__init__(passes, index)
+        self._rules = passes.context.program.per_tensor[index]
+        self._effects = effects
+
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         passes = self._passes()
@@ -76,41 +77,38 @@ class TensorHook(Hook):
             context.event_log.notice_once("autograd.grad", text, step=counter.step)
             return None
         context.refuse_graph_capture()
-        name, scale = context.program.names[self.index], context.scaling.scale
+        origin = Origin(
+            context.program.names[self.index],
+            counter.step,
+            lambda: counter,
+            scale=context.scaling.scale,
+            index=self.index,
+            logged=passes.seen.logged,
+        )
         out = grad
         for rule in due:
-            if isinstance(rule, EditRule):
-                out = _edited(context, rule, out, name, counter.step)
-            elif isinstance(rule, CaptureRule):  # `keep` counts the firing
-                context.captures.keep(rule, name, counter.step, unscaled(out, scale))
-            else:
-                passes.seen.logged[rule.id][self.index] = _kept(rule, unscaled(out, scale))
-                context.event_log.count_fired(rule.id, counter.step)
+            effect = self._effects[rule.id]
+            out = _edited(effect, out, origin) if effect.edits else effect.on_tensor(out, origin)
         return None if out is grad or context.mode == "observe" else out
 
 
-def _kept(rule: Rule, grad: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """Return a copy of a small gradient, to be measured together with others after the pass, else its statistics."""
-    with torch.no_grad():
-        if _numbers.is_small(grad):
-            return grad.detach().clone()
-        return measure.numbers(getattr(rule, "stats", ()), grad)
-
-
-def _edited(context: Context, rule: Rule, grad: Tensor, name: str, step: int) -> Tensor:
-    check_layout(rule, grad, name)
+def _edited(effect: Effect, grad: Tensor, origin: Origin) -> Tensor:
+    """Edit the part of a gradient that this rank holds."""
+    rule = effect.rule
+    check_layout(rule, grad, origin.name)
     if _dist.is_partial(grad) and not rule.linear:
         raise GradSurgeonError(
-            f"rule {rule.id}: {name} gets an addend that awaits a sum over ranks, so a bound on it bounds nothing; use `at: step`"
+            f"rule {rule.id}: {origin.name} gets an addend that awaits a sum over ranks, so a bound on it bounds nothing; "
+            "use `at: step`"
         )
     part = _dist.local(grad)
-    out = edit_one(context, rule, part, context.scaling.scale, step)
+    out = effect.on_tensor(part, origin)
     return grad if out is part else _dist.like(out, grad) if _dist.is_sharded(grad) else out
 
 
 class ParamHooks:
-    def __init__(self, context: Context, passes: BackwardWatch) -> None:
-        self._context, self._passes = context, passes
+    def __init__(self, context: Context, passes: BackwardWatch, effects: Effects) -> None:
+        self._context, self._passes, self._effects = context, passes, effects
         self._armed = context.program.watched
         self._handles: dict[int, list[RemovableHandle]] = {}
 
@@ -165,7 +163,7 @@ class ParamHooks:
                 # torch refuses hooks on frozen parameters but keeps existing hooks, so a
                 # rule acts as soon as the parameter is unfrozen.
                 param.requires_grad_(True)
-                yield _torch.register_hook(param, TensorHook(self._passes, index))
+                yield _torch.register_hook(param, TensorHook(self._passes, index, self._effects))
             if _dist.world() > 1:
                 param.requires_grad_(True)
                 yield _torch.register_post_accumulate_hook(param, ArrivalHook(self._passes, index))
