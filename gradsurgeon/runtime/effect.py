@@ -58,7 +58,7 @@ class Effect:
         self.log = context.event_log
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:  # noqa: ARG002 # of derived effects
-        """Act on one tensor, out of origin: autograd may share it. Return the tensor that takes its place."""
+        """Act on one tensor, out of place: autograd may share it. Return the tensor that takes its place."""
         return tensor
 
     def act(self, gradients: Gradients, bound: BoundRule) -> None:
