@@ -60,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _workspace() -> Path:
     """Return the folder to which paths are relative: on GitHub the checkout, else the current folder."""
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:
+        here = Path("/")  # Without a working directory, paths are absolute.
     given = os.environ.get("GITHUB_WORKSPACE")
     return Path(given) if given and here.is_relative_to(given) else here
 

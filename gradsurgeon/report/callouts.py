@@ -10,7 +10,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.history import History, WholeNorm
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
-from gradsurgeon.report.spikes import Spike, largest_spike
+from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
 from gradsurgeon.report.track import Track
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
@@ -109,7 +109,7 @@ def _spike(tracks: Sequence[Track]) -> str:
 
 
 def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], params: int) -> str:
-    """Return the largest spike of the norms of several tensors, with the tensors that have theirs in that step."""
+    """Return the largest spike of the norms of several tensors, with the tensors that stand out in that step."""
     calm = {track.name for track in tracks}
     largest = 0.0
     text = ""
@@ -120,18 +120,25 @@ def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], param
         spike = largest_spike(whole.steps[is_finite], whole.norms[is_finite])
         if spike is None or spike.times < largest:
             continue
-        spiky = [
+        norms = {track: _norm_at(track, spike.step) for track in tracks}
+        far = [
             track
-            for track in tracks
-            if track.spike and track.spike.step == spike.step and track.name in whole.names
+            for track, norm in norms.items()
+            if track.name in whole.names and norm > TIMES * track.median
         ]
-        if spiky:
+        if far:
             largest = spike.times
-            spiky.sort(key=lambda track: -track.largest)
-            text = (
-                f"{_spike_text(f'the {whole_name(whole, params)}', spike)}; most in {_names(spiky)}"
-            )
+            # By their share of the whole.
+            far.sort(key=norms.__getitem__, reverse=True)
+            said = _spike_text(f"the {whole_name(whole, params)}", spike)
+            text = f"{said}; most in {_names(far)}"
     return text
+
+
+def _norm_at(track: Track, step: int) -> float:
+    """Return the norm of a step, or the largest of a few steps; 0 where there is none."""
+    place = int(np.searchsorted(track.finite_steps, step, side="right")) - 1
+    return float(track.finite_norms[place]) if place >= 0 else 0.0
 
 
 def _spike_text(name: str, spike: Spike) -> str:
