@@ -14,7 +14,7 @@ from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.training_events import Logged
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Origin:
     """Where a single tensor comes into being: the gradient of a parameter, or a tensor of a module or a tag.
 
