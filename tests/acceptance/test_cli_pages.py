@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from commands import WITHOUT_TORCH, call
 
 from gradsurgeon import cli
-from gradsurgeon.actions import ACTIONS, TARGETS
+from gradsurgeon.actions import ACTIONS, TARGETS, LossRule, check_rule
+from gradsurgeon.actions._fields import parse_tensor
 from gradsurgeon.cli.review.checks import CHECKS, READING_CHECKS
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
@@ -120,6 +122,12 @@ class TestExplain:
 
 
 class TestSchema:
+    WORDS: ClassVar = {
+        "params": {"grad"},
+        "modules": {"output", "input", "output.grad", "input.grad"},
+        "tensors": {"grad", "value"},
+    }
+
     @pytest.fixture
     def found(self, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
         assert cli.main(["schema"]) == 0
@@ -151,8 +159,32 @@ class TestSchema:
         needed = {name for name, info in rule.model_fields.items() if info.is_required()}
         only = rule.targets if len(rule.targets) == 1 else ()
         assert set(branch["required"]) == needed | {"action", *only}
+        # One kind of target: at least one of them, and none beside the other.
+        some = [{"anyOf": [{"required": [kind]} for kind in rule.targets]}]
+        assert branch.get("allOf", []) == ([] if only else some)
+        apart = branch.get("dependentSchemas", {})
+        pairs = {(one, two) for one, refused in apart.items() for two in refused["properties"]}
+        assert pairs == set(itertools.combinations(rule.targets, 2))
+        assert all(two is False for one in apart.values() for two in one["properties"].values())
+        needs = branch.get("dependentRequired", {})
+        assert needs.get("modules") == (None if only else ["tensor"])
+        of_params = ["at"] * rule.needs_at + ["losses"] * issubclass(rule, LossRule)
+        assert needs.get("params", []) == of_params
         if rule.takes_at:
             assert branch["properties"]["at"]["enum"] == list(rule.points)
+
+    def test_the_tensors_of_each_kind_of_target(self, found: dict[str, Any]) -> None:
+        words, path = found["$defs"]["zero"]["properties"]["tensor"]["anyOf"]
+        for kind in TARGETS:
+            for text in words["enum"]:
+                given = {"id": "a", "action": "zero", kind: "*", "tensor": text}
+                takes = not check_rule(given)[1]
+                assert takes == (text in self.WORDS[kind])
+        for text in ("output[0].grad", "input.mask", "output.a[1].b"):
+            assert re.search(path["pattern"], text)
+            assert not isinstance(parse_tensor("modules", text), str)
+        for text in ("outputs", "output[-1]", "output..x", "grad[0]"):
+            assert not re.search(path["pattern"], text)
 
     def test_includes(self, found: dict[str, Any]) -> None:
         names, path = found["properties"]["include"]["items"]["anyOf"]
@@ -163,12 +195,18 @@ class TestSchema:
             if re.search(path["pattern"], entry)
         ] == ["a.yaml", "a/b.yml"]
 
+    def test_one_bound_at_least(self, found: dict[str, Any]) -> None:
+        assert found["$defs"]["clamp"]["anyOf"] == [{"required": ["min"]}, {"required": ["max"]}]
+        assert "anyOf" not in found["$defs"]["zero"]
+
     def test_every_mapping_is_closed_and_nothing_may_be_null(self, found: dict[str, Any]) -> None:
         def walk(value: object) -> None:
             if isinstance(value, dict):
                 assert value.get("type") != "null"
-                is_closed = value.get("additionalProperties") is False
-                assert is_closed or "properties" not in value
+                keys = value.get("properties", {})
+                closed = value.get("additionalProperties") is False
+                # What opens nothing needs no closing: it names keys to refuse them.
+                assert closed or not any(keys.values())
                 for one in value.values():
                     walk(one)
             elif isinstance(value, list):
