@@ -33,6 +33,7 @@ class AppliedRules:
         self._acting = False
         self._rules = api.load(rules)
         self._names = patterns_of(names)
+        # A pattern that is none shows now; each training begins anew.
         self._curves = Curves(self._names)
         self._options = options
         self._on_event = options.pop("on_event", None)

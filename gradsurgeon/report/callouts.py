@@ -136,9 +136,10 @@ def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], param
 
 
 def _norm_at(track: Track, step: int) -> float:
-    """Return the norm of a step, or the largest of a few steps; 0 where there is none."""
-    place = int(np.searchsorted(track.finite_steps, step, side="right")) - 1
-    return float(track.finite_norms[place]) if place >= 0 else 0.0
+    """Return the norm of a step, or the largest of a few steps; 0 or less where there is none."""
+    place = int(np.searchsorted(track.steps, step, side="right")) - 1
+    norm = float(track.norms[place]) if place >= 0 else 0.0
+    return norm if math.isfinite(norm) else 0.0
 
 
 def _spike_text(name: str, spike: Spike) -> str:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurgeon.actions import CaptureRule, EditRule, Rule
+from gradsurgeon.actions import Rule
 from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.language.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import Schedule, StepCounter, StepCounters
-from gradsurgeon.runtime.effect import Effects, Origin
+from gradsurgeon.runtime.effect import Effect, Effects, Origin
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
@@ -159,7 +159,7 @@ class ActivationRules:
         # After a write in place the tensor object stands for another value, with a gradient of its own.
         current = [hook for hook in hooks if hook.version == tensor._version]  # noqa: SLF001 # counts writes
         named_rules = [named for hook in current for named in hook.rules]
-        return {rule.id for rule, _ in named_rules if isinstance(rule, EditRule)}
+        return {rule.id for rule, _ in named_rules if self._effects[rule.id].edits}
 
     def _on_value(
         self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, step: int
@@ -173,9 +173,10 @@ class ActivationRules:
         out = tensor
         with self.lock:
             for rule, name in rules:
-                if not self._is_unfit(out, rule, name, owner):
+                effect = self._effects[rule.id]
+                if self._is_fit(out, effect, name, owner):
                     origin = Origin(name, step, counter, is_gradient=False, is_again=again)
-                    out = self._effects[rule.id].on_tensor(out, origin)
+                    out = effect.on_tensor(out, origin)
         return out if self.context.mode == "act" else tensor
 
     def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
@@ -191,9 +192,10 @@ class ActivationRules:
             counter = partial(self.counters.of, owner)
             step = counter().step
             for rule, name in rules:
-                if not self._is_unfit(out, rule, name, owner):
+                effect = self._effects[rule.id]
+                if self._is_fit(out, effect, name, owner):
                     origin = Origin(name, step, counter, scale=scale, is_again=again)
-                    out = self._effects[rule.id].on_tensor(out, origin)
+                    out = effect.on_tensor(out, origin)
         return out if self.context.mode == "act" else grad
 
     def is_unreadable(self, tensor: Tensor, rules: Sequence[NamedRule], owner: str) -> bool:
@@ -203,16 +205,19 @@ class ActivationRules:
             self.warn("unreadable", _UNREADABLE, rules, owner)
         return unreadable
 
-    def _is_unfit(self, tensor: Tensor, rule: Rule, name: str, owner: str) -> bool:
+    def _is_fit(self, tensor: Tensor, effect: Effect, name: str, owner: str) -> bool:
+        """Return whether an effect can act on a tensor; warn once where a person could expect it."""
         reason = ""
         if tensor.is_complex():  # for parameters, binding checks this
-            reason = rule.complex_problem()
-        elif _torch.lacks_operations(tensor) and not isinstance(rule, CaptureRule):
+            reason = effect.rule.complex_problem()
+        elif _torch.lacks_operations(tensor) and not effect.takes_any:
             reason = _ODD
         if reason:
             text = f"left {name} alone: {reason}; `exclude` it from the rule"
-            self.warn("unfit", text, [NamedRule(rule, name)], owner)
-        return bool(reason)
+            self.warn("unfit", text, [NamedRule(effect.rule, name)], owner)
+            return False
+        # Token ids and masks are values too, but bounds, factors and norms make no sense for them.
+        return effect.takes_any or tensor.is_floating_point() or tensor.is_complex()
 
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
         step = self.counters.of(owner).step

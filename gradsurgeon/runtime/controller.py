@@ -33,7 +33,13 @@ from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
-from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, StepDecision, WeightUpdate
+from gradsurgeon.runtime.training_events import (
+    GOES_ON,
+    BackwardPass,
+    GradientSnapshot,
+    StepDecision,
+    WeightUpdate,
+)
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -123,7 +129,7 @@ class Controller:
             by_hand = self._note_pass(done)
             if by_hand:
                 self.manual.refuse_compounding(done)
-            self.traps.add_snapshots(after_pass(self.context, self._effects, done).values())
+            self.traps.add_snapshots(self._act_after(done).values())
             objections = self.traps.objections(done) if self._agreement.votes(done) else ()
             self._end_pass(done)
         finally:
@@ -189,6 +195,11 @@ class Controller:
         update = StepContext(counter, due, gradients, heard, step.overflow, step.has_moved)
         return self._judge(step, update)
 
+    def _act_after(
+        self, done: BackwardPass, known: Gradients | None = None
+    ) -> dict[StepCounter, GradientSnapshot]:
+        return after_pass(self.context, self._effects, done, known)
+
     def _catch_up(self, step: WeightUpdate, gradients: Gradients) -> None:
         """Measure gradients that came before the hooks were on, or that the script assigned."""
         indices = step.counter.indices
@@ -196,14 +207,10 @@ class Controller:
         having = indices if is_whole else tuple(self.context.parameters.grads(indices)[0])
         if step.inside:
             # Measured now: the script clears this gradient before the pass ends.
-            after_pass(
-                self.context, self._effects, BackwardPass(having, scale=self.context.scaling.scale)
-            )
+            self._act_after(BackwardPass(having, scale=self.context.scaling.scale))
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            taken = after_pass(
-                self.context, self._effects, BackwardPass(having, scale=step.scale), gradients
-            )
+            taken = self._act_after(BackwardPass(having, scale=step.scale), gradients)
             self.traps.add_snapshots(taken.values())
             if own := taken.get(step.counter):
                 gradients.know(own.indices, own.norms)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsurgeon.actions import ByNorm, Edit, Rule
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.effect import Effect, Origin, is_numeric
+from gradsurgeon.runtime.effect import Effect, Origin
 from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -28,9 +28,6 @@ class ElementEdit(Effect):
         self._edit = edit
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
-        # Token ids and masks are values too, but bounds and factors make no sense for them.
-        if not is_numeric(tensor):
-            return tensor
         if not origin.is_again:
             self.log.count_fired(self.rule.id, origin.step)
             if self.context.mode == "observe":
@@ -74,8 +71,6 @@ class NormEdit(Effect):
         self._by_norm = by_norm
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
-        if not is_numeric(tensor):
-            return tensor
         with torch.no_grad():
             norm = _numbers.norm(unscaled(tensor.detach(), origin.scale), self._by_norm.order)
             factors = self._by_norm.factor(norm)

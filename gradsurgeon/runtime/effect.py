@@ -48,9 +48,11 @@ class Effect:
 
     Attributes:
         edits: whether it changes tensors.
+        takes_any: whether it takes tensors of any dtype and layout, not only numbers that arithmetic is for.
     """
 
     edits = False
+    takes_any = False
 
     def __init__(self, rule: Rule, context: Context) -> None:
         self.rule = rule
@@ -67,7 +69,3 @@ class Effect:
 
 # The effect of each rule, by its id.
 Effects = Mapping[str, Effect]
-
-
-def is_numeric(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

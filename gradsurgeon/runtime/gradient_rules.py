@@ -1,4 +1,4 @@
-"""Runs the rules on gradients, of one or of all after a pass and before an update, and records weights around updates."""
+"""Runs the rules on all gradients after a pass and before an update, and records weights around updates."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The gradients at one moment, in true units, for all rules that read or edit them, and the edits."""
+"""The gradients at one moment, in true units, for all rules that read or edit them."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -94,9 +94,7 @@ class Gradients:
         ((measured, values),) = known
         if len(measured) == len(indices):
             return values
-        place = {index: number for number, index in enumerate(measured)}
-        places = tuple([place[index] for index in indices])
-        return values[_torch.integers(places, values.device)]
+        return measure.picked(values, measured, indices)
 
     def statistics(self, stat: str, indices: Sequence[int]) -> Tensor:
         if stat == "l2":

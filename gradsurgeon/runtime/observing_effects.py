@@ -11,9 +11,9 @@ from torch import Tensor
 from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.records.shared_rows import by_column
-from gradsurgeon.runtime.context import Context, Flag
+from gradsurgeon.runtime.context import Flag
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.effect import Effect, Origin, is_numeric
+from gradsurgeon.runtime.effect import Effect, Origin
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import _dist, _numbers, _torch, measure
@@ -29,9 +29,8 @@ _SHARDED = "did not measure a tensor that is sharded over ranks: log another mod
 class Copy(Effect):
     """Keeps copies."""
 
-    def __init__(self, rule: CaptureRule, context: Context) -> None:
-        super().__init__(rule, context)
-        self._rule = rule
+    rule: CaptureRule
+    takes_any = True
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         if not origin.is_again:
@@ -45,29 +44,27 @@ class Copy(Effect):
 
     def _keep(self, name: str, step: int, tensor: Tensor) -> None:
         # `keep` counts the firing.
-        self.context.captures.keep(self._rule, name, step, tensor)
+        self.context.captures.keep(self.rule, name, step, tensor)
 
 
 class Record(Effect):
     """Records statistics, in true units."""
 
-    def __init__(self, rule: ObserverRule, context: Context) -> None:
-        super().__init__(rule, context)
-        self._rule = rule
+    rule: ObserverRule
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
-        if origin.is_again or not is_numeric(tensor):
+        if origin.is_again:
             return tensor
         if origin.logged is not None:
             true = unscaled(tensor, origin.scale)
-            origin.logged[self.rule.id][origin.index] = _kept(self._rule.stats, true)
+            origin.logged[self.rule.id][origin.index] = _kept(self.rule.stats, true)
         elif _dist.is_sharded(tensor):
             step = origin.counter().step
             self.log.notice_once("sharded", _SHARDED, rule=self.rule.id, step=step, warn=True)
             return tensor
         else:
             true = unscaled(tensor, origin.scale).detach()
-            self.context.recorder.observe(self._rule, origin.name, origin.step, true)
+            self.context.recorder.observe(self.rule, origin.name, origin.step, true)
         self.log.count_fired(self.rule.id, origin.step)
         return tensor
 
@@ -113,8 +110,6 @@ class FlagNonfinite(Effect):
     """Keeps the number of non-finite elements of each tensor for the trap that judges the next update."""
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
-        if not is_numeric(tensor):
-            return tensor
         if not origin.is_again:
             self._flag(tensor, origin, is_fed=origin.is_gradient)
             self.log.count_fired(self.rule.id, origin.step)

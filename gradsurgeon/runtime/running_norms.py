@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradsurgeon.actions import Spikes
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import Norms
 
 # The decay of the running means of single gradients.
@@ -91,9 +91,7 @@ class JudgedNorms:
         factors = (self.passed / self.norms).where(self.passed < self.norms, 1.0).float()
         if self.spikes.over_rule or len(indices) == len(self.indices):
             return factors
-        place = {index: number for number, index in enumerate(self.indices)}
-        places = tuple([place[index] for index in indices])
-        return factors[_torch.integers(places, factors.device)]
+        return measure.picked(factors, self.indices, indices)
 
     def learn(self) -> None:
         """Enter the norms into the statistic. A spike enters with the norm that `clip` would have let through."""

@@ -223,14 +223,20 @@ def nonfinite(*several: Norms) -> list[list[int]]:
     return bad
 
 
+def picked(values: Tensor, measured: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """Return the numbers of some tensors, given those of more. Does not wait for the device."""
+    place = {index: number for number, index in enumerate(measured)}
+    places = tuple([place[index] for index in wanted])
+    return values[_torch.integers(places, values.device)]
+
+
 def among(norms: Norms, indices: Collection[int]) -> Norms:
     """Return the norms of some tensors, given those of more."""
     chosen = []
     for measured, values in norms:
-        places = tuple(place for place, index in enumerate(measured) if index in indices)
-        if places:
-            named = tuple(measured[place] for place in places)
-            chosen.append((named, values[_torch.integers(places, values.device)]))
+        wanted = tuple(index for index in measured if index in indices)
+        if wanted:
+            chosen.append((wanted, picked(values, measured, wanted)))
     return tuple(chosen)
 
 
