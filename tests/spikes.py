@@ -12,6 +12,8 @@ from running_bounds import ByHand
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon.runtime.running_norms import RunningStatistic
+from gradsurgeon.runtime.spike_effect import SpikeEffect
 
 # What the loss of each step is multiplied by.
 FACTORS = (1, 1.2, 0.9, 1.1, 1, 30, 1, 1.1, 0.9, 50, 0.8, 1.3, 1, 7, 1)
@@ -58,11 +60,18 @@ def learnt(session: gradsurgeon.Session) -> dict[str, list[float]]:
     """Return what is kept of each norm, the number of updates and their mean first, by name."""
     names = [param.name for param in session.plan.manifest.params]
     found = {}
-    for (_, index), statistic in session._attachment.controller.spikes.statistics.items():
+    for statistic in statistics_of(session):
         over_all = statistic.kept.shape[1] == 1 < len(statistic.indices)
-        column = 0 if over_all else statistic.indices.index(index)
-        found["" if over_all else names[index]] = statistic.kept[:, column].tolist()
+        for column, index in enumerate(statistic.indices[:1] if over_all else statistic.indices):
+            found["" if over_all else names[index]] = statistic.kept[:, column].tolist()
     return found
+
+
+def statistics_of(session: gradsurgeon.Session) -> list[RunningStatistic]:
+    """Return what the rules of a session keep, each once."""
+    traps = session._attachment.controller.effects.traps
+    spikes = [trap for trap in traps if isinstance(trap, SpikeEffect)]
+    return [one for trap in spikes for one in dict.fromkeys(trap.statistics.values())]
 
 
 def same_as(hand: ByHand, session: gradsurgeon.Session, rel: float = 1e-5) -> None:

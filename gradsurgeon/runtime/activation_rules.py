@@ -15,8 +15,9 @@ from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.language.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import Schedule, StepCounter, StepCounters
-from gradsurgeon.runtime.effect import Effect, Effects, Origin
+from gradsurgeon.runtime.effect import Effect, Origin
+from gradsurgeon.runtime.effects import Effects
+from gradsurgeon.runtime.step_counters import Schedule, StepCounter, StepCounters
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
@@ -28,18 +29,22 @@ _ODD = "torch has few operations for tensors that are nested, masked, compressed
 _WRITTEN = "{name} was written in place by the next operation, so no gradient arrived: let it work out of place"
 
 
-class NamedRule(NamedTuple):
-    """A rule, and the name of its tensor in records and messages."""
+class NamedEffect(NamedTuple):
+    """An effect, and the name of its tensor in records and messages."""
 
-    rule: Rule
+    effect: Effect
     name: str
 
+    @property
+    def rule(self) -> Rule:
+        return self.effect.rule
 
-class Due(NamedTuple):
-    """The rules that act in one call, in file order: on the value of a tensor, and on its gradient."""
 
-    values: tuple[NamedRule, ...]
-    grads: tuple[NamedRule, ...]
+class DueOnTensor(NamedTuple):
+    """The effects that act in one call, in file order: on the value of a tensor, and on its gradient."""
+
+    values: tuple[NamedEffect, ...]
+    grads: tuple[NamedEffect, ...]
 
 
 class ModuleCounters:
@@ -64,30 +69,37 @@ class ModuleCounters:
 
 
 class Site:
-    """The rules on one side of a module, or on a tag. The owner is the module whose step counter applies."""
+    """The effects on one side of a module, or on a tag. The owner is the module whose step counter applies."""
 
     def __init__(
-        self, rules: Sequence[Rule], owner: str, name: str, counters: ModuleCounters
+        self, effects: Sequence[Effect], owner: str, name: str, counters: ModuleCounters
     ) -> None:
         self.owner = owner
         self._schedule = counters.schedule
-        # Whether a rule names one tensor of a structure.
-        self.has_paths = any(rule.ref.path for rule in rules)
-        # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
-        self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
         self._counters = counters
+        # Whether a rule names one tensor of a structure.
+        self.has_paths = any(effect.rule.ref.path for effect in effects)
+        named = [NamedEffect(effect, name) for effect in effects]
+        # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
+        self._on_values = [one for one in named if not one.rule.ref.grad]
+        self._on_grads = [one for one in named if one.rule.ref.grad]
 
-    def now(self, *, training: bool) -> tuple[Due | None, int]:
-        """Return the due rules, or ``None``, and the step."""
+    def now(self, *, training: bool) -> tuple[DueOnTensor | None, int]:
+        """Return the due effects, or ``None``, and the step."""
         step = self._counters.of(self.owner).step
-        acting = [
-            (named, grad)
-            for named, grad in self._rules
-            if self._schedule.due(named.rule, step) and (training or named.rule.when is None)
-        ]
-        values = tuple([named for named, grad in acting if not grad])
-        due = Due(values, tuple([named for named, grad in acting if grad])) if acting else None
+        values = self._due(self._on_values, step, training=training)
+        grads = self._due(self._on_grads, step, training=training)
+        due = DueOnTensor(values, grads) if values or grads else None
         return due, step
+
+    def _due(
+        self, effects: Sequence[NamedEffect], step: int, *, training: bool
+    ) -> tuple[NamedEffect, ...]:
+        is_due = self._schedule.due
+        due = [one for one in effects if is_due(one.effect.rule, step)]
+        if not training:
+            due = [one for one in due if one.effect.rule.when is None]
+        return tuple(due)
 
 
 class ActivationRules:
@@ -96,7 +108,9 @@ class ActivationRules:
     def __init__(
         self, context: Context, passes: BackwardWatch, counters: ModuleCounters, effects: Effects
     ) -> None:
-        self.context, self.passes, self.counters = context, passes, counters
+        self.context = context
+        self.passes = passes
+        self.counters = counters
         self._effects = effects
         # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
         self.lock = RLock()
@@ -109,13 +123,13 @@ class ActivationRules:
         return not self.context.paused
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
-        if not self.context.program.tags:
+        if not self._effects.tags:
             return tensor
         if self.context.tag_watcher is not None:
             self.context.tag_watcher(name, tensor)
         if name not in self._tags:
-            rules = [rule for rule in self.context.program.tags if _matches(rule, name)]
-            self._tags[name] = Site(rules, ROOT, name, self.counters)
+            tagged = [effect for effect in self._effects.tags if _matches(effect.rule, name)]
+            self._tags[name] = Site(tagged, ROOT, name, self.counters)
         if not self.may_act():
             return tensor
         due, step = self._tags[name].now(training=True)
@@ -123,7 +137,7 @@ class ActivationRules:
 
     def act(
         self,
-        due: Due,
+        due: DueOnTensor,
         tensor: Tensor,
         owner: str,
         step: int,
@@ -140,47 +154,46 @@ class ActivationRules:
             self._hook(due.grads, out, owner)
         return out
 
-    def _hook(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> None:
-        if self.is_unreadable(tensor, rules, owner):
+    def _hook(self, effects: Sequence[NamedEffect], tensor: Tensor, owner: str) -> None:
+        if self.is_unreadable(tensor, effects, owner):
             return
         with self.lock:
             hooks = self._hooks.setdefault(tensor, [])
             edits = self._edits_of(tensor, hooks)
-            acting = [named for named in rules if named.rule.id not in edits]
+            acting = [named for named in effects if named.effect not in edits]
             if not acting:
                 return
             hook = GradHook(self, acting, owner, tensor)
             hooks.append(hook)
         _torch.register_hook(tensor, hook)
 
-    def _edits_of(self, tensor: Tensor, hooks: Sequence["GradHook"]) -> set[str]:
-        """Return the ids of the rules that will edit the gradient of a tensor as it is now."""
+    def _edits_of(self, tensor: Tensor, hooks: Sequence["GradHook"]) -> set[Effect]:
+        """Return the effects that will edit the gradient of a tensor as it is now."""
         # A container returns the tensor of its last child: both outputs have one gradient, and a rule edits it once.
         # After a write in place the tensor object stands for another value, with a gradient of its own.
         current = [hook for hook in hooks if hook.version == tensor._version]  # noqa: SLF001 # counts writes
-        named_rules = [named for hook in current for named in hook.rules]
-        return {rule.id for rule, _ in named_rules if self._effects[rule.id].edits}
+        named = [one for hook in current for one in hook.effects]
+        return {effect for effect, _ in named if effect.edits}
 
     def _on_value(
-        self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, step: int
+        self, effects: Sequence[NamedEffect], tensor: Tensor, owner: str, step: int
     ) -> Tensor:
         """Run rules on the value of a tensor of any shape and dtype; return the value that replaces it."""
-        if self.is_unreadable(tensor, rules, owner):
+        if self.is_unreadable(tensor, effects, owner):
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
         counter = partial(self.counters.of, owner)
         out = tensor
         with self.lock:
-            for rule, name in rules:
-                effect = self._effects[rule.id]
+            for effect, name in effects:
                 if self._is_fit(out, effect, name, owner):
                     origin = Origin(name, step, counter, is_gradient=False, is_again=again)
                     out = effect.on_tensor(out, origin)
         return out if self.context.mode == "act" else tensor
 
-    def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
-        if self.is_unreadable(grad, rules, owner):
+    def on_gradient(self, effects: Sequence[NamedEffect], grad: Tensor, owner: str) -> Tensor:
+        if self.is_unreadable(grad, effects, owner):
             return grad
         # Passes of single losses come before the training pass. Edits must act in all of these passes;
         # records come from the training pass alone.
@@ -191,18 +204,17 @@ class ActivationRules:
             out, scale = grad, self.context.scaling.scale
             counter = partial(self.counters.of, owner)
             step = counter().step
-            for rule, name in rules:
-                effect = self._effects[rule.id]
+            for effect, name in effects:
                 if self._is_fit(out, effect, name, owner):
                     origin = Origin(name, step, counter, scale=scale, is_again=again)
                     out = effect.on_tensor(out, origin)
         return out if self.context.mode == "act" else grad
 
-    def is_unreadable(self, tensor: Tensor, rules: Sequence[NamedRule], owner: str) -> bool:
+    def is_unreadable(self, tensor: Tensor, effects: Sequence[NamedEffect], owner: str) -> bool:
         """Return whether a tensor has no numbers to read, so rules leave it alone; warn once."""
         unreadable = _torch.is_unreadable(tensor)
         if unreadable:
-            self.warn("unreadable", _UNREADABLE, rules, owner)
+            self.warn("unreadable", _UNREADABLE, effects, owner)
         return unreadable
 
     def _is_fit(self, tensor: Tensor, effect: Effect, name: str, owner: str) -> bool:
@@ -214,15 +226,16 @@ class ActivationRules:
             reason = _ODD
         if reason:
             text = f"left {name} alone: {reason}; `exclude` it from the rule"
-            self.warn("unfit", text, [NamedRule(effect.rule, name)], owner)
+            self.warn("unfit", text, [NamedEffect(effect, name)], owner)
             return False
         # Token ids and masks are values too, but bounds, factors and norms make no sense for them.
         return effect.takes_any or tensor.is_floating_point() or tensor.is_complex()
 
-    def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
+    def warn(self, topic: str, text: str, effects: Sequence[NamedEffect], owner: str) -> None:
         step = self.counters.of(owner).step
-        for rule, _ in rules:
-            self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
+        for effect, _ in effects:
+            rule = effect.rule.id
+            self.context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
 
     def missed(self, counter: StepCounter) -> None:
         """Warn of gradients that did not come because a later operation wrote into their tensors."""
@@ -230,8 +243,8 @@ class ActivationRules:
             for tensor, hooks in list(self._hooks.items()):
                 for hook in hooks:
                     if hook.is_cut_off_from(tensor) and self.counters.of(hook.owner) is counter:
-                        text = _WRITTEN.format(name=hook.rules[0].name)
-                        self.warn("in-place", text, hook.rules, hook.owner)
+                        text = _WRITTEN.format(name=hook.effects[0].name)
+                        self.warn("in-place", text, hook.effects, hook.owner)
                 if all(hook.arrived or self.counters.of(hook.owner) is counter for hook in hooks):
                     del self._hooks[tensor]
 
@@ -239,14 +252,19 @@ class ActivationRules:
 class GradHook:
     """Hook on an activation: runs rules on its gradient. It does not keep the activation alive."""
 
-    __slots__ = ("_activations", "arrived", "owner", "rules", "version")
+    __slots__ = ("_activations", "arrived", "effects", "owner", "version")
     __torch_unserializable__ = True
 
     def __init__(
-        self, activations: ActivationRules, rules: Sequence[NamedRule], owner: str, tensor: Tensor
+        self,
+        activations: ActivationRules,
+        effects: Sequence[NamedEffect],
+        owner: str,
+        tensor: Tensor,
     ) -> None:
         self._activations = weakref.ref(activations)
-        self.rules, self.owner = rules, owner
+        self.effects = effects
+        self.owner = owner
         self.version = tensor._version  # noqa: SLF001 # counts writes
         self.arrived = False
 
@@ -262,7 +280,7 @@ class GradHook:
             return None
         with activations.context.refusals:
             if not activations.context.paused:
-                out = activations.on_gradient(self.rules, grad, self.owner)
+                out = activations.on_gradient(self.effects, grad, self.owner)
                 return None if out is grad else out
         return None
 

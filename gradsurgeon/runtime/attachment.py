@@ -61,11 +61,11 @@ class Attachment:
         )
         self.context = Context(model, plan, options, event_log, recorder)
         self.context.refusals.refuse_complaints(plan.refused)
-        if options.scaler is not None and options.scaler.is_enabled():
-            refuse_scaling(self.context.program)
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self.controller = Controller(unwrapped(model), self.context, plan, options)
+        if options.scaler is not None and options.scaler.is_enabled():
+            refuse_scaling(self.controller.effects.before_scaler)
         self.model = weakref.ref(model)
         self.removed = False
         self._when_removed: Callable[[], None] | None = None
@@ -74,7 +74,7 @@ class Attachment:
 
     def pending_steps(self) -> dict[str, int]:
         """Return the number of the next update of each parameter whose optimizer has begun: records of it wait for it."""
-        counters, names = self.context.counters, self.context.program.names
+        counters, names = self.context.counters, self.context.names
         found = ((name, counters[index]) for index, name in enumerate(names))
         return {name: counter.step for name, counter in found if counter.begun}
 
@@ -91,8 +91,9 @@ class Attachment:
     def _install(self) -> None:
         self.controller.attach()
         # No public interface lists the modules that compiled code calls, so all compiled code must go.
-        if self.context.program.modules and _torch.forget_compiled_code():
-            rules = [rule for rule, _ in self.context.program.site_rules]
+        effects = self.controller.effects
+        if effects.modules and _torch.forget_compiled_code():
+            rules = [effect.rule for effect in effects.sites]
             on_modules = [rule.id for rule in rules if rule.target == "modules"]
             text = _RECOMPILED.format(rules=", ".join(on_modules))
             self.context.event_log.emit("notice", text, step=self.step, warn=True)
@@ -104,7 +105,7 @@ class Attachment:
             return
         self.removed = True
         try:
-            self.context.recorder.collect(self.context.flags.close)
+            self.context.recorder.collect(self.controller.effects.mention_flags)
             if not self.context.refusals.over:
                 self._report_end(error)
         finally:  # also if the script turns a warning into an error
@@ -125,7 +126,7 @@ class Attachment:
         for name, text in never:
             context.event_log.emit("never-fired", text, rule=name, step=self.step, warn=warn)
         # Torch gave up on compiling loops around a graph break, and does not retry without this.
-        if context.program.modules and _torch.forget_compiled_code():
+        if self.controller.effects.modules and _torch.forget_compiled_code():
             context.event_log.emit("notice", _COMPILED_AGAIN, step=self.step)
 
     def discard(self) -> None:
@@ -166,7 +167,7 @@ class Attachment:
             stack.callback(self.controller.detach)
             self.context.recorder.collect()
             with self.context.refusals:
-                self.controller.checks.conclude()
+                self.controller.effects.conclude()
 
     @property
     def step(self) -> int:

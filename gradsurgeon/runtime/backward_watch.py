@@ -132,11 +132,11 @@ class _Before:
 class BackwardWatch:
     """Watches the backward passes that reach the model of one session."""
 
-    def __init__(self, context: Context, events: TrainingEvents) -> None:
+    def __init__(self, context: Context, events: TrainingEvents, watched: Sequence[int]) -> None:
         self.context = context
         self._events = events
         self.scaling = context.scaling
-        self._watched = list(context.program.watched)
+        self._watched = list(watched)
         # The shapes of all parameters, by which all ranks tell several models apart.
         params = context.parameters.params()
         self.shapes = [() if param is None else tuple(param.shape) for param in params]

@@ -3,10 +3,10 @@
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradsurgeon.distributed.ranks import FINE
@@ -15,13 +15,10 @@ from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.language.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.checks import Checks
-from gradsurgeon.runtime.conclusions import StepContext
+from gradsurgeon.runtime.check_effects import ModelFacts
 from gradsurgeon.runtime.context import Context, SessionOptions
-from gradsurgeon.runtime.due_rules import NOTHING_DUE, StepCounter
-from gradsurgeon.runtime.effects import effects_of
-from gradsurgeon.runtime.gradient_rules import WeightRecords, after_pass, run_step_rules
-from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.effect_table import effects_of
+from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -29,18 +26,18 @@ from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import Notices
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import ALONE, RankAgreement
+from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
-from gradsurgeon.runtime.spike_traps import SpikeTraps
+from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.runtime.training import Training
 from gradsurgeon.runtime.training_events import (
     GOES_ON,
     BackwardPass,
-    GradientSnapshot,
     StepDecision,
     WeightUpdate,
 )
-from gradsurgeon.runtime.traps import Traps
+from gradsurgeon.runtime.votes_heard import ALONE
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 _NOT_MET = "the optimizer {kind} holds no parameter of the model, or hides the one that does: pass the optimizer that it wraps"
@@ -52,24 +49,23 @@ class Controller:
     ) -> None:
         self._model = weakref.ref(model)
         self.context = context
-        self._agreement = RankAgreement(context)
         self._kept = KeptCalls(lambda: context.paused)
-        self.spikes = SpikeTraps(context)
-        self.checks = Checks(context, model, self._kept)
-        self.weights = WeightRecords(context)
-        self.traps = Traps(context, self._kept, self.spikes)
-        self._effects = effects_of(context, self.spikes)
-        self.losses = LossRules(context, self._agreement)
-        self.backward = BackwardWatch(context, self)
-        self.manual = ManualSteps(context, self, options)
-        self.param_hooks = ParamHooks(context, self.backward, self._effects)
-        counters = ModuleCounters(context.counters, context.program.names, context.schedule)
-        self.activations = ActivationRules(context, self.backward, counters, self._effects)
-        shared = SharedInputs(self.activations, self.losses.effects)
-        self._module_hooks = ModuleHooks(context.program.modules, self.activations, shared)
-        self.model = ModelChanges(model, context, plan, self.param_hooks, self._module_hooks)
-        self.steps = OptimizerWatch(context, self, self.model, self.manual)
-        self._notices = Notices(context, counters.of)
+        self._facts = ModelFacts(context, model, self._kept)
+        self.effects = effects_of(context, plan, self._facts)
+        self._agreement = RankAgreement(context, self.effects)
+        self.training = Training(context, self.effects, self._kept)
+        on_losses = [one for one in self.effects.on_params("losses") if isinstance(one, LossEffect)]
+        self.losses = LossRules(context, self._agreement, on_losses)
+        self.backward = BackwardWatch(context, self, self.effects.watched)
+        self.manual = ManualSteps(context, self, self.effects, options)
+        self.param_hooks = ParamHooks(context, self.backward, self.effects)
+        counters = ModuleCounters(context.counters, context.names, context.schedule)
+        self.activations = ActivationRules(context, self.backward, counters, self.effects)
+        shared = SharedInputs(self.activations, self.effects)
+        self._module_hooks = ModuleHooks(self.effects.modules, self.activations, shared)
+        self.model = ModelChanges(model, plan, self.effects, self.param_hooks, self._module_hooks)
+        self.steps = OptimizerWatch(context, self, self.effects, self.model, self.manual)
+        self._notices = Notices(context, self.effects, counters.of)
         self._search_on = options.optimizers is None
         # Whether a backward pass came and no update followed it yet.
         self._unstepped = False
@@ -83,7 +79,7 @@ class Controller:
         self.context.meet_ranks()
         self.param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
-        if self.traps.keeps_calls and (model := self._model()) is not None:
+        if self.training.traps.keeps_calls and (model := self._model()) is not None:
             self._kept.attach(model)
         # Popped one by one: from here on the session holds the optimizers weakly.
         while self._given:
@@ -104,7 +100,7 @@ class Controller:
         self._agreement.close()
         self.model.let_go()
         self.steps.close()
-        self.checks.close()
+        self.effects.close()
         self._module_hooks.detach()
         self._kept.detach()
         self.param_hooks.disarm()
@@ -115,8 +111,7 @@ class Controller:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
         self.context.meet_ranks()
         self.steps.end_failed()
-        if self.context.program.checks:
-            self.checks.before_pass(graph)
+        self.training.before_pass(graph)
         having = self._kept.reaching and self.context.parameters.grads()[0]
         self._kept.keep_loss(graph, accumulates=bool(having))
 
@@ -129,8 +124,9 @@ class Controller:
             by_hand = self._note_pass(done)
             if by_hand:
                 self.manual.refuse_compounding(done)
-            self.traps.add_snapshots(self._act_after(done).values())
-            objections = self.traps.objections(done) if self._agreement.votes(done) else ()
+            self.training.after_pass(done)
+            if self._agreement.votes(done):
+                objections = self.training.objections(done)
             self._end_pass(done)
         finally:
             # Always cast the vote: other ranks may wait for it.
@@ -147,10 +143,9 @@ class Controller:
         if context.ranks.shard_groups(done.indices):
             context.recorder.shared.passes += 1
         if done.scale is not None:
-            refuse_scaling(context.program)
+            refuse_scaling(self.effects.before_scaler)
         self._unstepped |= bool(done.indices)
         self._notices.arrived.update(done.indices)
-        context.flags.passed()
         params = () if done.indices else context.parameters.params()
         # A pass that gave no parameter a gradient feeds no update.
         if any(param is not None and param.requires_grad for param in params):
@@ -158,8 +153,8 @@ class Controller:
         return self.manual.active or not self.expects_update()
 
     def _end_pass(self, done: BackwardPass) -> None:
-        if self.context.program.checks:
-            self.checks.after_pass(done)
+        self._facts.passed(done)
+        self.training.pass_is_over(done)
         for counter in self.context.counters.among(done.indices):
             counter.passes += 1
         self._notices.passed(done)
@@ -167,86 +162,40 @@ class Controller:
         self._kept.reaching += 1
 
     def update_began(self, update: WeightUpdate) -> None:
-        if self.context.program.of_weights:
-            self.weights.before_update(update)
+        self.training.before_step(update)
 
     def step_starting(self, step: WeightUpdate) -> StepDecision:
-        """Run the due rules right before an update: the traps decide, then rules at `step` edit."""
-        context, counter = self.context, step.counter
-        if context.program.checks:
-            self.checks.before_update(step)
+        """Let the due effects act right before an update: traps decide, then rules at `step` edit."""
+        context = self.context
+        counter = step.counter
+        self.training.before_update(step)
         heard = ALONE if step.inside else self._agreement.heard(counter)
-        due = context.by_counter.due(counter)
+        due = self.effects.due(counter)
         # Without due rules, flags of modules or tags may remain to be judged.
-        has_flags = context.program.modules or context.program.tags
-        alone = not (step.inside or has_flags or counter is context.counters.common)
+        alone = not (step.inside or self.effects.sites or counter is context.counters.common)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
-        if alone and not due.bound_rules and heard.severity <= FINE:
-            self.checks.before_edits(step, None)
+        if alone and not (due.after_pass or due.at_step) and heard.severity <= FINE:
+            self.training.before_edits(step, due, None)
             return GOES_ON
         if context.paused and not step.inside:
-            return self.traps.rest(counter, heard, moved=step.has_moved)
-        due = NOTHING_DUE if context.paused else due
+            return self.training.traps.rest(counter, heard, moved=step.has_moved)
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
-        gradients = Gradients(context, due.final, step.scale)
-        if step.inside or not (counter.passes or self.manual.active):
-            self._catch_up(step, gradients)
-        update = StepContext(counter, due, gradients, heard, step.overflow, step.has_moved)
-        return self._judge(step, update)
-
-    def _act_after(
-        self, done: BackwardPass, known: Gradients | None = None
-    ) -> dict[StepCounter, GradientSnapshot]:
-        return after_pass(self.context, self._effects, done, known)
-
-    def _catch_up(self, step: WeightUpdate, gradients: Gradients) -> None:
-        """Measure gradients that came before the hooks were on, or that the script assigned."""
-        indices = step.counter.indices
-        is_whole = len(gradients) == len(indices)
-        having = indices if is_whole else tuple(self.context.parameters.grads(indices)[0])
-        if step.inside:
-            # Measured now: the script clears this gradient before the pass ends.
-            self._act_after(BackwardPass(having, scale=self.context.scaling.scale))
-        elif having:
-            # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            taken = self._act_after(BackwardPass(having, scale=step.scale), gradients)
-            self.traps.add_snapshots(taken.values())
-            if own := taken.get(step.counter):
-                gradients.know(own.indices, own.norms)
-
-    def _judge(self, step: WeightUpdate, update: StepContext) -> StepDecision:
-        context, due = self.context, update.due
-        # The trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
-        decision = self.traps.decide(update)
-        if context.program.checks:
-            self.checks.before_edits(step, update.gradients)
-        suspicious = run_step_rules(context, self._effects, update, acting=not decision.stops)
-        # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
-        if due.judged_again and not decision.stops:
-            decision = self.traps.decide_edited(update, suspicious)
-        if decision.stops:
-            self.spikes.end(update.counter, took_place=False)
-        if context.mode == "act" and due.frozen:
-            decision = replace(decision, frozen=tuple(sorted(due.frozen)))
-        return decision
+        had_pass = counter.passes > 0 or self.manual.active
+        return self.training.act_at_step(step, due, heard, had_pass=had_pass)
 
     def step_finished(self, step: WeightUpdate, *, took_place: bool) -> None:
-        counter, context = step.counter, self.context
-        updated = took_place and not step.skipped
-        if context.program.checks:
-            self.checks.after_update(step, took_place=updated)
-        if context.program.of_weights:
-            self.weights.after_update(step, took_place=updated)
-        if context.spikes:
-            self.spikes.end(counter, took_place=took_place)
+        context = self.context
+        counter = step.counter
+        step.took_place = took_place and not step.skipped
+        self.training.after_update(step)
+        self._facts.updated(counter)
         if took_place:
             self._count_due(counter)
             if not step.inside:  # hooks on a gradient inside backward may still be running
                 self.model.after_step(counter)
                 self._notices.arrived.difference_update(counter.indices)
-        self.traps.done(counter)
-        if context.program.modules or context.program.tags:
+        if self.effects.sites:
             self.activations.missed(counter)
         counter.tick()
         self._kept.updated()
@@ -275,14 +224,13 @@ class Controller:
             counters.start = counter.step
         elif common.step < counter.step:
             self._count_due(common)
-            self.traps.done(common)
+            self.training.traps.passes.forget(common)
             common.step = counter.step
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         try:
-            self.traps.skipped_by_scaler(counter, scale)
+            self.training.skipped_by_scaler(counter, scale)
         finally:
-            self.context.flags.forget(counter)
             # The step did not take place, so no rule at `step` could fire.
             self.step_finished(WeightUpdate(counter), took_place=False)
 
@@ -313,7 +261,7 @@ class Controller:
                 owner = self.steps.meet(optimizer) if is_outer else None
                 if owner is not None:
                     before = owner.counter.step
-                    self.checks.before_unscaling(owner.counter, optimizer, scaler)
+                    self._show_before_unscaling(owner.counter, optimizer, scaler)
             yield
             with guard:
                 if owner is not None and owner.counter.step == before and self.attached:
@@ -321,6 +269,15 @@ class Controller:
                     if scale is not None:
                         self.step_skipped_by_scaler(owner.counter, scale)
         self.context.event_log.raise_raised()
+
+    def _show_before_unscaling(
+        self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
+    ) -> None:
+        looking = self.effects.due(counter).having("before_unscaling")
+        states = scaler._per_optimizer_states  # noqa: SLF001 # no public name tells
+        if looking and states[id(optimizer)]["stage"] is OptState.READY:
+            event = WeightUpdate(counter, optimizer=weakref.ref(optimizer))
+            self.training.before_unscaling(event, scaler.get_scale())
 
     @property
     def has_gradients(self) -> bool:

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import ByNorm, Edit, Rule
-from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.effect import Effect, Origin
+from gradsurgeon.actions import ByNorm, Edit
+from gradsurgeon.runtime.effect import Bound, Effect, Origin
 from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
-from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.tensors import _dist, _numbers, _torch
 
 
@@ -22,19 +19,16 @@ class ElementEdit(Effect):
     """Edits each element by itself."""
 
     edits = True
-
-    def __init__(self, rule: Rule, context: Context, edit: Edit) -> None:
-        super().__init__(rule, context)
-        self._edit = edit
+    compiled: Edit
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         if not origin.is_again:
             self.log.count_fired(self.rule.id, origin.step)
             if self.context.mode == "observe":
                 self._count_changed(unscaled(tensor, origin.scale))
-        return _numbers.on_values(in_true_units(self._edit.apply, origin.scale), tensor)
+        return _numbers.on_values(in_true_units(self.compiled.apply, origin.scale), tensor)
 
-    def act(self, gradients: Gradients, bound: BoundRule) -> None:
+    def act(self, gradients: Gradients, bound: Bound) -> None:
         indices = gradients.having(bound.indices)
         if not indices:
             return
@@ -45,19 +39,19 @@ class ElementEdit(Effect):
                 self._count_changed(part)
         dense = [grad for grad in edited if grad.layout is torch.strided]
         if dense:
-            self._edit.apply_(dense)
+            self.compiled.apply_(dense)
         if len(dense) < len(edited):
             for grad in edited:
                 if grad.layout is not torch.strided:
                     # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
-                    grad.copy_(_numbers.on_values(self._edit.apply, grad))
-        self.log.count_fired(self.rule.id, bound.counter.step, len(indices))
+                    grad.copy_(_numbers.on_values(self.compiled.apply, grad))
+        self.log.count_fired(self.rule.id, bound.step, len(indices))
 
     def _count_changed(self, grad: Tensor) -> None:
         """Count whether the edit would change an element. Does not wait for a device."""
         with torch.no_grad():
             elements = _numbers.values(grad)
-            changes = _numbers.differs(elements, self._edit.apply(elements)).any()
+            changes = _numbers.differs(elements, self.compiled.apply(elements)).any()
         self.log.count_changed(self.rule.id, changes)
 
 
@@ -65,15 +59,13 @@ class NormEdit(Effect):
     """Multiplies gradients by a function of their norm."""
 
     edits = True
-
-    def __init__(self, rule: Rule, context: Context, by_norm: ByNorm) -> None:
-        super().__init__(rule, context)
-        self._by_norm = by_norm
+    measures = True
+    compiled: ByNorm
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         with torch.no_grad():
-            norm = _numbers.norm(unscaled(tensor.detach(), origin.scale), self._by_norm.order)
-            factors = self._by_norm.factor(norm)
+            norm = _numbers.norm(unscaled(tensor.detach(), origin.scale), self.compiled.order)
+            factors = self.compiled.factor(norm)
         # On a device the factor stays unread.
         factor = float(factors) if _torch.is_host(factors) else factors
         if not origin.is_again:
@@ -90,19 +82,19 @@ class NormEdit(Effect):
             nonfinite = norm.isfinite().logical_not_()
             self.log.emit_if(nonfinite, LEFT_ALONE, rule=rule, step=step)
 
-    def act(self, gradients: Gradients, bound: BoundRule) -> None:
+    def act(self, gradients: Gradients, bound: Bound) -> None:
         having = gradients.having(bound.indices)
         gradients.check_layouts(self.rule, having)
         indices = having
-        if self._by_norm.over_rule and gradients.hidden:
+        if self.compiled.over_rule and gradients.hidden:
             indices = [index for index in having if index not in gradients.hidden]
         if indices:
-            self._shorten(gradients, indices, bound.counter.step)
+            self._shorten(gradients, indices, bound.step)
         if having:
-            self.log.count_fired(self.rule.id, bound.counter.step, len(having))
+            self.log.count_fired(self.rule.id, bound.step, len(having))
 
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
-        by_norm = self._by_norm
+        by_norm = self.compiled
         rule = self.rule.id
         norms = gradients.norms(indices, by_norm.order)
         if by_norm.over_rule:
@@ -130,27 +122,13 @@ def _times(values: Tensor, factor: float | Tensor) -> Tensor:
     return (wide * factor).to(values.dtype)
 
 
-class CutSpikes(Effect):
-    """Shortens gradients whose norms are above a running bound."""
-
-    edits = True
-
-    def __init__(self, rule: Rule, context: Context, spikes: SpikeTraps) -> None:
-        super().__init__(rule, context)
-        self._spikes = spikes
-
-    def act(self, gradients: Gradients, bound: BoundRule) -> None:
-        indices = gradients.having(bound.indices)
-        if indices:
-            self._spikes.cut(bound, gradients, indices)
-            self.log.count_fired(self.rule.id, bound.counter.step, len(indices))
-
-
 class Hide(Effect):
-    """Counts gradients that the optimizer does not find."""
+    """Hides gradients from the optimizer."""
 
-    def act(self, gradients: Gradients, bound: BoundRule) -> None:
+    hides = True
+
+    def act(self, gradients: Gradients, bound: Bound) -> None:
         indices = gradients.having(bound.indices)
         if indices:
             self.log.count_changed(self.rule.id, len(indices))
-            self.log.count_fired(self.rule.id, bound.counter.step, len(indices))
+            self.log.count_fired(self.rule.id, bound.step, len(indices))

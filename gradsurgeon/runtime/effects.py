@@ -1,42 +1,214 @@
-"""Makes the effect of each rule."""
+"""All effects of a session, and which of them are due in a step."""
 
-from gradsurgeon.actions import (
-    ByNorm,
-    CaptureRule,
-    EditRule,
-    FreezeRule,
-    ObserverRule,
-    Rule,
-    TrapRule,
-)
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gradsurgeon.actions import Rule
+from gradsurgeon.language.planning import ROOT
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.editing_effects import CutSpikes, ElementEdit, Hide, NormEdit
-from gradsurgeon.runtime.effect import Effect, Effects
-from gradsurgeon.runtime.observing_effects import Copy, FlagNonfinite, Record
-from gradsurgeon.runtime.spike_traps import SpikeTraps
+from gradsurgeon.runtime.effect import Bound, Effect
+from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.runtime.trap_effects import NonfiniteTrap, TensorTrap, Trap
 
 
-def effects_of(context: Context, spikes: SpikeTraps) -> Effects:
-    return {rule.id: _effect_of(rule, context, spikes) for rule in context.rules}
+@dataclass(frozen=True, slots=True)
+class ModuleEffects:
+    """The effects on one module: on what it takes and returns, and on inputs that it shares with other modules."""
+
+    name: str
+    on_input: Sequence[Effect]
+    on_output: Sequence[Effect]
+    on_shared: Sequence[Effect]
 
 
-def _effect_of(rule: Rule, context: Context, spikes: SpikeTraps) -> Effect:
-    effect = Effect(rule, context)
-    if isinstance(rule, EditRule):
-        edit = context.edits[rule.id]
-        if isinstance(edit, ByNorm):
-            effect = NormEdit(rule, context, edit)
-        else:
-            effect = ElementEdit(rule, context, edit)
-    elif isinstance(rule, CaptureRule):
-        effect = Copy(rule, context)
-    elif isinstance(rule, ObserverRule):
-        effect = Record(rule, context)
-    elif isinstance(rule, FreezeRule):
-        effect = Hide(rule, context)
-    elif isinstance(rule, TrapRule) and rule.target != "params":
-        effect = FlagNonfinite(rule, context)
-    elif isinstance(rule, TrapRule) and rule.edits:
-        effect = CutSpikes(rule, context, spikes)
-    # Checks, rules on losses, and traps that only judge do nothing with tensors as they come.
-    return effect
+class Due:
+    """The effects that are due for one counter in one step, in the order in which they act.
+
+    Attributes:
+        after_pass: those that act on gradients after a backward pass.
+        at_step: those that act right before the update.
+        judges: those that judge the update.
+        watched: the parameters of `after_pass`.
+        normed: those of them of whose gradients an effect needs the norm.
+        trapped: the parameters whose gradients are searched for non-finite elements.
+        final: the parameters whose gradients are judged or edited at the update.
+        edited: the parameters whose gradients are edited at the update.
+        hidden_by: by parameter that the optimizer does not find, the rule that hides it.
+        judges_edits: whether traps judge again what edits made of gradients.
+        asks_host: whether an effect needs the host to know if the update takes place.
+        keeps_passes: whether a report may need what backward passes have left.
+    """
+
+    def __init__(self, bound: Sequence[Bound]) -> None:
+        self.bound = bound
+        self.after_pass = [one for one in bound if one.effect.moment == "accumulated"]
+        self.at_step = [one for one in bound if one.effect.moment == "step"]
+        self.judges = [one for one in bound if one.effect.judges]
+        traps = [one for one in self.judges if isinstance(one.effect, NonfiniteTrap)]
+        edits = [one for one in self.at_step if one.effect.edits]
+        normed = [one for one in self.after_pass if "l2" in one.keys]
+        self.watched = _indices_of(self.after_pass)
+        self.trapped = _indices_of(traps)
+        self.normed = _indices_of([*traps, *normed])
+        self.final = _indices_of([*self.judges, *self.at_step])
+        self.edited = frozenset(_indices_of(edits))
+        self.hidden_by: dict[int, str] = {}
+        for one in self.at_step:
+            if one.effect.hides:
+                self.hidden_by.update(dict.fromkeys(one.indices, one.rule.id))
+        self.judges_edits = bool(traps) and any(one.rule.may_overflow for one in self.at_step)
+        self.asks_host = any(not (one.effect.edits or one.effect.hides) for one in self.at_step)
+        self.keeps_passes = any(not one.effect.edits for one in self.judges)
+        self._having: dict[str, list[Bound]] = {}
+
+    def having(self, method: str) -> list[Bound]:
+        """Return the effects that do something in a method."""
+        if method not in self._having:
+            self._having[method] = [one for one in self.bound if one.effect.has(method)]
+        return self._having[method]
+
+
+def _indices_of(bound: Iterable[Bound]) -> tuple[int, ...]:
+    return tuple(sorted({index for one in bound for index in one.indices}))
+
+
+NOTHING_DUE = Due(())
+
+
+class Effects:
+    """All effects of a session, in the order in which they act."""
+
+    def __init__(
+        self,
+        context: Context,
+        effects: Sequence[Effect],
+        modules: Sequence[ModuleEffects],
+        tags: Sequence[Effect],
+    ) -> None:
+        self.context = context
+        self.modules = modules
+        self.tags = tags
+        self._by_rule = {effect.rule.id: effect for effect in effects}
+        self._on_params = [effect for effect in effects if effect.indices]
+        # The effects on modules and tags, with the module whose optimizer counts their steps.
+        self.sites: dict[Effect, str] = {}
+        for module in modules:
+            for effect in (*module.on_input, *module.on_output, *module.on_shared):
+                self.sites.setdefault(effect, module.name)
+        self.sites.update(dict.fromkeys(tags, ROOT))
+        self.tensor_traps = [one for one in self.sites if isinstance(one, TensorTrap)]
+        self._schedules = [
+            effect.rule.steps for effect in self._on_params if not effect.rule.steps.always
+        ]
+        # Whether an effect on parameters acts in every step.
+        self.any_always = len(self._schedules) < len(self._on_params)
+        self._having: dict[str, list[Effect]] = {}
+        self._bound: dict[StepCounter, list[Bound]] = {}
+        self._due: dict[tuple[StepCounter, int, tuple[bool, ...]], Due] = {}
+        # The version of the counters for which these hold.
+        self._version = -1
+
+    def having(self, method: str) -> list[Effect]:
+        """Return the effects on parameters that do something in a method."""
+        if method not in self._having:
+            self._having[method] = [one for one in self._on_params if one.has(method)]
+        return self._having[method]
+
+    def __getitem__(self, rule: str) -> Effect:
+        return self._by_rule[rule]
+
+    @property
+    def all(self) -> Sequence[Effect]:
+        return [*self._by_rule.values()]
+
+    @property
+    def searches(self) -> bool:
+        """Whether a trap judges gradients after backward passes."""
+        return any(effect.judges for effect in self.on_params("accumulated"))
+
+    @property
+    def traps(self) -> list[Trap]:
+        return [effect for effect in self.all if isinstance(effect, Trap)]
+
+    def on_params(self, *moments: str) -> list[Effect]:
+        """Return the effects on parameters that act at some moments, at all moments if none is given."""
+        if not moments:
+            return self._on_params
+        return [effect for effect in self._on_params if effect.moment in moments]
+
+    @property
+    def armed(self) -> Sequence[int]:
+        """The parameters whose gradients matter; without any, those by which an optimizer counts steps."""
+        effects = [effect for effect in self._on_params if effect.moment != "updated"]
+        indices = {index for effect in effects for index in effect.indices}
+        return sorted(indices)
+
+    @property
+    def watched(self) -> Sequence[int]:
+        return self.armed or range(len(self.context.names))
+
+    def due(self, counter: StepCounter) -> Due:
+        """Return the effects that are due for a counter in its next update; none in a pause."""
+        if self.context.paused:
+            return NOTHING_DUE
+        if self._version != self.context.counters.version:
+            self._version = self.context.counters.version
+            self._bound.clear()
+            self._due.clear()
+        in_steps = tuple([steps.includes(counter.step) for steps in self._schedules])
+        schedule = self.context.schedule
+        key = counter, len(schedule.resting), in_steps
+        if key not in self._due:
+            bound = [one for one in self._bound_to(counter) if schedule.due(one.rule, counter.step)]
+            self._due[key] = Due(bound)
+        return self._due[key]
+
+    def _bound_to(self, counter: StepCounter) -> list[Bound]:
+        if counter not in self._bound:
+            bound = [effect.bound_to(counter) for effect in self._on_params]
+            self._bound[counter] = [one for one in bound if one.indices]
+        return self._bound[counter]
+
+    def rests(self, step: int) -> bool:
+        """Return whether no effect can act at a step, so callers can skip the search for changed parameters."""
+        if self.any_always or self.sites:
+            return False
+        return not any(steps.includes(step) for steps in self._schedules)
+
+    def let_skips_warn(self, why: str) -> None:
+        """Let the traps of a pack that skip updates warn from now on. Chosen traps stay as they are."""
+        refusals = self.context.refusals
+        skipping = [trap for trap in self.traps if trap.then == "skip-step"]
+        if refusals.lenient and skipping:
+            for trap in skipping:
+                trap.soften()
+            refusals.soften_skips([trap.rule.id for trap in skipping], why)
+
+    @property
+    def before_scaler(self) -> list[Rule]:
+        """The rules that act before a `GradScaler` looks for its overflow."""
+        return [effect.rule for effect in (*self.on_params("backward"), *self.sites)]
+
+    def conclude(self) -> None:
+        """Let checks tell what they know so far. More may come."""
+        for effect in self.having("at_end"):
+            effect.at_end()
+
+    def mention_flags(self) -> None:
+        """Mention non-finite tensors that fed no update."""
+        for trap in self.tensor_traps:
+            trap.mention_all()
+
+    def close(self) -> None:
+        for effect in self.all:
+            effect.close()
+
+
+def by_parameter(effects: Iterable[Effect]) -> dict[int, list[Effect]]:
+    by_index: dict[int, list[Effect]] = {}
+    for effect in effects:
+        for index in effect.indices:
+            by_index.setdefault(index, []).append(effect)
+    return by_index

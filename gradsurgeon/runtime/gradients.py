@@ -24,7 +24,7 @@ class Gradients:
         self._context = context
         self.asked = indices
         # Whether no parameter of the session is left out.
-        self._is_whole = len(indices) == len(context.program.names)
+        self._is_whole = len(indices) == len(context.names)
         self._indices, grads = context.parameters.grads(indices)
         self._now = dict(zip(self._indices, grads, strict=True))
         self.scale = scale
@@ -170,7 +170,7 @@ class Gradients:
     def check_layouts(self, rule: Rule, indices: Iterable[int]) -> None:
         if not rule.keeps_zero:
             for index in indices:
-                check_layout(rule, self._now[index], self._context.program.names[index])
+                check_layout(rule, self._now[index], self._context.names[index])
 
     def shorten(self, rule: str, indices: Sequence[int], factors: Tensor) -> None:
         """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.

@@ -94,11 +94,11 @@ def _weights(
     due: Sequence[DueLossRule], grads: Mapping[int, Mapping[str, Tensor]], tasks: Sequence[int]
 ) -> dict[int, Mapping[str, float]]:
     """Run the rules on the gradients; return the weights other than 1, by the ids of the parameters to combine."""
-    sessions = {one.effects for one in due}
-    given = {one: Contributions(grads, one.context.scaling.of(tasks)) for one in sessions}
+    sessions = {one.context for one in due}
+    given = {one: Contributions(grads, one.scaling.of(tasks)) for one in sessions}
     found: dict[int, tuple[str, Mapping[str, float]]] = {}
     for one in due:
-        if not (weights := one.effects.run(one, given[one.effects])):
+        if not (weights := one.effect.run(one, given[one.context])):
             continue
         for number, param in one.params.items():
             if id(param) in found:
@@ -128,7 +128,7 @@ def _gradients(
         # the sum makes each pass visit all layers that the pass of the sum visits.
         parts = {name: loss + total * 0.0 for name, loss in parts.items()}
     params = list({id(param): param for one in due for param in one.params.values()}.values())
-    wrappers = [w for one in due for w in one.effects.context.ranks.wrappers_of([*one.params])]
+    wrappers = [w for one in due for w in one.context.ranks.wrappers_of([*one.params])]
     put_back = _buffers_of(modules)
     with data_parallel.extra_pass(wrappers), taking() as tasks:
         for name, loss in parts.items():

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.actions import Combination, LossComparison, LossRule
-from gradsurgeon.errors import BindError, GradSurgeonError, printable
+from gradsurgeon.errors import printable
 from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.inner_products import Contributions, pairs
 
@@ -34,16 +35,23 @@ class DueLossRule:
         averaged: the ids of the parameters that these ranks average.
     """
 
-    effects: LossEffects
-    rule: LossRule
+    effect: LossEffect
     step: int
     senders: Sequence[str]
     params: Mapping[int, Tensor]
     groups: _dist.Groups = ()
     averaged: frozenset[int] = frozenset()
 
+    @property
+    def rule(self) -> LossRule:
+        return self.effect.rule
+
+    @property
+    def context(self) -> Context:
+        return self.effect.context
+
     def name(self, number: int) -> str:
-        return printable(self.effects.context.program.names[number])
+        return printable(self.context.names[number])
 
     def products(self, given: Contributions, params: Iterable[Tensor]) -> Tensor:
         """Return the inner products of gradients, or of averaged gradients if ranks average some of them."""
@@ -52,7 +60,8 @@ class DueLossRule:
         averaged = [param for param in params if id(param) in self.averaged]
         if not averaged:
             return given.products(self.senders, params)
-        groups, number = self.groups[:1], len(_dist.members(self.groups[0]))
+        groups = self.groups[:1]
+        number = len(_dist.members(groups[0]))
 
         def average(block: Tensor) -> Tensor:
             return _dist.reduce(block, groups) / number
@@ -60,41 +69,42 @@ class DueLossRule:
         return given.products(self.senders, averaged, average)
 
 
-class LossEffects:
-    """Compares and weighs gradients for the rules of one session."""
+class LossEffect(Effect):
+    """Compares or weighs the gradients of losses, or those that modules send to a tensor that they share."""
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self._effects = {
-            rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
-        }
-        # Ids of rules whose single-loss gradients were verified to add up to the gradient of the sum.
-        self.verified: set[str] = set()
-        # Rules on modules combine in the training pass alone, so its gradients differ from the plain sum.
-        if any(rule.edits for module in context.program.modules for rule in module.on_shared):
-            self.verified.update(self._effects)
-        # By rule, the step of the last call that combined, and the number of the call within this step.
-        self._calls: dict[str, tuple[int, int]] = {}
-        # Cached, because sinks distinguish rows by the identity of their keys.
-        self._keys: dict[Key, Key] = {}
+    rule: LossRule
+    compiled: Combination | LossComparison
 
-    def acts(self, rule: str) -> bool:
-        """Return whether a rule changes gradients."""
-        return self.context.mode == "act" and isinstance(self._effects[rule], Combination)
+    def __init__(
+        self,
+        rule: LossRule,
+        context: Context,
+        indices: tuple[int, ...],
+        compiled: Combination | LossComparison,
+    ) -> None:
+        super().__init__(rule, context, indices, compiled)
+        self.moment = "losses"
+        # Whether it replaces gradients by others.
+        self.combines = context.mode == "act" and isinstance(compiled, Combination)
+        # Whether the gradients of single losses were verified to add up to the gradient of their sum.
+        self.is_verified = False
+        # The step of the last call that combined, and the number of the call within this step.
+        self._last_call = (-1, 0)
+        # Sinks tell rows apart by the identity of their keys.
+        self._series: dict[Key, Key] = {}
 
     def run(self, due: DueLossRule, given: Contributions) -> dict[str, float]:
         """Compare or combine; return the weight of each sender, empty if the tensors get the plain sum."""
-        effect = self._effects[due.rule.id]
-        if isinstance(effect, LossComparison):
-            self._compare(due, effect.per, given)
+        if isinstance(self.compiled, LossComparison):
+            self._compare(due, self.compiled.per, given)
             return {}
-        weights = self._weigh(due, effect, given)
-        return weights if self.acts(due.rule.id) else {}
+        weights = self._weigh(due, self.compiled, given)
+        return weights if self.combines else {}
 
     def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
         parts: dict[str, list[Tensor]] = {}
         for number, param in due.params.items():
-            name = "" if per == "rule" else self.context.program.names[number]
+            name = "" if per == "rule" else self.context.names[number]
             part = name.rpartition(".")[0] if per == "module" else name
             parts.setdefault(part, []).append(param)
         compared: dict[str, tuple[float, float]] = {}
@@ -104,13 +114,15 @@ class LossEffects:
                 compared[prefix + pair] = numbers
         for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
             self._record(due, stat, tuple(compared), torch.tensor(values, device="cpu"))
-        self.context.event_log.count_fired(due.rule.id, due.step)
+        self.log.count_fired(due.rule.id, due.step)
 
     def _weigh(
-        self, due: DueLossRule, effect: Combination, given: Contributions
+        self, due: DueLossRule, combination: Combination, given: Contributions
     ) -> dict[str, float]:
         """Return the weight of each sender and record it; empty if there are no weights."""
-        rule, step, event_log = due.rule.id, due.step, self.context.event_log
+        rule = self.rule.id
+        step = due.step
+        event_log = self.log
         # Other rules may have compared the same gradients.
         products = due.products(given, due.params.values())
         event_log.count_fired(rule, step)
@@ -121,7 +133,7 @@ class LossEffects:
                 f"loss {some}", _NONFINITE.format(some=some), rule=rule, step=step
             )
             return {}
-        weights, problem = self._solved(due, effect, products)
+        weights, problem = self._solved(due, combination, products)
         if not weights.isfinite().all():
             names = ", ".join(map(printable, due.senders))
             text = _UNSOLVED.format(names=names, problem=problem)
@@ -139,16 +151,16 @@ class LossEffects:
         return dict(zip(due.senders, map(float, weights), strict=True))
 
     def _solved(
-        self, due: DueLossRule, effect: Combination, products: Tensor
+        self, due: DueLossRule, combination: Combination, products: Tensor
     ) -> tuple[Tensor, str]:
         """Return the weights, NaN if the solver found none, and the problem in this case."""
-        rule, problem = due.rule.id, "the weights are non-finite"
-        last, call = self._calls.get(rule, (due.step, -1))
-        call = call + 1 if last == due.step else 0
-        self._calls[rule] = due.step, call
+        problem = "the weights are non-finite"
+        last_step, last_call = self._last_call
+        call = last_call + 1 if last_step == due.step else 0
+        self._last_call = (due.step, call)
         try:
-            with _drawing(f"{rule}/{due.step}/{call}"):
-                weights = effect.weigh(products)
+            with _drawing(f"{self.rule.id}/{due.step}/{call}"):
+                weights = combination.weigh(products)
         except (ValueError, ArithmeticError, RuntimeError) as error:
             weights, problem = torch.full_like(products[0], math.nan), printable(str(error))
         if due.groups:
@@ -158,16 +170,9 @@ class LossEffects:
         return weights, problem
 
     def _record(self, due: DueLossRule, stat: str, columns: Iterable[str], values: Tensor) -> None:
-        key = Key(due.rule.id, stat, due.rule.point, tuple(columns))
-        key = self._keys.setdefault(key, key)
+        key = Key(self.rule.id, stat, self.rule.point, tuple(columns))
+        key = self._series.setdefault(key, key)
         self.context.recorder.add(key, due.step, range(len(values)), values.float(), replace=False)
-
-
-def _compiled(rule: LossRule) -> Combination | LossComparison:
-    try:
-        return rule.compile()
-    except GradSurgeonError as error:  # a library is missing
-        raise BindError([f"rule {rule.id}: {error}"]) from error
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from gradsurgeon.actions import LossRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
+from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffect
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -52,7 +51,7 @@ class NamedPass:
     def __init__(self, due: Sequence[DueLossRule]) -> None:
         self._params = {id(param): param for one in due for param in one.params.values()}
         # Each rule checks once whether the passes agree; after that only the combined gradients are kept.
-        self._asked = [one for one in due if one.rule.id not in one.effects.verified]
+        self._asked = [one for one in due if not one.effect.is_verified]
         self._accumulation = _torch.Accumulation()
         # The ids of the parameters that single losses gave a gradient; ``None`` if no gradients were taken.
         self._given: frozenset[int] | None = None
@@ -122,7 +121,7 @@ class NamedPass:
         for index, param in zip(indices, context.parameters.params(indices), strict=True):
             is_divided = _dist.is_divided(param)
             if is_divided or id(param) not in self._params or id(param) in self._astray:
-                name = printable(context.program.names[index])
+                name = printable(context.names[index])
                 self._problem = (_DIVIDED if is_divided else _ASTRAY).format(
                     rule=rule.id, name=name
                 )
@@ -142,7 +141,7 @@ class NamedPass:
                     )
             # Non-finite gradients prove nothing about the graph, so the rule stays unverified.
             if found and math.isfinite(least):
-                one.effects.verified.add(one.rule.id)
+                one.effect.is_verified = True
 
 
 # The pass of named losses that this thread runs.
@@ -152,12 +151,12 @@ current: ContextVar[NamedPass | None] = ContextVar("current", default=None)
 class LossRules:
     """The rules of one session on parameters that take the gradient of each loss."""
 
-    def __init__(self, context: Context, agreement: RankAgreement) -> None:
-        self.context, self._agreement = context, agreement
-        self.effects = LossEffects(context)
-        self._stages = [
-            (cast("LossRule", stage.rule), stage.indices) for stage in context.program.of_losses
-        ]
+    def __init__(
+        self, context: Context, agreement: RankAgreement, effects: Sequence[LossEffect]
+    ) -> None:
+        self.context = context
+        self._agreement = agreement
+        self.effects = effects
         # By rule id, the losses that calls passed while the rule was due.
         self._given: dict[str, set[str]] = {}
 
@@ -174,7 +173,9 @@ class LossRules:
         reached, keys = set(context.parameters.owned(leaves)), set(map(id, leaves))
         acting: list[DueLossRule] = []
         # A paused session does this too: other ranks may wait for it.
-        for rule, matched in self._stages:
+        for effect in self.effects:
+            rule = effect.rule
+            matched = effect.indices
             indices = [t for t in matched if rule.steps.includes(context.counters[t].step)]
             if not indices:
                 continue
@@ -188,9 +189,7 @@ class LossRules:
             if reaches and params and given is not None and not context.paused:
                 step = context.counters[next(iter(params))].step
                 senders = rule.losses or ()
-                acting.append(
-                    DueLossRule(self.effects, rule, step, senders, params, groups, averaged)
-                )
+                acting.append(DueLossRule(effect, step, senders, params, groups, averaged))
                 self._note_given(rule, step, list(given))
         return acting
 
@@ -219,18 +218,20 @@ class LossRules:
 
     def never_given(self) -> Iterator[tuple[LossRule, str]]:
         """Yield each rule that was due, with each loss that it names and that no call passed."""
-        for rule, _ in self._stages:
+        for effect in self.effects:
+            rule = effect.rule
             given = self._given.get(rule.id, ())
             yield from ((rule, name) for name in rule.losses or () if given and name not in given)
 
     def passed(self, indices: Sequence[int]) -> None:
         """Check the gradients that a pass left: warn if the losses were unknown, else compare the parameters."""
         context, named = self.context, current.get()
-        for rule, matched in self._stages:
-            among = set(matched)
+        for effect in self.effects:
+            rule = effect.rule
+            among = set(effect.indices)
             due = [t for t in indices if t in among and context.is_due(rule, context.counters[t])]
             if due and named is None:
-                text = _UNKNOWN.format(name=printable(context.program.names[due[0]]))
+                text = _UNKNOWN.format(name=printable(context.names[due[0]]))
                 step = context.counters[due[0]].step
                 context.event_log.notice_once("plain", text, rule=rule.id, step=step, warn=True)
             elif named is not None:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Literal
 
-from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.language.compiler import Stage
 from gradsurgeon.runtime.context import Context, SessionOptions
+from gradsurgeon.runtime.effect import Effect
+from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.training_events import (
     BackwardPass,
     StepDecision,
@@ -31,8 +31,15 @@ _NO_FREEZE = "weights are updated by hand, so no optimizer can be kept off them;
 
 
 class ManualSteps:
-    def __init__(self, context: Context, events: TrainingEvents, options: SessionOptions) -> None:
+    def __init__(
+        self,
+        context: Context,
+        events: TrainingEvents,
+        effects: Effects,
+        options: SessionOptions,
+    ) -> None:
         self._context = context
+        self._effects = effects
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
@@ -54,33 +61,30 @@ class ManualSteps:
         held = measure.read(list(done.held.values()))
         onto = [index for index, any_ in zip(done.held, held, strict=True) if any_]
         if compounded := [index for index in self.edited() if index in onto]:
-            name = self._context.program.names[compounded[0]]
+            name = self._context.names[compounded[0]]
             error = GradSurgeonError(_COMPOUNDS.format(name=name))
-            self._context.refusals.refuse(error, [stage.rule.id for stage in self._editing()])
+            self._context.refusals.refuse(error, [effect.rule.id for effect in self._editing()])
 
     def edited(self) -> list[int]:
         """Return the tensors that rules at `step` edit or learn from."""
-        return sorted({index for stage in self._editing() for index in stage.indices})
+        return sorted({index for effect in self._editing() for index in effect.indices})
 
-    def _editing(self) -> list[Stage]:
-        return [
-            stage
-            for stage in self._context.program.at_step
-            if stage.rule.edits or isinstance(stage.rule, TrapRule)
-            if not self._context.schedule.rests(stage.rule)
-        ]
+    def _editing(self) -> list[Effect]:
+        schedule = self._context.schedule
+        effects = [one for one in self._effects.on_params("step") if one.edits or one.judges]
+        return [effect for effect in effects if not schedule.rests(effect.rule)]
 
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
         self._counts = "passes"
         self._refuse_freezes()
         context = self._context
-        context.refusals.soften_skips(_NO_SKIP)
+        self._effects.let_skips_warn(_NO_SKIP)
         context.event_log.notice_once("manual", _NOTICE, step=context.counters.latest)
 
     def _refuse_freezes(self) -> None:
-        freezes = self._context.program.freezes
-        self._context.refusals.refuse_rules((stage.rule.id for stage in freezes), _NO_FREEZE)
+        freezes = [effect.rule.id for effect in self._effects.on_params("step") if effect.hides]
+        self._context.refusals.refuse_rules(freezes, _NO_FREEZE)
 
     def after_pass(self) -> None:
         if not self.active:

@@ -9,10 +9,10 @@ from gradsurgeon.common.events import EventKind
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.language.planning import Plan, bind, from_model, name_indexes, named_modules, slots
 from gradsurgeon.language.planning.matching import examples
-from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.param_hooks import ParamHooks
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _dist
 
 _SWAPPED = "got new content by a conversion, which drops hooks: gradsurgeon put them on again"
@@ -34,14 +34,15 @@ class ModelChanges:
     def __init__(
         self,
         model: nn.Module,
-        context: Context,
         plan: Plan,
+        effects: Effects,
         param_hooks: ParamHooks,
         module_hooks: ModuleHooks,
     ) -> None:
         self._model = weakref.ref(model)
-        self._context = context
+        self._context = effects.context
         self._plan = plan
+        self._effects = effects
         self._param_hooks = param_hooks
         self._module_hooks = module_hooks
         # The names of modules in the plan, and all other names that were reported.
@@ -54,7 +55,7 @@ class ModelChanges:
         self._lost: set[int] = set()
         # Whether an update was seen. Until then, a script may load, tie or shard the parameters of its model.
         self._begun = False
-        self._lock = context.parameters.lock
+        self._lock = effects.context.parameters.lock
         self._over = False
 
     @property
@@ -84,12 +85,11 @@ class ModelChanges:
         if self._grown:
             self._grown = False
             self.compare()
-        by_counter = self._context.by_counter
-        if not by_counter.any_always and self._context.rests(counter.step + 1):
+        if self._effects.rests(counter.step + 1):
             return
         # `OptimizerWatch` calls `rearm` before each step of an optimizer, unless its rules rest.
         common = counter is self._context.counters.common
-        if common or (not by_counter.any_always and self._context.rests(counter.step)):
+        if common or self._effects.rests(counter.step):
             self.rearm()
         if taken_off := [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]:
             self._tell("hook-rearmed", self._names(taken_off), _TAKEN_OFF)
@@ -166,7 +166,7 @@ class ModelChanges:
         self._lose(sorted(gone.union(parameters.replaced())), warn=warn)
         met = {*there.values()}
         new = {name for name, param in others.items() if param not in met}
-        return new.difference(self._context.program.names)
+        return new.difference(self._context.names)
 
     def _lose(self, indices: Sequence[int], *, warn: bool) -> None:
         """Act on these parameters no more, and report those that have rules."""
@@ -174,7 +174,7 @@ class ModelChanges:
         self._context.parameters.drop(indices)
         for index in indices:
             self._param_hooks.rearm(index)  # takes its hooks off
-        with_rules = set(self._context.program.armed)
+        with_rules = set(self._effects.armed)
         lost = [index for index in indices if index in with_rules]
         self._tell("hook-lost", self._names(lost), _LOST, warn=warn)
 
@@ -193,7 +193,7 @@ class ModelChanges:
         self._known |= unknown
 
     def _names(self, indices: Iterable[int]) -> list[str]:
-        return [self._context.program.names[index] for index in indices]
+        return [self._context.names[index] for index in indices]
 
     def _tell(
         self, kind: EventKind, names: Sequence[str], text: str, *, noun: str = "", warn: bool = True

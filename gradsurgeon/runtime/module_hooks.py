@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.actions import Rule, spelled
-from gradsurgeon.language.compiler import ModuleProgram
+from gradsurgeon.actions import spelled
 from gradsurgeon.language.planning import class_names, is_scripted
-from gradsurgeon.runtime.activation_rules import ActivationRules, Due, NamedRule, Site
+from gradsurgeon.runtime.activation_rules import ActivationRules, DueOnTensor, NamedEffect, Site
+from gradsurgeon.runtime.effect import Effect
+from gradsurgeon.runtime.effects import ModuleEffects
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -28,7 +29,7 @@ from gradsurgeon.tensors.structure import (
 )
 
 # Runs rules on one tensor, and returns the tensor that replaces it.
-_Act = Callable[[Due, Tensor], Tensor]
+_Act = Callable[[DueOnTensor, Tensor], Tensor]
 
 
 class _ModuleHook:
@@ -38,16 +39,18 @@ class _ModuleHook:
         self,
         activations: ActivationRules,
         name: str,
-        rules: Sequence[Rule],
+        effects: Sequence[Effect],
         shared: SharedInputs | None = None,
     ) -> None:
         self._activations = weakref.ref(activations)
         # Set if the rules compare this module's gradient with those of other modules.
         self._shared = None if shared is None else weakref.ref(shared)
-        self._site = Site(rules, name, name, activations.counters)
+        self._site = Site(effects, name, name, activations.counters)
         self._owner = name
 
-    def _now(self, activations: ActivationRules, module: nn.Module) -> tuple[Due | None, int]:
+    def _now(
+        self, activations: ActivationRules, module: nn.Module
+    ) -> tuple[DueOnTensor | None, int]:
         """Return the rules that act now, or ``None``, and the step."""
         due, step = self._site.now(training=module.training)
         return (due if due is not None and activations.may_act() else None), step
@@ -59,45 +62,46 @@ class _ModuleHook:
     def _exchanged(
         self,
         structure: Any,
-        due: Due,
+        due: DueOnTensor,
         act: _Act,
         path_of: Callable[[Path], Path] = lambda path: path,
     ) -> dict[Path, Tensor]:
         """Run the rules on the tensors of a structure, found by ``path_of``; return the replaced tensors by path."""
         exchanged: dict[Path, Tensor] = {}
-        done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+        done: dict[tuple[int, tuple[Effect, ...]], Tensor] = {}
         starts = {
-            rule.id: self._start(structure, rule, path_of(rule.ref.path))
-            for rules in due
-            for rule, _ in rules
+            effect: self._start(structure, effect, path_of(effect.rule.ref.path))
+            for effects in due
+            for effect, _ in effects
         }
         for path, tensor in tensors_in(structure):
             matching = [
                 tuple(
                     # A rule that names one tensor by its path records it under the module's name.
-                    NamedRule(rule, f"{self._owner}{spelled(path[len(start) :])}")
-                    for rule, _ in rules
-                    if (start := starts[rule.id]) is not None and path[: len(start)] == start
+                    NamedEffect(effect, f"{self._owner}{spelled(path[len(start) :])}")
+                    for effect, _ in effects
+                    if (start := starts[effect]) is not None and path[: len(start)] == start
                 )
-                for rules in due
+                for effects in due
             ]
-            ids = tuple(rule.id for rules in matching for rule, _ in rules)
-            if not ids:
+            acting = tuple(effect for effects in matching for effect, _ in effects)
+            if not acting:
                 continue
             # A tensor in several places, such as query, key and value, is edited only once.
-            key = id(tensor), ids
+            key = id(tensor), acting
             if key not in done:
-                done[key] = act(Due(*matching), tensor)
+                done[key] = act(DueOnTensor(*matching), tensor)
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
 
-    def _start(self, structure: Any, rule: Rule, path: Path) -> Path | None:
+    def _start(self, structure: Any, effect: Effect, path: Path) -> Path | None:
         """Return the path of a rule as the structure spells it; warn if it leads nowhere."""
         start, activations = resolve(structure, path), self._activations()
         if start is None and activations is not None:
-            text = f"{self._owner} has no {rule.ref}: its {rule.ref.side} is {describe(structure)}"
-            activations.warn("path", text, [NamedRule(rule, self._owner)], self._owner)
+            ref = effect.rule.ref
+            text = f"{self._owner} has no {ref}: its {ref.side} is {describe(structure)}"
+            activations.warn("path", text, [NamedEffect(effect, self._owner)], self._owner)
         return start
 
 
@@ -126,7 +130,7 @@ class InputHook(_ModuleHook):
             return None
         in_place = getattr(module, "inplace", False) is True
 
-        def act(due: Due, tensor: Tensor) -> Tensor:
+        def act(due: DueOnTensor, tensor: Tensor) -> Tensor:
             if self._shared is not None:
                 shared = self._shared()
                 if shared is None:
@@ -172,7 +176,7 @@ class OutputHook(_ModuleHook):
             # A module may return its input. The gradient of the output must not include other uses of that input.
             return holds(args, tensor) or holds(kwargs, tensor)
 
-        def act(due: Due, tensor: Tensor) -> Tensor:
+        def act(due: DueOnTensor, tensor: Tensor) -> Tensor:
             return activations.act(due, tensor, self._owner, step, needs_view)
 
         if self._is_one(output):
@@ -184,43 +188,46 @@ class OutputHook(_ModuleHook):
 
 class ModuleHooks:
     def __init__(
-        self, programs: Sequence[ModuleProgram], activations: ActivationRules, shared: SharedInputs
+        self, modules: Sequence[ModuleEffects], activations: ActivationRules, shared: SharedInputs
     ) -> None:
-        self._programs = programs
-        self._activations, self._shared = activations, shared
+        self._modules = modules
+        self._activations = activations
+        self._shared = shared
         self._hooked: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
 
     def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
         """Hook the modules under the names; return the names whose module changed, and whether rules act there."""
         exchanged = []
-        for program in self._programs:
-            module = modules.get(program.name)
-            hooked = self._hooked.get(program.name)
+        for effects in self._modules:
+            name = effects.name
+            module = modules.get(name)
+            hooked = self._hooked.get(name)
             if (None if hooked is None else hooked[0]()) is not module:
-                self._take_off(program.name)
-                acts = module is not None and self._put(program, module)
-                exchanged.append((program.name, acts))
+                self._take_off(name)
+                acts = module is not None and self._put(effects, module)
+                exchanged.append((name, acts))
         return exchanged
 
     def detach(self) -> None:
         for name in list(self._hooked):
             self._take_off(name)
 
-    def _put(self, program: ModuleProgram, module: nn.Module) -> bool:
+    def _put(self, effects: ModuleEffects, module: nn.Module) -> bool:
+        name = effects.name
+        activations = self._activations
         handles: list[RemovableHandle] = []
-        self._hooked[program.name] = (weakref.ref(module), handles)
+        self._hooked[name] = (weakref.ref(module), handles)
         if is_scripted(class_names(module)):
             return False
-        name, activations = program.name, self._activations
-        if program.on_shared:
-            hook = InputHook(activations, name, program.on_shared, self._shared)
+        if effects.on_shared:
+            hook = InputHook(activations, name, effects.on_shared, self._shared)
             # This hook must run before all code that gives each module its own tensor: other rules, fully_shard, script hooks.
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        if program.on_input:
-            hook = InputHook(activations, name, program.on_input)
+        if effects.on_input:
+            hook = InputHook(activations, name, effects.on_input)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        if program.on_output:
-            after = OutputHook(activations, name, program.on_output)
+        if effects.on_output:
+            after = OutputHook(activations, name, effects.on_output)
             handles.append(module.register_forward_hook(after, with_kwargs=True))
         for handle in handles:
             _torch.leave_behind(handle)

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 
 from torch import Tensor
 
 from gradsurgeon.actions import CheckRule, EditRule, LossRule, Rule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.effects import Effects, by_parameter
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors.measure import read
 
@@ -36,8 +36,14 @@ _CLEARED = "the script cleared the gradients between backward and the update: ca
 class Notices:
     """Knows which gradients came, and reports each rule that misses some of them once."""
 
-    def __init__(self, context: Context, counter_of: Callable[[str], StepCounter]) -> None:
+    def __init__(
+        self, context: Context, effects: Effects, counter_of: Callable[[str], StepCounter]
+    ) -> None:
         self._context = context
+        self._effects = effects
+        # By parameter, the rules that edit or record the contribution of one pass, rules on losses first.
+        combining = [effect for effect in effects.on_params("losses") if effect.rule.edits]
+        self._contributing = by_parameter([*combining, *effects.on_params("backward")])
         self._log = context.event_log
         self._counter_of = counter_of
         # The tensors that got gradients since their last update.
@@ -47,22 +53,22 @@ class Notices:
 
     def awaits_sum(self, held: Mapping[int, Tensor]) -> list[int]:
         """Return at most one tensor that shows whether a pass adds to earlier gradients, if a rule must warn about it."""
-        rules, counters = self._context.program.contributing, self._context.counters
-        bounded = (
-            index
-            for index in held
-            if index in rules
-            and counters[index].passes
-            and any(
-                not (r.linear or self._log.is_noticed("accumulation", r.id)) for r in rules[index]
-            )
-        )
-        return list(islice(bounded, 1))
+        counters = self._context.counters
+        for index in held:
+            if counters[index].passes and any(map(self._must_warn, self._rules_of(index))):
+                return [index]
+        return []
+
+    def _must_warn(self, rule: Rule) -> bool:
+        return not (rule.linear or self._log.is_noticed("accumulation", rule.id))
+
+    def _rules_of(self, index: int) -> list[Rule]:
+        return [effect.rule for effect in self._contributing.get(index, ())]
 
     def passed(self, done: BackwardPass) -> None:
         """Warn rules at `backward` that see only a part of a gradient in this pass."""
         context = self._context
-        if not context.program.contributing:
+        if not self._contributing:
             return
         if done.held and any(read(list(done.held.values()))):
             several = [index for index in done.indices if context.counters[index].passes > 1]
@@ -77,8 +83,8 @@ class Notices:
     def _say(self, topic: str, indices: Iterable[int], text: str, *, of_losses: str = "") -> None:
         """Warn once per rule whose result differs between the parts and their sum, if there is a text for it."""
         for index in indices:
-            step, name = self._context.counters[index].step, self._context.program.names[index]
-            for rule in self._context.program.contributing.get(index, ()):
+            step, name = self._context.counters[index].step, self._context.names[index]
+            for rule in self._rules_of(index):
                 # Sums of scaled parts are right, but the sum of their statistics is not.
                 splits = not rule.linear or (
                     topic == "reentrant" and not isinstance(rule, EditRule)
@@ -99,15 +105,18 @@ class Notices:
 
     def tell_unowned(self) -> None:
         """Report, once per rule, parameters that get gradients but that no stepped optimizer owns."""
-        context, step = self._context, self._context.counters.latest
-        program = context.program
+        step = self._context.counters.latest
         settled = {t for t in self._without_owner() if self._unowned[t] >= SETTLED}
-        for stage in program.checks:
-            if isinstance(stage.rule, CheckRule) and stage.rule.tells_owners:
-                settled.difference_update(stage.indices)
-        for stage in (*program.traps, *program.at_step) if settled else ():
-            names = [program.names[index] for index in stage.indices if index in settled]
-            rule, cause = stage.rule.id, self._log.cause(stage.rule.id)
+        if not settled:
+            return
+        for effect in self._effects.on_params("check"):
+            if isinstance(effect.rule, CheckRule) and effect.rule.tells_owners:
+                settled.difference_update(effect.indices)
+        traps = [effect for effect in self._effects.on_params("accumulated") if effect.judges]
+        for effect in (*traps, *self._effects.on_params("step")):
+            names = [self._context.names[index] for index in effect.indices if index in settled]
+            rule = effect.rule.id
+            cause = self._log.cause(rule)
             # A rule that was not due yet may still meet their optimizer.
             if names and cause != _UNOWNED and (cause or rule not in self._log.silent):
                 text = _NO_OPTIMIZER.format(names=shorten_names(names))
@@ -116,10 +125,11 @@ class Notices:
     def count_due(self, counter: StepCounter, *, owned: bool) -> None:
         """Count a step for every rule that is due in it; ``owned`` if an optimizer owns parameters."""
         context = self._context
-        for bound in context.due_rules(counter).bound_rules:
+        for bound in self._effects.due(counter).bound:
             cause = partial(self._why_silent, bound.rule, bound.indices, owned=owned)
             self._log.note_due(bound.rule.id, counter.step, cause)
-        for rule, owner in context.program.site_rules:
+        for effect, owner in self._effects.sites.items():
+            rule = effect.rule
             if self._counter_of(owner) is counter and context.is_due(rule, counter):
                 cause = partial(_why_no_tensor, rule)
                 self._log.note_due(rule.id, counter.step, cause)

@@ -1,23 +1,22 @@
-"""The effects of rules that keep something of tensors and change nothing: copies, records, and flags of traps."""
+"""The effects of rules that keep something of tensors and change nothing: copies and records."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import CaptureRule, ObserverRule
+from gradsurgeon.actions import CaptureRule, Observer, ObserverRule, Rule
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.records.shared_rows import by_column
-from gradsurgeon.runtime.context import Flag
-from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.effect import Effect, Origin
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.effect import Bound, Effect, Origin
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.scaler_watch import unscaled
-from gradsurgeon.tensors import _dist, _numbers, _torch, measure
-from gradsurgeon.tensors._torch import uncompiled
+from gradsurgeon.runtime.training_events import BackwardPass
+from gradsurgeon.tensors import _dist, _numbers, measure
 
 _AWAITING = (
     "has no records of {names}: these gradients await a sum over ranks, which takes a collective, and rules that only look "
@@ -37,10 +36,10 @@ class Copy(Effect):
             self._keep(origin.name, origin.step, unscaled(tensor, origin.scale))
         return tensor
 
-    def act(self, gradients: Gradients, bound: BoundRule) -> None:
+    def act(self, gradients: Gradients, bound: Bound) -> None:
         indices = gradients.having(bound.indices)
         for index, true in zip(indices, gradients.unscaled(indices), strict=True):
-            self._keep(self.context.program.names[index], bound.counter.step, true)
+            self._keep(self.context.names[index], bound.step, true)
 
     def _keep(self, name: str, step: int, tensor: Tensor) -> None:
         # `keep` counts the firing.
@@ -52,12 +51,18 @@ class Record(Effect):
 
     rule: ObserverRule
 
+    def __init__(
+        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Observer
+    ) -> None:
+        super().__init__(rule, context, indices, compiled)
+        self.stats = compiled.statistics
+
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         if origin.is_again:
             return tensor
         if origin.logged is not None:
             true = unscaled(tensor, origin.scale)
-            origin.logged[self.rule.id][origin.index] = _kept(self.rule.stats, true)
+            origin.logged[self.rule.id][origin.index] = _kept(self.stats, true)
         elif _dist.is_sharded(tensor):
             step = origin.counter().step
             self.log.notice_once("sharded", _SHARDED, rule=self.rule.id, step=step, warn=True)
@@ -68,8 +73,8 @@ class Record(Effect):
         self.log.count_fired(self.rule.id, origin.step)
         return tensor
 
-    def act(self, gradients: Gradients, bound: BoundRule) -> None:
-        step = bound.counter.step
+    def act(self, gradients: Gradients, bound: Bound) -> None:
+        step = bound.step
         indices = gradients.having(bound.indices)
         are_shared = _dist.any_sharded(gradients.of(indices))
         if are_shared:
@@ -87,12 +92,25 @@ class Record(Effect):
                 self.context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
         self.log.count_fired(self.rule.id, step, len(indices))
 
+    def after_pass(self, done: BackwardPass) -> None:
+        """Record the contributions of a pass."""
+        rows = done.logged.get(self.rule.id)
+        if not rows:
+            return
+        for counter in self.context.counters.among(sorted(rows)):
+            bound = self.bound_to(counter)
+            indices = [index for index in bound.indices if index in rows]
+            columns = bound.columns(indices)
+            values = measure.of_kept(list(bound.keys), [rows[index] for index in indices])
+            for key, row in zip(chain.from_iterable(bound.keys.values()), values, strict=True):
+                self.context.recorder.add(key, bound.step, columns, row, replace=False)
+
     def _recordable(self, gradients: Gradients, indices: Sequence[int], step: int) -> Sequence[int]:
         """Return the gradients that can be recorded without a collective that other ranks may not call."""
         awaiting = [index for index in indices if _dist.is_partial(gradients[index])]
         if not awaiting or self.context.recorder.shared.together:
             return indices
-        names = shorten_names([self.context.program.names[index] for index in awaiting])
+        names = shorten_names([self.context.names[index] for index in awaiting])
         text = _AWAITING.format(names=names)
         self.log.notice_once("awaiting", text, rule=self.rule.id, step=step)
         return [index for index in indices if index not in awaiting]
@@ -104,42 +122,3 @@ def _kept(stats: Sequence[str], grad: Tensor) -> Tensor | tuple[Tensor, ...]:
         if _numbers.is_small(grad):
             return grad.detach().clone()
         return measure.numbers(stats, grad)
-
-
-class FlagNonfinite(Effect):
-    """Keeps the number of non-finite elements of each tensor for the trap that judges the next update."""
-
-    def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
-        if not origin.is_again:
-            self._flag(tensor, origin, is_fed=origin.is_gradient)
-            self.log.count_fired(self.rule.id, origin.step)
-        elif not origin.is_gradient and not self.context.flags.is_known(self.rule.id, origin.name):
-            self._flag(tensor, origin, is_fed=True)
-        return tensor
-
-    def _flag(self, tensor: Tensor, origin: Origin, *, is_fed: bool) -> None:
-        true = unscaled(tensor, origin.scale)
-        bad = _numbers.nonfinite(_dist.local(true))
-        flag = Flag(self.rule, origin.name, origin.counter, bad, fed=is_fed)
-        if not flag.fed and torch.is_grad_enabled():
-            # A leaf gets no hook: the hooks of all passes would pile up on it.
-            if tensor.requires_grad and not tensor.is_leaf:
-                feeds = FeedsHook(flag)
-                flag.graph = weakref.ref(feeds)
-                _torch.register_hook(tensor, feeds)
-            else:
-                flag.waits = True
-        self.context.flags.add(flag, again=origin.is_again)
-
-
-class FeedsHook:
-    """Tensor hook that marks a trap's flag once the flagged value takes part in a backward pass."""
-
-    __torch_unserializable__ = True
-
-    def __init__(self, flag: Flag) -> None:
-        self._flag = flag
-
-    @uncompiled
-    def __call__(self, _grad: Tensor | None) -> None:
-        self._flag.fed = True

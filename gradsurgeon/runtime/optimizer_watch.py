@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.common import _live
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.effect import Effect
+from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.running_steps import RunningStep, callers, params_of, running
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
 from gradsurgeon.tensors import _dist, _torch
@@ -56,10 +57,16 @@ class Owner:
 
 class OptimizerWatch:
     def __init__(
-        self, context: Context, events: TrainingEvents, model: ModelChanges, manual: ManualSteps
+        self,
+        context: Context,
+        events: TrainingEvents,
+        effects: Effects,
+        model: ModelChanges,
+        manual: ManualSteps,
     ) -> None:
         self._context = context
         self._events = events
+        self._effects = effects
         self._model = model
         self._manual = manual
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
@@ -82,8 +89,7 @@ class OptimizerWatch:
 
     def about_to_step(self, optimizer: Optimizer) -> None:
         owner = self._owners.get(optimizer)
-        by_counter = self._context.by_counter
-        if owner is None or by_counter.any_always or not self._context.rests(owner.counter.step):
+        if owner is None or not self._effects.rests(owner.counter.step):
             self.meet(optimizer)
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
@@ -104,8 +110,8 @@ class OptimizerWatch:
             if any(set(indices) <= set(outer.counter.indices) for outer in self._under_way()):
                 return None
             if isinstance(optimizer, LBFGS):
-                self._context.refusals.soften_skips(_LBFGS)
-                self._refuse(indices, _LBFGS, self._hides)
+                self._effects.let_skips_warn(_LBFGS)
+                self._refuse(indices, _LBFGS, _hides)
             if not self._owners:
                 self._manual.withdraw()
             counter = StepCounter(self._context.counters.begin(indices))
@@ -177,16 +183,15 @@ class OptimizerWatch:
         # A bound method equals another one of the same object.
         return [update for update in tuple(running) if update.failed == self._failed]
 
-    def _hides(self, rule: Rule) -> bool:
-        decision = self._context.decisions.get(rule.id)
-        return isinstance(rule, FreezeRule) or getattr(decision, "then", "") == "skip-step"
-
-    def _refuse(self, indices: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
-        held, program = set(indices), self._context.program
-        stages = (*program.after_backward, *program.at_step)
-        rules = [stage.rule for stage in stages if held & set(stage.indices)]
-        rules += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
-        self._context.refusals.refuse_rules((one.id for one in rules if is_refused(one)), why)
+    def _refuse(
+        self, indices: Iterable[int], why: str, is_refused: Callable[[Effect], bool]
+    ) -> None:
+        held = set(indices)
+        on_params = self._effects.on_params("accumulated", "step")
+        effects = [effect for effect in on_params if not held.isdisjoint(effect.indices)]
+        effects += self._effects.tensor_traps
+        refused = [effect.rule.id for effect in effects if is_refused(effect)]
+        self._context.refusals.refuse_rules(refused, why)
 
     def end_all(self) -> None:
         """Give hidden gradients back, and forget the steps under way."""
@@ -263,8 +268,8 @@ class OptimizerWatch:
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
-            asks = self._context.due_rules(update.counter).ask_host
-            if not (asks or self._context.program.traps or _torch.is_host(overflow)):
+            asks = self._effects.due(update.counter).asks_host
+            if not (asks or self._effects.searches or _torch.is_host(overflow)):
                 # The optimizer checks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)
@@ -344,9 +349,13 @@ class OptimizerWatch:
             self._events.step_finished(update, took_place=took_place)
 
 
-def _needs_whole_step(rule: Rule) -> bool:
-    stops = isinstance(rule, TrapRule) and not rule.edits
-    return stops or isinstance(rule, FreezeRule) or getattr(rule, "per", "") == "rule"
+def _hides(effect: Effect) -> bool:
+    return effect.hides or effect.then == "skip-step"
+
+
+def _needs_whole_step(effect: Effect) -> bool:
+    stops = effect.judges and not effect.edits
+    return stops or effect.hides or getattr(effect.rule, "per", "") == "rule"
 
 
 def _versions(optimizer: Optimizer) -> list[int]:

@@ -1,7 +1,7 @@
 """The hooks on parameters: all are installed or none. A post-accumulate hook must reach no parameter, even by the session."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -9,7 +9,8 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Effect, Effects, Origin
+from gradsurgeon.runtime.effect import Effect, Origin
+from gradsurgeon.runtime.effects import Effects, by_parameter
 from gradsurgeon.runtime.gradients import check_layout
 from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -30,6 +31,10 @@ class Hook:
 class ArrivalHook(Hook):
     """Post-accumulate hook on several ranks: notes this rank's contribution before an average, and the order of arrival."""
 
+    def __init__(self, passes: BackwardWatch, index: int, *, is_trapped: bool) -> None:
+        super().__init__(passes, index)
+        self._is_trapped = is_trapped
+
     @uncompiled
     def __call__(self, param: Tensor) -> None:
         # The hook runs during a pause also: other ranks may wait for a paused rank.
@@ -41,7 +46,7 @@ class ArrivalHook(Hook):
     def _note(self, passes: BackwardWatch, param: Tensor) -> None:
         context = passes.context
         passes.seen.order.append(self.index)
-        if self.index not in context.trapped or param.grad is None or _dist.is_sharded(param):
+        if not self._is_trapped or param.grad is None or _dist.is_sharded(param):
             return
         if context.ranks.is_reducing:
             passes.seen.contributed[self.index] = _numbers.norms([param.grad])[0]
@@ -50,9 +55,8 @@ class ArrivalHook(Hook):
 class TensorHook(Hook):
     """Tensor hook: the rules at `backward` on one parameter, in file order."""
 
-    def __init__(self, passes: BackwardWatch, index: int, effects: Effects) -> None:
+    def __init__(self, passes: BackwardWatch, index: int, effects: Sequence[Effect]) -> None:
         super().__init__(passes, index)
-        self._rules = passes.context.program.per_tensor[index]
         self._effects = effects
 
     @uncompiled
@@ -68,8 +72,9 @@ class TensorHook(Hook):
     def _run(self, passes: BackwardWatch, grad: Tensor) -> Tensor | None:
         context = passes.context
         passes.seen.calls[self.index] += 1
-        param, counter = context.parameters.param(self.index), context.counters[self.index]
-        due = [rule for rule in self._rules if context.is_due(rule, counter)]
+        param = context.parameters.param(self.index)
+        counter = context.counters[self.index]
+        due = [effect for effect in self._effects if context.is_due(effect.rule, counter)]
         if param is None or not due:
             return None
         if not passes.accumulation.runs(param):
@@ -78,7 +83,7 @@ class TensorHook(Hook):
             return None
         context.refuse_graph_capture()
         origin = Origin(
-            context.program.names[self.index],
+            context.names[self.index],
             counter.step,
             lambda: counter,
             scale=context.scaling.scale,
@@ -86,8 +91,7 @@ class TensorHook(Hook):
             logged=passes.seen.logged,
         )
         out = grad
-        for rule in due:
-            effect = self._effects[rule.id]
+        for effect in due:
             out = _edited(effect, out, origin) if effect.edits else effect.on_tensor(out, origin)
         return None if out is grad or context.mode == "observe" else out
 
@@ -108,8 +112,12 @@ def _edited(effect: Effect, grad: Tensor, origin: Origin) -> Tensor:
 
 class ParamHooks:
     def __init__(self, context: Context, passes: BackwardWatch, effects: Effects) -> None:
-        self._context, self._passes, self._effects = context, passes, effects
-        self._armed = context.program.watched
+        self._context = context
+        self._passes = passes
+        self._effects = by_parameter(effects.on_params("backward"))
+        judging = [effect for effect in effects.on_params("accumulated") if effect.judges]
+        self._trapped = by_parameter(judging)
+        self._armed = effects.watched
         self._handles: dict[int, list[RemovableHandle]] = {}
 
     def arm(self) -> None:
@@ -155,18 +163,20 @@ class ParamHooks:
         if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
             return  # Integers and inference tensors never have a gradient.
         if not param.is_leaf:
-            name = printable(self._context.program.names[index])
+            name = printable(self._context.names[index])
             raise BindError([f"{name} is not a leaf of the graph: it never gets a gradient"])
         needs_grad = param.requires_grad
         try:
-            if index in self._context.program.per_tensor:
+            effects = self._effects.get(index, ())
+            if effects:
                 # torch refuses hooks on frozen parameters but keeps existing hooks, so a
                 # rule acts as soon as the parameter is unfrozen.
                 param.requires_grad_(True)
-                yield _torch.register_hook(param, TensorHook(self._passes, index, self._effects))
+                yield _torch.register_hook(param, TensorHook(self._passes, index, effects))
             if _dist.world() > 1:
                 param.requires_grad_(True)
-                yield _torch.register_post_accumulate_hook(param, ArrivalHook(self._passes, index))
+                hook = ArrivalHook(self._passes, index, is_trapped=index in self._trapped)
+                yield _torch.register_post_accumulate_hook(param, hook)
         finally:
             if not needs_grad:
                 param.requires_grad_(False)

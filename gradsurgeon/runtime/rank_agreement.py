@@ -5,7 +5,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsurgeon.actions import ByNorm, FreezeRule, LossRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, largest
 from gradsurgeon.distributed.session_discovery import Meeting, Roll, SessionInfo
@@ -13,8 +13,10 @@ from gradsurgeon.distributed.votes import Objection, Voter, VoteResult
 from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.records.shared_rows import Found
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
+from gradsurgeon.runtime.effects import Due, Effects
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
+from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist, _job_store
 
 _OWN_NORM = (
@@ -33,37 +35,6 @@ _ALONE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """The votes of the ranks on an update, cast at the end of the last backward pass that feeds it.
-
-    Attributes:
-        voter: the voter that read the votes; ``None`` if this rank decides alone.
-    """
-
-    voter: Voter | None = None
-    objections: tuple[Objection, ...] = ()
-    unanimous: bool = False
-
-    @property
-    def severity(self) -> int:
-        """The worst severity of the objections."""
-        return max((one.severity for one in self.objections), default=FINE)
-
-    @property
-    def worst(self) -> Objection:
-        """The objection that all ranks follow: the worst one, from the lowest rank that raised it."""
-        return min(self.objections, key=lambda one: (-one.severity, one.rank))
-
-    @property
-    def guilty(self) -> tuple[int, ...]:
-        """The ranks that contributed NaN or Inf to an average."""
-        return tuple(sorted({one.rank for one in self.objections if one.guilty}))
-
-
-ALONE = Heard()
-
-
 @dataclass(slots=True)
 class _Voted:
     """A pass that was voted on, and the tensors whose last pass it is."""
@@ -76,8 +47,9 @@ class _Voted:
 class RankAgreement:
     """The votes of a session on updates. In one process nothing is voted on."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, effects: Effects) -> None:
         self._context = context
+        self._effects = effects
         acting = context.rules if context.mode == "act" else ()
         self._decides = any(map(_decides, acting))
         # Decisions by norms that all ranks have need no vote.
@@ -97,14 +69,11 @@ class RankAgreement:
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
 
     def _is_trap(self, rule: Rule) -> bool:
-        decision = self._context.decisions.get(rule.id)
-        return getattr(decision, "statistic", "") == NONFINITE
+        return self._effects[rule.id].votes
 
     def _measures_whole(self, rule: Rule) -> bool:
         """Tell whether a rule takes norms or statistics over all shards of a gradient."""
-        edit = self._context.edits.get(rule.id)
-        judges = rule.id in self._context.decisions and not self._is_trap(rule)
-        return rule.target == "params" and (judges or isinstance(edit, ByNorm))
+        return rule.target == "params" and self._effects[rule.id].measures
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together. Only rules that act wait for them."""
@@ -167,7 +136,7 @@ class RankAgreement:
             return Heard() if missed else ALONE
         told = last.voter.decision(last.number)
         decision = told or VoteResult()
-        names = context.program.names
+        names = context.names
         # A rank can have parameters that this rank lacks.
         objections = tuple(
             one
@@ -185,7 +154,7 @@ class RankAgreement:
     def _tell(self, text: str) -> None:
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
 
-    def check_norms(self, counter: StepCounter, due: DueRules) -> None:
+    def check_norms(self, counter: StepCounter, due: Due) -> None:
         """Warn once per rule whose norm differs by rank; refuse a `spike-trap` that would stop by such a norm."""
         context = self._context
         for bound in due.at_step if context.ranks.is_reducing else ():
@@ -195,7 +164,7 @@ class RankAgreement:
             if not (judges or one_norm) or (rule.id, indices) in self._asked:
                 continue
             self._asked.add((rule.id, indices))
-            own = [context.program.names[index] for index in context.ranks.own(indices)]
+            own = [context.names[index] for index in context.ranks.own(indices)]
             if own and judges and context.mode == "act":
                 raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(own)))
             if own and one_norm and len(own) < len(indices):
@@ -231,7 +200,7 @@ class RankAgreement:
     def _shares(self, groups: _dist.Groups) -> bool:
         """Tell whether parameters are divided over some of these groups."""
         ranks = self._context.ranks
-        divided = ranks.shard_groups(range(len(self._context.program.names)))
+        divided = ranks.shard_groups(range(len(self._context.names)))
         return not set(divided).isdisjoint(groups)
 
     def _call(self, groups: _dist.Groups) -> Roll | None:
@@ -286,13 +255,8 @@ def _averages_losses(rule: Rule) -> bool:
     return isinstance(rule, LossRule) and rule.target == "params"
 
 
-def decides(trap: object) -> bool:
-    """Tell whether a trap, given as a rule or as its decision, stops or skips an update at once."""
-    return getattr(trap, "then", "") in ("raise", "skip-step")
-
-
 def _decides(rule: Rule) -> bool:
-    return isinstance(rule, TrapRule) and decides(rule)
+    return isinstance(rule, TrapRule) and rule.then in ("raise", "skip-step")
 
 
 def _lets_drift(rule: Rule) -> bool:

@@ -8,15 +8,13 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
-from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.errors import BindError, GradSurgeonError, TrapError, printable, shorten_names
 from gradsurgeon.records.event_log import EventLog
-from gradsurgeon.runtime.due_rules import Schedule, StepCounters
+from gradsurgeon.runtime.step_counters import Schedule, StepCounters
 from gradsurgeon.tensors import _torch
 
 _PACKAGE = Path(__file__).parents[1]
@@ -80,7 +78,6 @@ class Refusals(Guard):
         self,
         event_log: EventLog,
         schedule: Schedule,
-        decisions: dict[str, Decision | Spikes],
         counters: StepCounters,
         *,
         lenient: bool,
@@ -88,7 +85,6 @@ class Refusals(Guard):
         super().__init__(event_log.warn, lenient=lenient)
         self._event_log = event_log
         self._schedule = schedule
-        self._decisions = decisions
         self._counters = counters
         self._last_acts: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._abstained = False
@@ -123,12 +119,10 @@ class Refusals(Guard):
             self._abstained = True
             self._tell(reason(error), ())
 
-    def soften_skips(self, why: str) -> None:
-        """Let the traps of a pack that skip updates warn from now on. Chosen traps stay as they are."""
-        for rule, decision in self._decisions.items() if self.lenient else ():
-            if decision.then == "skip-step":
-                self._decisions[rule] = replace(decision, then="warn", give_up_after="never")
-                self._tell(f"only warns: {why}", [rule])
+    def soften_skips(self, rules: Iterable[str], why: str) -> None:
+        """Tell of traps that would skip updates, and only warn from now on."""
+        for rule in rules:
+            self._tell(f"only warns: {why}", [rule])
 
     def settle(self, error: Exception) -> None:
         self._rest(error, self._schedule.rules)

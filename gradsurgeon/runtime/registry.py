@@ -114,9 +114,9 @@ def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
 
 
 def _sessions_changed() -> None:
-    programs = [one.context.program for one in _controllers()]
-    _on_tags[:] = [rule.id for program in programs for rule in program.tags]
-    loss_backward.note_retained(wanted=any(program.of_losses for program in programs))
+    sessions = [controller.effects for controller in _controllers()]
+    _on_tags[:] = [effect.rule.id for effects in sessions for effect in effects.tags]
+    loss_backward.note_retained(wanted=bool(_with_loss_rules()))
 
 
 def _watch() -> ExitStack:
@@ -234,7 +234,7 @@ def _before_pass(graph: BackwardGraph, inputs: Sequence[Tensor]) -> None:
 
 
 def _with_loss_rules() -> list[Controller]:
-    return [one for one in _controllers() if one.context.program.of_losses]
+    return [one for one in _controllers() if one.losses.effects]
 
 
 def _controllers() -> list[Controller]:

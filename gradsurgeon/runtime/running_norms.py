@@ -13,7 +13,6 @@ from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from gradsurgeon.actions import Spikes
-from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.tensors import measure
 from gradsurgeon.tensors.measure import Norms
 
@@ -49,7 +48,6 @@ class JudgedNorms:
         after: the state to keep if the update takes place.
     """
 
-    bound_rule: BoundRule
     spikes: Spikes
     statistic: RunningStatistic
     indices: tuple[int, ...]

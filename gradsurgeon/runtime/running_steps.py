@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from gradsurgeon.common._patching import Patch
-from gradsurgeon.runtime.due_rules import StepCounter
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import WeightUpdate
 from gradsurgeon.tensors import _backward_calls, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall

@@ -1,7 +1,7 @@
 """Loss scaling: the scale of a `GradScaler` on the gradients of a backward pass, and arithmetic with it."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.common import _live
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.errors import BindError
-from gradsurgeon.language.compiler import Program
 from gradsurgeon.runtime.refusals import Guard
 from gradsurgeon.tensors import _numbers, _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -134,9 +134,8 @@ def in_true_units(
     return scaled
 
 
-def refuse_scaling(program: Program) -> None:
-    rules = [stage.rule for stage in program.in_backward]
-    rules += [rule for rule, _ in program.site_rules]
+def refuse_scaling(rules: Iterable[Rule]) -> None:
+    """Refuse rules that act before a `GradScaler` looks for its overflow, and hide it."""
     if refused := dict.fromkeys(rule.id for rule in rules if rule.hides_overflow):
         text = (
             "an enabled GradScaler must see its overflow to back off, so non-finite elements cannot be "

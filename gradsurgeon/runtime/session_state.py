@@ -15,6 +15,7 @@ from gradsurgeon.errors import GradSurgeonError, printable, shorten_names
 from gradsurgeon.records.store.files import replacing
 from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.runtime.running_norms import CheckedLearntByRule
+from gradsurgeon.runtime.spike_effect import SpikeEffect
 from gradsurgeon.tensors import _bounded_load, _dist
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ _FORM = TypeAdapter(_State)
 def state_dict(controller: Controller) -> dict[str, Any]:
     """Return the state of a session as plain tensors, numbers and texts. Waits for the device."""
     context = controller.context
-    names, counters = context.program.names, context.counters
+    names, counters = context.names, context.counters
     return {
         "version": _VERSION,
         "step": counters.latest,
         "common_step": counters.common.step,
         "steps": {name: counters[index].step for index, name in enumerate(names)},
         "shapes": _shapes(controller),
-        "rules": controller.spikes.state(),
+        "rules": {trap.rule.id: trap.state() for trap in _learning(controller)},
     }
 
 
@@ -71,7 +72,7 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     if state["version"] != _VERSION:
         raise GradSurgeonError(_NEWER.format(version=printable(str(state["version"]))))
     context = controller.context
-    bounds = [spikes.bound for spikes in context.spikes.values()]
+    bounds = [trap.decision.bound for trap in _learning(controller)]
     try:
         sound = _FORM.validate_python(
             dict(state), context={bound.name: bound.rows for bound in bounds}
@@ -92,7 +93,7 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
 
 def _shapes(controller: Controller) -> dict[str, list[int]]:
     context = controller.context
-    named = zip(context.program.names, context.parameters.params(), strict=True)
+    named = zip(context.names, context.parameters.params(), strict=True)
     # The shape of a sharded parameter is the shape of the whole.
     return {name: list(param.shape) for name, param in named if param is not None}
 
@@ -100,7 +101,7 @@ def _shapes(controller: Controller) -> dict[str, list[int]]:
 def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     """Resume from a state; yield each mismatch, with its rule if it concerns one."""
     context = controller.context
-    index_of = {name: index for index, name in enumerate(context.program.names)}
+    index_of = {name: index for index, name in enumerate(context.names)}
     steps = {index_of[name]: step for name, step in state.steps.items() if name in index_of}
     context.counters.resume(steps, common=state.common_step, latest=state.step)
     if gone := [name for name in state.steps if name not in index_of]:
@@ -110,7 +111,20 @@ def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
         yield "", f"the model has {shorten_names(new)}, {text}"
     shapes = _shapes(controller)
     reshaped = {n for n, shape in state.shapes.items() if shapes.get(n, shape) != shape}
-    yield from controller.spikes.load(state.rules, index_of, reshaped)
+    traps = _learning(controller)
+    for rule in sorted(state.rules.keys() - {trap.rule.id for trap in traps}):
+        yield (
+            "",
+            f"the state knows a rule {printable(rule)}, which learns nothing here: ignored",
+        )
+    for trap in traps:
+        rule = trap.rule.id
+        for text in trap.load(state.rules.get(rule), index_of, reshaped):
+            yield rule, text
+
+
+def _learning(controller: Controller) -> list[SpikeEffect]:
+    return [trap for trap in controller.effects.traps if isinstance(trap, SpikeEffect)]
 
 
 def resume(folder: Path, controller: Controller, *, step: int | None = None) -> int | None:

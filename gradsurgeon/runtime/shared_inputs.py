@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.activation_rules import ActivationRules, NamedRule
+from gradsurgeon.runtime.activation_rules import ActivationRules, NamedEffect
 from gradsurgeon.runtime.backward_watch import is_taken
-from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffects
+from gradsurgeon.runtime.effect import Effect
+from gradsurgeon.runtime.effects import Effects
+from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffect
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import is_only_grad
 from gradsurgeon.tensors._torch import uncompiled
@@ -41,43 +42,43 @@ _GRAPH = "a pass with create_graph=True goes through the gradients of {there}: p
 class SharedInputs:
     """Runs the rules of a session on the gradients that modules contribute to a tensor that they all take."""
 
-    def __init__(self, activations: ActivationRules, effects: LossEffects) -> None:
-        self._activations, self._effects = activations, effects
-        context = self._context = activations.context
-        self.refusals = context.refusals
-        self._rules = [rule for rule in context.rules if isinstance(rule, LossRule)]
-        # The modules of each rule, in the order of the model. The first one counts the steps.
-        self._members: dict[str, list[str]] = {}
-        for module in context.program.modules:
-            for rule in module.on_shared:
-                self._members.setdefault(rule.id, []).append(module.name)
+    def __init__(self, activations: ActivationRules, effects: Effects) -> None:
+        self._activations = activations
+        self._context = activations.context
+        self.refusals = self._context.refusals
+        # The modules of each effect, in the order of the model. The first one counts the steps.
+        self._members: dict[Effect, list[str]] = {}
+        for effect in effects.all:
+            names = [module.name for module in effects.modules if effect in module.on_shared]
+            if names and isinstance(effect, LossEffect):
+                self._members[effect] = names
         # The forks by tensor id, as long as a module can still send a gradient back.
         self._forks: weakref.WeakValueDictionary[int, _Fork] = weakref.WeakValueDictionary()
 
     def take(
-        self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, *, in_place: bool
+        self, effects: Sequence[NamedEffect], tensor: Tensor, owner: str, *, in_place: bool
     ) -> Tensor:
         """Return the tensor that a module receives instead of a tensor."""
         activations, name = self._activations, printable(owner)
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        if activations.is_unreadable(tensor, rules, owner):
+        if activations.is_unreadable(tensor, effects, owner):
             return tensor
         if in_place:
-            activations.warn("shared", _IN_PLACE.format(owner=name), rules, owner)
+            activations.warn("shared", _IN_PLACE.format(owner=name), effects, owner)
             return tensor
         if _dist.is_sharded(tensor):
-            for rule, _ in rules:
-                self._refuse(rule, "shared", _SHARDED.format(owner=name))
+            for effect, _ in effects:
+                self._refuse(effect, "shared", _SHARDED.format(owner=name))
             return tensor
         with activations.lock:
             fork = self._forks.get(id(tensor))
             if fork is None or not fork.is_of(tensor):
                 if fork is not None and fork.tensor is tensor:
                     text = _WRITTEN.format(before=_listed(fork.meeting.taken), owner=name)
-                    activations.warn("in-place", text, rules, owner)
+                    activations.warn("in-place", text, effects, owner)
                 fork = self._forks[id(tensor)] = _Fork(self, tensor)
-            return fork.branch(owner, rules)
+            return fork.branch(owner, effects)
 
     def arrived(self, meeting: _Meeting, total: Tensor) -> Tensor | None:
         """Compare or combine the gradients of modules; return the tensor that replaces their sum, if one does."""
@@ -87,20 +88,21 @@ class SharedInputs:
         activations = self._activations
         with activations.lock, torch.no_grad():
             activations.passes.seen.module = True
-            if activations.is_unreadable(total, meeting.rules, next(iter(meeting.taken))):
+            if activations.is_unreadable(total, meeting.effects, next(iter(meeting.taken))):
                 return None
             self._check(meeting, given)
             contributions = Contributions({id(total): given}, self._context.scaling.scale)
             weights: dict[str, float] = {}
-            for rule in self._rules:
-                matched = meeting.matched.get(rule.id, ())
-                there = [n for n in self._members.get(rule.id, ()) if n in given and n in matched]
+            for effect, members in self._members.items():
+                assert isinstance(effect, LossEffect)  # noqa: S101 # as above
+                matched = meeting.matched.get(effect, ())
+                there = [name for name in members if name in given and name in matched]
                 if len(there) < 2:  # noqa: PLR2004 # one alone meets no other
                     continue
-                if makes_graph and self._effects.acts(rule.id):
-                    self._refuse(rule, "graph", _GRAPH.format(there=_listed(there)))
-                due = DueLossRule(self._effects, rule, self._step(rule), there, {0: total})
-                weights |= self._effects.run(due, contributions)
+                if makes_graph and effect.combines:
+                    self._refuse(effect, "graph", _GRAPH.format(there=_listed(there)))
+                due = DueLossRule(effect, self._step(effect), there, {0: total})
+                weights |= effect.run(due, contributions)
             if all(weight == 1.0 for weight in weights.values()):
                 return None
             # Summed anew from the contributions: in the total, rounding has lost small contributions.
@@ -112,8 +114,8 @@ class SharedInputs:
             # A script calls `torch.autograd.grad` of one loss to inspect it.
             return
         meeting.passes += 1
-        for rule, _ in meeting.rules:
-            matched = meeting.matched[rule.id]
+        for effect, _ in meeting.effects:
+            matched = meeting.matched[effect]
             there = [name for name in given if name in matched]
             waiting = [
                 name for name, hooks in meeting.taken.items() if any(hook() for hook in hooks)
@@ -121,19 +123,20 @@ class SharedInputs:
             missing = [n for n in waiting if n in matched and n not in given]
             if there and missing and (_torch.keeps_graph() or meeting.passes > 1):
                 text = _APART.format(missing=_listed(missing), there=_listed(there))
-                self._refuse(rule, "apart", text)
+                self._refuse(effect, "apart", text)
             elif there and meeting.in_reentrant and len(matched) == 1:
-                self._refuse(rule, "apart", _REENTRANT.format(there=_listed(there)))
+                self._refuse(effect, "apart", _REENTRANT.format(there=_listed(there)))
 
-    def _step(self, rule: Rule) -> int:
-        return self._activations.counters.of(self._members[rule.id][0]).step
+    def _step(self, effect: Effect) -> int:
+        return self._activations.counters.of(self._members[effect][0]).step
 
-    def _refuse(self, rule: Rule, topic: str, text: str) -> None:
+    def _refuse(self, effect: Effect, topic: str, text: str) -> None:
         """Raise if a rule has to combine and cannot; warn if it only observes."""
-        step = self._step(rule)
-        if self._effects.acts(rule.id):
-            raise GradSurgeonError(f"{self._context.place(step, rule.id)}: {text}")
-        self._context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
+        rule = effect.rule.id
+        step = self._step(effect)
+        if effect.combines:
+            raise GradSurgeonError(f"{self._context.place(step, rule)}: {text}")
+        self._context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
 
 
 class _Fork:
@@ -150,7 +153,7 @@ class _Fork:
     def is_of(self, tensor: Tensor) -> bool:
         return self.tensor is tensor and _torch.writes(tensor) == self._version
 
-    def branch(self, module: str, rules: Sequence[NamedRule]) -> Tensor:
+    def branch(self, module: str, effects: Sequence[NamedEffect]) -> Tensor:
         """Return a view for one module, with a hook that notes the gradient of this module."""
         assert self._common is not None  # noqa: S101 # `is_of` tells
 
@@ -160,7 +163,7 @@ class _Fork:
             if grad is not None:
                 self.meeting.give(module, grad)
 
-        self.meeting.expect(module, rules, give)
+        self.meeting.expect(module, effects, give)
         cast("Any", give).__torch_unserializable__ = True
         view = self._common.view_as(self._common)
         _torch.register_hook(view, give)
@@ -178,9 +181,9 @@ class _Meeting:
 
     def __init__(self, shared: SharedInputs, fork: _Fork, *, is_leaf: bool) -> None:
         self._shared, self._fork = weakref.ref(shared), weakref.ref(fork)
-        self.rules: list[NamedRule] = []
-        # The modules that have taken the tensor, by rule.
-        self.matched: dict[str, set[str]] = {}
+        self.effects: list[NamedEffect] = []
+        # The modules that have taken the tensor, by effect.
+        self.matched: dict[Effect, set[str]] = {}
         # The hooks that the calls of each module wait for, as long as their graphs live.
         self.taken: dict[str, list[weakref.ref[_Hook]]] = {}
         self.passes = 0
@@ -189,12 +192,12 @@ class _Meeting:
         self._task = -1
         self._given: dict[str, Tensor] = {}
 
-    def expect(self, module: str, rules: Sequence[NamedRule], hook: _Hook) -> None:
+    def expect(self, module: str, effects: Sequence[NamedEffect], hook: _Hook) -> None:
         self.taken.setdefault(module, []).append(weakref.ref(hook))
-        for named in rules:
-            if named.rule.id not in self.matched:
-                self.rules.append(named)
-            self.matched.setdefault(named.rule.id, set()).add(module)
+        for named in effects:
+            if named.effect not in self.matched:
+                self.effects.append(named)
+            self.matched.setdefault(named.effect, set()).add(module)
 
     def give(self, module: str, grad: Tensor) -> None:
         shared = self._shared()

@@ -1,6 +1,6 @@
 """Diagnoses a failed step at the first trip of each trap that asks for it, together with other ranks."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gradsurgeon.actions import Decision, EditRule
 from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.session_discovery import LIMIT
@@ -16,8 +15,9 @@ from gradsurgeon.forensics import diagnose, diagnose_inputs, with_bundle
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.forensics.kept_step import FailedStep
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.rank_agreement import Heard
+from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.trap_report import TrapReport
+from gradsurgeon.runtime.votes_heard import Heard
 from gradsurgeon.tensors import _dist
 
 # The kinds of faults that a lower loss scale does not mend.
@@ -25,13 +25,11 @@ _NO_OVERFLOW = frozenset({"mathematics", "bad input"})
 
 
 class StepDiagnosis:
-    def __init__(self, context: Context, kept: KeptCalls) -> None:
+    def __init__(self, context: Context, kept: KeptCalls, effects: Effects) -> None:
         self._context = context
         self._kept = kept
-        decisions = context.decisions.items()
-        self._asked = {
-            rule for rule, one in decisions if isinstance(one, Decision) and one.forensics
-        }
+        self._effects = effects
+        self._asked = {trap.rule.id for trap in effects.traps if trap.forensics}
         # The rules whose next trip is diagnosed.
         self.pending = set(self._asked)
         # The rules with a trip that ranks have diagnosed together.
@@ -77,8 +75,8 @@ class StepDiagnosis:
     ) -> FailedStep:
         modules = tuple(name for report in reports for name in report.modules)
         bad = tuple(name for report in reports for name in report.bad)
-        rules = self._context.program.site_rules
-        rested = tuple(sorted({rule.id for rule, _ in rules if isinstance(rule, EditRule)}))
+        edits = [effect.rule.id for effect in self._effects.sites if effect.edits]
+        rested = tuple(sorted(edits))
         kept = replace(self._kept.step)
         for call in kept.calls:
             call.forget_overwritten()
@@ -124,10 +122,9 @@ class StepDiagnosis:
             self._context.on_failed_step(partial(replay, debugger=True))
         return replay()
 
-    def _folder(self, rules: Iterable[str]) -> Path | None:
+    def _folder(self, rules: Collection[str]) -> Path | None:
         writer = self._context.recorder.writer
         if writer is not None and not writer.closed:
             return writer.path
-        decisions = (self._context.decisions[rule] for rule in rules)
-        wanted = any(isinstance(one, Decision) and one.bundle for one in decisions)
+        wanted = any(trap.rule.id in rules and trap.bundle for trap in self._effects.traps)
         return Path("gradsurgeon-traps") if wanted else None

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.errors import TrapError
-from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.parameters import Parameters
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _torch, measure
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
@@ -51,7 +51,6 @@ class GradientSnapshot:
     Attributes:
         members: the parameters of one update that the pass feeds.
         indices: those whose norms were taken.
-        reported: whether a rule reports spikes in the order in which the gradients came.
     """
 
     done: BackwardPass
@@ -59,7 +58,6 @@ class GradientSnapshot:
     members: Sequence[int]
     indices: Sequence[int]
     norms: Norms
-    reported: bool = False
 
     @property
     def order(self) -> list[int]:
@@ -114,6 +112,12 @@ class WeightUpdate:
     skipped: bool = False
     # The optimizer may have moved weights in this step already: it evaluates its closure late, or several times.
     has_moved: bool = False
+    # Traps have decided that weights stay as they are.
+    stopped: bool = False
+    # The optimizer was allowed to update; known after the update.
+    took_place: bool = False
+    # By parameter that the optimizer did not find, the rule that hid it; known after the update.
+    hidden_by: Mapping[int, str] = field(default_factory=dict)
     # The step has raised, and its error is on its way to the script.
     raised: bool = False
     # Returns the optimizer, if there is one.

@@ -12,8 +12,7 @@ from torch import Tensor
 from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count, grid
-from gradsurgeon.runtime.context import Flag
-from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.running_norms import JudgedNorms
 from gradsurgeon.runtime.training_events import GradientSnapshot
 from gradsurgeon.tensors import _dist
@@ -85,9 +84,9 @@ class GradientEvidence:
     def repaired(self) -> frozenset[int]:
         return self.before.intersection(self.indices).difference(self.now)
 
-    def concerns(self, bound: BoundRule) -> bool:
-        """Tell whether a tensor of a rule is non-finite."""
-        return not self.now.keys().isdisjoint(bound.indices)
+    def concerns(self, indices: Iterable[int]) -> bool:
+        """Tell whether one of some gradients is non-finite."""
+        return not self.now.keys().isdisjoint(indices)
 
     @property
     def _guilty(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from running_bounds import ByHand
+from spikes import statistics_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -131,8 +132,7 @@ def backward(kind: str, called: Any, step: int, parts: int, scaler: Any) -> None
 
 def learnt(session: gradsurgeon.Session) -> list[list[list[float]]]:
     """Return what the rules of a session have learnt."""
-    statistics = session._attachment.controller.spikes.statistics.values()
-    return [statistic.kept.tolist() for statistic in statistics]
+    return [statistic.kept.tolist() for statistic in statistics_of(session)]
 
 
 def train(kind: str, rule: dict[str, Any], variant: str = "plain") -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
-from gradsurgeon.runtime import context
+from gradsurgeon.runtime import trap_effects
 
 NAN = float("nan")
 
@@ -950,7 +950,7 @@ def test_a_rule_on_a_tag_acts_once_on_a_leaf_however_often_it_is_tagged() -> Non
 def test_a_trap_misses_nothing_in_a_model_of_many_modules(
     tensor: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "_MOST", 8)
+    monkeypatch.setattr(trap_effects, "_MOST_FLAGS", 8)
     model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     place = 3 if tensor == "output" else 36

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import gradsurgeon
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.language import packs
-from gradsurgeon.runtime.due_rules import StepCounter
 from gradsurgeon.runtime.running_steps import RunningStep
+from gradsurgeon.runtime.step_counters import StepCounter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning"),

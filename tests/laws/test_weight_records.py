@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
 import gradsurgeon
 from gradsurgeon.report import summary
-from gradsurgeon.runtime.gradient_rules import SAMPLE
+from gradsurgeon.runtime.weight_effects import SAMPLE
 from gradsurgeon.tensors.statistics import STATISTICS
 
 STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]

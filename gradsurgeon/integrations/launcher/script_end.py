@@ -90,7 +90,7 @@ class ScriptEnd:
                 else:
                     model.attachment.remove(ended_by)
                     # A session that ended with its model may not have heard the last of other ranks.
-                    model.attachment.controller.checks.conclude()
+                    model.attachment.controller.effects.conclude()
         if refused:  # a refusal has a traceback
             return
         with models.guard:

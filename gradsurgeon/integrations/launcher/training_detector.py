@@ -117,7 +117,7 @@ class TrainingDetector:
         """Let the checks hear other ranks before a process group is destroyed: the store may end with it."""
         for model in self._models.attached:
             with self._models.guard:
-                model.attachment.controller.checks.conclude()
+                model.attachment.controller.effects.conclude()
         destroy(*args, **kwargs)
 
     def _stop_waiting(self) -> None:

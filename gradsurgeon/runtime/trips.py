@@ -1,9 +1,9 @@
 """The outcome of an update after traps judged it: trips and rows of trips, reports, and the decision of all ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -14,14 +14,14 @@ from gradsurgeon.distributed.ranks import FINE, RAISE, SKIP, StopReason
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context, Mode
-from gradsurgeon.runtime.due_rules import NONFINITE, DueRules, StepCounter
-from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.rank_agreement import ALONE, Heard
+from gradsurgeon.runtime.effects import Effects
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
+from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_report import TrapReport
+from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist
-from gradsurgeon.tensors.measure import Norms
 
 NOT_VOTED = (
     "stopped on this rank before the update: the ranks did not vote on this, because it came after their votes (right after "
@@ -32,29 +32,29 @@ _MOVED = (
     "step already"
 )
 _HIDDEN = "its optimizer got no gradient"
-# The id of a trap that judged, and its report if it tripped.
-Finding = tuple[str, TrapReport | None]
-
-
-class Look(NamedTuple):
-    """Numbers that traps ask the host to read; a non-finite one is a trip. ``findings`` takes the tensors that tripped."""
-
-    numbers: tuple[Norms, ...]
-    findings: Callable[..., Sequence[Finding]]
+# Each trap that judged, with its report if it tripped.
+Findings = Mapping[Trap, TrapReport | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Trip:
     """A tripped trap: its report, and the number of trips in a row."""
 
-    rule: str
-    decision: Decision | Spikes
+    trap: Trap
     in_a_row: int
     report: TrapReport
     # Whether the other ranks may not know of it.
     unheard: bool = False
     # Whether the optimizer may have moved weights in this step already.
     moved: bool = False
+
+    @property
+    def rule(self) -> str:
+        return self.trap.rule.id
+
+    @property
+    def decision(self) -> Decision | Spikes:
+        return self.trap.decision
 
     @property
     def then(self) -> str:
@@ -88,32 +88,15 @@ class Trip:
         }[self.then]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepContext:
-    """One update: its due rules, the gradients as the script hands them over, and the votes of the ranks on it."""
-
-    counter: StepCounter
-    due: DueRules
-    gradients: Gradients
-    heard: Heard
-    overflow: Tensor | None = None
-    # Whether the optimizer may have moved weights in this step already.
-    moved: bool = False
-
-    @property
-    def step(self) -> int:
-        return self.counter.step
-
-
 class Conclusions:
-    def __init__(self, context: Context, kept: KeptCalls) -> None:
+    def __init__(self, context: Context, kept: KeptCalls, effects: Effects) -> None:
         self._context = context
-        self.diagnosis = StepDiagnosis(context, kept)
+        self.diagnosis = StepDiagnosis(context, kept, effects)
 
     def of(
         self,
         counter: StepCounter,
-        findings: Sequence[Finding],
+        findings: Findings,
         heard: Heard,
         scale: Tensor | None,
         *,
@@ -124,50 +107,45 @@ class Conclusions:
 
         An update whose optimizer may have ``moved`` weights already cannot be skipped.
         """
-        context, step = self._context, counter.step
-        if heard.unanimous and not any(report for _, report in findings):
+        step = counter.step
+        if heard.unanimous and not any(findings.values()):
             # All ranks saw the non-finite gradient and all ran the code that repaired it.
             heard = ALONE
-        unheard = heard is not ALONE and heard.severity <= FINE and not known
-        trips = self._count(counter, findings, heard, unheard=unheard, moved=moved)
+        is_unheard = heard is not ALONE and heard.severity <= FINE and not known
+        self._count(counter, findings, heard)
+        trips = []
+        for trap, report in findings.items():
+            if report is not None:
+                # Norms at the update are alike on all ranks, so the others trip also.
+                unheard = is_unheard and trap.votes
+                in_a_row = counter.trips_now[trap.rule.id]
+                trips.append(Trip(trap, in_a_row, report, unheard, moved))
         if not (trips or heard.objections):
             return GOES_ON
         reports = {trip.rule: trip.report for trip in trips}
         diagnoses = self.diagnosis.of(reports, step, scale, heard)
         # The other ranks must hear of the most severe trip.
-        worst, cause = FINE, None
+        worst = FINE
+        cause: StopReason | None = None
         for trip in trips:
-            told = self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule))
+            reason = self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule))
             if cause is None or trip.severity > worst:
-                worst, cause = trip.severity, told
+                worst = trip.severity
+                cause = reason
         if heard.severity > worst:
             return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule), moved=moved)
-        if cause is None or worst == FINE or context.mode == "observe":
+        if cause is None or worst == FINE or self._context.mode == "observe":
             return GOES_ON
         return _decided(worst, cause, step)
 
-    def _count(
-        self,
-        counter: StepCounter,
-        findings: Sequence[Finding],
-        heard: Heard,
-        *,
-        unheard: bool,
-        moved: bool,
-    ) -> list[Trip]:
+    def _count(self, counter: StepCounter, findings: Findings, heard: Heard) -> None:
         """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
-        trips, elsewhere = [], {one.rule for one in heard.objections if one.rule}
-        absent = sorted(elsewhere.difference(rule for rule, _ in findings))
-        for rule, report in [*findings, *((rule, None) for rule in absent)]:
-            tripped = report is not None or rule in elsewhere
+        elsewhere = {objection.rule for objection in heard.objections if objection.rule}
+        tripped = {trap.rule.id: report is not None for trap, report in findings.items()}
+        tripped |= dict.fromkeys(elsewhere, True)
+        for rule, is_trip in tripped.items():
             # `StepCounter.tick` makes the count final: an update is judged after each call of a closure.
-            times = counter.trips_now[rule] = counter.trips.get(rule, 0) + 1 if tripped else 0
-            if report is not None:
-                decision = self._context.decisions[rule]
-                # Norms at the update are alike on all ranks, so the others trip also.
-                votes = isinstance(decision, Decision) and decision.statistic == NONFINITE
-                trips.append(Trip(rule, decision, times, report, unheard and votes, moved))
-        return trips
+            counter.trips_now[rule] = counter.trips.get(rule, 0) + 1 if is_trip else 0
 
     def _follow(
         self, step: int, told: Objection, diagnosis: Diagnosis | None, *, moved: bool

@@ -1,0 +1,194 @@
+"""The effect of checks: it hands a check the facts of each moment, and makes events of its findings."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradsurgeon.actions import Examination, Rule
+from gradsurgeon.actions.checks.base import Check, Finding, Model, Pass, Update
+from gradsurgeon.actions.checks.mail import Mail
+from gradsurgeon.distributed.replication import Replication
+from gradsurgeon.errors import CheckError, shorten_names
+from gradsurgeon.forensics.kept_calls import KeptCalls
+from gradsurgeon.language.planning import slots
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.effect import Bound, Effect
+from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.runtime.training_events import BackwardPass, WeightUpdate
+from gradsurgeon.tensors import _dist
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+
+# Judges values that have come to the host.
+Judge = Callable[[Tensor], Iterable[Finding]]
+
+
+class ModelFacts:
+    """What all checks of a session know of its model."""
+
+    def __init__(self, context: Context, model: nn.Module, kept: KeptCalls) -> None:
+        names = context.names
+        index_of = {name: index for index, name in enumerate(names)}
+        holders = {
+            index_of[slot.name]: slot.owner for slot in slots(model) if slot.name in index_of
+        }
+        self.model = Model(model, holders)
+        self.kept = kept
+        self.replication = Replication(names, lambda: context.ranks, context.parameters.params)
+
+    def passed(self, done: BackwardPass) -> None:
+        if _dist.world() > 1:
+            self.replication.passed(done.indices, done.averaging)
+
+    def updated(self, counter: StepCounter) -> None:
+        if _dist.world() > 1:
+            self.replication.updated(counter.indices)
+
+
+class CheckEffect(Effect):
+    """Shows passes and updates to a check. All optimizers share it: some faults show in how their updates alternate."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        context: Context,
+        indices: tuple[int, ...],
+        examination: Examination,
+        facts: ModelFacts,
+    ) -> None:
+        super().__init__(rule, context, indices, None)
+        self.moment = "check"
+        self.check = examination.check
+        self._raises = examination.then == "raise"
+        self._facts = facts
+        self._mail = Mail(rule.id, context.names)
+        # The findings that were told: cause and place.
+        self._told: set[tuple[str, Hashable]] = set()
+
+    def has(self, method: str) -> bool:
+        known = getattr(Check, method, None)
+        if method == "before_update" or known is None:
+            return super().has(method)
+        return getattr(type(self.check), method) is not known
+
+    def owned(self, counter: StepCounter) -> tuple[int, ...]:
+        """Return the parameters that the optimizer of a counter owns, or that no optimizer owns."""
+        counters = self.context.counters
+        holders = (counter, counters.common)
+        return tuple([index for index in self.indices if counters[index] in holders])
+
+    def close(self) -> None:
+        """Let go of the check: it may keep parameters of other models."""
+        self.check = Check()
+
+    def before_pass(self, graph: BackwardGraph) -> None:
+        self._look_at_pass(self.check.before_pass, (), graph)
+
+    def after_pass(self, done: BackwardPass) -> None:
+        if not set(done.indices).isdisjoint(self.indices):
+            self._look_at_pass(self.check.after_pass, done.indices, done.graph)
+
+    def _look_at_pass(
+        self,
+        look: Callable[[Pass], Iterable[Finding]],
+        reached: Sequence[int],
+        graph: BackwardGraph | None,
+    ) -> None:
+        # The first parameter counts the steps.
+        counter = self.context.counters[self.indices[0]]
+        if self.context.is_due(self.rule, counter):
+            unregistered = partial(_unregistered, graph, self.context)
+            facts = self._moment(counter.step)
+            self._tell(
+                counter.step,
+                look(Pass(**facts, reached=reached, graph=graph, unregistered=unregistered)),
+            )
+
+    def before_unscaling(self, update: WeightUpdate, bound: Bound, scale: float) -> None:
+        self._tell(
+            bound.step, self.check.before_unscaling(self._update(update, bound, scale=scale))
+        )
+
+    def before_update(self, update: WeightUpdate, bound: Bound) -> None:
+        self.log.count_fired(self.rule.id, bound.step)
+        self._tell(bound.step, self.check.before_update(self._update(update, bound)))
+
+    def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
+        facts: dict[str, Any] = {"has_moved": update.has_moved}
+        if gradients is not None:
+            facts["known_norms"] = gradients.known_norms
+        self._tell(bound.step, self.check.before_edits(self._update(update, bound, **facts)))
+
+    def after_update(self, update: WeightUpdate, bound: Bound) -> None:
+        facts = {"took_place": update.took_place, "frozen": update.hidden_by}
+        self._tell(bound.step, self.check.after_update(self._update(update, bound, **facts)))
+
+    def at_end(self) -> None:
+        self._tell(self.context.counters.latest, self.check.at_end())
+
+    def _update(self, update: WeightUpdate, bound: Bound, **facts: Any) -> Update:
+        return Update(
+            **self._moment(bound.step),
+            indices=bound.indices,
+            owner=bound.counter,
+            optimizer=update.optimizer(),
+            evaluations=self._facts.kept.evaluations,
+            mail=self._mail if _dist.world() > 1 else None,
+            find_replicas=self._facts.replication.replicas,
+            **facts,
+        )
+
+    def _moment(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "members": self.indices,
+            "model": self._facts.model,
+            "find": self.context.parameters.param,
+            "later": partial(self._later, step),
+        }
+
+    def _later(self, step: int, values: Tensor, judge: Judge) -> None:
+        # Values travel flat. The step may be over when they arrive.
+        shape = values.shape
+
+        def tell(flat: Tensor) -> None:
+            self._tell(step, judge(flat.view(shape)))
+
+        self.log.when_read(values.detach(), tell)
+
+    def _tell(self, step: int, findings: Iterable[Finding]) -> None:
+        """Make events of findings, each cause once for each tensor; errors are raised at the next update."""
+        for finding in findings:
+            places: Sequence[Hashable] = finding.indices or (finding.names,)
+            news = [place for place in places if (finding.cause, place) not in self._told]
+            if news:
+                self._told.update((finding.cause, place) for place in news)
+                at = step if finding.step is None else finding.step
+                self._tell_of(finding, news, at)
+
+    def _tell_of(self, finding: Finding, news: Sequence[Hashable], step: int) -> None:
+        rule = self.rule.id
+        names = [self.context.names[index] for index in finding.indices if index in news]
+        names = names or list(finding.names)
+        it = "them" if len(names) > 1 else "it"
+        text = finding.text.format(names=shorten_names(names), it=it)
+        message = f"{self.context.place(step, rule)}: {text}"
+        name = names[0] if names else ""
+        self.log.count_changed(rule, 1)
+        self.log.emit("check", message, rule=rule, step=step, name=name)
+        if self._raises:
+            error = CheckError(message, rule=rule, step=step, rank=_dist.rank(), name=name)
+            self.log.raise_later(error)
+
+
+def _unregistered(graph: BackwardGraph | None, context: Context) -> list[Tensor]:
+    """Return the trained leaves that a pass reached, and that are no parameters of the model."""
+    if graph is None:
+        return []
+    known = set(context.parameters.ids())
+    # Other leaves, such as points at which a derivative is taken, are inputs.
+    return [
+        leaf for leaf in graph.leaves() if isinstance(leaf, nn.Parameter) and id(leaf) not in known
+    ]

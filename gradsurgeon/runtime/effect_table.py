@@ -1,0 +1,123 @@
+"""Makes the effects of rules: the value that a rule compiles to decides which effect it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gradsurgeon.actions import (
+    ByNorm,
+    Combination,
+    Decision,
+    Edit,
+    Examination,
+    LossComparison,
+    LossRule,
+    Observer,
+    Rule,
+    Spikes,
+    in_order,
+)
+from gradsurgeon.actions._effects import Copies, Hidden
+from gradsurgeon.errors import BindError, GradSurgeonError
+from gradsurgeon.language.planning import Plan
+from gradsurgeon.runtime.check_effects import CheckEffect, ModelFacts
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.editing_effects import ElementEdit, Hide, NormEdit
+from gradsurgeon.runtime.effect import Effect
+from gradsurgeon.runtime.effects import Effects, ModuleEffects
+from gradsurgeon.runtime.loss_effects import LossEffect
+from gradsurgeon.runtime.observing_effects import Copy, Record
+from gradsurgeon.runtime.spike_effect import SpikeEffect
+from gradsurgeon.runtime.trap_effects import NONFINITE, NonfiniteTrap, TensorTrap, ThresholdTrap
+from gradsurgeon.runtime.weight_effects import RecordWeights
+
+_Make = Callable[[Rule, Context, tuple[int, ...], Any], Effect]
+
+
+def _trap(rule: Rule, context: Context, indices: tuple[int, ...], decision: Decision) -> Effect:
+    if rule.target != "params":
+        return TensorTrap(rule, context, indices, decision)
+    if decision.statistic == NONFINITE:
+        return NonfiniteTrap(rule, context, indices, decision)
+    return ThresholdTrap(rule, context, indices, decision)
+
+
+def _record(rule: Rule, context: Context, indices: tuple[int, ...], observer: Observer) -> Effect:
+    of_weights = rule.target == "params" and not rule.ref.grad
+    kind = RecordWeights if of_weights else Record
+    return kind(rule, context, indices, observer)
+
+
+_EFFECTS: Mapping[type, Any] = {
+    Edit: ElementEdit,
+    ByNorm: NormEdit,
+    Hidden: Hide,
+    Copies: Copy,
+    Observer: _record,
+    Decision: _trap,
+    Spikes: SpikeEffect,
+    Combination: LossEffect,
+    LossComparison: LossEffect,
+}
+
+
+def effects_of(context: Context, plan: Plan, facts: ModelFacts) -> Effects:
+    """Return the effects of all rules; ``facts`` are for checks."""
+    index_of = {name: index for index, name in enumerate(context.names)}
+    effects: dict[str, Effect] = {}
+    for rule in in_order(plan.rules.rules):
+        compiled = _compiled(rule)
+        names = [binding.name for binding in plan.of(rule.id)]
+        indices: tuple[int, ...] = ()
+        if rule.target == "params":
+            indices = tuple([index_of[name] for name in names])
+        if isinstance(compiled, Examination):
+            effect: Effect = CheckEffect(rule, context, indices, compiled, facts)
+        else:
+            effect = _maker(compiled)(rule, context, indices, compiled)
+        effects[rule.id] = effect
+    modules = list(_modules(plan, effects))
+    _trust_passes(effects.values(), modules)
+    tags = [
+        one for one in effects.values() if one.rule.target == "tensors" and plan.of(one.rule.id)
+    ]
+    return Effects(context, list(effects.values()), modules, tags)
+
+
+def _trust_passes(effects: Iterable[Effect], modules: Sequence[ModuleEffects]) -> None:
+    """Do not compare passes: rules on modules combine in the training pass alone, so its gradients differ from the sum."""
+    if any(effect.rule.edits for module in modules for effect in module.on_shared):
+        for effect in effects:
+            if isinstance(effect, LossEffect):
+                effect.is_verified = True
+
+
+def _compiled(rule: Rule) -> Any:
+    try:
+        return rule.compile()
+    except BindError:
+        raise
+    except GradSurgeonError as error:  # a library is missing
+        raise BindError([f"rule {rule.id}: {error}"]) from error
+
+
+def _maker(compiled: Any) -> _Make:
+    kinds = (kind for kind in type(compiled).__mro__ if kind in _EFFECTS)
+    make: _Make = _EFFECTS[next(kinds)]
+    return make
+
+
+def _modules(plan: Plan, effects: Mapping[str, Effect]) -> Iterator[ModuleEffects]:
+    by_name: dict[str, list[Effect]] = {}
+    for effect in effects.values():
+        if effect.rule.target == "modules":
+            for binding in plan.of(effect.rule.id):
+                by_name.setdefault(binding.name, []).append(effect)
+    for module in plan.manifest.modules:
+        own = by_name.get(module.name, ())
+        shared = [one for one in own if isinstance(one.rule, LossRule)]
+        on_input = [one for one in own if one.rule.ref.side == "input" and one not in shared]
+        on_output = [one for one in own if one.rule.ref.side == "output"]
+        if own:
+            yield ModuleEffects(module.name, on_input, on_output, shared)

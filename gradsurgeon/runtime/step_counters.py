@@ -1,0 +1,115 @@
+"""Step counters, one per optimizer, and the schedule of rules."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradsurgeon.actions import Rule
+
+
+class Schedule:
+    """Tells which rules are due at a step. A rule that rests is never due."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = [rule.id for rule in rules]
+        self.resting: set[str] = set()
+
+    def rests(self, rule: Rule) -> bool:
+        return rule.id in self.resting
+
+    def rest(self, rules: Collection[str]) -> list[str]:
+        """Let rules rest for good; return those that did not rest before."""
+        news = [rule for rule in rules if rule not in self.resting]
+        self.resting.update(news)
+        return news
+
+    def due(self, rule: Rule, step: int) -> bool:
+        return not self.rests(rule) and rule.steps.includes(step)
+
+
+@dataclass(slots=True, eq=False)
+class StepCounter:
+    """Counts the updates of one optimizer; ``step`` is the number of the next one, from 0."""
+
+    step: int
+    indices: tuple[int, ...] = field(default=())
+    # Backward passes that feed the next update.
+    passes: int = 0
+    # Whether it has counted an update.
+    begun: bool = False
+    # The trips in a row of each trap, without the current update; and with it, as far as it was judged.
+    trips: dict[str, int] = field(default_factory=dict)
+    trips_now: dict[str, int] = field(default_factory=dict)
+    # The number of updates in a row that a `GradScaler` has left out.
+    scaler_skips: int = 0
+
+    def tick(self) -> None:
+        self.begun = True
+        self.step += 1
+        self.passes = 0
+        if self.trips_now:
+            self.trips = {rule: n for rule, n in (self.trips | self.trips_now).items() if n}
+            self.trips_now.clear()
+
+
+class StepCounters:
+    """The counter of every tensor. Tensors share a common counter until an optimizer claims them."""
+
+    def __init__(self, count: int, start: int) -> None:
+        self.common = StepCounter(start, tuple(range(count)))
+        # The start of an optimizer's counter that takes over from no other.
+        self.start = start
+        self._of = [self.common] * count
+        # Callers that cache a grouping by counter compare this number.
+        self.version = 0
+        # Restored step per tensor.
+        self._resumed: dict[int, int] = {}
+
+    def __getitem__(self, index: int) -> StepCounter:
+        return self._of[index]
+
+    def among(self, indices: Sequence[int]) -> list[StepCounter]:
+        if not indices:
+            return []
+        first = self._of[indices[0]]
+        if len(first.indices) == len(self._of):  # nearly always one optimizer owns all tensors
+            return [first]
+        return list(dict.fromkeys(map(self._of.__getitem__, indices)))
+
+    @property
+    def latest(self) -> int:
+        return max((counter.step for counter in self._of), default=self.common.step)
+
+    def begin(self, indices: Iterable[int]) -> int:
+        """Return the first number of a counter for tensors that no optimizer has owned yet."""
+        return max((self._resumed.get(t, self.start) for t in indices), default=self.start)
+
+    def resume(self, steps: Mapping[int, int], *, common: int, latest: int) -> None:
+        """Resume from the numbers of tensors; tensors without a number begin with the latest."""
+        self._resumed = dict(steps)
+        self.common.step, self.start = common, latest
+        for counter in set(self._of):
+            if counter is not self.common:
+                counter.step = self.begin(counter.indices)
+
+    def claim(self, indices: Iterable[int], counter: StepCounter) -> None:
+        """Give tensors to a counter, which goes on from their latest one: a script may rebuild its optimizer."""
+        wanted = tuple(sorted(indices))
+        held = [index for index, holder in enumerate(self._of) if holder is counter]
+        if held == list(wanted):
+            return
+        for index in held:
+            self._of[index] = self.common
+        earlier = [self._of[index] for index in wanted]
+        for holder in earlier:
+            if holder is not self.common:
+                counter.step = max(counter.step, holder.step)
+            counter.trips |= holder.trips
+            counter.scaler_skips = max(counter.scaler_skips, holder.scaler_skips)
+            # Passes that came before their optimizer was known still feed its next update.
+            counter.passes = max(counter.passes, holder.passes)
+        for index in wanted:
+            self._of[index] = counter
+        counter.indices = wanted
+        for other in {*self._of, *earlier, self.common}:
+            other.indices = tuple(i for i, holder in enumerate(self._of) if holder is other)
+        self.version += 1

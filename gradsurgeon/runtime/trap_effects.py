@@ -1,0 +1,227 @@
+"""The effects of traps: they look at each update, and object to numbers that must not reach a weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from gradsurgeon.actions import Decision, Rule, Spikes
+from gradsurgeon.errors import BindError, shorten_names
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.effect import Bound, Effect, Origin
+from gradsurgeon.runtime.flags import Flag
+from gradsurgeon.runtime.scaler_watch import unscaled
+from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.runtime.trap_report import (
+    GradientEvidence,
+    TrapReport,
+    activation_report,
+    threshold_report,
+)
+from gradsurgeon.runtime.update import DueUpdate
+from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors.measure import Norms, read
+
+# The statistic of `nan-trap`. It costs nothing extra: norms that are measured anyway show NaN and Inf.
+NONFINITE = "nonfinite"
+_REPAIRED = "{number} gradients were non-finite after backward and finite at the update ({names}): repaired, no trap"
+_IN_VAIN = "the {what} of {name} was non-finite (elements: {count:,}) in a forward pass that fed no update: the trap ignored it"
+_ONLY_NONFINITE = "rule {rule}: a trap on modules and tags checks for non-finite elements alone, not `{statistic}`; use `params`"
+# Bounds the flags that a long validation between two updates collects.
+_MOST_FLAGS = 4096
+
+
+class Trap(Effect):
+    """Decides on updates."""
+
+    judges = True
+
+    def __init__(
+        self,
+        rule: Rule,
+        context: Context,
+        indices: tuple[int, ...],
+        decision: Decision | Spikes,
+    ) -> None:
+        super().__init__(rule, context, indices, decision)
+        self.decision = decision
+        self.then: str = decision.then
+        # Whether the first trip is diagnosed, and kept without a run directory, too.
+        self.forensics = isinstance(decision, Decision) and decision.forensics
+        self.bundle = isinstance(decision, Decision) and decision.bundle
+
+    def soften(self) -> None:
+        """Only warn from now on."""
+        self.decision = replace(self.decision, then="warn", give_up_after="never")
+        self.then = "warn"
+
+
+class NonfiniteTrap(Trap):
+    """Objects to gradients with non-finite elements."""
+
+    votes = True
+
+    def look(self, update: DueUpdate, bound: Bound) -> Norms:
+        if not update.gradients.having(bound.indices):
+            return ()
+        self.log.count_fired(self.rule.id, update.step)
+        return update.norms
+
+    def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
+        if not doubtful:
+            return None
+        evidence = update.evidence(doubtful)
+        if evidence.concerns(bound.indices):
+            return evidence.report(self.context.names)
+        self._mention_repaired(update, bound, evidence)
+        return None
+
+    def _mention_repaired(
+        self, update: DueUpdate, bound: Bound, evidence: GradientEvidence
+    ) -> None:
+        rule = self.rule.id
+        names = [self.context.names[i] for i in bound.indices if i in evidence.repaired]
+        objected = any(objection.rule == rule for objection in update.heard.objections)
+        if names and not objected:
+            text = _REPAIRED.format(number=len(names), names=shorten_names(names))
+            self.log.emit("notice", text, rule=rule, step=update.step, name=names[0])
+
+
+class ThresholdTrap(Trap):
+    """Objects to gradients by a statistic of each."""
+
+    measures = True
+    decision: Decision
+
+    def look(self, update: DueUpdate, bound: Bound) -> Norms:
+        indices = update.gradients.having(bound.indices)
+        if not indices:
+            return ()
+        self.log.count_fired(self.rule.id, update.step)
+        values = update.gradients.statistics(self.decision.statistic, indices)
+        # A non-finite number marks a tensor that trips.
+        flags = values.new_zeros(len(values)).masked_fill(self.decision.trips(values), math.inf)
+        return ((tuple(indices), flags),)
+
+    def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
+        if not doubtful:
+            return None
+        statistic = self.decision.statistic
+        indices = update.gradients.having(bound.indices)
+        values = update.gradients.statistics(statistic, indices).tolist()
+        names = [self.context.names[index] for index in indices]
+        return threshold_report(statistic, names, values, [i in doubtful for i in indices])
+
+
+class TensorTrap(Trap):
+    """Objects to tensors of modules and tags with non-finite elements."""
+
+    votes = True
+
+    def __init__(
+        self,
+        rule: Rule,
+        context: Context,
+        indices: tuple[int, ...],
+        decision: Decision,
+    ) -> None:
+        super().__init__(rule, context, indices, decision)
+        if decision.statistic != NONFINITE:
+            text = _ONLY_NONFINITE.format(rule=rule.id, statistic=decision.statistic)
+            raise BindError([text])
+        # The flags since the last update, in the order in which their tensors appeared.
+        self._flags: list[Flag] = []
+        self._most = _MOST_FLAGS
+        # The latest flag of a forward pass, by tensor.
+        self._last: dict[str, Flag] = {}
+
+    def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
+        if not origin.is_again:
+            self._add(self._flag(tensor, origin, is_fed=origin.is_gradient))
+            self.log.count_fired(self.rule.id, origin.step)
+        elif not origin.is_gradient and not self._is_known(origin.name):
+            self._add(self._flag(tensor, origin, is_fed=True))
+        return tensor
+
+    def _flag(self, tensor: Tensor, origin: Origin, *, is_fed: bool) -> Flag:
+        true = unscaled(tensor, origin.scale)
+        count = _numbers.nonfinite(_dist.local(true))
+        flag = Flag(str(self.rule.ref), origin.name, origin.counter, count, fed=is_fed)
+        flag.follow(tensor)
+        if not origin.is_again:
+            self._last[flag.name] = flag
+        return flag
+
+    def _is_known(self, name: str) -> bool:
+        """Tell whether the original run of a recomputed forward pass left a flag that can feed an update."""
+        # Reentrant checkpointing runs the forward pass without gradients first: such flags can feed none.
+        last = self._last.get(name)
+        return last is not None and last.could_feed
+
+    def _add(self, flag: Flag) -> None:
+        if len(self._flags) >= self._most:
+            self._mention(self._taken(lambda flag: not (flag.fed or flag.can_feed)))
+            # The bound grows, because a model may have more modules than `_MOST_FLAGS`.
+            self._most = max(_MOST_FLAGS, 2 * len(self._flags))
+        self._flags.append(flag)
+
+    def passed(self) -> None:
+        """Note a backward pass: the forward pass before it feeds an update."""
+        for flag in self._flags:
+            flag.fed |= flag.waits
+
+    def report_so_far(self, counters: Sequence[StepCounter]) -> TrapReport | None:
+        """Report on the flags that the next update must judge."""
+        return self._report(
+            _counted([flag for flag in self._flags if flag.fed and flag.counter() in counters])
+        )
+
+    def has_flags(self, counters: Sequence[StepCounter]) -> bool:
+        return any(flag.fed and flag.counter() in counters for flag in self._flags)
+
+    def report(self, counters: Sequence[StepCounter]) -> TrapReport | None:
+        """Report on the flags that an update must judge, and forget them. Reads the device once."""
+        self._last.clear()
+        counted = self._taken(lambda flag: flag.counter() in counters)
+        fed = [(flag, count) for flag, count in counted if flag.fed]
+        trapped = {flag.name for flag, count in fed if count}
+        self._mention((f, c) for f, c in counted if not f.fed and f.name not in trapped)
+        return self._report(fed)
+
+    def _report(self, counted: Sequence[tuple[Flag, int]]) -> TrapReport | None:
+        return activation_report(counted) if any(count for _, count in counted) else None
+
+    def forget(self, counter: StepCounter) -> None:
+        self._flags = [flag for flag in self._flags if flag.counter() is not counter]
+
+    def mention_all(self) -> None:
+        self._mention(self._taken(lambda _: True))
+
+    def _taken(self, is_wanted: Callable[[Flag], bool]) -> list[tuple[Flag, int]]:
+        wanted: list[Flag] = []
+        others: list[Flag] = []
+        for flag in self._flags:
+            (wanted if is_wanted(flag) else others).append(flag)
+        self._flags = others
+        return _counted(wanted)
+
+    def _mention(self, dropped: Iterable[tuple[Flag, int]]) -> None:
+        rule = self.rule.id
+        for flag, count in dropped:
+            if count:
+                text = _IN_VAIN.format(what=flag.what, name=flag.name, count=count)
+                step = flag.counter().step
+                self.log.emit("notice", text, rule=rule, step=step, name=flag.name)
+
+
+def _counted(flags: Sequence[Flag]) -> list[tuple[Flag, int]]:
+    unread = [flag.count for flag in flags if isinstance(flag.count, Tensor)]
+    read_counts = iter(read(unread))
+    counted = []
+    for flag in flags:
+        count = next(read_counts) if isinstance(flag.count, Tensor) else flag.count
+        counted.append((flag, count))
+    return counted

@@ -1,0 +1,107 @@
+"""The effect of records of weights: what parameters are after an update, and what the update has changed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions import Observer, Rule
+from gradsurgeon.records.shared_rows import by_column
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.effect import Bound, Effect
+from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.runtime.training_events import WeightUpdate
+from gradsurgeon.tensors import _dist, _numbers, measure
+from gradsurgeon.tensors.sampling import sample
+from gradsurgeon.tensors.statistics import STATISTICS
+
+# Elements of a tensor of which an update is recorded; a larger one is sampled.
+SAMPLE = 16384
+
+
+class RecordWeights(Effect):
+    """Records statistics of weights, or of what an update has changed."""
+
+    def __init__(
+        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Observer
+    ) -> None:
+        super().__init__(rule, context, indices, compiled)
+        self.stats = compiled.statistics
+        self._of_changes = rule.ref.side == "update"
+        # Elements before the update that runs now, by parameter.
+        self._before: dict[StepCounter, dict[int, Tensor]] = {}
+
+    def before_step(self, update: WeightUpdate, bound: Bound) -> None:
+        # Of a script that updates weights by hand no update is known.
+        if update.optimizer() is None:
+            return
+        samples = {}
+        for index in bound.indices if self._of_changes else ():
+            param = self.context.parameters.param(index)
+            if param is not None:
+                samples[index] = _sample(param)
+        self._before[bound.counter] = samples
+
+    def after_update(self, update: WeightUpdate, bound: Bound) -> None:
+        before = self._before.pop(bound.counter, None)
+        if before is None or not update.took_place:
+            return
+        there = {}
+        for index in bound.indices:
+            param = self.context.parameters.param(index)
+            if param is not None and (index in before or not self._of_changes):
+                there[index] = param.detach()
+        if not there:
+            return
+        with torch.no_grad():
+            self._record(bound, there, before)
+        self.log.count_fired(self.rule.id, bound.step, len(there))
+
+    def _record(
+        self, bound: Bound, params_by_index: dict[int, Tensor], before: dict[int, Tensor]
+    ) -> None:
+        recorder = self.context.recorder
+        columns = bound.columns(list(params_by_index))
+        params = list(params_by_index.values())
+        are_shared = _dist.any_sharded(params)
+        measured = measure.parts if are_shared else measure.statistics
+        grads = params if are_shared else ()
+        pairs = []
+        if self._of_changes:
+            pairs = [_pair(before[index], param) for index, param in params_by_index.items()]
+        for stat, keys in bound.keys.items():
+            if self._of_changes:
+                values = _scaled(stat, measured(stat, _changes(stat, pairs)), params, pairs)
+            else:
+                values = measured(stat, params)
+            for key, numbers in by_column(keys, values, are_parts=are_shared):
+                recorder.add(key, bound.step, columns, numbers, replace=False, grads=grads)
+
+
+def _sample(param: Tensor) -> Tensor:
+    """Return elements of the part of a parameter that this rank holds, of each part the same share."""
+    part = _dist.local(param)
+    return sample(part, -(-SAMPLE * part.numel() // max(SAMPLE, param.numel(), 1)))
+
+
+def _pair(old: Tensor, param: Tensor) -> Tensor:
+    """Return elements of a parameter before and after an update. Shape ``[2, n]``, float32 at least."""
+    return torch.stack([_numbers.in_float32(old), _numbers.in_float32(_sample(param))])
+
+
+def _changes(stat: str, pairs: Sequence[Tensor]) -> Sequence[Tensor]:
+    return pairs if STATISTICS[stat].of_update else [pair[1] - pair[0] for pair in pairs]
+
+
+def _scaled(stat: str, values: Tensor, params: Sequence[Tensor], pairs: Sequence[Tensor]) -> Tensor:
+    """Return numbers of samples, scaled to the parts of parameters that this rank holds."""
+    # Sums grow with the number of elements.
+    power = 0.5 if stat == "l2" else 1.0 if STATISTICS[stat].merge == "sum" else 0.0
+    sizes = [
+        _dist.local(param).numel() / max(1, pair.shape[1])
+        for param, pair in zip(params, pairs, strict=True)
+    ]
+    if power == 0.0 or max(sizes) <= 1.0:
+        return values
+    # Multiplied one by one: factors in a tensor would have to be copied to a device.
+    return torch.stack([value * size**power for value, size in zip(values, sizes, strict=True)])
