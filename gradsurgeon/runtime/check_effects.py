@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from gradsurgeon.runtime.training_events import BackwardPass, WeightUpdate
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
+_Moment = TypeVar("_Moment", Pass, Update)
 # Judges values that have come to the host.
 Judge = Callable[[Tensor], Iterable[Finding]]
 
@@ -68,10 +69,13 @@ class CheckEffect(Effect):
         self._told: set[tuple[str, Hashable]] = set()
 
     def has(self, method: str) -> bool:
-        known = getattr(Check, method, None)
-        if method == "before_update" or known is None:
+        # Each update counts as a firing.
+        if method == "before_update" or not hasattr(Check, method):
             return super().has(method)
-        return getattr(type(self.check), method) is not known
+        return self.has_own(method)
+
+    def has_own(self, method: str) -> bool:
+        return getattr(type(self.check), method) is not getattr(Check, method)
 
     def owned(self, counter: StepCounter) -> tuple[int, ...]:
         """Return the parameters that the optimizer of a counter owns, or that no optimizer owns."""
@@ -100,37 +104,39 @@ class CheckEffect(Effect):
         counter = self.context.counters[self.indices[0]]
         if self.context.is_due(self.rule, counter):
             unregistered = partial(_unregistered, graph, self.context)
-            facts = self._moment(counter.step)
-            self._tell(
-                counter.step,
-                look(Pass(**facts, reached=reached, graph=graph, unregistered=unregistered)),
-            )
+            facts = self._facts_of(counter.step)
+            self._show(look, Pass(**facts, reached=reached, graph=graph, unregistered=unregistered))
 
     def before_unscaling(self, update: WeightUpdate, bound: Bound, scale: float) -> None:
-        self._tell(
-            bound.step, self.check.before_unscaling(self._update(update, bound, scale=scale))
-        )
+        self._show(self.check.before_unscaling, self._update(update, bound, scale=scale))
 
     def before_update(self, update: WeightUpdate, bound: Bound) -> None:
-        self.log.count_fired(self.rule.id, bound.step)
-        self._tell(bound.step, self.check.before_update(self._update(update, bound)))
+        self.log.count_fired(self.rule.id, bound.counter.step)
+        if self.has_own("before_update"):
+            self._show(self.check.before_update, self._update(update, bound))
 
-    def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
+    def before_edits(
+        self, update: WeightUpdate, bound: Bound, gradients: Gradients | None
+    ) -> None:
         facts: dict[str, Any] = {"has_moved": update.has_moved}
         if gradients is not None:
             facts["known_norms"] = gradients.known_norms
-        self._tell(bound.step, self.check.before_edits(self._update(update, bound, **facts)))
+        self._show(self.check.before_edits, self._update(update, bound, **facts))
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
         facts = {"took_place": update.took_place, "frozen": update.hidden_by}
-        self._tell(bound.step, self.check.after_update(self._update(update, bound, **facts)))
+        self._show(self.check.after_update, self._update(update, bound, **facts))
+
+    def _show(self, look: Callable[[_Moment], Iterable[Finding]], moment: _Moment) -> None:
+        self._tell(moment.step, look(moment))
+        moment.let_go()
 
     def at_end(self) -> None:
         self._tell(self.context.counters.latest, self.check.at_end())
 
     def _update(self, update: WeightUpdate, bound: Bound, **facts: Any) -> Update:
         return Update(
-            **self._moment(bound.step),
+            **self._facts_of(bound.counter.step),
             indices=bound.indices,
             owner=bound.counter,
             optimizer=update.optimizer(),
@@ -140,12 +146,12 @@ class CheckEffect(Effect):
             **facts,
         )
 
-    def _moment(self, step: int) -> dict[str, Any]:
+    def _facts_of(self, step: int) -> dict[str, Any]:
         return {
             "step": step,
             "members": self.indices,
             "model": self._facts.model,
-            "find": self.context.parameters.param,
+            "find": self.context.parameters.params,
             "later": partial(self._later, step),
         }
 

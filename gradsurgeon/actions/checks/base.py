@@ -90,26 +90,25 @@ class Replicas:
     missed: Mapping[int, Missed] = field(default_factory=dict)
 
 
-class _Looked(Mapping[int, Tensor]):
-    """Tensors that are looked up when they are asked for. Of a sharded one only the local part is there."""
+class _Tensors(Mapping[int, Tensor]):
+    """Detached tensors by parameter. Of a sharded one only the local part is there."""
 
-    def __init__(self, indices: Sequence[int], find: Callable[[int], Tensor | None]) -> None:
-        self._indices = indices
-        self._find = find
+    def __init__(self, tensors: dict[int, Tensor]) -> None:
+        self._tensors = tensors
+        self._are_sharded = _dist.any_sharded(list(tensors.values()))
 
     def __getitem__(self, index: int) -> Tensor:
-        if (found := self._find(index)) is None:
-            raise KeyError(index)
-        return _dist.local(found.detach())
+        tensor = self._tensors[index].detach()
+        return _dist.local(tensor) if self._are_sharded else tensor
 
     def __contains__(self, index: object) -> bool:
-        return isinstance(index, int) and self._find(index) is not None
+        return index in self._tensors
 
     def __iter__(self) -> Iterator[int]:
-        return (index for index in self._indices if index in self)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._tensors)
 
 
 @dataclass(eq=False)
@@ -120,27 +119,36 @@ class Moment:
         step: the number of the update, or of the update that a backward pass feeds.
         members: the parameters of the rule.
         model: the model.
-        find: returns a parameter by its number, if it is still there.
+        find: returns parameters by their numbers, ``None`` for those that are gone.
         later: calls a function with values on the host, once they have arrived there, and tells what it finds.
     """
 
     step: int
     members: Sequence[int]
     model: Model
-    find: Callable[[int], Tensor | None]
+    find: Callable[[Sequence[int]], Sequence[Tensor | None]]
     later: Callable[[Tensor, Callable[[Tensor], Iterable[Finding]]], None]
+
+    @cached_property
+    def _there(self) -> dict[int, Tensor]:
+        params = zip(self.members, self.find(self.members), strict=True)
+        return {index: param for index, param in params if param is not None}
 
     @cached_property
     def params(self) -> Mapping[int, Tensor]:
         """The parameters of the rule."""
-        return _Looked(self.members, self.find)
+        return _Tensors(self._there)
 
     @cached_property
     def grads(self) -> Mapping[int, Tensor]:
         """The gradients that are there now."""
-        # A reference to the moment would keep its optimizer alive until the cycle collector comes.
-        find = self.find
-        return _Looked(self.members, lambda index: getattr(find(index), "grad", None))
+        grads = ((index, param.grad) for index, param in self._there.items())
+        return _Tensors({index: grad for index, grad in grads if grad is not None})
+
+    def let_go(self) -> None:
+        """Keep no tensor alive: a function that waits for values may hold the moment, and looks them up again."""
+        for name in ("_there", "params", "grads"):
+            self.__dict__.pop(name, None)
 
 
 @dataclass(eq=False)
@@ -220,8 +228,8 @@ class Update(Moment):
         return _numbers.norms([self.grads[t] for t in indices]) if known is None else known
 
     def _by_index(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
-        ids = ((index, id(self.find(index))) for index in self.indices)
-        return {index: by_id[key] for index, key in ids if key in by_id}
+        keys = zip(self.indices, map(id, self.find(self.indices)), strict=True)
+        return {index: by_id[key] for index, key in keys if key in by_id}
 
 
 class Check:
