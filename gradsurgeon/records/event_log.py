@@ -68,8 +68,6 @@ class Tally:
     quiet: int = 0
     quiet_step: int = -1
     cause: str = ""
-    # Whether the user knows why the rule does not act.
-    is_excused: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def status(self) -> RuleStatus:
@@ -108,6 +106,8 @@ class EventLog:
             rule.id: Tally(number, altered=None if isinstance(rule, EditRule) else 0)
             for rule, number in zip(rules, matched, strict=True)
         }
+        # The rules that have not fired yet, for no reason that the user knows.
+        self.silent = dict.fromkeys(self._tallies)
         # A rule on tags may match nothing: whether there are tags is unknown beforehand.
         self._optional = {rule.id for rule in rules if rule.optional and rule.target == "tensors"}
         self._noticed: set[tuple[str, str]] = set()
@@ -237,6 +237,8 @@ class EventLog:
     def count_fired(self, rule: str, step: int, count: int = 1) -> None:
         tally = self._tallies[rule]
         with self._lock:
+            if not tally.fired:
+                self.silent.pop(rule, None)
             tally.fired += count
             # Each optimizer counts its own steps. The largest count stays.
             tally.last_step = max(step, tally.last_step or 0)
@@ -268,11 +270,11 @@ class EventLog:
 
     def when_read(self, values: Tensor, act: Callable[[Tensor], None]) -> None:
         """Call ``act`` with the values, float32 on the host, once they can be read without waiting."""
-        if _torch.is_capturing():
-            return  # they have no value yet, and belong to the graph
         if _torch.is_host(values):
             act(values)
             return
+        if _torch.is_capturing():
+            return  # they have no value yet, and belong to the graph
         self._flags.put(act, values)
         if len(self._flags) >= _FLAGS_PER_TRANSFER:
             self._flags.send()
@@ -307,13 +309,7 @@ class EventLog:
     def excuse(self, rules: Iterable[str]) -> None:
         """Note rules that do not act for a reason that the user knows."""
         for rule in rules:
-            self._tallies[rule].is_excused = True
-
-    @property
-    def silent(self) -> list[str]:
-        """The rules that have not fired yet, for no reason that the user knows."""
-        tallies = self._tallies.items()
-        return [rule for rule, tally in tallies if not (tally.fired or tally.is_excused)]
+            self.silent.pop(rule, None)
 
     def never_fired(self) -> list[tuple[str, int, str]]:
         """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""

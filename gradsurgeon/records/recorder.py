@@ -82,6 +82,8 @@ class Recorder:
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def _is_due(self) -> bool:
+        if not self._outlets:
+            return False
         return any(outlet.is_due() for outlet in self._outlets)
 
     def add(
@@ -99,7 +101,8 @@ class Recorder:
         ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
         ``grads`` are the tensors of the columns, if this rank has measured only shards of some.
         """
-        row = PendingRow(key, step, columns, replace, (), shares(grads), self.shared.passes)
+        shared = shares(grads) if grads else ()
+        row = PendingRow(key, step, columns, replace, (), shared, self.shared.passes)
         # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
         self._move(due=self._is_due())

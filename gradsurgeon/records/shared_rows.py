@@ -56,17 +56,6 @@ def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
     return tuple(Share(ranks, tuple(places)) for ranks, places in places_of.items())
 
 
-def by_column(
-    keys: Sequence[Key], values: Tensor, *, are_parts: bool
-) -> Iterator[tuple[Key, Tensor]]:
-    """Yield each key of a statistic with its numbers. Numbers that ranks are going to merge keep a second dimension."""
-    if len(keys) == 1:
-        yield keys[0], values
-        return
-    for key, column in zip(keys, torch.split(values, 1, dim=1), strict=True):
-        yield key, column if are_parts else column.squeeze(1)
-
-
 class PendingRow(NamedTuple):
     """A row on its way, without its numbers. `columns` ascend; `number` counts backward passes, alike on all ranks."""
 

@@ -15,8 +15,9 @@ from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.language.planning import ROOT
 from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Effect, Origin
+from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
+from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.step_counters import Schedule, StepCounter, StepCounters
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -278,10 +279,13 @@ class GradHook:
         activations = self._activations()
         if grad is None or activations is None:
             return None
-        with activations.context.refusals:
+        try:
             if not activations.context.paused:
                 out = activations.on_gradient(self.effects, grad, self.owner)
                 return None if out is grad else out
+        except Exception as error:
+            if not activations.context.refusals.settles(error):
+                raise
         return None
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.refusals import SharedGuard
-from gradsurgeon.runtime.training_events import BackwardPass, Logged, TrainingEvents
+from gradsurgeon.runtime.passes import BackwardPass, Logged
+from gradsurgeon.runtime.refusals import settle_for_all
+from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
@@ -252,16 +253,19 @@ def around_passes(
     def around(call: BackwardCall) -> Iterator[None]:
         known = watches()
         observed: AbstractContextManager[None] = nullcontext()
-        with _guard_of(known):
+        try:
             observed = _observed(call, known, begins)
+        except Exception as error:
+            if not _settle(known, error):
+                raise
         with observed:
             yield
 
     return around
 
 
-def _guard_of(watches: Sequence[BackwardWatch]) -> SharedGuard:
-    return SharedGuard([watch.context.refusals for watch in watches])
+def _settle(watches: Sequence[BackwardWatch], error: Exception) -> bool:
+    return settle_for_all([watch.context.refusals for watch in watches], error)
 
 
 def _observed(
@@ -305,26 +309,62 @@ def _training(
     with running:
         before: dict[BackwardWatch, _Before] = {}
         try:
-            with _guard_of(watches):
+            try:
                 begins(running.graph, running.inputs)
+            except Exception as error:
+                if not _settle(watches, error):
+                    raise
             for watch in watches:
-                with watch.context.refusals:
-                    if (found := watch.begin(running)) is not None:
-                        before[watch] = found
+                _begin(watch, running, before)
             with numbered:
                 yield
         except BaseException:
-            with _guard_of(watches):
-                averaging = data_parallel.ended(running.reaches, failed=True)
-                for watch in watches:
-                    watch.failed(running, before.get(watch), averaging)
+            _fail(watches, running, before)
             raise
-        with _guard_of(watches):
+        try:
             averaging = data_parallel.ended(running.reaches)
             # Ranks may wait for each other here, and may have made their sessions in different orders.
             for watch in sorted(before, key=attrgetter("shapes")) if len(before) > 1 else before:
-                with watch.context.refusals:
-                    watch.end(running, before[watch], averaging)
+                _end(watch, running, before[watch], averaging)
+        except Exception as error:
+            if not _settle(watches, error):
+                raise
+
+
+def _begin(
+    watch: BackwardWatch, running: RunningPass, before: dict[BackwardWatch, _Before]
+) -> None:
+    try:
+        found = watch.begin(running)
+        if found is not None:
+            before[watch] = found
+    except Exception as error:
+        if not watch.context.refusals.settles(error):
+            raise
+
+
+def _fail(
+    watches: Sequence[BackwardWatch],
+    running: RunningPass,
+    before: dict[BackwardWatch, _Before],
+) -> None:
+    try:
+        averaging = data_parallel.ended(running.reaches, failed=True)
+        for watch in watches:
+            watch.failed(running, before.get(watch), averaging)
+    except Exception as error:
+        if not _settle(watches, error):
+            raise
+
+
+def _end(
+    watch: BackwardWatch, running: RunningPass, before: _Before, averaging: Sequence[Any]
+) -> None:
+    try:
+        watch.end(running, before, averaging)
+    except Exception as error:
+        if not watch.context.refusals.settles(error):
+            raise
 
 
 def _note_inner(roots: Sequence[Root]) -> None:

@@ -14,10 +14,10 @@ from gradsurgeon.errors import CheckError, shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.language.planning import slots
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect
+from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import BackwardPass, WeightUpdate
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -115,9 +115,7 @@ class CheckEffect(Effect):
         if self.has_own("before_update"):
             self._show(self.check.before_update, self._update(update, bound))
 
-    def before_edits(
-        self, update: WeightUpdate, bound: Bound, gradients: Gradients | None
-    ) -> None:
+    def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
         facts: dict[str, Any] = {"has_moved": update.has_moved}
         if gradients is not None:
             facts["known_norms"] = gradients.known_norms

@@ -17,6 +17,7 @@ from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.check_effects import ModelFacts
 from gradsurgeon.runtime.context import Context, SessionOptions
+from gradsurgeon.runtime.effect import NOTHING_DUE, WeightUpdate
 from gradsurgeon.runtime.effect_table import effects_of
 from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.loss_rules import LossRules
@@ -26,17 +27,13 @@ from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import Notices
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
+from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training import Training
-from gradsurgeon.runtime.training_events import (
-    GOES_ON,
-    BackwardPass,
-    StepDecision,
-    WeightUpdate,
-)
+from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.votes_heard import ALONE
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -52,6 +49,7 @@ class Controller:
         self._kept = KeptCalls(lambda: context.paused)
         self._facts = ModelFacts(context, model, self._kept)
         self.effects = effects_of(context, plan, self._facts)
+        self._checks = self.effects.on_params("check")
         self._agreement = RankAgreement(context, self.effects)
         self.training = Training(context, self.effects, self._kept)
         on_losses = [one for one in self.effects.on_params("losses") if isinstance(one, LossEffect)]
@@ -153,7 +151,8 @@ class Controller:
         return self.manual.active or not self.expects_update()
 
     def _end_pass(self, done: BackwardPass) -> None:
-        self._facts.passed(done)
+        if self._checks:
+            self._facts.passed(done)
         self.training.pass_is_over(done)
         for counter in self.context.counters.among(done.indices):
             counter.passes += 1
@@ -162,36 +161,47 @@ class Controller:
         self._kept.reaching += 1
 
     def update_began(self, update: WeightUpdate) -> None:
-        self.training.before_step(update)
+        update.due = self.effects.due(update.counter)
+        for bound in update.due.before_step:
+            bound.effect.before_step(update, bound)
 
     def step_starting(self, step: WeightUpdate) -> StepDecision:
         """Let the due effects act right before an update: traps decide, then rules at `step` edit."""
         context = self.context
         counter = step.counter
-        self.training.before_update(step)
-        heard = ALONE if step.inside else self._agreement.heard(counter)
-        due = self.effects.due(counter)
+        if step.due is NOTHING_DUE:
+            step.due = self.effects.due(counter)
+        due = step.due
+        if context.mode == "act":
+            step.hidden_by = due.hidden_by
+        for bound in due.before_update:
+            bound.effect.before_update(step, bound)
+        heard = ALONE
+        if context.ranks.are_several and not step.inside:
+            heard = self._agreement.heard(counter)
         # Without due rules, flags of modules or tags may remain to be judged.
         alone = not (step.inside or self.effects.sites or counter is context.counters.common)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
         if alone and not (due.after_pass or due.at_step) and heard.severity <= FINE:
-            self.training.before_edits(step, due, None)
+            for bound in due.before_edits:
+                bound.effect.before_edits(step, bound, None)
             return GOES_ON
         if context.paused and not step.inside:
             return self.training.traps.rest(counter, heard, moved=step.has_moved)
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         had_pass = counter.passes > 0 or self.manual.active
-        return self.training.act_at_step(step, due, heard, had_pass=had_pass)
+        return self.training.act_at_step(step, heard, had_pass=had_pass)
 
     def step_finished(self, step: WeightUpdate, *, took_place: bool) -> None:
         context = self.context
         counter = step.counter
         step.took_place = took_place and not step.skipped
         self.training.after_update(step)
-        self._facts.updated(counter)
+        if self._checks:
+            self._facts.updated(counter)
         if took_place:
-            self._count_due(counter)
+            self._notices.count_due(counter, owned=self.steps.owned)
             if not step.inside:  # hooks on a gradient inside backward may still be running
                 self.model.after_step(counter)
                 self._notices.arrived.difference_update(counter.indices)
@@ -211,10 +221,6 @@ class Controller:
         self._unstepped = False
         context.recorder.end_step(raised=step.raised)
 
-    def _count_due(self, counter: StepCounter) -> None:
-        if self.context.event_log.silent:
-            self._notices.count_due(counter, owned=self.steps.owned)
-
     def _lead_common(self, counter: StepCounter) -> None:
         """Make the common counter, used by unowned parameters, follow the most advanced step counter."""
         counters = self.context.counters
@@ -223,7 +229,7 @@ class Controller:
             # An optimizer that takes over from manual updates continues their count.
             counters.start = counter.step
         elif common.step < counter.step:
-            self._count_due(common)
+            self._notices.count_due(common, owned=self.steps.owned)
             self.training.traps.passes.forget(common)
             common.step = counter.step
 
@@ -232,7 +238,8 @@ class Controller:
             self.training.skipped_by_scaler(counter, scale)
         finally:
             # The step did not take place, so no rule at `step` could fire.
-            self.step_finished(WeightUpdate(counter), took_place=False)
+            update = WeightUpdate(counter, self.effects.due(counter))
+            self.step_finished(update, took_place=False)
 
     def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
@@ -273,11 +280,11 @@ class Controller:
     def _show_before_unscaling(
         self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
     ) -> None:
-        looking = self.effects.due(counter).having("before_unscaling")
+        due = self.effects.due(counter)
         states = scaler._per_optimizer_states  # noqa: SLF001 # no public name tells
-        if looking and states[id(optimizer)]["stage"] is OptState.READY:
-            event = WeightUpdate(counter, optimizer=weakref.ref(optimizer))
-            self.training.before_unscaling(event, scaler.get_scale())
+        if due.before_unscaling and states[id(optimizer)]["stage"] is OptState.READY:
+            update = WeightUpdate(counter, due, optimizer=weakref.ref(optimizer))
+            self.training.before_unscaling(update, scaler.get_scale())
 
     @property
     def has_gradients(self) -> bool:

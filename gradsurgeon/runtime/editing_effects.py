@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.actions import ByNorm, Edit
-from gradsurgeon.runtime.effect import Bound, Effect, Origin
+from gradsurgeon.runtime.effect import Bound, Effect
 from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
+from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 from gradsurgeon.tensors import _dist, _numbers, _torch
 
@@ -32,7 +33,8 @@ class ElementEdit(Effect):
         indices = gradients.having(bound.indices)
         if not indices:
             return
-        gradients.check_layouts(self.rule, indices)
+        if not self.keeps_zero:
+            gradients.check_layouts(self.rule, indices)
         edited = _dist.parts(gradients.writable(indices))
         if self.context.mode == "observe":
             for part in edited:
@@ -45,7 +47,7 @@ class ElementEdit(Effect):
                 if grad.layout is not torch.strided:
                     # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
                     grad.copy_(_numbers.on_values(self.compiled.apply, grad))
-        self.log.count_fired(self.rule.id, bound.step, len(indices))
+        self.log.count_fired(self.rule.id, bound.counter.step, len(indices))
 
     def _count_changed(self, grad: Tensor) -> None:
         """Count whether the edit would change an element. Does not wait for a device."""
@@ -84,14 +86,15 @@ class NormEdit(Effect):
 
     def act(self, gradients: Gradients, bound: Bound) -> None:
         having = gradients.having(bound.indices)
-        gradients.check_layouts(self.rule, having)
+        if not self.keeps_zero:
+            gradients.check_layouts(self.rule, having)
         indices = having
         if self.compiled.over_rule and gradients.hidden:
             indices = [index for index in having if index not in gradients.hidden]
         if indices:
-            self._shorten(gradients, indices, bound.step)
+            self._shorten(gradients, indices, bound.counter.step)
         if having:
-            self.log.count_fired(self.rule.id, bound.step, len(having))
+            self.log.count_fired(self.rule.id, bound.counter.step, len(having))
 
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
         by_norm = self.compiled
@@ -100,18 +103,18 @@ class NormEdit(Effect):
         if by_norm.over_rule:
             norms = _numbers.over(norms, by_norm.order)
         factors = by_norm.factor(norms)
+        is_counted = gradients.shorten(rule, indices, factors)
 
         def tell(norms: Tensor) -> None:
             # A sum of float32 numbers does not overflow in Python.
             if not math.isfinite(sum(norms.tolist())):
                 self.log.emit("notice", LEFT_ALONE, rule=rule, step=step)
-            if not _torch.is_host(factors):
+            if not is_counted:
                 shorter = by_norm.factor(norms).expand(len(indices)) < 1.0
                 self.log.count_changed(rule, shorter.sum())
 
         # Events and counts are computed on the host; norms of a device arrive there later.
         self.log.when_read(norms, tell)
-        gradients.shorten(rule, indices, factors)
 
 
 def _times(values: Tensor, factor: float | Tensor) -> Tensor:
@@ -131,4 +134,4 @@ class Hide(Effect):
         indices = gradients.having(bound.indices)
         if indices:
             self.log.count_changed(self.rule.id, len(indices))
-            self.log.count_fired(self.rule.id, bound.step, len(indices))
+            self.log.count_fired(self.rule.id, bound.counter.step, len(indices))

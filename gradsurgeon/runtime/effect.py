@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.origin import Origin
+from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import BackwardPass, Logged, WeightUpdate
 from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.runtime.update import DueUpdate
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
 from gradsurgeon.tensors.statistics import columns_of
-
-
-@dataclass(slots=True)
-class Origin:
-    """Where a single tensor comes into being: the gradient of a parameter, or a tensor of a module or a tag.
-
-    Attributes:
-        name: its name in records and messages.
-        step: the update that it feeds.
-        counter: returns the counter of that update, whose optimizer may be met later.
-        scale: the scale of a `GradScaler` on a gradient.
-        is_gradient: whether it is a gradient, not a value.
-        is_again: whether it came before, because a forward pass is run again, or a backward pass takes the gradient of one
-            loss. Edits repeat then, and nothing is counted or recorded.
-        index: the parameter, -1 for tensors of modules and tags.
-        logged: where statistics of a parameter's gradient wait for the end of the pass.
-    """
-
-    name: str
-    step: int
-    counter: Callable[[], StepCounter]
-    scale: Tensor | None = None
-    is_gradient: bool = True
-    is_again: bool = False
-    index: int = -1
-    logged: Logged | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +35,6 @@ class Bound:
     @property
     def rule(self) -> Rule:
         return self.effect.rule
-
-    @property
-    def step(self) -> int:
-        return self.counter.step
 
     def columns(self, indices: Sequence[int]) -> Sequence[int]:
         """Return the columns of some of the parameters in a record; ``indices`` are in the order of the record."""
@@ -81,6 +53,8 @@ class Effect:
     Attributes:
         indices: the parameters that the rule matches.
         compiled: what the rule compiles to.
+        keeps_zero: whether a zero stays a zero.
+        may_overflow: whether it can make a finite gradient non-finite.
         stats: the statistics that it records.
         moment: when it acts on all gradients of a moment: `accumulated` or `step`, else another word.
         edits: whether it changes tensors.
@@ -88,6 +62,7 @@ class Effect:
         hides: whether it hides gradients from the optimizer.
         takes_any: whether it takes tensors of any dtype and layout, not only numbers that arithmetic is for.
         judges: whether it looks at updates, and may object to them.
+        searches: whether it searches gradients for non-finite elements.
         votes: whether what it judges can differ between ranks, so they vote on it.
         measures: whether it needs numbers of whole gradients at the update, also where ranks hold shards.
         then: what follows if it objects: see `Decision`.
@@ -98,6 +73,7 @@ class Effect:
     hides = False
     takes_any = False
     judges = False
+    searches = False
     votes = False
     measures = False
     then = ""
@@ -110,6 +86,8 @@ class Effect:
         self.log = context.event_log
         self.indices = indices
         self.compiled = compiled
+        self.keeps_zero = rule.keeps_zero
+        self.may_overflow = rule.may_overflow
         self.stats: Sequence[str] = ()
         self.moment: str = rule.point
         # Keys by parameters. Sinks tell rows apart by the identity of their keys.
@@ -184,3 +162,88 @@ class Effect:
     def decides(self) -> bool:
         """Whether it stops or skips an update at once."""
         return self.then in ("raise", "skip-step")
+
+
+class Due:
+    """The effects that are due for one counter in one step, in the order in which they act.
+
+    Attributes:
+        after_pass: those that act on gradients after a backward pass.
+        at_step: those that act right before the update.
+        judges: those that judge the update.
+        watched: the parameters of `after_pass`.
+        normed: those of them of whose gradients an effect needs the norm.
+        trapped: the parameters whose gradients are searched for non-finite elements.
+        final: the parameters whose gradients are judged or edited at the update.
+        edited: the parameters whose gradients are edited at the update.
+        hidden_by: by parameter that the optimizer does not find, the rule that hides it.
+        judges_edits: whether traps judge again what edits made of gradients.
+        asks_host: whether an effect needs the host to know if the update takes place.
+        keeps_passes: whether a report may need what backward passes have left.
+    """
+
+    def __init__(self, bound: Sequence[Bound]) -> None:
+        self.bound = bound
+        self.after_pass = [one for one in bound if one.effect.moment == "accumulated"]
+        self.at_step = [one for one in bound if one.effect.moment == "step"]
+        self.judges = [one for one in bound if one.effect.judges]
+        traps = [one for one in self.judges if one.effect.searches]
+        edits = [one for one in self.at_step if one.effect.edits]
+        normed = [one for one in self.after_pass if "l2" in one.keys]
+        self.watched = _indices_of(self.after_pass)
+        self.trapped = _indices_of(traps)
+        self.normed = _indices_of([*traps, *normed])
+        self.final = _indices_of([*self.judges, *self.at_step])
+        self.edited = frozenset(_indices_of(edits))
+        self.hidden_by: dict[int, str] = {}
+        for one in self.at_step:
+            if one.effect.hides:
+                self.hidden_by.update(dict.fromkeys(one.indices, one.rule.id))
+        self.judges_edits = bool(traps) and any(one.effect.may_overflow for one in self.at_step)
+        self.asks_host = any(not (one.effect.edits or one.effect.hides) for one in self.at_step)
+        self.keeps_passes = any(not one.effect.edits for one in self.judges)
+        self.before_step = self._having("before_step")
+        self.before_unscaling = self._having("before_unscaling")
+        self.before_update = self._having("before_update")
+        self.before_edits = self._having("before_edits")
+        self.after_update = self._having("after_update")
+
+    def _having(self, method: str) -> list[Bound]:
+        return [one for one in self.bound if one.effect.has(method)]
+
+
+def _indices_of(bound: Iterable[Bound]) -> tuple[int, ...]:
+    return tuple(sorted({index for one in bound for index in one.indices}))
+
+
+NOTHING_DUE = Due(())
+
+
+@dataclass(slots=True, eq=False)
+class WeightUpdate:
+    """One update, from the call of the optimizer to its end."""
+
+    # The counter of the optimizer, or the common counter if the script updates weights by hand.
+    counter: StepCounter
+    # The effects that are due in it.
+    due: Due = NOTHING_DUE
+    # The scale on the gradients that a fused optimizer gets.
+    scale: Tensor | None = None
+    # Whether the optimizer is going to skip the update, if only the device knows.
+    overflow: Tensor | None = None
+    # The update takes place inside a backward pass, on gradients that the pass has finished so far.
+    inside: bool = False
+    # A trap held the update back.
+    skipped: bool = False
+    # The optimizer may have moved weights in this step already: it evaluates its closure late, or several times.
+    has_moved: bool = False
+    # Traps have decided that weights stay as they are.
+    stopped: bool = False
+    # The optimizer was allowed to update; known after the update.
+    took_place: bool = False
+    # By parameter that the optimizer does not find, the rule that hides it.
+    hidden_by: Mapping[int, str] = field(default_factory=dict)
+    # The step has raised, and its error is on its way to the script.
+    raised: bool = False
+    # Returns the optimizer, if there is one.
+    optimizer: Callable[[], Optimizer | None] = lambda: None

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from gradsurgeon.actions import Rule
 from gradsurgeon.language.planning import ROOT
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect
+from gradsurgeon.runtime.effect import NOTHING_DUE, Bound, Due, Effect
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.trap_effects import NonfiniteTrap, TensorTrap, Trap
+from gradsurgeon.runtime.trap_effects import TensorTrap, Trap
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,60 +21,6 @@ class ModuleEffects:
     on_input: Sequence[Effect]
     on_output: Sequence[Effect]
     on_shared: Sequence[Effect]
-
-
-class Due:
-    """The effects that are due for one counter in one step, in the order in which they act.
-
-    Attributes:
-        after_pass: those that act on gradients after a backward pass.
-        at_step: those that act right before the update.
-        judges: those that judge the update.
-        watched: the parameters of `after_pass`.
-        normed: those of them of whose gradients an effect needs the norm.
-        trapped: the parameters whose gradients are searched for non-finite elements.
-        final: the parameters whose gradients are judged or edited at the update.
-        edited: the parameters whose gradients are edited at the update.
-        hidden_by: by parameter that the optimizer does not find, the rule that hides it.
-        judges_edits: whether traps judge again what edits made of gradients.
-        asks_host: whether an effect needs the host to know if the update takes place.
-        keeps_passes: whether a report may need what backward passes have left.
-    """
-
-    def __init__(self, bound: Sequence[Bound]) -> None:
-        self.bound = bound
-        self.after_pass = [one for one in bound if one.effect.moment == "accumulated"]
-        self.at_step = [one for one in bound if one.effect.moment == "step"]
-        self.judges = [one for one in bound if one.effect.judges]
-        traps = [one for one in self.judges if isinstance(one.effect, NonfiniteTrap)]
-        edits = [one for one in self.at_step if one.effect.edits]
-        normed = [one for one in self.after_pass if "l2" in one.keys]
-        self.watched = _indices_of(self.after_pass)
-        self.trapped = _indices_of(traps)
-        self.normed = _indices_of([*traps, *normed])
-        self.final = _indices_of([*self.judges, *self.at_step])
-        self.edited = frozenset(_indices_of(edits))
-        self.hidden_by: dict[int, str] = {}
-        for one in self.at_step:
-            if one.effect.hides:
-                self.hidden_by.update(dict.fromkeys(one.indices, one.rule.id))
-        self.judges_edits = bool(traps) and any(one.rule.may_overflow for one in self.at_step)
-        self.asks_host = any(not (one.effect.edits or one.effect.hides) for one in self.at_step)
-        self.keeps_passes = any(not one.effect.edits for one in self.judges)
-        self._having: dict[str, list[Bound]] = {}
-
-    def having(self, method: str) -> list[Bound]:
-        """Return the effects that do something in a method."""
-        if method not in self._having:
-            self._having[method] = [one for one in self.bound if one.effect.has(method)]
-        return self._having[method]
-
-
-def _indices_of(bound: Iterable[Bound]) -> tuple[int, ...]:
-    return tuple(sorted({index for one in bound for index in one.indices}))
-
-
-NOTHING_DUE = Due(())
 
 
 class Effects:
@@ -157,7 +103,9 @@ class Effects:
             self._version = self.context.counters.version
             self._bound.clear()
             self._due.clear()
-        in_steps = tuple([steps.includes(counter.step) for steps in self._schedules])
+        in_steps: tuple[bool, ...] = ()
+        if self._schedules:
+            in_steps = tuple([steps.includes(counter.step) for steps in self._schedules])
         schedule = self.context.schedule
         key = counter, len(schedule.resting), in_steps
         if key not in self._due:

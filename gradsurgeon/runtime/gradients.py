@@ -27,6 +27,8 @@ class Gradients:
         self._is_whole = len(indices) == len(context.names)
         self._indices, grads = context.parameters.grads(indices)
         self._now = dict(zip(self._indices, grads, strict=True))
+        # Whether this rank holds only a part of some gradient.
+        self.are_sharded = _dist.any_sharded(grads)
         self.scale = scale
         # The parameters that the optimizer does not find in this update.
         self.hidden: Collection[int] = ()
@@ -62,14 +64,18 @@ class Gradients:
         """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients."""
         if self._norms and not self._ours and indices == self._measured:
             return self._norms
-        norms = measure.norms_here(indices, self.of(indices), scale=self.scale)
-        self.know(indices, norms)
-        return norms
+        grads = self.of(indices)
+        if self.are_sharded:
+            return measure.plain_norms(indices, _dist.parts(grads), scale=self.scale)
+        self._norms = measure.plain_norms(indices, grads, scale=self.scale)
+        self._measured = indices
+        return self._norms
 
     def know(self, indices: Sequence[int], norms: Norms) -> None:
         """Take norms of this rank's parts of these gradients, which nobody has edited since they were measured."""
-        if norms is not self._norms and not _dist.any_sharded(self.of(self.having(indices))):
-            self._norms, self._measured = norms, indices
+        if not self.are_sharded:
+            self._norms = norms
+            self._measured = indices
 
     def known_norms(self, indices: Sequence[int]) -> Tensor | None:
         """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""
@@ -86,7 +92,8 @@ class Gradients:
         if order == 2.0 and self._knows(indices):  # noqa: PLR2004 # l2
             known = self._norms
         else:
-            known = measure.norms(indices, self.of(indices), order, scale=self.scale)
+            norms = measure.norms if self.are_sharded else measure.plain_norms
+            known = norms(indices, self.of(indices), order, scale=self.scale)
         if len(known) != 1:
             # Norms of several devices: one record needs them on one device, and that is the host.
             by_index = measure.as_dict(known)
@@ -130,7 +137,8 @@ class Gradients:
         fresh = [index for index in indices if index not in self._ours]
         self._ours.update(fresh)
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()
-        observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
+        observing = self._context.mode == "observe"
+        sharded = self.are_sharded
         # A local shard always shares its storage with the DTensor, so the storage count proves nothing.
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
         graphed = [grad for grad in grads if grad.requires_grad]
@@ -168,14 +176,14 @@ class Gradients:
         return self._twice
 
     def check_layouts(self, rule: Rule, indices: Iterable[int]) -> None:
-        if not rule.keeps_zero:
-            for index in indices:
-                check_layout(rule, self._now[index], self._context.names[index])
+        for index in indices:
+            check_layout(rule, self._now[index], self._context.names[index])
 
-    def shorten(self, rule: str, indices: Sequence[int], factors: Tensor) -> None:
+    def shorten(self, rule: str, indices: Sequence[int], factors: Tensor) -> bool:
         """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
 
         On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
+        Return whether they were counted.
         """
         if _torch.is_host(factors):
             numbers = factors.tolist()
@@ -186,13 +194,14 @@ class Gradients:
             if biting:
                 shortening = [factor for factor in numbers if factor < 1.0]
                 _numbers.scale_(_dist.parts(self.writable(biting)), shortening)
-            return
+            return True
         parts = _dist.parts(self.writable(indices))
         if len(factors) == 1:
             _numbers.multiply_(parts, factors)
-            return
+            return False
         for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
             _numbers.multiply_([part], factor)
+        return False
 
 
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:

@@ -5,14 +5,10 @@ from typing import Literal
 
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context, SessionOptions
-from gradsurgeon.runtime.effect import Effect
+from gradsurgeon.runtime.effect import Effect, WeightUpdate
 from gradsurgeon.runtime.effects import Effects
-from gradsurgeon.runtime.training_events import (
-    BackwardPass,
-    StepDecision,
-    TrainingEvents,
-    WeightUpdate,
-)
+from gradsurgeon.runtime.passes import BackwardPass
+from gradsurgeon.runtime.training_events import StepDecision, TrainingEvents
 from gradsurgeon.tensors import measure
 
 _TICK = "pass optimizer=[] to apply() and call session.tick()"

@@ -85,11 +85,12 @@ class ModelChanges:
         if self._grown:
             self._grown = False
             self.compare()
-        if self._effects.rests(counter.step + 1):
+        always_acts = self._effects.any_always
+        if not always_acts and self._effects.rests(counter.step + 1):
             return
         # `OptimizerWatch` calls `rearm` before each step of an optimizer, unless its rules rest.
         common = counter is self._context.counters.common
-        if common or self._effects.rests(counter.step):
+        if common or (not always_acts and self._effects.rests(counter.step)):
             self.rearm()
         if taken_off := [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]:
             self._tell("hook-rearmed", self._names(taken_off), _TAKEN_OFF)

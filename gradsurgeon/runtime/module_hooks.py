@@ -114,8 +114,11 @@ class InputHook(_ModuleHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if (activations := self._activations()) is None:
             return None
-        with activations.context.refusals:
+        try:
             return self._run(activations, module, args, kwargs)
+        except Exception as error:
+            if not activations.context.refusals.settles(error):
+                raise
         return None
 
     def _run(
@@ -156,8 +159,11 @@ class OutputHook(_ModuleHook):
     ) -> Any:
         if (activations := self._activations()) is None:
             return None
-        with activations.context.refusals:
+        try:
             return self._run(activations, module, args, kwargs, output)
+        except Exception as error:
+            if not activations.context.refusals.settles(error):
+                raise
         return None
 
     def _run(

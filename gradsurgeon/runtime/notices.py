@@ -10,8 +10,8 @@ from gradsurgeon.actions import CheckRule, EditRule, LossRule, Rule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effects import Effects, by_parameter
+from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors.measure import read
 
 # By this pass most scripts have stepped their optimizers; the session searches for others.
@@ -124,6 +124,8 @@ class Notices:
 
     def count_due(self, counter: StepCounter, *, owned: bool) -> None:
         """Count a step for every rule that is due in it; ``owned`` if an optimizer owns parameters."""
+        if not self._log.silent:
+            return
         context = self._context
         for bound in self._effects.due(counter).bound:
             cause = partial(self._why_silent, bound.rule, bound.indices, owned=owned)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from gradsurgeon.actions import CaptureRule, Observer, ObserverRule, Rule
 from gradsurgeon.errors import shorten_names
-from gradsurgeon.records.shared_rows import by_column
+from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect, Origin
+from gradsurgeon.runtime.effect import Bound, Effect
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.origin import Origin
+from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.scaler_watch import unscaled
-from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors import _dist, _numbers, measure
 
 _AWAITING = (
@@ -39,7 +40,7 @@ class Copy(Effect):
     def act(self, gradients: Gradients, bound: Bound) -> None:
         indices = gradients.having(bound.indices)
         for index, true in zip(indices, gradients.unscaled(indices), strict=True):
-            self._keep(self.context.names[index], bound.step, true)
+            self._keep(self.context.names[index], bound.counter.step, true)
 
     def _keep(self, name: str, step: int, tensor: Tensor) -> None:
         # `keep` counts the firing.
@@ -74,9 +75,9 @@ class Record(Effect):
         return tensor
 
     def act(self, gradients: Gradients, bound: Bound) -> None:
-        step = bound.step
+        step = bound.counter.step
         indices = gradients.having(bound.indices)
-        are_shared = _dist.any_sharded(gradients.of(indices))
+        are_shared = gradients.are_sharded
         if are_shared:
             indices = self._recordable(gradients, indices, step)
         if not indices:
@@ -103,7 +104,7 @@ class Record(Effect):
             columns = bound.columns(indices)
             values = measure.of_kept(list(bound.keys), [rows[index] for index in indices])
             for key, row in zip(chain.from_iterable(bound.keys.values()), values, strict=True):
-                self.context.recorder.add(key, bound.step, columns, row, replace=False)
+                self.context.recorder.add(key, bound.counter.step, columns, row, replace=False)
 
     def _recordable(self, gradients: Gradients, indices: Sequence[int], step: int) -> Sequence[int]:
         """Return the gradients that can be recorded without a collective that other ranks may not call."""
@@ -122,3 +123,13 @@ def _kept(stats: Sequence[str], grad: Tensor) -> Tensor | tuple[Tensor, ...]:
         if _numbers.is_small(grad):
             return grad.detach().clone()
         return measure.numbers(stats, grad)
+
+
+def by_column(keys: Sequence[Key], values: Tensor, *, are_parts: bool) -> list[tuple[Key, Tensor]]:
+    """Return each key of a statistic with its numbers. Numbers that ranks are going to merge keep a second dimension."""
+    if len(keys) == 1:
+        return [(keys[0], values)]
+    columns = torch.split(values, 1, dim=1)
+    if not are_parts:
+        columns = tuple([column.squeeze(1) for column in columns])
+    return list(zip(keys, columns, strict=True))

@@ -89,7 +89,8 @@ class OptimizerWatch:
 
     def about_to_step(self, optimizer: Optimizer) -> None:
         owner = self._owners.get(optimizer)
-        if owner is None or not self._effects.rests(owner.counter.step):
+        always_acts = self._effects.any_always
+        if owner is None or always_acts or not self._effects.rests(owner.counter.step):
             self.meet(optimizer)
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
@@ -219,8 +220,11 @@ class OptimizerWatch:
     ) -> _Arguments | None:
         # The frame of torch's wrapper. Only the frame tells a nested step from a failed step.
         frame = sys._getframe(1)  # noqa: SLF001 # documented
-        with self._context.refusals:
+        try:
             return self._begin(optimizer, (args, kwargs), frame)
+        except Exception as error:
+            if not self._context.refusals.settles(error):
+                raise
         return None
 
     def _begin(
@@ -261,7 +265,8 @@ class OptimizerWatch:
         return args, {**kwargs, "closure": evaluate}
 
     def _act(self, optimizer: Optimizer, update: RunningStep) -> None:
-        self._context.refuse_graph_capture()
+        if _torch.is_capturing():
+            self._context.refuse_graph_capture()
         event_log = self._context.event_log
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
         update.scale = getattr(optimizer, "grad_scale", None)
@@ -299,10 +304,13 @@ class OptimizerWatch:
         """Show hidden gradients again, before the script's hooks after the step."""
         del args, kwargs
         frame = sys._getframe(1)  # noqa: SLF001 # as above
-        with self._context.refusals:
+        try:
             if (update := self._of_frame(frame)) is not None:
                 update.returned = True
                 self._show(optimizer, update)
+        except Exception as error:
+            if not self._context.refusals.settles(error):
+                raise
 
     def _show(self, optimizer: Optimizer, update: RunningStep) -> None:
         owner = self._owners[optimizer]
@@ -316,11 +324,14 @@ class OptimizerWatch:
         del optimizer, args, kwargs
         frame = sys._getframe(1)  # noqa: SLF001 # as above
         # Torch goes through the hooks now, so the hooks of a session that is removed go later.
-        with self._context.refusals:
+        try:
             update = self._of_frame(frame)
             if update is not None and not self._closed:
                 self._end(update)
                 self._context.event_log.raise_raised()
+        except Exception as error:
+            if not self._context.refusals.settles(error):
+                raise
 
     def _of_frame(self, frame: FrameType) -> RunningStep | None:
         for update in tuple(running):

@@ -9,9 +9,10 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Effect, Origin
+from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects, by_parameter
 from gradsurgeon.runtime.gradients import check_layout
+from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors._torch import uncompiled
 
@@ -40,8 +41,11 @@ class ArrivalHook(Hook):
         # The hook runs during a pause also: other ranks may wait for a paused rank.
         if (passes := self._passes()) is None:
             return
-        with passes.context.refusals:
+        try:
             self._note(passes, param)
+        except Exception as error:
+            if not passes.context.refusals.settles(error):
+                raise
 
     def _note(self, passes: BackwardWatch, param: Tensor) -> None:
         context = passes.context
@@ -65,8 +69,11 @@ class TensorHook(Hook):
         # A custom autograd function may return None for an input.
         if passes is None or grad is None:
             return None
-        with passes.context.refusals:
+        try:
             return self._run(passes, grad)
+        except Exception as error:
+            if not passes.context.refusals.settles(error):
+                raise
         return None
 
     def _run(self, passes: BackwardWatch, grad: Tensor) -> Tensor | None:

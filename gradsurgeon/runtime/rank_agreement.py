@@ -13,9 +13,10 @@ from gradsurgeon.distributed.votes import Objection, Voter, VoteResult
 from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.records.shared_rows import Found
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effects import Due, Effects
+from gradsurgeon.runtime.effect import Due
+from gradsurgeon.runtime.effects import Effects
+from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist, _job_store
 

@@ -42,9 +42,11 @@ class Guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if not (self.lenient and isinstance(error, Exception)):
-            return False
-        if isinstance(error, TrapError) or _torch.is_control_flow(error):
+        return isinstance(error, Exception) and self.settles(error)
+
+    def settles(self, error: Exception) -> bool:
+        """Report an error if the script is to go on; tell whether it is. Code that runs often calls this on errors alone."""
+        if not self.lenient or isinstance(error, TrapError) or _torch.is_control_flow(error):
             return False
         with suppress(Exception):  # a second fault must not end the script either
             self.settle(error)
@@ -58,17 +60,10 @@ class Guard:
             self._say(text)
 
 
-class SharedGuard(Guard):
-    """The guard around work for several sessions. It is lenient if all of them are."""
-
-    def __init__(self, guards: Sequence[Guard]) -> None:
-        lenient = bool(guards) and all(guard.lenient for guard in guards)
-        super().__init__(lambda _: None, lenient=lenient)
-        self._guards = guards
-
-    def settle(self, error: Exception) -> None:
-        for guard in self._guards:
-            guard.settle(error)
+def settle_for_all(guards: Sequence[Guard], error: Exception) -> bool:
+    """Report an error in work for several sessions; tell whether the script goes on: all of them must be lenient."""
+    is_lenient = bool(guards) and all(guard.lenient for guard in guards)
+    return is_lenient and all(guard.settles(error) for guard in guards)
 
 
 class Refusals(Guard):

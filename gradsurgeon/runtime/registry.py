@@ -23,7 +23,7 @@ from gradsurgeon.runtime import loss_backward, running_steps
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
 from gradsurgeon.runtime.controller import Controller
-from gradsurgeon.runtime.refusals import SharedGuard
+from gradsurgeon.runtime.refusals import settle_for_all
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors import _backward_calls, _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -169,14 +169,26 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     del args, kwargs
     controllers = _controllers()
     for controller in controllers:
-        with controller.context.refusals:
+        try:
             controller.steps.about_to_step(optimizer)
-    beside = [one.steps for one in controllers if one.context.outside]
-    if beside and len(beside) < len(controllers):
-        others = [one.steps for one in controllers if not one.context.outside]
-        with SharedGuard([controller.context.refusals for controller in controllers]):
-            for steps in beside:
-                steps.go_after(others, optimizer)
+        except Exception as error:
+            if not controller.context.refusals.settles(error):
+                raise
+    if len(controllers) > 1:
+        try:
+            _put_in_order(controllers, optimizer)
+        except Exception as error:
+            if not settle_for_all([one.context.refusals for one in controllers], error):
+                raise
+
+
+def _put_in_order(controllers: Sequence[Controller], optimizer: Optimizer) -> None:
+    """Let the sessions of the launcher act after those of the script."""
+    others = [one.steps for one in controllers if not one.context.outside]
+    if others:
+        for controller in controllers:
+            if controller.context.outside:
+                controller.steps.go_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
@@ -238,5 +250,8 @@ def _with_loss_rules() -> list[Controller]:
 
 
 def _controllers() -> list[Controller]:
-    attachments = [one for one in list(_attached) if not one.removed]
-    return [one.controller for one in attachments if not one.context.refusals.over]
+    return [
+        attachment.controller
+        for attachment in tuple(_attached)
+        if not (attachment.removed or attachment.context.refusals.over)
+    ]

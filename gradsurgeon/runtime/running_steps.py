@@ -16,8 +16,8 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from gradsurgeon.common._patching import Patch
+from gradsurgeon.runtime.effect import WeightUpdate
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import WeightUpdate
 from gradsurgeon.tensors import _backward_calls, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall
 from gradsurgeon.tensors._torch import uncompiled

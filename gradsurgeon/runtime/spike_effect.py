@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsurgeon.actions import Rule, Spikes
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound
+from gradsurgeon.runtime.effect import Bound, WeightUpdate
 from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
@@ -23,7 +23,6 @@ from gradsurgeon.runtime.running_norms import (
     wide,
 )
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import WeightUpdate
 from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_report import TrapReport, spike_report, told_of_cut
 from gradsurgeon.runtime.update import DueUpdate
@@ -71,7 +70,7 @@ class SpikeEffect(Trap):
     def _compare(self, update: DueUpdate, bound: Bound, indices: Sequence[int]) -> JudgedNorms:
         spikes = self.decision
         each = wide(update.gradients.norms(indices, 2.0))
-        overflow = update.event.overflow
+        overflow = update.overflow
         if overflow is not None:
             each = each.masked_fill(overflow.to(each.device).bool(), math.nan)
         norms = each
@@ -124,14 +123,13 @@ class SpikeEffect(Trap):
             return
         judged = self._judged.get(bound.counter)
         if judged is not None:
-            self._cut(gradients, judged, bound.step)
-        self.log.count_fired(self.rule.id, bound.step, len(indices))
+            self._cut(gradients, judged, bound.counter.step)
+        self.log.count_fired(self.rule.id, bound.counter.step, len(indices))
 
     def _cut(self, gradients: Gradients, judged: JudgedNorms, step: int) -> None:
         rule = self.rule.id
         indices = gradients.having(judged.indices)
-        gradients.shorten(rule, indices, judged.factors(indices))
-        on_host = _torch.is_host(judged.norms)
+        is_counted = gradients.shorten(rule, indices, judged.factors(indices))
 
         def tell(numbers: Tensor) -> None:
             norms, passed, _ = judged.read(numbers)
@@ -142,7 +140,7 @@ class SpikeEffect(Trap):
                 return
             text, name = told_of_cut(self.context.names, judged, numbers)
             self.log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
-            if not on_host:
+            if not is_counted:
                 number = len(indices) if judged.spikes.over_rule else len(shortened)
                 self.log.count_changed(rule, number)
 

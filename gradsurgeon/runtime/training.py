@@ -12,15 +12,12 @@ from torch import Tensor
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effects import Due, Effects
+from gradsurgeon.runtime.effect import Due, WeightUpdate
+from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.passes import BackwardPass, GradientSnapshot
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import (
-    BackwardPass,
-    GradientSnapshot,
-    StepDecision,
-    WeightUpdate,
-)
+from gradsurgeon.runtime.training_events import StepDecision
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.runtime.update import DueUpdate
 from gradsurgeon.runtime.votes_heard import Heard
@@ -34,72 +31,59 @@ class Training:
         self.context = context
         self.effects = effects
         self.traps = Traps(context, kept, effects)
+        self._before_pass = effects.having("before_pass")
+        self._after_pass = effects.having("after_pass")
 
     def before_pass(self, graph: BackwardGraph) -> None:
-        for effect in self.effects.having("before_pass"):
+        for effect in self._before_pass:
             effect.before_pass(graph)
 
     def after_pass(self, done: BackwardPass) -> None:
         """Show the gradients that a backward pass has left, once DDP has averaged them."""
         for trap in self.effects.tensor_traps:
             trap.passed()
-        for counter, snapshot in self._act_after(done).items():
-            self._keep(counter, snapshot)
+        self._act_after(done)
 
     def objections(self, done: BackwardPass) -> Sequence[Objection]:
         """Return what this rank has against the update that a pass feeds, for a vote of the ranks."""
         return self.traps.objections(done)
 
     def pass_is_over(self, done: BackwardPass) -> None:
-        for effect in self.effects.having("after_pass"):
+        for effect in self._after_pass:
             effect.after_pass(done)
 
-    def before_step(self, event: WeightUpdate) -> None:
-        """Show an update before the closure of its optimizer runs, which may move weights."""
-        for bound in self.effects.due(event.counter).having("before_step"):
-            bound.effect.before_step(event, bound)
-
-    def before_unscaling(self, event: WeightUpdate, scale: float) -> None:
+    def before_unscaling(self, update: WeightUpdate, scale: float) -> None:
         """Show gradients that a `GradScaler` is about to unscale, because the script has not."""
-        for bound in self.effects.due(event.counter).having("before_unscaling"):
-            bound.effect.before_unscaling(event, bound, scale)
+        for bound in update.due.before_unscaling:
+            bound.effect.before_unscaling(update, bound, scale)
 
-    def before_update(self, event: WeightUpdate) -> None:
-        for bound in self.effects.due(event.counter).having("before_update"):
-            bound.effect.before_update(event, bound)
-
-    def act_at_step(
-        self, event: WeightUpdate, due: Due, heard: Heard, *, had_pass: bool
-    ) -> StepDecision:
+    def act_at_step(self, update: WeightUpdate, heard: Heard, *, had_pass: bool) -> StepDecision:
         """Let traps judge an update, then let the effects at `step` act."""
-        gradients = Gradients(self.context, due.final, event.scale)
+        due = update.due
+        gradients = Gradients(self.context, due.final, update.scale)
         gradients.hidden = due.hidden_by
-        if event.inside or not had_pass:
-            self._catch_up(event, gradients)
-        passes = self.traps.passes.feeding(event.counter)
-        update = DueUpdate(event, gradients, due.trapped, passes, heard)
+        if update.inside or not had_pass:
+            self._catch_up(update, gradients)
+        passes = self.traps.passes.feeding(update.counter)
+        judged = DueUpdate(update.counter, gradients, passes, heard, update.overflow)
         # A trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
-        decision = self.traps.decide(update, due)
-        self.before_edits(event, due, gradients)
-        edited = self._edit(update, due, acting=not decision.stops)
+        decision = self.traps.decide(judged, due, moved=update.has_moved)
+        for bound in due.before_edits:
+            bound.effect.before_edits(update, bound, gradients)
+        edited = self._edit(gradients, due, acting=not decision.stops)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judges_edits and not decision.stops:
-            decision = self.traps.decide_edited(update, due, edited)
-        event.stopped = decision.stops
-        if self.context.mode == "act" and due.hidden_by:
-            decision = replace(decision, frozen=tuple(sorted(due.hidden_by)))
+            decision = self.traps.decide_edited(judged, due, edited, moved=update.has_moved)
+        update.stopped = decision.stops
+        if update.hidden_by:
+            decision = replace(decision, frozen=tuple(sorted(update.hidden_by)))
         return decision
 
-    def before_edits(self, event: WeightUpdate, due: Due, gradients: Gradients | None) -> None:
-        for bound in due.having("before_edits"):
-            bound.effect.before_edits(event, bound, gradients)
-
-    def _edit(self, update: DueUpdate, due: Due, *, acting: bool) -> set[int]:
+    def _edit(self, gradients: Gradients, due: Due, *, acting: bool) -> set[int]:
         """Run the effects at `step` in file order; return the parameters whose gradient may have become non-finite."""
         suspicious: set[int] = set()
         if not due.at_step:
             return suspicious
-        gradients = update.gradients
         scale = gradients.scale
         edited = due.edited if acting else ()
         units = nullcontext() if scale is None else gradients.in_true_units(scale, edited)
@@ -109,18 +93,15 @@ class Training:
                 if effect.edits and not acting:
                     continue
                 effect.act(gradients, bound)
-                if effect.rule.may_overflow and self.context.mode == "act":
+                if effect.may_overflow and self.context.mode == "act":
                     suspicious.update(gradients.having(bound.indices))
         return suspicious
 
-    def after_update(self, event: WeightUpdate) -> None:
+    def after_update(self, update: WeightUpdate) -> None:
         """Show an update that is over, whether it took place or not."""
-        due = self.effects.due(event.counter)
-        if self.context.mode == "act":
-            event.hidden_by = due.hidden_by
-        for bound in due.having("after_update"):
-            bound.effect.after_update(event, bound)
-        self.traps.passes.forget(event.counter)
+        for bound in update.due.after_update:
+            bound.effect.after_update(update, bound)
+        self.traps.passes.forget(update.counter)
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Judge an update that a `GradScaler` leaves out; raise if a trap sees more than an overflow."""
@@ -130,12 +111,9 @@ class Training:
             for trap in self.effects.tensor_traps:
                 trap.forget(counter)
 
-    def _act_after(
-        self, done: BackwardPass, known: Gradients | None = None
-    ) -> dict[StepCounter, GradientSnapshot]:
+    def _act_after(self, done: BackwardPass, known: Gradients | None = None) -> None:
         """Let effects act on the gradients of a pass; ``known`` are those of an update that had no pass."""
         context = self.context
-        snapshots = {}
         for counter in context.counters.among(done.indices):
             due = self.effects.due(counter)
             gradients = known
@@ -146,31 +124,26 @@ class Training:
                 continue
             normed = gradients.having(due.normed)
             norms = gradients.take_norms(normed)
-            snapshots[counter] = GradientSnapshot(
-                done, context.parameters, counter.indices, normed, norms
-            )
+            if known is not None:
+                known.know(normed, norms)
+            # Inside a backward pass the whole pass comes later.
+            if due.keeps_passes and not done.is_part:
+                snapshot = GradientSnapshot(
+                    done, context.parameters, counter.indices, normed, norms
+                )
+                self.traps.passes.add(snapshot)
             for bound in due.after_pass:
                 bound.effect.act(gradients, bound)
-        return snapshots
 
-    def _keep(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
-        if self.effects.due(counter).keeps_passes:
-            self.traps.passes.add(snapshot)
-
-    def _catch_up(self, event: WeightUpdate, gradients: Gradients) -> None:
+    def _catch_up(self, update: WeightUpdate, gradients: Gradients) -> None:
         """Show gradients that came before the hooks were on, or that the script assigned."""
-        counter = event.counter
-        having = counter.indices
+        having = update.counter.indices
         if len(gradients) < len(having):
             having = tuple(self.context.parameters.grads(having)[0])
-        if event.inside:
+        if update.inside:
             # Measured now: the script clears this gradient before the pass ends.
-            self._act_after(BackwardPass(having, scale=self.context.scaling.scale))
+            scale = self.context.scaling.scale
+            self._act_after(BackwardPass(having, scale=scale, is_part=True))
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            snapshots = self._act_after(BackwardPass(having, scale=event.scale), gradients)
-            for holder, snapshot in snapshots.items():
-                self._keep(holder, snapshot)
-            own = snapshots.get(counter)
-            if own is not None:
-                gradients.know(own.indices, own.norms)
+            self._act_after(BackwardPass(having, scale=update.scale), gradients)

@@ -11,8 +11,9 @@ from torch import Tensor
 from gradsurgeon.actions import Decision, Rule, Spikes
 from gradsurgeon.errors import BindError, shorten_names
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect, Origin
+from gradsurgeon.runtime.effect import Bound, Effect
 from gradsurgeon.runtime.flags import Flag
+from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_report import (
@@ -62,6 +63,7 @@ class Trap(Effect):
 class NonfiniteTrap(Trap):
     """Objects to gradients with non-finite elements."""
 
+    searches = True
     votes = True
 
     def look(self, update: DueUpdate, bound: Bound) -> Norms:

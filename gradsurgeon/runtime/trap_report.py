@@ -13,8 +13,8 @@ from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count, grid
 from gradsurgeon.runtime.flags import Flag
+from gradsurgeon.runtime.passes import GradientSnapshot
 from gradsurgeon.runtime.running_norms import JudgedNorms
-from gradsurgeon.runtime.training_events import GradientSnapshot
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 

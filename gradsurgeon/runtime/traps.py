@@ -13,11 +13,11 @@ from gradsurgeon.distributed.ranks import OVERFLOWED
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound
-from gradsurgeon.runtime.effects import Due, Effects
-from gradsurgeon.runtime.pass_history import PassHistory
+from gradsurgeon.runtime.effect import Bound, Due
+from gradsurgeon.runtime.effects import Effects
+from gradsurgeon.runtime.passes import BackwardPass, PassHistory
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import GOES_ON, BackwardPass, StepDecision
+from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_effects import NonfiniteTrap, Trap
 from gradsurgeon.runtime.trap_report import (
     GradientEvidence,
@@ -29,6 +29,7 @@ from gradsurgeon.runtime.trips import Conclusions, Findings, Trip
 from gradsurgeon.runtime.update import DueUpdate
 from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist, measure
+from gradsurgeon.tensors.measure import Norms
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the scaled gradients of rank {rank} overflowed and those of other ranks did "
@@ -75,7 +76,8 @@ class Traps:
         findings: dict[Trap, TrapReport | None] = {}
         for bound in deciding:
             if evidence.concerns(bound.indices):
-                findings[_trap_of(bound)] = evidence.report(names)
+                assert isinstance(bound.effect, Trap)  # noqa: S101 # only traps judge
+                findings[bound.effect] = evidence.report(names)
         for tensor_trap in self._effects.tensor_traps:
             if tensor_trap.decides:
                 findings[tensor_trap] = tensor_trap.report_so_far(self._holders(counter))
@@ -88,43 +90,53 @@ class Traps:
                 objections.append(Objection(rank, *where, text, report.guilty))
         return objections
 
-    def decide(self, update: DueUpdate, due: Due) -> StepDecision:
+    def decide(self, update: DueUpdate, due: Due, *, moved: bool) -> StepDecision:
         """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
         update.counter.scaler_skips = 0
+        if due.trapped:
+            update.search(due.trapped)
         findings = self._judge(update, due.judges)
-        holders = self._holders(update.counter)
         for trap in self._effects.tensor_traps:
+            holders = self._holders(update.counter)
             is_concerned = trap.has_flags(holders)
             report = trap.report(holders)
             if is_concerned:
                 findings[trap] = report
-        return self._conclude(update, findings)
+        return self._conclude(update, findings, moved=moved)
 
     def _judge(self, update: DueUpdate, judges: Sequence[Bound]) -> dict[Trap, TrapReport | None]:
-        looked = {bound: bound.effect.look(update, bound) for bound in judges}
+        looked: list[tuple[Bound, Norms]] = []
         # Traps share numbers: each is read once, and all together.
-        numbers = {id(norms): norms for norms in looked.values() if norms}
-        if not numbers:
+        distinct: dict[int, Norms] = {}
+        for bound in judges:
+            norms = bound.effect.look(update, bound)
+            if norms:
+                looked.append((bound, norms))
+                distinct[id(norms)] = norms
+        if not looked:
             return {}
-        doubtful = dict(zip(numbers, measure.nonfinite(*numbers.values()), strict=True))
-        return {
-            _trap_of(bound): bound.effect.judge(update, bound, doubtful[id(norms)])
-            for bound, norms in looked.items()
-            if norms
-        }
+        doubtful = dict(zip(distinct, measure.nonfinite(*distinct.values()), strict=True))
+        findings = {}
+        for bound, norms in looked:
+            trap = bound.effect
+            assert isinstance(trap, Trap)  # noqa: S101 # only traps judge
+            findings[trap] = trap.judge(update, bound, doubtful[id(norms)])
+        return findings
 
     def _holders(self, counter: StepCounter) -> Sequence[StepCounter]:
         # Modules that no optimizer owns use the common counter: the next update of any optimizer judges them.
         return (counter, self._context.counters.common)
 
-    def decide_edited(self, update: DueUpdate, due: Due, edited: set[int]) -> StepDecision:
+    def decide_edited(
+        self, update: DueUpdate, due: Due, edited: set[int], *, moved: bool
+    ) -> StepDecision:
         """Judge gradients again that rules at `step` edited, alike on all ranks. A collective for sharded gradients."""
         context = self._context
         trapped = due.trapped
         norms = measure.norms(*context.parameters.grads(sorted(edited.intersection(trapped))))
         (doubtful,) = measure.nonfinite(norms)
         if not doubtful:
-            return self._conclude(update, {}, known=True)
+            return self._conclude(update, {}, known=True, moved=moved)
         suspects = dict(zip(*context.parameters.grads(doubtful), strict=True))
         bad = measure.counts(suspects)
         numbers = measure.as_dict(norms)
@@ -136,7 +148,7 @@ class Traps:
         for bound in due.judges:
             if isinstance(bound.effect, NonfiniteTrap) and not bad.keys().isdisjoint(bound.indices):
                 findings[bound.effect] = gradient_report(context.names, _EDITED, order, bad, {})
-        return self._conclude(update, findings, known=not context.ranks.own(bad))
+        return self._conclude(update, findings, known=not context.ranks.own(bad), moved=moved)
 
     def rest(self, counter: StepCounter, heard: Heard, *, moved: bool) -> StepDecision:
         """Judge nothing, and follow the other ranks."""
@@ -144,14 +156,13 @@ class Traps:
         return self._conclusions.of(counter, {}, heard, scale, moved=moved)
 
     def _conclude(
-        self, update: DueUpdate, findings: Findings, *, known: bool = False
+        self, update: DueUpdate, findings: Findings, *, moved: bool, known: bool = False
     ) -> StepDecision:
         counter = update.counter
         rows = counter.trips or counter.trips_now
         if update.heard is ALONE and not rows and not any(findings.values()):
             return GOES_ON
         scale = self.passes.scale(counter)
-        moved = update.event.has_moved
         return self._conclusions.of(
             counter, findings, update.heard, scale, known=known, moved=moved
         )
@@ -201,10 +212,15 @@ class Traps:
         # A scaler checks before the script can repair or clip, so the trap must do the same.
         passes = self.passes.feeding(counter)
         seen = passes[-1].norms if passes else ()
-        norms = seen or measure.norms_here(*self._context.parameters.grads(trapped))
+        norms = seen or self._norms_here(trapped)
         by_index = measure.as_dict(norms)
         bad = {index: uncounted(n) for index, n in by_index.items() if not math.isfinite(n)}
         return GradientEvidence(passes, list(by_index), bad)
+
+    def _norms_here(self, indices: Sequence[int]) -> Norms:
+        """Return the norms of what this rank holds of some gradients."""
+        having, grads = self._context.parameters.grads(indices)
+        return measure.plain_norms(having, _dist.parts(grads))
 
     def _diagnose_skip(self, counter: StepCounter, rule: str, evidence: GradientEvidence) -> None:
         """Say once where a NaN of a skipped step was born, if it is no overflow."""
@@ -216,8 +232,3 @@ class Traps:
         if diagnosis is not None:
             text = "\n".join([f"{context.place(step, rule)}: {_NO_OVERFLOW}", *diagnosis.text()])
             context.event_log.notice_once("no-overflow", text, rule=rule, step=step, warn=True)
-
-
-def _trap_of(bound: Bound) -> Trap:
-    assert isinstance(bound.effect, Trap)  # noqa: S101 # only traps judge
-    return bound.effect

@@ -195,5 +195,5 @@ def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
 
 def _decided(severity: int, cause: StopReason, step: int) -> StepDecision:
     if severity < RAISE:
-        return StepDecision(skip=True, cause=cause)
-    return StepDecision(error=partial(cause.error, step), cause=cause)
+        return StepDecision(skip=True, cause=cause, stops=True)
+    return StepDecision(error=partial(cause.error, step), cause=cause, stops=True)

@@ -3,55 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+
+from torch import Tensor
 
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.passes import GradientSnapshot
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import GradientSnapshot, WeightUpdate
 from gradsurgeon.runtime.trap_report import GradientEvidence
 from gradsurgeon.runtime.votes_heard import Heard
 from gradsurgeon.tensors import _dist, measure
 from gradsurgeon.tensors.measure import Norms
 
 
-@dataclass(eq=False)
 class DueUpdate:
     """An update that is about to take place.
 
     Attributes:
-        event: the update of the optimizer.
+        counter: the counter of its optimizer.
+        step: its number.
         gradients: the gradients that the script hands over.
-        trapped: the parameters whose gradients traps search for non-finite elements.
         passes: what the backward passes that feed it have left, the earliest first.
         heard: the votes of the ranks on it.
+        overflow: whether the optimizer is going to skip the update, if only the device knows.
     """
 
-    event: WeightUpdate
-    gradients: Gradients
-    trapped: Sequence[int]
-    passes: Sequence[GradientSnapshot]
-    heard: Heard
-    _evidence: GradientEvidence | None = field(default=None, init=False)
+    def __init__(
+        self,
+        counter: StepCounter,
+        gradients: Gradients,
+        passes: Sequence[GradientSnapshot],
+        heard: Heard,
+        overflow: Tensor | None,
+    ) -> None:
+        self.counter = counter
+        self.step = counter.step
+        self.gradients = gradients
+        self.passes = passes
+        self.heard = heard
+        self.overflow = overflow
+        self._searched: Sequence[int] = ()
+        self._norms: Norms = ()
+        self._evidence: GradientEvidence | None = None
 
-    @property
-    def counter(self) -> StepCounter:
-        return self.event.counter
-
-    @property
-    def step(self) -> int:
-        return self.event.counter.step
-
-    @cached_property
-    def _searched(self) -> Sequence[int]:
-        return self.gradients.having(self.trapped)
-
-    @cached_property
-    def norms(self) -> Norms:
-        """The norms that traps search: after the last backward pass, and now. All traps read the same numbers."""
-        now = self.gradients.take_norms(self._searched)
+    def search(self, trapped: Sequence[int]) -> None:
+        """Measure the gradients of some parameters, of which traps search for non-finite elements."""
+        self._searched = self.gradients.having(trapped)
+        self._norms = self.gradients.take_norms(self._searched)
+        # Traps read the same numbers: those after the last backward pass, and those now.
         before = self.passes[-1].norms if self.passes else ()
-        return (*before, *now)
+        self.norms = (*before, *self._norms)
 
     def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
         """Return what is known of the gradients, given those with a doubtful norm. Waits for the device."""
@@ -61,10 +61,6 @@ class DueUpdate:
             bad = measure.counts(dict(zip(there, gradients.of(there), strict=True)))
             divided = [index for index in self._searched if _dist.is_sharded(gradients[index])]
             self._evidence = GradientEvidence(
-                self.passes,
-                self._searched,
-                bad,
-                gradients.take_norms(self._searched),
-                frozenset(divided),
+                self.passes, self._searched, bad, self._norms, frozenset(divided)
             )
         return self._evidence

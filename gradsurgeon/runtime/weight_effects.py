@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.actions import Observer, Rule
-from gradsurgeon.records.shared_rows import by_column
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect
+from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
+from gradsurgeon.runtime.observing_effects import by_column
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import WeightUpdate
 from gradsurgeon.tensors import _dist, _numbers, measure
 from gradsurgeon.tensors.sampling import sample
 from gradsurgeon.tensors.statistics import STATISTICS
@@ -55,7 +54,7 @@ class RecordWeights(Effect):
             return
         with torch.no_grad():
             self._record(bound, there, before)
-        self.log.count_fired(self.rule.id, bound.step, len(there))
+        self.log.count_fired(self.rule.id, bound.counter.step, len(there))
 
     def _record(
         self, bound: Bound, params_by_index: dict[int, Tensor], before: dict[int, Tensor]
@@ -75,7 +74,7 @@ class RecordWeights(Effect):
             else:
                 values = measured(stat, params)
             for key, numbers in by_column(keys, values, are_parts=are_shared):
-                recorder.add(key, bound.step, columns, numbers, replace=False, grads=grads)
+                recorder.add(key, bound.counter.step, columns, numbers, replace=False, grads=grads)
 
 
 def _sample(param: Tensor) -> Tensor:

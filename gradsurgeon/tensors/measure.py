@@ -1,13 +1,14 @@
 """Measures gradients of any layout and dtype, many at once: norms, statistics, and non-finite elements.
 
 Those of sharded gradients take one collective: all ranks must call them with the same tensors in the same order.
-`norms_here`, `parts` and `counts` measure what this rank holds, without a collective.
+`plain_norms`, `parts` and `counts` measure what this rank holds, without a collective.
 """
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors.statistics import STATISTICS, of_column
 
 Item = TypeVar("Item")
+_device_of: Callable[[Tensor], torch.device] = attrgetter("device")
 # One tensor per device, with the indices of the parameters whose norms it holds.
 Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 # A copy of a small tensor, or the `numbers` of another one.
@@ -46,24 +48,42 @@ def norms(
     scale: Tensor | None = None,
 ) -> Norms:
     """Return the norms of gradients, float32, without the scale of a `GradScaler`."""
-    measure = _norms_of_shards if _dist.any_sharded(grads) else _numbers.norms
-    parts = [(tuple(part), measure(group, order)) for part, group in _by_device(indices, grads)]
-    if scale is not None:
-        parts = [(part, values / scale.to(values.device)) for part, values in parts]
-    return tuple(parts)
+    if not _dist.any_sharded(grads):
+        return plain_norms(indices, grads, order, scale=scale)
+    return _norms_by_device(_norms_of_shards, indices, grads, order, scale)
 
 
-def norms_here(
-    indices: Sequence[int], grads: Sequence[Tensor], *, scale: Tensor | None = None
+def plain_norms(
+    indices: Sequence[int],
+    grads: Sequence[Tensor],
+    order: float = 2.0,
+    *,
+    scale: Tensor | None = None,
 ) -> Norms:
-    """Return `norms` of the part that this rank holds of each gradient, even if other ranks hold other parts."""
-    return norms(indices, _dist.parts(grads), scale=scale)
+    """Return `norms` of gradients of which this rank holds all, or of the parts that it holds."""
+    return _norms_by_device(_numbers.norms, indices, grads, order, scale)
+
+
+def _norms_by_device(
+    measure: Callable[[Sequence[Tensor], float], Tensor],
+    indices: Sequence[int],
+    grads: Sequence[Tensor],
+    order: float,
+    scale: Tensor | None,
+) -> Norms:
+    norms = []
+    for part, group in _by_device(indices, grads):
+        values = measure(group, order)
+        if scale is not None:
+            values = values / scale.to(values.device)
+        norms.append((tuple(part), values))
+    return tuple(norms)
 
 
 def _by_device(
     items: Sequence[Item], tensors: Sequence[Tensor]
 ) -> list[tuple[Sequence[Item], Sequence[Tensor]]]:
-    if len({tensor.device for tensor in tensors}) <= 1:
+    if len(set(map(_device_of, tensors))) <= 1:
         return [(items, tensors)] if tensors else []
     groups: dict[torch.device, tuple[list[Item], list[Tensor]]] = {}
     for item, tensor in zip(items, tensors, strict=True):
@@ -209,16 +229,23 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
 
 def nonfinite(*several: Norms) -> list[list[int]]:
     """Return, for each argument, the tensors with a non-finite norm. Reads each device once."""
-    bad: list[list[int]] = [[] for _ in several]
-    parts = [(into, *part) for into, norms in zip(bad, several, strict=True) for part in norms]
-    for group, values in _by_device(parts, [values for _, _, values in parts]):
+    bad: list[list[int]] = []
+    parts: list[tuple[list[int], tuple[int, ...]]] = []
+    measured: list[Tensor] = []
+    for norms in several:
+        into: list[int] = []
+        bad.append(into)
+        for indices, values in norms:
+            parts.append((into, indices))
+            measured.append(values)
+    for group, all_values in _by_device(parts, measured):
         # All numbers are read: asking the device which are bad would be a second wait.
-        numbers = torch.cat(list(values)).tolist()
+        numbers = torch.cat(list(all_values)).tolist()
         # Nearly always all numbers are finite, and so is their sum.
         if math.isfinite(sum(numbers)):
             continue
         rest = iter(numbers)
-        for into, indices, _ in group:
+        for into, indices in group:
             into += [t for t, norm in zip(indices, rest, strict=False) if not math.isfinite(norm)]
     return bad
 

@@ -325,15 +325,16 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
     places: set[tuple[str, int]] = set()
     for name in REFUSALS:
         monkeypatch.setattr(Refusals, name, _noting(getattr(Refusals, name), places))
-    leave = Guard.__exit__
+    settles = Guard.settles
 
-    def noting(self: Guard, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+    def noting(self: Guard, error: Exception) -> bool:
+        traceback = error.__traceback__
         while traceback is not None:
             places.add(_place(traceback.tb_frame, traceback.tb_lineno))
             traceback = traceback.tb_next
-        return leave(self, kind, error, None)
+        return settles(self, error)
 
-    monkeypatch.setattr(Guard, "__exit__", noting)
+    monkeypatch.setattr(Guard, "settles", noting)
     return places
 
 

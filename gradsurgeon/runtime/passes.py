@@ -1,0 +1,141 @@
+"""Backward passes: what each has left, until the update that it feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from gradsurgeon.runtime.parameters import Parameters
+from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.tensors import _torch, measure
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+from gradsurgeon.tensors.measure import Norms
+
+# By rule and by tensor: the statistics of the contribution of a pass, or a copy if the contribution is small.
+Logged = dict[str, dict[int, Tensor | tuple[Tensor, ...]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardPass:
+    """One backward pass that has ended.
+
+    Attributes:
+        indices: the parameters that got a gradient.
+        graph: their order, if it differs from that of ``indices``.
+        logged: by rule at `backward` and by tensor, the statistics of this pass's contribution, or a copy of it.
+        contributed: norms of this rank's own contributions, before an average.
+        held: by tensor, whether its gradient was non-zero before, if a rule needs to know.
+        is_part: whether the pass still runs, and an optimizer steps inside it.
+    """
+
+    indices: tuple[int, ...]
+    graph: BackwardGraph | None = None
+    calls: Mapping[int, int] = field(default_factory=dict)
+    logged: Logged = field(default_factory=dict)
+    contributed: dict[int, Tensor] = field(default_factory=dict)
+    scale: Tensor | None = None
+    averaging: Sequence[Any] = ()
+    held: dict[int, Tensor] = field(default_factory=dict)
+    is_part: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSnapshot:
+    """The norms of the gradients that a backward pass left.
+
+    Attributes:
+        members: the parameters of one update that the pass feeds.
+        indices: those whose norms were taken.
+    """
+
+    done: BackwardPass
+    parameters: Parameters
+    members: Sequence[int]
+    indices: Sequence[int]
+    norms: Norms
+
+    @property
+    def order(self) -> list[int]:
+        got = set(self.indices).intersection(self.done.indices)
+        came = chain.from_iterable(self.arrived)
+        return [index for index in (*came, *self.done.indices) if index in got]
+
+    @property
+    def arrived(self) -> list[list[int]]:
+        """Return all tensors of the pass in the order of their gradients, in one list where it is unknown; -1 is no parameter."""
+        if self.done.graph is not None:
+            by_id = {identity: index for index, identity in enumerate(self.parameters.ids())}
+            groups = self.done.graph.groups()
+            return [[by_id.get(id(leaf), -1) for leaf in group] for group in groups]
+        # Only matched parameters have hooks that see the order: other parameters may have come before them.
+        told = set(self.done.indices)
+        params = enumerate(self.parameters.params())
+        others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
+        return [*([others] if others else []), *([index] for index in self.done.indices)]
+
+    def among(self, indices: Sequence[int]) -> GradientSnapshot:
+        """Return what it says of some of its parameters."""
+        own = set(indices).intersection(self.members)
+        return replace(
+            self,
+            members=tuple(sorted(own)),
+            indices=[index for index in self.indices if index in own],
+            norms=measure.among(self.norms, own),
+        )
+
+    def without_graph(self) -> GradientSnapshot:
+        """Return a copy without the graph, which keeps tensors alive; with the order that a report may need."""
+        finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
+        first = () if finite else self.order
+        indices = tuple(dict.fromkeys((*first, *self.done.indices)))
+        return replace(self, done=replace(self.done, indices=indices, graph=None))
+
+
+class PassHistory:
+    """What backward passes left, of parameters whose update has not come yet. Its counter may come later than the pass."""
+
+    def __init__(self) -> None:
+        self._snapshots: list[GradientSnapshot] = []
+
+    def add(self, snapshot: GradientSnapshot) -> None:
+        members = set(snapshot.members)
+        # A step of many micro-batches must not keep the graph of each.
+        self._snapshots = [
+            earlier if members.isdisjoint(earlier.members) else earlier.without_graph()
+            for earlier in self._snapshots
+        ]
+        self._snapshots.append(snapshot)
+
+    def feeding(self, counter: StepCounter) -> Sequence[GradientSnapshot]:
+        """Return what the backward passes of an update left, the earliest first."""
+        feeding = []
+        for snapshot in self._snapshots:
+            own = snapshot
+            if own.members != counter.indices:
+                own = own.among(counter.indices)
+            if own.members:
+                feeding.append(own)
+        return feeding
+
+    def forget(self, counter: StepCounter) -> None:
+        """Forget the passes of an update that is over."""
+        if not self._snapshots:
+            return
+        updated = set(counter.indices)
+        waiting = []
+        for snapshot in self._snapshots:
+            members = tuple(sorted(set(snapshot.members) - updated))
+            if members:
+                waiting.append(snapshot.among(members))
+        self._snapshots = waiting
+
+    def scale(self, counter: StepCounter) -> Tensor | None:
+        """Return the scale of a `GradScaler` on the gradients of an update."""
+        for snapshot in self.feeding(counter):
+            if snapshot.done.scale is not None:
+                return snapshot.done.scale
+        return None
