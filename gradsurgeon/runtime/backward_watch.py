@@ -179,7 +179,8 @@ class BackwardWatch:
             divided = any(map(_dist.is_divided, params.params(order)))
         indices.update(order, seen.calls)
         if indices:
-            self.context.refuse_graph_capture()
+            if _torch.is_capturing():
+                self.context.refuse_graph_capture()
         elif not seen.module:
             return
         self._events.backward_finished(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from gradsurgeon.actions import Examination, Rule
@@ -87,25 +88,22 @@ class CheckEffect(Effect):
         """Let go of the check: it may keep parameters of other models."""
         self.check = Check()
 
-    def before_pass(self, graph: BackwardGraph) -> None:
-        self._look_at_pass(self.check.before_pass, (), graph)
+    def before_pass(self, graph: BackwardGraph, bound: Bound) -> None:
+        if self._leads(bound):
+            self._show(self.check.before_pass, self._pass(bound, (), graph))
 
-    def after_pass(self, done: BackwardPass) -> None:
-        if not set(done.indices).isdisjoint(self.indices):
-            self._look_at_pass(self.check.after_pass, done.indices, done.graph)
+    def after_pass(self, done: BackwardPass, bound: Bound) -> None:
+        if self._leads(bound) and not set(done.indices).isdisjoint(self.indices):
+            self._show(self.check.after_pass, self._pass(bound, done.indices, done.graph))
 
-    def _look_at_pass(
-        self,
-        look: Callable[[Pass], Iterable[Finding]],
-        reached: Sequence[int],
-        graph: BackwardGraph | None,
-    ) -> None:
-        # The first parameter counts the steps.
-        counter = self.context.counters[self.indices[0]]
-        if self.context.is_due(self.rule, counter):
-            unregistered = partial(_unregistered, graph, self.context)
-            facts = self._facts_of(counter.step)
-            self._show(look, Pass(**facts, reached=reached, graph=graph, unregistered=unregistered))
+    def _leads(self, bound: Bound) -> bool:
+        """Tell whether a counter is that of the first parameter, by which passes are numbered."""
+        return self.context.counters[self.indices[0]] is bound.counter
+
+    def _pass(self, bound: Bound, reached: Sequence[int], graph: BackwardGraph | None) -> Pass:
+        facts = self._facts_of(bound.counter.step)
+        unregistered = partial(_unregistered, graph, self.context)
+        return Pass(**facts, reached=reached, graph=graph, unregistered=unregistered)
 
     def before_unscaling(self, update: WeightUpdate, bound: Bound, scale: float) -> None:
         self._show(self.check.before_unscaling, self._update(update, bound, scale=scale))
@@ -126,11 +124,13 @@ class CheckEffect(Effect):
         self._show(self.check.after_update, self._update(update, bound, **facts))
 
     def _show(self, look: Callable[[_Moment], Iterable[Finding]], moment: _Moment) -> None:
-        self._tell(moment.step, look(moment))
+        with torch.no_grad():
+            self._tell(moment.step, look(moment))
         moment.let_go()
 
     def at_end(self) -> None:
-        self._tell(self.context.counters.latest, self.check.at_end())
+        with torch.no_grad():
+            self._tell(self.context.counters.latest, self.check.at_end())
 
     def _update(self, update: WeightUpdate, bound: Bound, **facts: Any) -> Update:
         return Update(
@@ -158,7 +158,8 @@ class CheckEffect(Effect):
         shape = values.shape
 
         def tell(flat: Tensor) -> None:
-            self._tell(step, judge(flat.view(shape)))
+            with torch.no_grad():
+                self._tell(step, judge(flat.view(shape)))
 
         self.log.when_read(values.detach(), tell)
 

@@ -138,7 +138,7 @@ class Controller:
     def _note_pass(self, done: BackwardPass) -> bool:
         """Note which gradients came; return whether the pass counts as a manual step."""
         context = self.context
-        if context.ranks.shard_groups(done.indices):
+        if context.ranks.are_several and context.ranks.shard_groups(done.indices):
             context.recorder.shared.passes += 1
         if done.scale is not None:
             refuse_scaling(self.effects.before_scaler)

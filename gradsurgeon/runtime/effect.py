@@ -97,10 +97,10 @@ class Effect:
         """Act on one tensor, out of place: autograd may share it. Return the tensor that takes its place."""
         return tensor
 
-    def before_pass(self, graph: BackwardGraph) -> None:
+    def before_pass(self, graph: BackwardGraph, bound: Bound) -> None:
         """Look at a backward pass that is about to run."""
 
-    def after_pass(self, done: BackwardPass) -> None:
+    def after_pass(self, done: BackwardPass, bound: Bound) -> None:
         """Look at a backward pass that has ended."""
 
     def act(self, gradients: Gradients, bound: Bound) -> None:
@@ -202,6 +202,8 @@ class Due:
         self.judges_edits = bool(traps) and any(one.effect.may_overflow for one in self.at_step)
         self.asks_host = any(not (one.effect.edits or one.effect.hides) for one in self.at_step)
         self.keeps_passes = any(not one.effect.edits for one in self.judges)
+        self.before_pass = self._having("before_pass")
+        self.when_pass_is_over = self._having("after_pass")
         self.before_step = self._having("before_step")
         self.before_unscaling = self._having("before_unscaling")
         self.before_update = self._having("before_update")

@@ -93,18 +93,16 @@ class Record(Effect):
                 self.context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
         self.log.count_fired(self.rule.id, step, len(indices))
 
-    def after_pass(self, done: BackwardPass) -> None:
+    def after_pass(self, done: BackwardPass, bound: Bound) -> None:
         """Record the contributions of a pass."""
-        rows = done.logged.get(self.rule.id)
-        if not rows:
+        rows = done.logged.get(self.rule.id, {})
+        indices = [index for index in bound.indices if index in rows] if rows else ()
+        if not indices:
             return
-        for counter in self.context.counters.among(sorted(rows)):
-            bound = self.bound_to(counter)
-            indices = [index for index in bound.indices if index in rows]
-            columns = bound.columns(indices)
-            values = measure.of_kept(list(bound.keys), [rows[index] for index in indices])
-            for key, row in zip(chain.from_iterable(bound.keys.values()), values, strict=True):
-                self.context.recorder.add(key, bound.counter.step, columns, row, replace=False)
+        columns = bound.columns(indices)
+        values = measure.of_kept(list(bound.keys), [rows[index] for index in indices])
+        for key, row in zip(chain.from_iterable(bound.keys.values()), values, strict=True):
+            self.context.recorder.add(key, bound.counter.step, columns, row, replace=False)
 
     def _recordable(self, gradients: Gradients, indices: Sequence[int], step: int) -> Sequence[int]:
         """Return the gradients that can be recorded without a collective that other ranks may not call."""

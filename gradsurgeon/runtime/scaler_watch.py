@@ -77,6 +77,8 @@ class Scaling:
 
     def of(self, tasks: Sequence[int]) -> Tensor | None:
         """Return the scale on the gradients of a finished pass, given its task numbers."""
+        if not self._passes:
+            return None
         scales = [self._passes.pop(task) for task in tasks if task in self._passes]
         return scales[0] if scales else None
 

@@ -23,7 +23,7 @@ class Schedule:
         return news
 
     def due(self, rule: Rule, step: int) -> bool:
-        return not self.rests(rule) and rule.steps.includes(step)
+        return rule.id not in self.resting and rule.steps.includes(step)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +61,8 @@ class StepCounters:
         self._of = [self.common] * count
         # Callers that cache a grouping by counter compare this number.
         self.version = 0
+        # Each counter that has a parameter.
+        self.all = [self.common]
         # Restored step per tensor.
         self._resumed: dict[int, int] = {}
 
@@ -112,4 +114,5 @@ class StepCounters:
         counter.indices = wanted
         for other in {*self._of, *earlier, self.common}:
             other.indices = tuple(i for i, holder in enumerate(self._of) if holder is other)
+        self.all = list(dict.fromkeys(self._of))
         self.version += 1

@@ -31,12 +31,11 @@ class Training:
         self.context = context
         self.effects = effects
         self.traps = Traps(context, kept, effects)
-        self._before_pass = effects.having("before_pass")
-        self._after_pass = effects.having("after_pass")
 
     def before_pass(self, graph: BackwardGraph) -> None:
-        for effect in self._before_pass:
-            effect.before_pass(graph)
+        for counter in self.context.counters.all:
+            for bound in self.effects.due(counter).before_pass:
+                bound.effect.before_pass(graph, bound)
 
     def after_pass(self, done: BackwardPass) -> None:
         """Show the gradients that a backward pass has left, once DDP has averaged them."""
@@ -49,8 +48,9 @@ class Training:
         return self.traps.objections(done)
 
     def pass_is_over(self, done: BackwardPass) -> None:
-        for effect in self._after_pass:
-            effect.after_pass(done)
+        for counter in self.context.counters.all:
+            for bound in self.effects.due(counter).when_pass_is_over:
+                bound.effect.after_pass(done, bound)
 
     def before_unscaling(self, update: WeightUpdate, scale: float) -> None:
         """Show gradients that a `GradScaler` is about to unscale, because the script has not."""

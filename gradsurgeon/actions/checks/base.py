@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -90,27 +90,6 @@ class Replicas:
     missed: Mapping[int, Missed] = field(default_factory=dict)
 
 
-class _Tensors(Mapping[int, Tensor]):
-    """Detached tensors by parameter. Of a sharded one only the local part is there."""
-
-    def __init__(self, tensors: dict[int, Tensor]) -> None:
-        self._tensors = tensors
-        self._are_sharded = _dist.any_sharded(list(tensors.values()))
-
-    def __getitem__(self, index: int) -> Tensor:
-        tensor = self._tensors[index].detach()
-        return _dist.local(tensor) if self._are_sharded else tensor
-
-    def __contains__(self, index: object) -> bool:
-        return index in self._tensors
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
 @dataclass(eq=False)
 class Moment:
     """A moment of a training, for one rule.
@@ -130,25 +109,34 @@ class Moment:
     later: Callable[[Tensor, Callable[[Tensor], Iterable[Finding]]], None]
 
     @cached_property
-    def _there(self) -> dict[int, Tensor]:
-        params = zip(self.members, self.find(self.members), strict=True)
-        return {index: param for index, param in params if param is not None}
-
-    @cached_property
     def params(self) -> Mapping[int, Tensor]:
-        """The parameters of the rule."""
-        return _Tensors(self._there)
+        """The parameters of the rule. Of a sharded one only the local part is there."""
+        there = {}
+        for index, param in zip(self.members, self.find(self.members), strict=True):
+            if param is not None:
+                there[index] = param
+        return _local_parts(there)
 
     @cached_property
     def grads(self) -> Mapping[int, Tensor]:
         """The gradients that are there now."""
-        grads = ((index, param.grad) for index, param in self._there.items())
-        return _Tensors({index: grad for index, grad in grads if grad is not None})
+        there = {}
+        for index, param in zip(self.members, self.find(self.members), strict=True):
+            grad = None if param is None else param.grad
+            if grad is not None:
+                there[index] = grad
+        return _local_parts(there)
 
     def let_go(self) -> None:
         """Keep no tensor alive: a function that waits for values may hold the moment, and looks them up again."""
-        for name in ("_there", "params", "grads"):
+        for name in ("params", "grads"):
             self.__dict__.pop(name, None)
+
+
+def _local_parts(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    if not _dist.any_sharded(list(tensors.values())):
+        return tensors
+    return {index: _dist.local(tensor) for index, tensor in tensors.items()}
 
 
 @dataclass(eq=False)
@@ -233,7 +221,10 @@ class Update(Moment):
 
 
 class Check:
-    """Looks at a training and returns findings. It changes nothing. Each method may be left out."""
+    """Looks at a training and returns findings. It changes nothing. Each method may be left out.
+
+    Each runs under `torch.no_grad()`.
+    """
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients and weights right before a backward pass."""
