@@ -13,11 +13,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradsurgeon.actions import Rule
 from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.language.planning import ROOT
-from gradsurgeon.runtime.backward_watch import BackwardWatch, is_taken
+from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.origin import Origin
+from gradsurgeon.runtime.running_passes import is_taken
 from gradsurgeon.runtime.step_counters import Schedule, StepCounter, StepCounters
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled

@@ -1,8 +1,7 @@
 """Watches backward passes. Comparing gradients before and after a pass shows which parameters it reached, without hooks."""
 
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,102 +12,21 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.passes import BackwardPass, Logged
 from gradsurgeon.runtime.refusals import settle_for_all
+from gradsurgeon.runtime.running_passes import (
+    RunningPass,
+    all_running,
+    lock,
+    taken_numbers,
+    threads,
+)
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 from gradsurgeon.tensors.readable import readable
-
-_TOGETHER = (
-    "two threads run backward passes through the same parameters, and one of them is a gradsurgeon.backward, which replaces "
-    "hooks meanwhile: run both passes in one thread"
-)
-
-
-@dataclass(slots=True, eq=False)
-class RunningPass:
-    """A running backward pass that gives gradients to parameters, or to ``inputs`` alone; ``tasks`` is its number in autograd."""
-
-    graph: BackwardGraph
-    inputs: Sequence[Any] = ()
-    tasks: list[int] = field(default_factory=list)
-    thread: int = field(default_factory=threading.get_ident)
-
-    def reaches(self, leaves: Collection[int]) -> bool:
-        """Return whether the pass gives a gradient to any of some leaves, given by their ids."""
-        if self.inputs:
-            return any(id(tensor) in leaves for tensor in self.inputs)
-        return self.graph.reaches(leaves)
-
-    def __enter__(self) -> None:
-        with lock:
-            self.refuse_other_threads(_alone)
-            threads.add(self.thread)
-            if len(threads) > 1:  # a thread that has ended trains nothing
-                threads.intersection_update(thread.ident for thread in threading.enumerate())
-            _running.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        with lock:
-            _running.remove(self)
-
-    def refuse_other_threads(self, passes: Sequence["RunningPass"]) -> None:
-        """Raise if one of some passes is of another thread and reaches the same leaves."""
-        others = [other for other in passes if other.thread != self.thread]
-        if not others:
-            return
-        leaves = set(map(id, self.graph.leaves()))
-        if any(other.reaches(leaves) for other in others):
-            raise GradSurgeonError(_TOGETHER)
-
-
-_running: list[RunningPass] = []
-# The calls of `gradsurgeon.backward` that take the gradients of single losses.
-_alone: list[RunningPass] = []
-# The threads that ran backward passes. Autograd writes gradients without holding Python's lock: a thread must not
-# even read the gradients that another thread is training.
-threads: set[int] = set()
-# Held while the only thread reads gradients, so a pass in a second thread begins after the read.
-lock = threading.RLock()
-# By thread, the numbers of its passes that take the gradients of single losses.
-_taking: dict[int, list[int]] = {}
-
-
-@contextmanager
-def alone(graph: BackwardGraph) -> Iterator[None]:
-    """Keep passes of other threads off the leaves of a graph: they would see other hooks, and add to other gradients."""
-    call = RunningPass(graph)
-    with lock:
-        call.refuse_other_threads([*_running, *_alone])
-        _alone.append(call)
-    try:
-        yield
-    finally:
-        with lock:
-            _alone.remove(call)
-
-
-@contextmanager
-def taking() -> Iterator[list[int]]:
-    """Mark all passes that this thread starts as gradients of one loss, not training; yield their numbers."""
-    me = threading.get_ident()
-    _taking[me] = tasks = list[int]()
-    try:
-        yield tasks
-    finally:
-        _taking.pop(me, None)
-
-
-def is_taken() -> bool:
-    """Return, inside a backward pass, whether it only takes the gradients of one loss, in any thread: hooks run in others."""
-    if not _taking:
-        return False
-    task = _torch.graph_task()
-    return any(task in tasks for tasks in list(_taking.values()))
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +69,7 @@ class BackwardWatch:
             if not self._concerns(running):
                 return None
             self._events.backward_started(running.graph)
-            if len(_running) == 1:
+            if len(all_running) == 1:
                 # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
             indices, grads = self.context.parameters.grads(self._watched)
@@ -279,7 +197,7 @@ def _observed(
         _note_inner(roots)
         scalings = [watch.scaling for watch in watches if watch.scaling.in_use]
         return _numbered(roots, [partial(one.began_inside, outer=outer) for one in scalings])
-    if (tasks := _taking.get(threading.get_ident())) is not None:
+    if (tasks := taken_numbers()) is not None:
         return _numbered(roots, [tasks.append])
     if call.accumulates:
         graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
@@ -293,7 +211,9 @@ def _observed(
 def _loss_of(outputs: Sequence[Any]) -> Tensor | None:
     """Return the value that a pass begins from, ``None`` if it is not one number that this rank holds."""
     only = outputs[0] if len(outputs) == 1 else None
-    if not isinstance(only, Tensor) or only.dim() or _dist.is_partial(only):
+    if not isinstance(only, Tensor) or only.dim():
+        return None
+    if type(only) is not Tensor and _dist.is_partial(only):
         return None
     return readable(only)
 
@@ -372,7 +292,7 @@ def _note_inner(roots: Sequence[Root]) -> None:
     if (node := _torch.current_node()) is not None:
         with lock:
             # If several passes run at the same time, only one of them contains the node.
-            for running in _running:
+            for running in all_running:
                 running.graph.inner.setdefault(node, []).append(roots)
 
 

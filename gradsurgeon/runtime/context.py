@@ -73,7 +73,7 @@ class Context:
         self.schedule = Schedule(self.rules)
         self.refusals = Refusals(event_log, self.schedule, self.counters, lenient=options.lenient)
         # Whether the session was told to pause.
-        self._is_paused = False
+        self.is_paused = False
         # The name of the model, if the process has several.
         self.title = ""
         # Is called with the name and the tensor of each tag, while a step is run again.
@@ -87,13 +87,13 @@ class Context:
     @property
     def paused(self) -> bool:
         """Whether no rule acts now: the session is paused, all its rules rest, or a pack waits for the end of a capture."""
-        if self._is_paused or self.refusals.over:
+        if self.is_paused or self.refusals.over:
             return True
         return self.refusals.lenient and _torch.is_capturing()
 
     @paused.setter
     def paused(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
+        self.is_paused = is_paused
 
     def meet_ranks(self) -> None:
         """Notice if this process is one of several ranks by now."""
@@ -108,12 +108,12 @@ class Context:
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Suspend all rules, and the search for exchanged parameters, while a step is run again."""
-        paused, self._is_paused = self._is_paused, True
+        paused, self.is_paused = self.is_paused, True
         try:
             with self.parameters.lock:
                 yield
         finally:
-            self._is_paused = paused
+            self.is_paused = paused
 
     @contextmanager
     def watching_tags(self, watcher: Callable[[str, Tensor], None]) -> Iterator[None]:
@@ -130,6 +130,6 @@ class Context:
 
     def refuse_graph_capture(self) -> None:
         """Raise if a CUDA graph is being captured; a pack only reports that it waits."""
-        if not (self._is_paused or self.refusals.over) and _torch.is_capturing():
+        if not (self.is_paused or self.refusals.over) and _torch.is_capturing():
             text = _CAPTURE if self.refusals.lenient else _NO_CAPTURE
             self.refusals.abstain(GradSurgeonError(text))

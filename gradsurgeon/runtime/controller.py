@@ -123,12 +123,13 @@ class Controller:
             if by_hand:
                 self.manual.refuse_compounding(done)
             self.training.after_pass(done)
-            if self._agreement.votes(done):
+            if self.context.ranks.are_several and self._agreement.votes(done):
                 objections = self.training.objections(done)
             self._end_pass(done)
         finally:
             # Always cast the vote: other ranks may wait for it.
-            self._agreement.cast(done, objections)
+            if self.context.ranks.are_several:
+                self._agreement.cast(done, objections)
         if by_hand:
             self.manual.after_pass()
 
@@ -157,7 +158,8 @@ class Controller:
         for counter in self.context.counters.among(done.indices):
             counter.passes += 1
         self._notices.passed(done)
-        self.losses.passed(done.indices)
+        if self.losses.effects:
+            self.losses.passed(done.indices)
         self._kept.reaching += 1
 
     def update_began(self, update: WeightUpdate) -> None:
@@ -182,7 +184,7 @@ class Controller:
         # Without due rules, flags of modules or tags may remain to be judged.
         alone = not (step.inside or self.effects.sites or counter is context.counters.common)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
-        if alone and not (due.after_pass or due.at_step) and heard.severity <= FINE:
+        if alone and not (due.watched or due.at_step) and heard.severity <= FINE:
             for bound in due.before_edits:
                 bound.effect.before_edits(step, bound, None)
             return GOES_ON
@@ -201,7 +203,7 @@ class Controller:
         if self._checks:
             self._facts.updated(counter)
         if took_place:
-            self._notices.count_due(counter, owned=self.steps.owned)
+            self._count_due(counter)
             if not step.inside:  # hooks on a gradient inside backward may still be running
                 self.model.after_step(counter)
                 self._notices.arrived.difference_update(counter.indices)
@@ -221,6 +223,10 @@ class Controller:
         self._unstepped = False
         context.recorder.end_step(raised=step.raised)
 
+    def _count_due(self, counter: StepCounter) -> None:
+        if self.context.event_log.silent:
+            self._notices.count_due(counter, owned=self.steps.owned)
+
     def _lead_common(self, counter: StepCounter) -> None:
         """Make the common counter, used by unowned parameters, follow the most advanced step counter."""
         counters = self.context.counters
@@ -229,7 +235,7 @@ class Controller:
             # An optimizer that takes over from manual updates continues their count.
             counters.start = counter.step
         elif common.step < counter.step:
-            self._notices.count_due(common, owned=self.steps.owned)
+            self._count_due(common)
             self.training.traps.passes.forget(common)
             common.step = counter.step
 

@@ -171,7 +171,7 @@ class Due:
         after_pass: those that act on gradients after a backward pass.
         at_step: those that act right before the update.
         judges: those that judge the update.
-        watched: the parameters of `after_pass`.
+        watched: the parameters whose gradients matter after a backward pass.
         normed: those of them of whose gradients an effect needs the norm.
         trapped: the parameters whose gradients are searched for non-finite elements.
         final: the parameters whose gradients are judged or edited at the update.
@@ -184,13 +184,14 @@ class Due:
 
     def __init__(self, bound: Sequence[Bound]) -> None:
         self.bound = bound
-        self.after_pass = [one for one in bound if one.effect.moment == "accumulated"]
+        accumulated = [one for one in bound if one.effect.moment == "accumulated"]
+        self.after_pass = [one for one in accumulated if one.effect.has("act")]
         self.at_step = [one for one in bound if one.effect.moment == "step"]
         self.judges = [one for one in bound if one.effect.judges]
         traps = [one for one in self.judges if one.effect.searches]
         edits = [one for one in self.at_step if one.effect.edits]
-        normed = [one for one in self.after_pass if "l2" in one.keys]
-        self.watched = _indices_of(self.after_pass)
+        normed = [one for one in accumulated if "l2" in one.keys]
+        self.watched = _indices_of(accumulated)
         self.trapped = _indices_of(traps)
         self.normed = _indices_of([*traps, *normed])
         self.final = _indices_of([*self.judges, *self.at_step])

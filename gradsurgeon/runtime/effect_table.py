@@ -27,7 +27,7 @@ from gradsurgeon.runtime.editing_effects import ElementEdit, Hide, NormEdit
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects, ModuleEffects
 from gradsurgeon.runtime.loss_effects import LossEffect
-from gradsurgeon.runtime.observing_effects import Copy, Record
+from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributions
 from gradsurgeon.runtime.spike_effect import SpikeEffect
 from gradsurgeon.runtime.trap_effects import NONFINITE, NonfiniteTrap, TensorTrap, ThresholdTrap
 from gradsurgeon.runtime.weight_effects import RecordWeights
@@ -44,8 +44,11 @@ def _trap(rule: Rule, context: Context, indices: tuple[int, ...], decision: Deci
 
 
 def _record(rule: Rule, context: Context, indices: tuple[int, ...], observer: Observer) -> Effect:
-    of_weights = rule.target == "params" and not rule.ref.grad
-    kind = RecordWeights if of_weights else Record
+    kind: type[Effect] = Record
+    if rule.target == "params" and not rule.ref.grad:
+        kind = RecordWeights
+    elif rule.target == "params" and rule.point == "backward":
+        kind = RecordContributions
     return kind(rule, context, indices, observer)
 
 

@@ -11,6 +11,7 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import NOTHING_DUE, Bound, Due, Effect
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_effects import TensorTrap, Trap
+from gradsurgeon.tensors import _torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +98,19 @@ class Effects:
 
     def due(self, counter: StepCounter) -> Due:
         """Return the effects that are due for a counter in its next update; none in a pause."""
-        if self.context.paused:
+        context = self.context
+        refusals = context.refusals
+        # As `paused` says, without a call: this is asked several times in each step.
+        if context.is_paused or refusals.over or (refusals.lenient and _torch.is_capturing()):
             return NOTHING_DUE
-        if self._version != self.context.counters.version:
-            self._version = self.context.counters.version
+        if self._version != context.counters.version:
+            self._version = context.counters.version
             self._bound.clear()
             self._due.clear()
         in_steps: tuple[bool, ...] = ()
         if self._schedules:
             in_steps = tuple([steps.includes(counter.step) for steps in self._schedules])
-        schedule = self.context.schedule
+        schedule = context.schedule
         key = counter, len(schedule.resting), in_steps
         if key not in self._due:
             bound = [one for one in self._bound_to(counter) if schedule.due(one.rule, counter.step)]

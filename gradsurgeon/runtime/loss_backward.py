@@ -14,9 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.backward_watch import alone, taking
 from gradsurgeon.runtime.loss_effects import DueLossRule
 from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current
+from gradsurgeon.runtime.running_passes import alone, taking
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._torch import uncompiled
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of

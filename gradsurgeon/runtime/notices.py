@@ -124,8 +124,6 @@ class Notices:
 
     def count_due(self, counter: StepCounter, *, owned: bool) -> None:
         """Count a step for every rule that is due in it; ``owned`` if an optimizer owns parameters."""
-        if not self._log.silent:
-            return
         context = self._context
         for bound in self._effects.due(counter).bound:
             cause = partial(self._why_silent, bound.rule, bound.indices, owned=owned)

@@ -61,16 +61,12 @@ class Record(Effect):
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         if origin.is_again:
             return tensor
-        if origin.logged is not None:
-            true = unscaled(tensor, origin.scale)
-            origin.logged[self.rule.id][origin.index] = _kept(self.stats, true)
-        elif _dist.is_sharded(tensor):
+        if _dist.is_sharded(tensor):
             step = origin.counter().step
             self.log.notice_once("sharded", _SHARDED, rule=self.rule.id, step=step, warn=True)
             return tensor
-        else:
-            true = unscaled(tensor, origin.scale).detach()
-            self.context.recorder.observe(self.rule, origin.name, origin.step, true)
+        true = unscaled(tensor, origin.scale).detach()
+        self.context.recorder.observe(self.rule, origin.name, origin.step, true)
         self.log.count_fired(self.rule.id, origin.step)
         return tensor
 
@@ -93,6 +89,27 @@ class Record(Effect):
                 self.context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
         self.log.count_fired(self.rule.id, step, len(indices))
 
+    def _recordable(self, gradients: Gradients, indices: Sequence[int], step: int) -> Sequence[int]:
+        """Return the gradients that can be recorded without a collective that other ranks may not call."""
+        awaiting = [index for index in indices if _dist.is_partial(gradients[index])]
+        if not awaiting or self.context.recorder.shared.together:
+            return indices
+        names = shorten_names([self.context.names[index] for index in awaiting])
+        text = _AWAITING.format(names=names)
+        self.log.notice_once("awaiting", text, rule=self.rule.id, step=step)
+        return [index for index in indices if index not in awaiting]
+
+
+class RecordContributions(Record):
+    """Records statistics of what each backward pass adds to gradients."""
+
+    def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
+        if origin.logged is not None:
+            true = unscaled(tensor, origin.scale)
+            origin.logged[self.rule.id][origin.index] = _kept(self.stats, true)
+            self.log.count_fired(self.rule.id, origin.step)
+        return tensor
+
     def after_pass(self, done: BackwardPass, bound: Bound) -> None:
         """Record the contributions of a pass."""
         rows = done.logged.get(self.rule.id, {})
@@ -103,16 +120,6 @@ class Record(Effect):
         values = measure.of_kept(list(bound.keys), [rows[index] for index in indices])
         for key, row in zip(chain.from_iterable(bound.keys.values()), values, strict=True):
             self.context.recorder.add(key, bound.counter.step, columns, row, replace=False)
-
-    def _recordable(self, gradients: Gradients, indices: Sequence[int], step: int) -> Sequence[int]:
-        """Return the gradients that can be recorded without a collective that other ranks may not call."""
-        awaiting = [index for index in indices if _dist.is_partial(gradients[index])]
-        if not awaiting or self.context.recorder.shared.together:
-            return indices
-        names = shorten_names([self.context.names[index] for index in awaiting])
-        text = _AWAITING.format(names=names)
-        self.log.notice_once("awaiting", text, rule=self.rule.id, step=step)
-        return [index for index in indices if index not in awaiting]
 
 
 def _kept(stats: Sequence[str], grad: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -5,7 +5,6 @@ Torch calls step hooks before the closure of an optimizer, so the watch wraps th
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import weakref
@@ -18,13 +17,18 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.common import _live
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.running_steps import RunningStep, callers, params_of, running
+from gradsurgeon.runtime.optimizers import (
+    first_with_gradient,
+    only_makes_state,
+    owning,
+    versions,
+)
+from gradsurgeon.runtime.running_steps import RunningStep, params_of, running
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
@@ -247,14 +251,14 @@ class OptimizerWatch:
         if closure is None:
             self._act(optimizer, update)
             return None
-        before = _versions(optimizer)
+        before = versions(optimizer)
 
         def evaluate() -> Any:
             # An optimizer may evaluate several times, and the closure must find its own gradients each time.
             if update.skipped:
                 return update.loss
             update.show()
-            update.has_moved = update.judged or before != _versions(optimizer)
+            update.has_moved = update.judged or before != versions(optimizer)
             update.loss = closure()
             with self._context.refusals:
                 self._act(optimizer, update)
@@ -295,7 +299,7 @@ class OptimizerWatch:
             update.skip(optimizer)
         elif decision.frozen:
             update.hide(optimizer, self._context.parameters.params(decision.frozen))
-        update.witness = _first_with_gradient(optimizer)
+        update.witness = first_with_gradient(optimizer)
 
     @uncompiled
     def _returned(
@@ -367,44 +371,3 @@ def _hides(effect: Effect) -> bool:
 def _needs_whole_step(effect: Effect) -> bool:
     stops = effect.judges and not effect.edits
     return stops or effect.hides or getattr(effect.rule, "per", "") == "rule"
-
-
-def _versions(optimizer: Optimizer) -> list[int]:
-    return [param._version for param in params_of(optimizer)]  # noqa: SLF001 # documented
-
-
-def owning(params: Iterable[Tensor]) -> list[Optimizer]:
-    wanted = {id(param) for param in params}
-
-    def candidates() -> list[Optimizer]:
-        return [
-            optimizer
-            for optimizer in _live.instances(Optimizer)
-            if any(id(param) in wanted for param in params_of(optimizer))
-            and _torch.stepping(optimizer) is not None
-        ]
-
-    if not candidates():
-        return []
-    # Garbage that still waits for collection must not pass for the owner.
-    gc.collect()
-    return candidates()
-
-
-def _first_with_gradient(optimizer: Optimizer) -> Tensor | None:
-    for group in getattr(optimizer, "param_groups", ()):
-        for param in group["params"]:
-            if param.grad is not None:
-                return param  # type: ignore[no-any-return] # a parameter
-    return None
-
-
-def only_makes_state(optimizer: Optimizer) -> bool:
-    """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
-    module = "torch.distributed.checkpoint.state_dict"
-    if optimizer.state or module not in sys.modules:
-        return False
-    for frame in callers(sys._getframe(1)):  # noqa: SLF001 # documented
-        if frame.f_code.co_name == "_init_optim_state":
-            return frame.f_globals.get("__name__") == module
-    return False

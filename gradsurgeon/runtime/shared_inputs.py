@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.activation_rules import ActivationRules, NamedEffect
-from gradsurgeon.runtime.backward_watch import is_taken
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffect
+from gradsurgeon.runtime.running_passes import is_taken
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import is_only_grad
 from gradsurgeon.tensors._torch import uncompiled

@@ -22,9 +22,10 @@ from gradsurgeon.runtime.running_norms import (
     regrouped,
     wide,
 )
+from gradsurgeon.runtime.spike_report import spike_report, told_of_cut
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_effects import Trap
-from gradsurgeon.runtime.trap_report import TrapReport, spike_report, told_of_cut
+from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.runtime.update import DueUpdate
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.measure import Norms

@@ -136,9 +136,11 @@ def is_wrapper(tensor: Tensor) -> bool:
 def runs_script(node: Any, saved: str) -> bool:
     """Return whether reading what a node has saved would run code: an unpack hook, or a checkpointed forward pass."""
     raw = getattr(node, f"_raw_saved_{saved}", None)
-    # Some nodes save several tensors under one name, and numbers are not packed.
-    tensors = raw if isinstance(raw, tuple) else (raw,)
-    return any(getattr(one, "unpack_hook", one) is not None for one in tensors)
+    # Numbers are not packed.
+    if not isinstance(raw, tuple):
+        return getattr(raw, "unpack_hook", raw) is not None
+    # Some nodes save several tensors under one name.
+    return any(getattr(tensor, "unpack_hook", tensor) is not None for tensor in raw)
 
 
 def lacks_operations(tensor: Tensor) -> bool:

@@ -285,7 +285,7 @@ NOT_DRIVEN = {
     "runtime/session.py:Session.tick": ELSEWHERE,
     "tensors/_job_store.py:OwnStore._connected": CAUGHT,
     "tensors/statistics.py:add_statistic": ELSEWHERE,
-    "runtime/backward_watch.py:RunningPass.refuse_other_threads": CHOSEN,
+    "runtime/running_passes.py:RunningPass.refuse_other_threads": CHOSEN,
 }
 
 

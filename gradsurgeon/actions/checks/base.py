@@ -111,11 +111,8 @@ class Moment:
     @cached_property
     def params(self) -> Mapping[int, Tensor]:
         """The parameters of the rule. Of a sharded one only the local part is there."""
-        there = {}
-        for index, param in zip(self.members, self.find(self.members), strict=True):
-            if param is not None:
-                there[index] = param
-        return _local_parts(there)
+        params = zip(self.members, self.find(self.members), strict=True)
+        return _local_parts({index: param for index, param in params if param is not None})
 
     @cached_property
     def grads(self) -> Mapping[int, Tensor]:

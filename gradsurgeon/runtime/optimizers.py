@@ -1,0 +1,55 @@
+"""Questions to optimizers: which own some parameters, what they hold, and whether a step is one."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradsurgeon.common import _live
+from gradsurgeon.runtime.running_steps import callers, params_of
+from gradsurgeon.tensors import _torch
+
+
+def versions(optimizer: Optimizer) -> list[int]:
+    return [param._version for param in params_of(optimizer)]  # noqa: SLF001 # documented
+
+
+def owning(params: Iterable[Tensor]) -> list[Optimizer]:
+    wanted = {id(param) for param in params}
+
+    def candidates() -> list[Optimizer]:
+        return [
+            optimizer
+            for optimizer in _live.instances(Optimizer)
+            if any(id(param) in wanted for param in params_of(optimizer))
+            and _torch.stepping(optimizer) is not None
+        ]
+
+    if not candidates():
+        return []
+    # Garbage that still waits for collection must not pass for the owner.
+    gc.collect()
+    return candidates()
+
+
+def first_with_gradient(optimizer: Optimizer) -> Tensor | None:
+    for group in getattr(optimizer, "param_groups", ()):
+        for param in group["params"]:
+            if param.grad is not None:
+                return param  # type: ignore[no-any-return] # a parameter
+    return None
+
+
+def only_makes_state(optimizer: Optimizer) -> bool:
+    """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
+    module = "torch.distributed.checkpoint.state_dict"
+    if optimizer.state or module not in sys.modules:
+        return False
+    for frame in callers(sys._getframe(1)):  # noqa: SLF001 # documented
+        if frame.f_code.co_name == "_init_optim_state":
+            return frame.f_globals.get("__name__") == module
+    return False

@@ -1,0 +1,105 @@
+"""Backward passes under way, and those that take the gradient of one loss: which thread may read or write gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+
+_TOGETHER = (
+    "two threads run backward passes through the same parameters, and one of them is a gradsurgeon.backward, which replaces "
+    "hooks meanwhile: run both passes in one thread"
+)
+
+
+@dataclass(slots=True, eq=False)
+class RunningPass:
+    """A running backward pass that gives gradients to parameters, or to ``inputs`` alone; ``tasks`` is its number in autograd."""
+
+    graph: BackwardGraph
+    inputs: Sequence[Any] = ()
+    tasks: list[int] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+
+    def reaches(self, leaves: Collection[int]) -> bool:
+        """Return whether the pass gives a gradient to any of some leaves, given by their ids."""
+        if self.inputs:
+            return any(id(tensor) in leaves for tensor in self.inputs)
+        return self.graph.reaches(leaves)
+
+    def __enter__(self) -> None:
+        with lock:
+            self.refuse_other_threads(_alone)
+            threads.add(self.thread)
+            if len(threads) > 1:  # a thread that has ended trains nothing
+                threads.intersection_update(thread.ident for thread in threading.enumerate())
+            all_running.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        with lock:
+            all_running.remove(self)
+
+    def refuse_other_threads(self, passes: Sequence[RunningPass]) -> None:
+        """Raise if one of some passes is of another thread and reaches the same leaves."""
+        others = [other for other in passes if other.thread != self.thread]
+        if not others:
+            return
+        leaves = set(map(id, self.graph.leaves()))
+        if any(other.reaches(leaves) for other in others):
+            raise GradSurgeonError(_TOGETHER)
+
+
+all_running: list[RunningPass] = []
+# The calls of `gradsurgeon.backward` that take the gradients of single losses.
+_alone: list[RunningPass] = []
+# The threads that ran backward passes. Autograd writes gradients without holding Python's lock: a thread must not
+# even read the gradients that another thread is training.
+threads: set[int] = set()
+# Held while the only thread reads gradients, so a pass in a second thread begins after the read.
+lock = threading.RLock()
+# By thread, the numbers of its passes that take the gradients of single losses.
+_taking: dict[int, list[int]] = {}
+
+
+@contextmanager
+def alone(graph: BackwardGraph) -> Iterator[None]:
+    """Keep passes of other threads off the leaves of a graph: they would see other hooks, and add to other gradients."""
+    call = RunningPass(graph)
+    with lock:
+        call.refuse_other_threads([*all_running, *_alone])
+        _alone.append(call)
+    try:
+        yield
+    finally:
+        with lock:
+            _alone.remove(call)
+
+
+@contextmanager
+def taking() -> Iterator[list[int]]:
+    """Mark all passes that this thread starts as gradients of one loss, not training; yield their numbers."""
+    me = threading.get_ident()
+    _taking[me] = tasks = list[int]()
+    try:
+        yield tasks
+    finally:
+        _taking.pop(me, None)
+
+
+def taken_numbers() -> list[int] | None:
+    """Return where the numbers of passes of this thread are noted that only take gradients of one loss, if it does."""
+    return _taking.get(threading.get_ident())
+
+
+def is_taken() -> bool:
+    """Return, inside a backward pass, whether it only takes the gradients of one loss, in any thread: hooks run in others."""
+    if not _taking:
+        return False
+    task = _torch.graph_task()
+    return any(task in tasks for tasks in list(_taking.values()))
