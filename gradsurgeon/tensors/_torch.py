@@ -136,10 +136,9 @@ def is_wrapper(tensor: Tensor) -> bool:
 def runs_script(node: Any, saved: str) -> bool:
     """Return whether reading what a node has saved would run code: an unpack hook, or a checkpointed forward pass."""
     raw = getattr(node, f"_raw_saved_{saved}", None)
-    # Numbers are not packed.
+    # Numbers are not packed, and some nodes save several tensors under one name.
     if not isinstance(raw, tuple):
         return getattr(raw, "unpack_hook", raw) is not None
-    # Some nodes save several tensors under one name.
     return any(getattr(tensor, "unpack_hook", tensor) is not None for tensor in raw)
 
 

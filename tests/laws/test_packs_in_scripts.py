@@ -241,7 +241,6 @@ CAUGHT = "its caller turns it into an event or a line"
 ELSEWHERE = "in a command, before the script, or in a call that the script makes itself"
 # Sites that no training here drives.
 NOT_DRIVEN = {
-    "actions/checks/base.py:_Looked.__getitem__": CAUGHT,
     "distributed/ranks.py:Ranks.refuse_uneven": RANKS,
     "forensics/bundle.py:_on_host": CAUGHT,
     "forensics/bundle.py:_loss": ELSEWHERE,
