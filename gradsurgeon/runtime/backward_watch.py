@@ -236,23 +236,23 @@ def _training(
                 if not _settle(watches, error):
                     raise
             for watch in watches:
-                _begin(watch, running, before)
+                _show_begin(watch, running, before)
             with numbered:
                 yield
         except BaseException:
-            _fail(watches, running, before)
+            _show_failure(watches, running, before)
             raise
         try:
             averaging = data_parallel.ended(running.reaches)
             # Ranks may wait for each other here, and may have made their sessions in different orders.
             for watch in sorted(before, key=attrgetter("shapes")) if len(before) > 1 else before:
-                _end(watch, running, before[watch], averaging)
+                _show_end(watch, running, before[watch], averaging)
         except Exception as error:
             if not _settle(watches, error):
                 raise
 
 
-def _begin(
+def _show_begin(
     watch: BackwardWatch, running: RunningPass, before: dict[BackwardWatch, _Before]
 ) -> None:
     try:
@@ -264,7 +264,7 @@ def _begin(
             raise
 
 
-def _fail(
+def _show_failure(
     watches: Sequence[BackwardWatch],
     running: RunningPass,
     before: dict[BackwardWatch, _Before],
@@ -278,7 +278,7 @@ def _fail(
             raise
 
 
-def _end(
+def _show_end(
     watch: BackwardWatch, running: RunningPass, before: _Before, averaging: Sequence[Any]
 ) -> None:
     try:
