@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradsurgeon.actions import Examination
 from gradsurgeon.actions.checks.base import Check, Finding, Model, Pass, Update
-from gradsurgeon.actions.checks.mail import Mail
+from gradsurgeon.actions.checks.ranks_check import topic_of
 from gradsurgeon.distributed.replication import Replication
 from gradsurgeon.errors import CheckError, shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
@@ -57,7 +57,7 @@ class Checks:
             found = [slot for slot in slots(model) if slot.name in numbers]
             self._model = Model(model, {numbers[slot.name]: slot.owner for slot in found})
             rules = [one.stage.rule.id for one in running]
-            self._mails = {rule: Mail(rule, context.program.names) for rule in rules}
+            self._topics = {rule: topic_of(rule, context.program.names) for rule in rules}
             self._replication = Replication(
                 context.program.names, lambda: context.ranks, context.parameters.params
             )
@@ -146,7 +146,7 @@ class Checks:
                     owner=counter,
                     optimizer=optimizer,
                     evaluations=self._kept.evaluations,
-                    mail=self._mails[running.stage.rule.id] if several else None,
+                    topic=self._topics[running.stage.rule.id] if several else "",
                     find_replicas=self._replication.replicas,
                     **facts,
                 )

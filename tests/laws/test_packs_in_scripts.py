@@ -256,6 +256,7 @@ NOT_DRIVEN = {
     "integrations/launcher/training_detector.py:activate": ELSEWHERE,
     "records/captured.py:_numbers": CAUGHT,
     "records/event_log.py:EventLog.raise_raised": VERDICT,
+    "records/shared_rows.py:SharedRows._asked_together": ELSEWHERE,
     "records/shared_rows.py:SharedRows.ask": ELSEWHERE,
     "runtime/loss_backward.py:_check": ELSEWHERE,
     "runtime/loss_backward.py:_gradients_of": NO_PACK,
@@ -283,7 +284,8 @@ NOT_DRIVEN = {
     "runtime/session.py:Session.captured": ELSEWHERE,
     "runtime/session.py:Session.plot": ELSEWHERE,
     "runtime/session.py:Session.tick": ELSEWHERE,
-    "tensors/_job_store.py:OwnStore._connected": CAUGHT,
+    "tensors/_channel.py:Channel.request": CAUGHT,
+    "tensors/_job_store.py:Connection.request": CAUGHT,
     "tensors/statistics.py:add_statistic": ELSEWHERE,
     "runtime/backward_watch.py:RunningPass.refuse_other_threads": CHOSEN,
 }
