@@ -21,7 +21,9 @@ LIMIT = 10.0
 
 _CLOSED = "met/closed"
 
-Names = dict[str, list[str]]
+_OTHER_NUMBER = "matches another number of parameters than `expect` says"
+
+Names = dict[str, set[str]]
 
 # The names that this rank has matched so far, by the rules: a script may apply the same rules to several
 # models.
@@ -166,19 +168,22 @@ def lacking(
         return shortfalls(rules, models), {}
     channel = Channel(f"matched/{rules.sha256}")
     mine = _matched.setdefault(rules.sha256, {})
-    for plan in plans.values():
-        for rule in rules.rules:
+    for rule in rules.rules:
+        for plan in plans.values():
             names = [binding.name for binding in plan.of(rule.id)]
             # Only rules with `expect` need the number of names; for other rules one name is enough.
-            mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
+            most = None if rule.expect else 1
+            mine.setdefault(rule.id, set()).update(names[:most])
     # A store that has failed must not end the script: no other rank can be asked then.
     with suppress(RuntimeError):
         channel.set(f"names/{channel.rank}", mine)
-    asked = [
-        rule
+    short = {
+        rule.id: shortfalls(replace(rules, rules=(rule,)), models)
         for rule in rules.rules
-        if rule.expect or shortfalls(_only(rules, rule.id), models)
         if not (alone and rule.model) or any(is_for(rule, manifest) for manifest in models.values())
+    }
+    asked = [
+        rule for rule in rules.rules if short.get(rule.id) or (rule.expect and rule.id in short)
     ]
     if not asked:
         return [], {}
@@ -188,24 +193,18 @@ def lacking(
         here = channel.present("names", every, LIMIT)
         matched = {rank: channel.get(f"names/{rank}") for rank in here}
     absent = [rank for rank in every if rank not in matched]
+    silent = f"; {unheard(absent)}" if absent else ""
     errors: list[str] = []
     notes: dict[str, str] = {}
     for rule in asked:
-        having = [rank for rank, names in matched.items() if names.get(rule.id)]
-        count = len({name for names in matched.values() for name in names.get(rule.id, ())})
-        enough = bool(having) or rule.optional
-        if not enough or (rule.expect is not None and rule.expect.params != count):
-            silent = f"; {unheard(absent)}" if absent else ""
-            texts = shortfalls(_only(rules, rule.id), models) or [
-                f"{rules.place(rule.id)}: rule {rule.id}: matches another number of parameters than "
-                "`expect` says"
-            ]
+        by_rank = {rank: names[rule.id] for rank, names in matched.items() if names.get(rule.id)}
+        count = len(set().union(*by_rank.values()))
+        is_enough = by_rank or rule.optional
+        if not is_enough or (rule.expect and rule.expect.params != count):
+            other = f"{rules.place(rule.id)}: rule {rule.id}: {_OTHER_NUMBER}"
+            texts = short[rule.id] or [other]
             errors += [f"{text} (on all ranks together: {count}{silent})" for text in texts]
-        elif having and not mine.get(rule.id):
+        elif by_rank and not mine.get(rule.id):
             where = f"matches nothing on rank {channel.rank}"
-            notes[rule.id] = f"{where}; {_dist.having(having)} it"
+            notes[rule.id] = f"{where}; {_dist.having([*by_rank])} it"
     return errors, notes
-
-
-def _only(rules: RuleSet, rule_id: str) -> RuleSet:
-    return replace(rules, rules=tuple(rule for rule in rules.rules if rule.id == rule_id))

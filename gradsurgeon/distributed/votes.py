@@ -261,7 +261,7 @@ class Voter:
     def _gone(self) -> list[int]:
         if not self.channel.add("left", 0):
             return []
-        return [rank for rank in self.channel.ranks if self.channel.has_left(rank)]
+        return [rank for rank in self.channel.ranks if self.channel.check(f"left/{rank}")]
 
     def _objections(self, kind: str) -> Iterator[Objection]:
         # Asking for the number of an unknown kind would set its key.

@@ -32,6 +32,10 @@ _GIVEN_UP = (
 )
 REMEDY = "apply the same rules on all ranks, with the same `mode` and `start_step`"
 UNRECORDED = f"records nothing of parameters that ranks share; {REMEDY}"
+_UNASKED = (
+    "{shared}, and {named} did not ask for this record within {limit:g} s: all of these ranks must call `latest` and `history` "
+    "of it while a session is on"
+)
 _FAILED = "the key-value store of the job failed ({reason}): from now on nothing is recorded of parameters that ranks share"
 
 
@@ -94,7 +98,7 @@ class _Piece(NamedTuple):
     """The numbers of this rank for a share of a row that it leads, and the ranks that send theirs."""
 
     places: tuple[int, ...]
-    senders: set[int]
+    senders: tuple[int, ...]
     series: _Series
     part: _Part
 
@@ -164,8 +168,8 @@ class SharedRows:
             series = _series(row, share)
             part = values[list(share.places)].tolist()
             if share.is_led_by(self._rank):
-                senders = set(share.ranks[1:])
-                self._senders |= senders
+                senders = share.ranks[1:]
+                self._senders.update(senders)
                 pieces.append(_Piece(share.places, senders, series, part))
             else:
                 self._outgoing[share.ranks[0]].append((series, row.number, part))
@@ -214,24 +218,42 @@ class SharedRows:
         It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
         """
         ranks = self._ranks.get(name, ())
-        if not ranks:
+        if ranks:
+            self._find_ranks(LIMIT)
+        leader = next(iter(ranks), self._rank)
+        channel = self._channel
+        if not ranks or (channel is None and leader == self._rank):
             return answer()
-        self._find_ranks(LIMIT)
-        leader = ranks[0]
-        if self._channel is not None:
-            return self._asked_together(self._channel, ranks, f"{name}/{stat}", answer)
-        if leader == self._rank:
-            return answer()
-        raise RecordError(
-            f"{name} is shared by {_dist.named(ranks)}, and rank {leader} keeps its records: ask there"
-        )
+        shared = f"{name} is shared by {_dist.named(ranks)}"
+        if channel is None:
+            raise RecordError(f"{shared}, and rank {leader} keeps its records: ask there")
+        self._asked[leader] += 1
+        key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
+        answers: list[Any] = []
+        try:
+            channel.go_on()
+            here = channel.meet(key, None, ranks, LIMIT)
+            absent = [rank for rank in ranks if rank not in here]
+            if leader == self._rank and not absent:
+                channel.set(f"{key}/answer", _attempt(answer))
+            if not absent:
+                answers.append(channel.get(f"{key}/answer"))
+        except RuntimeError as failure:
+            raise RecordError(_FAILED.format(reason=reason_of(failure))) from None
+        if absent:
+            named = _dist.named(absent)
+            raise RecordError(_UNASKED.format(shared=shared, named=named, limit=LIMIT))
+        if isinstance(answers[0], Exception):
+            # Its traceback refers to this frame, and so to all that the caller holds: the frame must not refer to it.
+            raise answers.pop()
+        return cast("Answer", answers.pop())
 
     def _receive(self, channel: Channel) -> None:
         if not any(self._waiting.values()):
             return
         for sender in self._senders - self._closed:
             # Asked before the batches are read: a rank leaves after it has sent its last batch.
-            if channel.has_left(sender):
+            if channel.check(f"left/{sender}"):
                 self._closed.add(sender)
             while (batches := channel.take([sender])) is not None:
                 for series, number, part in batches[0]:
@@ -242,8 +264,9 @@ class SharedRows:
         if self._channel is None and self._search is None:
             return False
         for piece in pieces:
-            for rank in piece.senders - self._closed:
-                if max(self._parts[piece.series, rank], default=-1) < row.number:
+            for rank in piece.senders:
+                newest = max(self._parts[piece.series, rank], default=-1)
+                if newest < row.number and rank not in self._closed:
                     return True
         return False
 
@@ -271,35 +294,6 @@ class SharedRows:
             merged = [numbers[place] for place in places]
             values = torch.tensor(merged, dtype=torch.float32, device="cpu")
             yield PendingRow(row.key, row.step, columns, replace=True), values
-
-    def _asked_together(
-        self, channel: Channel, ranks: Sequence[int], record: str, answer: Callable[[], Answer]
-    ) -> Answer:
-        leader = ranks[0]
-        self._asked[leader] += 1
-        name = f"asked/{leader}/{self._asked[leader]}/{record}"
-        result: Any
-        try:
-            channel.go_on()
-            here = channel.meet(name, None, ranks, LIMIT)
-            if absent := [rank for rank in ranks if rank not in here]:
-                result = RecordError(
-                    f"{record.rpartition('/')[0]} is shared by {_dist.named(ranks)}, and {_dist.named(absent)} did not ask for this "
-                    f"record within {LIMIT:g} s: all of these ranks must call `latest` and `history` of it while a session is on"
-                )
-            else:
-                if leader == self._rank:
-                    channel.set(f"{name}/answer", _attempt(answer))
-                result = channel.get(f"{name}/answer")
-        except RuntimeError as failure:
-            raise RecordError(_FAILED.format(reason=reason_of(failure))) from None
-        if isinstance(result, Exception):
-            try:
-                raise result
-            finally:
-                # The traceback of the error refers to this frame, and so to all that the caller holds.
-                del result
-        return cast("Answer", result)
 
 
 def _attempt(answer: Callable[[], Answer]) -> Answer | Exception:

@@ -174,9 +174,6 @@ class Channel:
             self.request("delete_key", key)
             del self._keys[key]
 
-    def has_left(self, rank: int) -> bool:
-        return self.check(f"left/{rank}")
-
     def close(self) -> None:
         """Leave. The last rank deletes all keys. If the store has gone first, no rank needs to know."""
         if self.is_over:

@@ -256,7 +256,6 @@ NOT_DRIVEN = {
     "integrations/launcher/training_detector.py:activate": ELSEWHERE,
     "records/captured.py:_numbers": CAUGHT,
     "records/event_log.py:EventLog.raise_raised": VERDICT,
-    "records/shared_rows.py:SharedRows._asked_together": ELSEWHERE,
     "records/shared_rows.py:SharedRows.ask": ELSEWHERE,
     "runtime/loss_backward.py:_check": ELSEWHERE,
     "runtime/loss_backward.py:_gradients_of": NO_PACK,

@@ -137,11 +137,9 @@ class _Series:
     def _receive(self, ranks: Sequence[int]) -> bool:
         """Take in the next batch of each of some ranks; tell whether all of these had come."""
         batches = self._channel.take(ranks)
-        if batches is None:
-            return False
-        for rank, batch in zip(ranks, batches, strict=True):
+        for rank, batch in zip(ranks, batches or (), strict=False):
             self._take_in(rank, batch)
-        return True
+        return batches is not None
 
     def _receive_all(self, rank: int) -> None:
         while self._receive([rank]):
