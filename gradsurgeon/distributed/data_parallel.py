@@ -73,6 +73,8 @@ def ids_averaged_by(wrapper: Any) -> frozenset[int]:
 def ids_ignored_by(wrapper: Any) -> set[int]:
     """Return the ids of the parameters that the script told a wrapper to ignore."""
     ignored = wrapper.parameters_to_ignore
+    if not ignored:  # nearly always
+        return set()
     named = wrapper.module.named_parameters(remove_duplicate=False)
     return {id(param) for name, param in named if name in ignored}
 

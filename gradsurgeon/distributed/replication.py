@@ -122,13 +122,14 @@ class Replication:
         )
 
     def _averaged_by(self, wrapper: Any) -> set[int]:
-        ids = data_parallel.ids_averaged_by(wrapper)
-        return {index for index, param in enumerate(self._params()) if id(param) in ids}
+        return self._indices_of(data_parallel.ids_averaged_by(wrapper))
 
     def _ignored_by(self, wrapper: Any) -> set[int]:
-        if not wrapper.parameters_to_ignore:
+        return self._indices_of(data_parallel.ids_ignored_by(wrapper))
+
+    def _indices_of(self, ids: Collection[int]) -> set[int]:
+        if not ids:
             return set()
-        ids = data_parallel.ids_ignored_by(wrapper)
         return {index for index, param in enumerate(self._params()) if id(param) in ids}
 
     def _hash(self, ranks: tuple[int, ...], indices: Sequence[int]) -> int:

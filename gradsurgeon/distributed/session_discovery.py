@@ -5,8 +5,6 @@ meet in the key-value store of the job. The first rank that closes the roll clos
 """
 
 import hashlib
-import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,21 +12,18 @@ from typing import NamedTuple
 
 from gradsurgeon.language.planning import Plan, is_for, shortfalls
 from gradsurgeon.language.schema import RuleSet
-from gradsurgeon.tensors import _dist, _job_store
+from gradsurgeon.tensors import _dist
+from gradsurgeon.tensors._channel import Channel, numbered
 
 # Seconds. Ranks that have just reduced a gradient together reach their update at nearly the same time.
 # A rank that is not waited for must not lose patience with its own next collective.
 LIMIT = 10.0
 
-# How often sessions with the same shapes have met on a group. The first meeting of a session is the next of
-# these meetings on all ranks, in whichever order the sessions were applied. A count never goes back,
-# even if the groups are gone.
-_met: Counter[str] = Counter()
+_CLOSED = "met/closed"
 
-# The key that closes a roll.
-_CLOSED = "closed"
+_OTHER_NUMBER = "matches another number of parameters than `expect` says"
 
-Names = dict[str, list[str]]
+Names = dict[str, set[str]]
 
 # The names that this rank has matched so far, by the rules: a script may apply the same rules to several
 # models.
@@ -52,14 +47,14 @@ class Roll(NamedTuple):
     """The sessions that train one model together.
 
     Attributes:
-        prefix: a prefix of keys in the store of the job that no other sessions use.
-        wanted: the ranks that should have a session: peers, their peers, and so on.
+        channel: a channel of these sessions.
         sessions: the sessions that came in time, by rank; alike on all ranks.
+        lacking: which ranks did not come or have other rules.
     """
 
-    prefix: str
-    wanted: tuple[int, ...]
+    channel: Channel
     sessions: dict[int, SessionInfo]
+    lacking: str
 
 
 class Meeting:
@@ -71,70 +66,90 @@ class Meeting:
         kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
         # The ranks of a mesh belong to different groups each.
         name = groups[0].group_name if len(groups) == 1 else ""
-        self._topic = f"{_job_store.attempt()}/roll/{name}/{kind}"
-        # The process group may be gone when the meeting ends.
-        self._rank = _dist.rank()
-        self.info = info
-        self.store = _job_store.OwnStore(self._topic)
-        self._enter()
+        self._topic = f"sessions/{name}/{kind}"
+        self._info = info
+        self._enter(Channel(numbered(self._topic)))
 
-    def _enter(self) -> None:
-        self._prefix = f"{self._topic}/{_met[self._topic]}"
-        _met[self._topic] += 1
-        self.store = self.store.at(self._prefix)
+    def _enter(self, channel: Channel) -> None:
+        self.channel = channel
+        channel.ranks = (channel.rank,)
         # The rest of the session goes on without a store that has failed.
         with suppress(RuntimeError):
-            self.store.set(str(self._rank), json.dumps(self.info))
+            channel.set(f"met/{channel.rank}", self._info)
 
     def roll(self, limit: float) -> Roll | None:
         """Return the sessions that come within some seconds. With a limit of 0, return ``None`` until all have come."""
         try:
             return self._roll(limit)
         except RuntimeError:
-            own = {self._rank: self.info}
-            return Roll(f"{self._prefix}/votes", self.info.peers, own)
+            return self._roll_of({self.channel.rank: self._info}, self._info.peers)
 
     def _roll(self, limit: float) -> Roll | None:
-        while True:
-            if not (limit or self._has_met(self.info.peers)):
-                return None
-            wanted, here = self._peers(limit)
-            if not (limit or self._has_met(wanted)):
-                return None
-            closed = json.loads(self.store.compare_set(_CLOSED, "", json.dumps(here)))
+        while (peers := self._peers(limit)) is not None:
+            here = self.channel.present("met", peers, 0.0)
+            closed = self.channel.agree(_CLOSED, here)
             # A roll that was closed earlier belonged to another session: other ranks have had one more.
-            if self._rank in closed:
-                sessions = {rank: self._session(rank) for rank in closed}
-                # The rank that closed the roll may have known more peers.
-                peers = {rank for session in sessions.values() for rank in session.peers}
-                return Roll(f"{self._prefix}/votes", tuple(sorted({*wanted, *peers})), sessions)
-            self._enter()
+            if self.channel.rank in closed:
+                sessions = {rank: self.channel.get(f"met/{rank}") for rank in closed}
+                return self._roll_of(sessions, peers)
+            self._leave()
+            self._enter(self.channel.at(numbered(self._topic)))
+        return None
 
-    def _peers(self, limit: float) -> tuple[set[int], list[int]]:
-        """Return the ranks that share gradients, also through others, and the ranks that came."""
-        wanted: set[int] = set()
-        here = list[int]()
-        more = set(self.info.peers)
-        while not more <= wanted:
-            wanted |= more
-            here = _job_store.present(self.store, wanted, limit, until=_CLOSED)
-            more = {rank for one in here for rank in self._session(one).peers}
-        return wanted, here
+    def _peers(self, limit: float) -> set[int] | None:
+        """Return the ranks that share gradients, also through others. With a limit of 0 all of them must have come."""
+        peers: set[int] = set()
+        more = set(self._info.peers)
+        while not more <= peers:
+            peers |= more
+            if not (limit or self.channel.is_met("met", peers)):
+                return None
+            here = self.channel.present("met", peers, limit)
+            more = {peer for rank in here for peer in self.channel.get(f"met/{rank}").peers}
+        return peers
 
-    def _session(self, rank: int) -> SessionInfo:
-        return SessionInfo(*json.loads(self.store.get(str(rank))))
+    def _roll_of(self, sessions: dict[int, SessionInfo], peers: Iterable[int]) -> Roll:
+        channel = self.channel
+        channel.ranks = tuple(sessions)
+        # The rank that closed the roll may have known more peers.
+        wanted = set(peers).union(*(session.peers for session in sessions.values()))
+        lacking = []
+        if absent := sorted(wanted.difference(sessions)):
+            # They may come later, and must not take another session for this one.
+            channel.keep(_CLOSED)
+            lacking.append(unheard(absent))
+        others = [rank for rank, session in sessions.items() if session[:2] != self._info[:2]]
+        if others:
+            having = _dist.having(others)
+            lacking.append(f"{having} other rules, mode or step than rank {channel.rank}")
+        return Roll(channel, sessions, " and ".join(lacking))
 
-    def _has_met(self, ranks: Iterable[int]) -> bool:
-        """Tell whether some ranks have come, or another rank has closed the roll."""
-        return self.store.check(list(map(str, ranks))) or self.store.check([_CLOSED])
+    def find(self, limit: float | None) -> Channel | str | None:
+        """Return a channel of the sessions or which of them are missing, ``None`` if not all come within some seconds.
 
-    def leave(self) -> list[int]:
-        """Close the roll without this session, which later sessions must not take for theirs; return the missing ranks."""
-        here = [self._rank]
+        Without a limit, close the roll without this session, which later sessions must not take for theirs.
+        """
+        if limit is None:
+            return self._absent()
+        roll = self.roll(limit)
+        if roll is None:
+            return None
+        if roll.lacking:
+            self.channel.close()
+        return roll.lacking or roll.channel
+
+    def _absent(self) -> str:
+        here = [self.channel.rank]
         with suppress(RuntimeError):
-            self.store.compare_set(_CLOSED, "", "[]")
-            here = _job_store.present(self.store, self.info.peers, 0.0)
-        return [rank for rank in self.info.peers if rank not in here]
+            self.channel.agree(_CLOSED, [])
+            here = self.channel.present("met", self._info.peers, 0.0)
+        self._leave()
+        absent = sorted(set(self._info.peers).difference(here))
+        return f"nothing heard of rules on {_dist.named(absent)}"
+
+    def _leave(self) -> None:
+        self.channel.keep(_CLOSED)
+        self.channel.close()
 
 
 def unheard(ranks: Sequence[int]) -> str:
@@ -151,48 +166,45 @@ def lacking(
     models = {title: plan.manifest for title, plan in plans.items()}
     if _dist.world() == 1:
         return shortfalls(rules, models), {}
-    store = _job_store.OwnStore(f"{_job_store.attempt()}/matched/{rules.sha256}")
+    channel = Channel(f"matched/{rules.sha256}")
     mine = _matched.setdefault(rules.sha256, {})
-    for plan in plans.values():
-        for rule in rules.rules:
+    for rule in rules.rules:
+        for plan in plans.values():
             names = [binding.name for binding in plan.of(rule.id)]
             # Only rules with `expect` need the number of names; for other rules one name is enough.
-            mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
+            most = None if rule.expect else 1
+            mine.setdefault(rule.id, set()).update(names[:most])
     # A store that has failed must not end the script: no other rank can be asked then.
     with suppress(RuntimeError):
-        store.set(str(_dist.rank()), json.dumps(mine))
-    asked = [
-        rule
+        channel.set(f"names/{channel.rank}", mine)
+    short = {
+        rule.id: shortfalls(replace(rules, rules=(rule,)), models)
         for rule in rules.rules
-        if rule.expect or shortfalls(_only(rules, rule.id), models)
         if not (alone and rule.model) or any(is_for(rule, manifest) for manifest in models.values())
+    }
+    asked = [
+        rule for rule in rules.rules if short.get(rule.id) or (rule.expect and rule.id in short)
     ]
     if not asked:
         return [], {}
-    matched: dict[int, Names] = {_dist.rank(): mine}
+    matched: dict[int, Names] = {channel.rank: mine}
     every = range(_dist.world())
     with suppress(RuntimeError):
-        here = _job_store.present(store, every, LIMIT)
-        matched = {rank: json.loads(store.get(str(rank))) for rank in here}
+        here = channel.present("names", every, LIMIT)
+        matched = {rank: channel.get(f"names/{rank}") for rank in here}
     absent = [rank for rank in every if rank not in matched]
+    silent = f"; {unheard(absent)}" if absent else ""
     errors: list[str] = []
     notes: dict[str, str] = {}
     for rule in asked:
-        having = [rank for rank, names in matched.items() if names.get(rule.id)]
-        count = len({name for names in matched.values() for name in names.get(rule.id, ())})
-        enough = bool(having) or rule.optional
-        if not enough or (rule.expect is not None and rule.expect.params != count):
-            silent = f"; {unheard(absent)}" if absent else ""
-            texts = shortfalls(_only(rules, rule.id), models) or [
-                f"{rules.place(rule.id)}: rule {rule.id}: matches another number of parameters than "
-                "`expect` says"
-            ]
+        by_rank = {rank: names[rule.id] for rank, names in matched.items() if names.get(rule.id)}
+        count = len(set().union(*by_rank.values()))
+        is_enough = by_rank or rule.optional
+        if not is_enough or (rule.expect and rule.expect.params != count):
+            other = f"{rules.place(rule.id)}: rule {rule.id}: {_OTHER_NUMBER}"
+            texts = short[rule.id] or [other]
             errors += [f"{text} (on all ranks together: {count}{silent})" for text in texts]
-        elif having and not mine.get(rule.id):
-            where = f"matches nothing on rank {_dist.rank()}"
-            notes[rule.id] = f"{where}; {_dist.having(having)} it"
+        elif by_rank and not mine.get(rule.id):
+            where = f"matches nothing on rank {channel.rank}"
+            notes[rule.id] = f"{where}; {_dist.having([*by_rank])} it"
     return errors, notes
-
-
-def _only(rules: RuleSet, rule_id: str) -> RuleSet:
-    return replace(rules, rules=tuple(rule for rule in rules.rules if rule.id == rule_id))

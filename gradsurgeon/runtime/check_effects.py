@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradsurgeon.actions import Examination, Rule
 from gradsurgeon.actions.checks.base import Check, Finding, Model, Pass, Update
-from gradsurgeon.actions.checks.mail import Mail
+from gradsurgeon.actions.checks.ranks_check import topic_of
 from gradsurgeon.distributed.replication import Replication
 from gradsurgeon.errors import CheckError, shorten_names
 from gradsurgeon.forensics.kept_calls import KeptCalls
@@ -65,7 +65,7 @@ class CheckEffect(Effect):
         self.check = examination.check
         self._raises = examination.then == "raise"
         self._facts = facts
-        self._mail = Mail(rule.id, context.names)
+        self._topic = topic_of(rule.id, context.names)
         # The findings that were told: cause and place.
         self._told: set[tuple[str, Hashable]] = set()
 
@@ -139,7 +139,7 @@ class CheckEffect(Effect):
             owner=bound.counter,
             optimizer=update.optimizer(),
             evaluations=self._facts.kept.evaluations,
-            mail=self._mail if _dist.world() > 1 else None,
+            topic=self._topic if _dist.world() > 1 else "",
             find_replicas=self._facts.replication.replicas,
             **facts,
         )

@@ -11,14 +11,14 @@ from gradsurgeon.distributed.ranks import FINE, largest
 from gradsurgeon.distributed.session_discovery import Meeting, Roll, SessionInfo
 from gradsurgeon.distributed.votes import Objection, Voter, VoteResult
 from gradsurgeon.errors import GradSurgeonError, shorten_names
-from gradsurgeon.records.shared_rows import Found
+from gradsurgeon.records.shared_rows import REMEDY, UNRECORDED
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import Due
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.votes_heard import ALONE, Heard
-from gradsurgeon.tensors import _dist, _job_store
+from gradsurgeon.tensors import _dist
 
 _OWN_NORM = (
     "takes one norm over gradients that DDP averages and others ({name}): the clipped gradients differ by rank, and the "
@@ -28,8 +28,6 @@ _OWN_SPIKES = (
     "rule {rule}: ranks decide by norms that all of them have, and DDP does not average the gradients of {names}: a rank "
     "that stops or skips alone leaves the others waiting. `exclude` these, or use `then: warn` or `then: clip`"
 )
-_REMEDY = "apply the same rules on all ranks, with the same `mode` and `start_step`"
-_UNRECORDED = f"records nothing of parameters that ranks share; {_REMEDY}"
 _ALONE = (
     "the ranks did not take the last backward pass before this update together (no DistributedDataParallel, no "
     "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
@@ -64,7 +62,7 @@ class RankAgreement:
         # The roll of the ranks in some groups, by the names of these groups.
         self._rolls: dict[tuple[str, ...], Roll | None] = {}
         self._seeks = False
-        self._voters: dict[str, Voter] = {}
+        self._voters: dict[tuple[str, ...], Voter] = {}
         self._voted: list[_Voted] = []
         # The rules, with their tensors, whose norms were checked.
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
@@ -78,21 +76,21 @@ class RankAgreement:
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together. Only rules that act wait for them."""
-        acts = self._measures or self._decides or self._drifts
         if self._measures or self._records:
-            groups = self._context.ranks.shard_groups(done.indices)
-            if not acts:
-                self._seek(groups)
-            elif (roll := self.roll(groups)) is not None and self._records:
-                self._context.recorder.shared.open(_job_store.OwnStore(_rows_of(roll)))
+            self._share_rows(self._context.ranks.shard_groups(done.indices))
         if self._decides or self._drifts:
             self.roll(self._groups(done))
 
-    def _seek(self, groups: _dist.Groups) -> None:
-        """Let the rows of shards wait for the ranks of some groups, once; training goes on."""
-        if groups and not self._seeks:
+    def _share_rows(self, groups: _dist.Groups) -> None:
+        """Let the ranks of some groups exchange their rows of shards. Rows wait for ranks without rules that act."""
+        shared = self._context.recorder.shared
+        if self._measures or self._decides or self._drifts:
+            roll = self.roll(groups)
+            if self._records and roll is not None and not shared.together:
+                shared.open(roll.channel.at(f"{roll.channel.topic}/rows"))
+        elif groups and not self._seeks:
             self._seeks = True
-            self._context.recorder.shared.seek(_RowSearch(self._meeting(groups)))
+            shared.seek(self._meeting(groups).find)
 
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
@@ -108,14 +106,15 @@ class RankAgreement:
             earlier.indices -= indices
         self._voted = [earlier for earlier in self._voted if earlier.indices]
         # A pass that raised may have come before any search for other ranks.
-        roll = self._rolls.get(_names(self._groups(done))) if votes else None
+        groups = self._groups(done) if votes else ()
+        names = _names(groups)
+        roll = self._rolls.get(names)
         if roll is None:
             return
-        if (voter := self._voters.get(roll.prefix)) is None:
-            hosts = [roll.sessions[rank].host for rank in roll.wanted]
-            limit = _dist.patience(self._groups(done))
-            voter = Voter(roll.prefix, roll.wanted, hosts, limit, self._tell)
-            self._voters[roll.prefix] = voter
+        if names not in self._voters:
+            hosts = [session.host for session in roll.sessions.values()]
+            self._voters[names] = Voter(roll.channel, hosts, _dist.patience(groups), self._tell)
+        voter = self._voters[names]
         self._voted.append(_Voted(voter, voter.cast(objections), indices))
 
     def heard(self, counter: StepCounter) -> Heard:
@@ -149,8 +148,10 @@ class RankAgreement:
 
     def close(self) -> None:
         self._voted.clear()
-        while self._voters:
-            self._voters.popitem()[1].close()
+        self._voters.clear()
+        for roll in self._rolls.values():
+            if roll is not None:
+                roll.channel.close()
 
     def _tell(self, text: str) -> None:
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
@@ -213,17 +214,17 @@ class RankAgreement:
         meeting = self._meeting(groups)
         roll = meeting.roll(session_discovery.LIMIT)
         assert roll is not None  # noqa: S101 # it has waited
-        lacking = _lacking(roll, meeting.info)
-        if not lacking:
+        if not roll.lacking:
             return roll
+        roll.channel.close()
         shared = self._shares(groups)
         measured = shared and (self._measures or any(s.measures for s in roll.sessions.values()))
         if measured or any(answer.drifts for answer in roll.sessions.values()):
             raise GradSurgeonError(
-                f"{lacking}: norms over shards, and gradients of single losses, would wait for ever, and weights "
-                f"would drift apart if a step is skipped or a final gradient edited; {_REMEDY}"
+                f"{roll.lacking}: norms over shards, and gradients of single losses, would wait for ever, and weights "
+                f"would drift apart if a step is skipped or a final gradient edited; {REMEDY}"
             )
-        text = f"{lacking}: this rank decides alone, and {_UNRECORDED}"
+        text = f"{roll.lacking}: this rank decides alone, and {UNRECORDED}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
         return None
 
@@ -264,36 +265,3 @@ def _lets_drift(rule: Rule) -> bool:
     """Tell whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
     edits = _changes(rule) and rule.target == "params" and rule.point == "step"
     return edits or getattr(rule, "then", "") == "skip-step"
-
-
-class _RowSearch:
-    """Looks for the sessions of the ranks that hold other shards, without waiting for any."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def find(self, limit: float) -> Found | None:
-        roll = self._meeting.roll(limit)
-        if roll is None:
-            return None
-        lacking = _lacking(roll, self._meeting.info)
-        problem = f"{lacking}: this rank {_UNRECORDED}" if lacking else ""
-        return Found(self._meeting.store.at(_rows_of(roll)), problem)
-
-    def leave(self) -> str:
-        absent = self._meeting.leave()
-        return f"nothing heard of rules on {_dist.named(absent)}: this rank {_UNRECORDED}"
-
-
-def _rows_of(roll: Roll) -> str:
-    return f"{roll.prefix}/rows"
-
-
-def _lacking(roll: Roll, info: SessionInfo) -> str:
-    parts = []
-    if absent := [rank for rank in roll.wanted if rank not in roll.sessions]:
-        parts.append(session_discovery.unheard(absent))
-    others = [rank for rank, session in roll.sessions.items() if session[:2] != info[:2]]
-    if others:
-        parts.append(f"{_dist.having(others)} other rules, mode or step than rank {_dist.rank()}")
-    return " and ".join(parts)

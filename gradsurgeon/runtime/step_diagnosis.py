@@ -92,14 +92,10 @@ class StepDiagnosis:
         """Run the calls of this rank again, and exchange diagnoses with the ranks that come to this update."""
         assert heard.voter is not None  # noqa: S101 # ranks have objected
         own = self._run(failed, rules) if reports else None
-        told: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
-        every = [own, *(told[rank] for rank in sorted(told))]
-        diagnoses = [diagnosis for diagnosis in every if diagnosis is not None]
-        for diagnosis in diagnoses:
-            # A diagnosis that blames an operation or tensor says most.
-            if diagnosis.where:
-                return diagnosis
-        return diagnoses[0] if diagnoses else None
+        by_rank: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
+        diagnoses = [diagnosis for diagnosis in (own, *by_rank.values()) if diagnosis is not None]
+        # A diagnosis that blames an operation or tensor says most.
+        return min(diagnoses, key=lambda diagnosis: not diagnosis.where, default=None)
 
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:

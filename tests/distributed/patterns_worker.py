@@ -15,6 +15,7 @@ from distributed.patterns import Case, Pattern
 from worker import work
 
 from gradsurgeon.distributed import votes
+from gradsurgeon.tensors import _channel
 
 HOW = ("plain", "quiet", "trips")
 # Models that are divided over ranks.
@@ -40,7 +41,7 @@ def train(pattern: Pattern, how: str) -> dict[str, Any]:
                 at: case.session.history("last.weight", rule=at) for at in ("accumulated", "step")
             }
         # Nothing that votes stays, though the session is still there.
-        assert not list(votes._open)
+        assert not list(_channel._open)
         assert not [one for one in gc.get_objects() if type(one) is votes.Voter]
         events = [(event.kind, event.step, event.message) for event in case.session.events]
     return {

@@ -16,6 +16,7 @@ from gradsurgeon.distributed import votes
 from gradsurgeon.distributed.ranks import SKIP
 from gradsurgeon.distributed.votes import Objection, Voter, VoteResult
 from gradsurgeon.tensors import _job_store
+from gradsurgeon.tensors._channel import Channel
 
 PASSES = 100
 OBJECTED = {10: (3,), 20: (0, 1, 2, 3), 30: (1, 2)}
@@ -37,7 +38,7 @@ def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
     """Cast many votes; read them in every other pass, and now and then one of an earlier pass."""
     rank = dist.get_rank()
     said: list[str] = []
-    voter = Voter(kind, range(4), own_hosts, 30.0, said.append)
+    voter = Voter(Channel(kind, range(4)), own_hosts, 30.0, said.append)
     decisions, keys = {}, []
     for number in range(1, PASSES + 1):
         dist.barrier()
@@ -52,7 +53,7 @@ def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
     earlier = told(voter.decision(PASSES - 5))
     found = {"serves": voter._counter.serves, "decisions": decisions, "keys": keys, "said": said}
     dist.barrier()
-    voter.close()
+    voter.channel.close()
     return {**found, "earlier": earlier, "over": told(voter.decision(PASSES))}
 
 
@@ -60,17 +61,17 @@ def served_by_one_that_leaves() -> dict[str, Any]:
     """Let the ranks that serve their hosts leave before the others have read the last decision."""
     rank = dist.get_rank()
     said: list[str] = []
-    voter = Voter("leaving", range(4), ["a", "a", "b", "b"], 30.0, said.append)
+    voter = Voter(Channel("leaving", range(4)), ["a", "a", "b", "b"], 30.0, said.append)
     number = voter.cast([objection(rank, 1)] if rank == 3 else [])
     dist.barrier()
     if voter._counter.serves:
-        voter.close()
+        voter.channel.close()
         del voter
         dist.barrier()
         return {"decision": None, "said": said}
     dist.barrier()
     found = {"decision": told(voter.decision(number)), "said": said}
-    voter.close()
+    voter.channel.close()
     return found
 
 
@@ -78,7 +79,7 @@ def late() -> dict[str, Any]:
     """Rank 3 votes when the others have given up, against the update."""
     rank = dist.get_rank()
     said: list[str] = []
-    voter = Voter("late", range(4), ["here"] * 4, 0.5, said.append)
+    voter = Voter(Channel("late", range(4)), ["here"] * 4, 0.5, said.append)
     decisions = []
     for number in range(1, 4):
         dist.barrier()
@@ -87,28 +88,28 @@ def late() -> dict[str, Any]:
         voter.cast([objection(rank, number)] if rank == 3 and number > 1 else [])
         decisions.append(told(voter.decision(number)))
     dist.barrier()
-    voter.close()
+    voter.channel.close()
     return {"decisions": decisions, "said": said}
 
 
 def met() -> dict[str, Any]:
     """Let ranks meet, of which one comes too late."""
     rank = dist.get_rank()
-    voter = Voter("met", range(4), ["here"] * 4, 30.0, print)
+    voter = Voter(Channel("met", range(4)), ["here"] * 4, 30.0, print)
     voter.cast(())
     all_of_them = voter.exchange({"of": rank}, 10.0)
     if rank == 3:
         time.sleep(1.0)
     some = voter.exchange(rank, 0.3)
     dist.barrier()
-    voter.close()
+    voter.channel.close()
     return {"all": sorted(all_of_them.items()), "some": sorted(some.items())}
 
 
 def left(out: Path, *, killed: bool) -> dict[str, Any]:
     """Let rank 0, which hosts the store, leave before the others have read what all said."""
     said: list[str] = []
-    voter = Voter("left", range(4), ["here"] * 4, 30.0, said.append)
+    voter = Voter(Channel("left", range(4)), ["here"] * 4, 30.0, said.append)
     number = voter.cast([objection(3, 1)] if dist.get_rank() == 3 else [])
     dist.barrier()
     if dist.get_rank() == 0:
@@ -116,7 +117,7 @@ def left(out: Path, *, killed: bool) -> dict[str, Any]:
             out.write_text("{}", encoding="utf-8")
             os._exit(0)
         # The session is gone, and its process comes to its end.
-        voter.close()
+        voter.channel.close()
         return {}
     while not Path(f"{sys.argv[1]}.0").exists():
         time.sleep(0.05)
@@ -124,7 +125,7 @@ def left(out: Path, *, killed: bool) -> dict[str, Any]:
     first = told(voter.decision(number))
     # The store may fail at this pass or the next: what was asked for first may still be under way.
     later = [told(voter.decision(voter.cast(()))) for _ in range(2)] if killed else []
-    voter.close()
+    voter.channel.close()
     return {"first": first, "later": later, "said": said}
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
-from gradsurgeon.distributed import session_discovery
+from gradsurgeon.tensors import _channel
 
 NAN = float("nan")
 
@@ -82,7 +82,7 @@ def restarted() -> dict[str, Any]:
         first.local(faulty=False)
         first.update()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    session_discovery._met.clear()
+    _channel._sessions.clear()
     again = Script()
     for step in range(3):
         again.local(faulty=step == 1 and dist.get_rank() == 1)

@@ -282,7 +282,8 @@ NOT_DRIVEN = {
     "runtime/session.py:Session.captured": ELSEWHERE,
     "runtime/session.py:Session.plot": ELSEWHERE,
     "runtime/session.py:Session.tick": ELSEWHERE,
-    "tensors/_job_store.py:OwnStore._connected": CAUGHT,
+    "tensors/_channel.py:Channel.request": CAUGHT,
+    "tensors/_job_store.py:Connection.request": CAUGHT,
     "tensors/statistics.py:add_statistic": ELSEWHERE,
     "runtime/running_passes.py:RunningPass.refuse_other_threads": CHOSEN,
 }

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from gradsurgeon.records import shared_rows
-from gradsurgeon.records.shared_rows import Found, PendingRow, Share, SharedRows
+from gradsurgeon.records.shared_rows import PendingRow, Share, SharedRows
 from gradsurgeon.records.store import Key
 from gradsurgeon.tensors import _job_store
+from gradsurgeon.tensors._channel import Channel
 
 dist: Any = torch.distributed
 KEY = Key("norms", "l1", "accumulated", ("weight",))
 ALONE = "nothing heard of rank 1"
+UNRECORDED = f": this rank {shared_rows.UNRECORDED}"
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +31,21 @@ class Search:
     """Finds the other rank when it is told to."""
 
     def __init__(self) -> None:
-        self.found: Found | None = None
+        self.found: Channel | str | None = None
         self.ends = 0
 
-    def find(self, limit: float) -> Found | None:
+    def __call__(self, limit: float | None) -> Channel | str | None:
+        if limit is None:
+            self.ends += 1
+            return ALONE
         assert limit == 0.0
         return self.found
 
-    def leave(self) -> str:
-        self.ends += 1
-        return ALONE
+
+def channel(rank: int) -> Channel:
+    connection = _job_store.Connection(_job_store.store())
+    connection.rank = rank
+    return Channel("rows", (0, 1), connection)
 
 
 class Rank:
@@ -68,11 +75,10 @@ def test_rows_that_came_before_the_other_rank_was_found_are_merged() -> None:
         leader.measure(number)
         other.measure(10 * number)
         assert leader.recorded() == other.recorded() == []
-    store = _job_store.OwnStore("rows")
     # The ranks find each other one after the other.
-    other.search.found = Found(store)
+    other.search.found = channel(1)
     assert other.recorded() == leader.recorded() == []
-    leader.search.found = Found(store)
+    leader.search.found = channel(0)
     assert leader.recorded() == [11.0, 22.0]
     assert leader.told == other.told == []
 
@@ -80,9 +86,9 @@ def test_rows_that_came_before_the_other_rank_was_found_are_merged() -> None:
 def test_a_rank_with_other_rules_is_told_and_not_waited_for() -> None:
     leader = Rank(0)
     leader.measure(1.0)
-    leader.search.found = Found(_job_store.OwnStore("rows"), "rank 1 has other rules")
+    leader.search.found = "rank 1 has other rules"
     assert leader.recorded() == []
-    assert leader.told == ["rank 1 has other rules"]
+    assert leader.told == [f"rank 1 has other rules{UNRECORDED}"]
     assert list(leader.rows.close()) == []
 
 
@@ -96,7 +102,7 @@ def test_the_search_ends_when_too_many_rows_wait(monkeypatch: pytest.MonkeyPatch
     leader.measure(1.0)
     assert leader.recorded() == []
     assert leader.search.ends == 1
-    assert leader.told == [ALONE]
+    assert leader.told == [ALONE + UNRECORDED]
 
 
 @pytest.mark.parametrize("measures", [True, False])
@@ -107,4 +113,4 @@ def test_the_end_of_a_session_ends_the_search(*, measures: bool) -> None:
     assert list(leader.rows.close()) == []
     assert leader.search.ends == 1
     # Without a row nothing is lost.
-    assert leader.told == [ALONE] * measures
+    assert leader.told == [ALONE + UNRECORDED] * measures

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon.actions.checks.mail import Mail
 from gradsurgeon.tensors import _dist, _numbers
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -171,7 +170,7 @@ class Update(Moment):
         owner: a value that stands for the optimizer.
         optimizer: the optimizer, ``None`` if the script updates by hand.
         evaluations: how often the model has been called in evaluation mode without gradients; ``None`` if unknown.
-        mail: reaches the other ranks; ``None`` if there are none.
+        topic: the topic of the channels to other ranks; empty if there are none.
         find_replicas: returns which of some parameters other ranks hold as well.
         scale: the loss scale that the gradients still carry; ``None`` if they carry none.
         has_moved: whether the optimizer has moved weights already, and evaluates its closure where they are now.
@@ -184,7 +183,7 @@ class Update(Moment):
     owner: Hashable
     optimizer: Optimizer | None
     evaluations: int | None
-    mail: Mail | None
+    topic: str
     find_replicas: Callable[[Sequence[int]], Sequence[Replicas]]
     scale: float | None = None
     has_moved: bool = False

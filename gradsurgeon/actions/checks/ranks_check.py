@@ -3,15 +3,16 @@
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradsurgeon.actions.checks.base import Check, Finding, Replicas, Update
-from gradsurgeon.actions.checks.mail import Mail
 from gradsurgeon.actions.checks.replica_comparison import RankNumbers, ReplicaComparison
-from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors import _numbers
+from gradsurgeon.tensors._channel import Channel, numbered
 from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
 
 # Rows are sent so many together.
@@ -19,8 +20,8 @@ _BATCH = 8
 # Up to so many ranks, each sends its first rows one by one, and later also shows a batch that is not complete yet.
 _FEW_RANKS = 64
 _FIRST = 32
-# So many batches wait for a rank that is late, or has no session; newer ones replace older ones.
-_MOST_WAITING = 32
+# So many rows of the first rank wait for other ranks.
+_MOST_WAITING = 256
 # After so many passes, a row has the weights of one part of the parameters: a difference of weights stays.
 _SETTLED = 32
 _MOST_PARTS = 8
@@ -30,16 +31,22 @@ _PART = 4
 _Packed = tuple[tuple[int, int], int, bytes]
 
 
+def topic_of(rule: str, names: Sequence[str]) -> str:
+    """Return the topic of the next session that has a rule for these parameters, the same on all ranks."""
+    number = zlib.crc32("\n".join([rule, *names]).encode())
+    return numbered(f"replicas/{number}")
+
+
 class RanksCheck(Check):
     def __init__(self) -> None:
         self._series: dict[str, _Series] = {}
 
     def before_edits(self, update: Update) -> Iterable[Finding]:
-        if update.mail is None:
+        if not update.topic:
             return ()
         for replicas in update.replicas:
             if replicas.key not in self._series:
-                self._series[replicas.key] = _Series(replicas, update.mail)
+                self._series[replicas.key] = _Series(replicas, update.topic)
             series = self._series[replicas.key]
             # A closure may be evaluated away from the weights that ranks have in common.
             sampled = () if update.has_moved else series.part(replicas.passes)
@@ -55,11 +62,8 @@ class RanksCheck(Check):
 class _Series:
     """The rows of some replicas: each rank sends its own, and the first rank compares them."""
 
-    def __init__(self, replicas: Replicas, mail: Mail) -> None:
-        self._key = replicas.key
-        self._mail = mail
-        # The process group may be gone when the session ends.
-        self._rank = _dist.rank()
+    def __init__(self, replicas: Replicas, topic: str) -> None:
+        self._channel = Channel(f"{topic}/{replicas.key}", replicas.ranks)
         self._first, *self._others = replicas.ranks
         self._are_few = len(replicas.ranks) <= _FEW_RANKS
         self._indices = replicas.indices
@@ -70,8 +74,7 @@ class _Series:
         self._theirs: dict[int, dict[tuple[int, int], RankNumbers]] = {
             rank: {} for rank in self._others
         }
-        # The number of the next batch of each rank, and the passes of its newest row.
-        self._next = dict.fromkeys(self._others, 0)
+        # The passes of the newest row of each rank.
         self._newest = dict.fromkeys(self._others, (-1, -1))
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
 
@@ -90,49 +93,59 @@ class _Series:
         self._batch.append(row)
         is_early = self._are_few and self._sent < _FIRST
         is_complete = is_early or len(self._batch) >= _BATCH
-        is_first = self._rank == self._first
-        if is_first:
-            self._own.setdefault(row.passes, (row, replicas))
-            while len(self._own) > _MOST_WAITING * _BATCH:
-                del self._own[min(self._own)]
-        elif is_complete or self._are_few:
-            self._post(str(self._sent % _MOST_WAITING) if is_complete else "last")
+        # Without a store the ranks cannot be compared.
+        with suppress(RuntimeError):
+            if self._is_first:
+                self._own.setdefault(row.passes, (row, replicas))
+                while len(self._own) > _MOST_WAITING:
+                    del self._own[min(self._own)]
+                # Another rank may be ahead: what it sends then waits in the store.
+                while is_complete and min(self._newest.values()) < row.passes:
+                    if not self._receive(self._others):
+                        break
+            elif is_complete:
+                self._channel.post(self._first, self._packed())
+            elif self._are_few:
+                self._show_rest()
         if is_complete:
             self._batch = []
             self._sent += 1
-        if is_complete and is_first:
-            # Another rank may be ahead: what it sends then waits in the store.
-            while min(self._newest.values()) < row.passes and self._receive(self._others):
-                pass
             yield from self._compared(min(row.passes, *self._newest.values()))
 
     def close(self) -> Iterator[Finding]:
         """Send the last rows, or compare what the other ranks have sent so far."""
-        if self._rank != self._first:
-            if self._batch:
-                self._post("last")
-            return
-        for rank in self._others:
-            while self._receive([rank]):
-                pass
-            for _, batch in self._mail.collect([f"{self._key}/last/{rank}"]) or ():
-                self._take_in(rank, batch)
+        with suppress(RuntimeError):
+            if self._is_first:
+                for rank in self._others:
+                    self._receive_all(rank)
+            elif self._batch:
+                self._show_rest()
+        self._channel.close()
         yield from self._compared(max(self._own, default=(0, 0)))
 
-    def _post(self, name: str) -> None:
-        batch = [(row.passes, row.step, _numbers.to_bytes(row.numbers)) for row in self._batch]
-        self._mail.post(f"{self._key}/{name}/{self._rank}", (self._sent, batch))
+    @property
+    def _is_first(self) -> bool:
+        return self._channel.rank == self._first
+
+    def _packed(self) -> list[_Packed]:
+        return [(row.passes, row.step, _numbers.to_bytes(row.numbers)) for row in self._batch]
+
+    def _show_rest(self) -> None:
+        """Show a batch that is not complete: the first rank may end before it is."""
+        self._channel.set(f"last/{self._channel.rank}", self._packed())
 
     def _receive(self, ranks: Sequence[int]) -> bool:
         """Take in the next batch of each of some ranks; tell whether all of these had come."""
-        keys = [f"{self._key}/{self._next[rank] % _MOST_WAITING}/{rank}" for rank in ranks]
-        messages = self._mail.collect(keys)
-        if messages is None:
-            return False
-        for rank, (number, batch) in zip(ranks, messages, strict=True):
+        batches = self._channel.take(ranks)
+        for rank, batch in zip(ranks, batches or (), strict=False):
             self._take_in(rank, batch)
-            self._next[rank] = number + 1
-        return True
+        return batches is not None
+
+    def _receive_all(self, rank: int) -> None:
+        while self._receive([rank]):
+            pass
+        if self._channel.check(f"last/{rank}"):
+            self._take_in(rank, self._channel.get(f"last/{rank}"))
 
     def _take_in(self, rank: int, batch: Sequence[_Packed]) -> None:
         for passes, step, content in batch:

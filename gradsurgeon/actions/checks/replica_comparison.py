@@ -72,14 +72,13 @@ class RankNumbers:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """Norms of one parameter that differ between the first rank and another one; ``place`` is its column in a row."""
+    """What differs in one parameter between the first rank and another one; ``place`` is its column in a row."""
 
     place: int
     rank: int
     step: int
-    ours: float
-    theirs: float
     remedy: str
+    numbers: str = ""
 
 
 class ReplicaComparison:
@@ -144,7 +143,7 @@ class ReplicaComparison:
             gradients = self._settled(averaged & unlike, averaged & alike)
         yield from self._findings("gradients", gradients)
         news = averaged & unlike & ~self._reported["weights"]
-        found = self._differences_of_weights(own, others, theirs, news, replicas)
+        found = self._differences_of_weights(own, others, news, replicas)
         yield from self._findings("weights", found)
 
     def _has_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers], rank: int) -> bool:
@@ -178,8 +177,8 @@ class ReplicaComparison:
             for place in places:
                 missed = replicas.missed.get(self._indices[place])
                 remedy = lost if missed is None else _REMEDIES[missed]
-                pair = norms[place].item(), norms_there[place].item()
-                differences.append(_Difference(place, rank, own.step, *pair, remedy))
+                numbers = self._norms_of(rank, norms[place].item(), norms_there[place].item())
+                differences.append(_Difference(place, rank, own.step, remedy, numbers))
         return differences
 
     def _settled(self, unlike: Tensor, alike: Tensor) -> list[_Difference]:
@@ -197,7 +196,6 @@ class ReplicaComparison:
         self,
         own: RankNumbers,
         others: Mapping[int, RankNumbers],
-        theirs: Tensor,
         news: Tensor,
         replicas: Replicas,
     ) -> list[_Difference]:
@@ -210,8 +208,7 @@ class ReplicaComparison:
                 remedy = _SKIPPED
             steps = {"ours": own.step, "theirs": others[rank].step}
             text = remedy.format(first=self._first, other=rank, **steps)
-            pair = own.numbers[2, place].item(), theirs[number, 2, place].item()
-            differences.append(_Difference(place, rank, own.step, *pair, text))
+            differences.append(_Difference(place, rank, own.step, text))
         return differences
 
     def _findings(self, cause: str, differences: Iterable[_Difference]) -> Iterator[Finding]:
@@ -225,17 +222,15 @@ class ReplicaComparison:
             places = sorted({one.place for one in alike})
             text = _WEIGHTS.format(ranks=ranks, remedy=remedy)
             if cause == "gradients":
-                numbers = self._norms_of(min(alike, key=lambda one: one.place))
-                text = _GRADIENTS.format(ranks=ranks, numbers=numbers, remedy=remedy)
+                first = min(alike, key=lambda one: one.place)
+                text = _GRADIENTS.format(ranks=ranks, numbers=first.numbers, remedy=remedy)
             indices = tuple(self._indices[place] for place in places)
             yield Finding(cause, text, indices, step=step)
 
-    def _norms_of(self, difference: _Difference) -> str:
-        ours = difference.ours
-        theirs = difference.theirs
+    def _norms_of(self, rank: int, ours: float, theirs: float) -> str:
         is_equal = abs(ours - theirs) <= _ROUNDING * max(ours, theirs)
         text = _ELEMENTS if is_equal else _NORMS
-        return text.format(ours=ours, theirs=theirs, first=self._first, other=difference.rank)
+        return text.format(ours=ours, theirs=theirs, first=self._first, other=rank)
 
 
 def _differs(ours: Tensor, theirs: Tensor, least: float = 0.0) -> Tensor:
