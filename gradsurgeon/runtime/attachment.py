@@ -115,7 +115,7 @@ class Attachment:
         context = self.context
         self.controller.model.compare(closing=True)
         never = [
-            (rule, self.controller.why_never(due, cause))
+            (rule, self._why_never(due, cause))
             for rule, due, cause in context.event_log.never_fired()
         ]
         for of, loss in self.controller.losses.never_given():
@@ -128,6 +128,14 @@ class Attachment:
         # Torch gave up on compiling loops around a graph break, and does not retry without this.
         if self.controller.effects.modules and _torch.forget_compiled_code():
             context.event_log.emit("notice", _COMPILED_AGAIN, step=self.step)
+
+    def _why_never(self, due: int, cause: str) -> str:
+        """Return the final message on a rule that never fired, though it was due in some steps."""
+        if due:
+            return f"was due in {due} steps and never fired{cause and ': '}{cause}"
+        if self.controller.has_stepped:
+            return "was never due"
+        return "never fired: no optimizer that owns its parameters stepped while their gradients were there"
 
     def discard(self) -> None:
         """Remove everything, also the record files: another session takes the place of this session."""

@@ -19,13 +19,15 @@ from gradsurgeon.runtime.running_passes import (
     RunningPass,
     all_running,
     lock,
+    note_inner,
+    numbered_pass,
     taken_numbers,
     threads,
 )
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall
-from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
+from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 from gradsurgeon.tensors.readable import readable
 
 
@@ -194,16 +196,16 @@ def _observed(
     roots = roots_of(call.outputs)
     if (outer := _torch.graph_task()) != -1:
         # A pass inside another pass is a part of it.
-        _note_inner(roots)
+        note_inner(roots)
         scalings = [watch.scaling for watch in watches if watch.scaling.in_use]
-        return _numbered(roots, [partial(one.began_inside, outer=outer) for one in scalings])
+        return numbered_pass(roots, [partial(one.began_inside, outer=outer) for one in scalings])
     if (tasks := taken_numbers()) is not None:
-        return _numbered(roots, [tasks.append])
+        return numbered_pass(roots, [tasks.append])
     if call.accumulates:
         graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
         running = RunningPass(graph, call.inputs)
         is_scaled = any(watch.scaling.in_use for watch in watches)
-        numbered = _numbered(roots, [running.tasks.append] if is_scaled else [])
+        numbered = numbered_pass(roots, [running.tasks.append] if is_scaled else [])
         return _training(running, watches, begins, numbered)
     return nullcontext()
 
@@ -286,27 +288,3 @@ def _show_end(
     except Exception as error:
         if not watch.context.refusals.settles(error):
             raise
-
-
-def _note_inner(roots: Sequence[Root]) -> None:
-    if (node := _torch.current_node()) is not None:
-        with lock:
-            # If several passes run at the same time, only one of them contains the node.
-            for running in all_running:
-                running.graph.inner.setdefault(node, []).append(roots)
-
-
-@contextmanager
-def _numbered(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
-    """Report the number that autograd gives a pass: only the nodes of the pass learn it."""
-
-    def learn(_: object) -> None:
-        for take in tell:
-            take(_torch.graph_task())
-
-    handles = [_torch.node_of(root).register_prehook(learn) for root in roots[:1] if tell]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

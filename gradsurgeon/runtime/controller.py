@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradsurgeon.distributed.ranks import FINE
@@ -274,7 +273,7 @@ class Controller:
                 owner = self.steps.meet(optimizer) if is_outer else None
                 if owner is not None:
                     before = owner.counter.step
-                    self._show_before_unscaling(owner.counter, optimizer, scaler)
+                    self.training.before_unscaling(owner.counter, optimizer, scaler)
             yield
             with guard:
                 if owner is not None and owner.counter.step == before and self.attached:
@@ -283,14 +282,9 @@ class Controller:
                         self.step_skipped_by_scaler(owner.counter, scale)
         self.context.event_log.raise_raised()
 
-    def _show_before_unscaling(
-        self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
-    ) -> None:
-        due = self.effects.due(counter)
-        states = scaler._per_optimizer_states  # noqa: SLF001 # no public name tells
-        if due.before_unscaling and states[id(optimizer)]["stage"] is OptState.READY:
-            update = WeightUpdate(counter, due, optimizer=weakref.ref(optimizer))
-            self.training.before_unscaling(update, scaler.get_scale())
+    @property
+    def has_stepped(self) -> bool:
+        return self._steps > 0
 
     @property
     def has_gradients(self) -> bool:
@@ -301,11 +295,3 @@ class Controller:
     def is_idle(self) -> bool:
         """Whether gradients came, and an optimizer that owns parameters never stepped."""
         return self._unstepped and not self._steps and self.steps.owned
-
-    def why_never(self, due: int, cause: str) -> str:
-        """Return the final message on a rule that never fired, though it was due in some steps."""
-        if due:
-            return f"was due in {due} steps and never fired{cause and ': '}{cause}"
-        if self._steps:
-            return "was never due"
-        return "never fired: no optimizer that owns its parameters stepped while their gradients were there"

@@ -159,6 +159,12 @@ class Effect:
         return keys
 
     @property
+    def needs_all(self) -> bool:
+        """Whether it needs all gradients of an update, while the update can still be held back."""
+        stops = self.judges and not self.edits
+        return stops or self.hides or getattr(self.rule, "per", "") == "rule"
+
+    @property
     def decides(self) -> bool:
         """Whether it stops or skips an update at once."""
         return self.then in ("raise", "skip-step")

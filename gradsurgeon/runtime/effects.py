@@ -13,6 +13,15 @@ from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_effects import TensorTrap, Trap
 from gradsurgeon.tensors import _torch
 
+_LBFGS = (
+    "LBFGS moves all parameters together and several times in a step, so no rule can hide a parameter from it or skip the "
+    "step; make requires_grad false in the script, or use `then: raise`"
+)
+_INSIDE = (
+    "an optimizer steps inside backward, parameter by parameter, so at no moment are all gradients there while the "
+    "update can still be held back; step the optimizer after backward, or leave the rule out"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleEffects:
@@ -137,6 +146,25 @@ class Effects:
             for trap in skipping:
                 trap.soften()
             refusals.soften_skips([trap.rule.id for trap in skipping], why)
+
+    def refuse_under_lbfgs(self, indices: Iterable[int]) -> None:
+        """Refuse effects on some parameters that hide gradients or skip updates."""
+        self.let_skips_warn(_LBFGS)
+        effects = self._at_updates(indices)
+        self._refuse([one for one in effects if one.hides or one.then == "skip-step"], _LBFGS)
+
+    def refuse_inside_backward(self, indices: Iterable[int]) -> None:
+        """Refuse effects on some parameters that need all gradients while the update can still be held back."""
+        self._refuse([one for one in self._at_updates(indices) if one.needs_all], _INSIDE)
+
+    def _at_updates(self, indices: Iterable[int]) -> list[Effect]:
+        wanted = set(indices)
+        on_params = self.on_params("accumulated", "step")
+        own = [effect for effect in on_params if not wanted.isdisjoint(effect.indices)]
+        return [*own, *self.tensor_traps]
+
+    def _refuse(self, effects: Iterable[Effect], why: str) -> None:
+        self.context.refusals.refuse_rules([effect.rule.id for effect in effects], why)
 
     @property
     def before_scaler(self) -> list[Rule]:

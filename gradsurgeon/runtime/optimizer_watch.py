@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -28,35 +25,15 @@ from gradsurgeon.runtime.optimizers import (
     owning,
     versions,
 )
+from gradsurgeon.runtime.owners import Owner, Owners
 from gradsurgeon.runtime.running_steps import RunningStep, params_of, running
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.traps import SCALER_SKIP
-from gradsurgeon.tensors import _dist, _torch
+from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
-_LBFGS = (
-    "LBFGS moves all parameters together and several times in a step, so no rule can hide a parameter from it or skip the "
-    "step; make requires_grad false in the script, or use `then: raise`"
-)
-_INSIDE = (
-    "an optimizer steps inside backward, parameter by parameter, so at no moment are all gradients there while the "
-    "update can still be held back; step the optimizer after backward, or leave the rule out"
-)
-
-
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(slots=True)
-class Owner:
-    counter: StepCounter
-    handles: tuple[RemovableHandle, ...]
-    indices: tuple[int, ...] = ()
-    # The version of the counters after this owner has claimed its tensors.
-    version: int = -1
-    # Whether each step so far has cleared the gradients that it found; unknown before the first.
-    clears: bool | None = None
 
 
 class OptimizerWatch:
@@ -73,12 +50,8 @@ class OptimizerWatch:
         self._effects = effects
         self._model = model
         self._manual = manual
-        self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
-        # The parameter ids of an optimizer and of the model when their ownership was last compared. All of these
-        # parameters are alive at a comparison, so no id stands for two of them.
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known_owners = Owners(context, model)
+        self._owners = self._known_owners.by_optimizer
         self._closed = False
 
     @property
@@ -104,28 +77,28 @@ class OptimizerWatch:
             inner = _torch.stepping(optimizer)
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
+        owners = self._known_owners
         params = params_of(optimizer)
-        held = list(map(id, params))
-        if self._known.get(optimizer) == (held, self._context.parameters.ids()):
+        if owners.is_known(optimizer, params):
             return owner
         self._model.rearm()
-        indices = self._held(params)
+        indices = owners.indices_of(params)
         if owner is None and indices:
             # `ZeroRedundancyOptimizer` steps an inner optimizer of its own.
             if any(set(indices) <= set(outer.counter.indices) for outer in self._under_way()):
                 return None
             if isinstance(optimizer, LBFGS):
-                self._effects.let_skips_warn(_LBFGS)
-                self._refuse(indices, _LBFGS, _hides)
+                self._effects.refuse_under_lbfgs(indices)
             if not self._owners:
                 self._manual.withdraw()
             counter = StepCounter(self._context.counters.begin(indices))
             owner = self._owners[optimizer] = Owner(counter, self._hooks_on(optimizer))
         # The search above may have found parameters under new places.
-        self._known[optimizer] = held, self._context.parameters.ids()
+        owners.note(optimizer, params)
         if owner is not None:
-            owner.indices, owner.version = tuple(indices), -1
-            self._claim(owner)
+            owner.indices = indices
+            owner.version = -1
+            owners.claim(owner)
         return owner
 
     def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
@@ -144,32 +117,6 @@ class OptimizerWatch:
                 handle.remove()
             owner.handles = self._hooks_on(optimizer)
 
-    def _held(self, params: list[Tensor]) -> list[int]:
-        if any(_dist.is_flattened(param) for param in params):
-            self._model.check()
-        indices = self._context.parameters.owned(params)
-        if len(indices) < len(params):
-            # The others belong to another model, or to this model under unknown names.
-            self._model.compare()
-            self._model.rearm()
-            indices = self._context.parameters.owned(params)
-        return indices
-
-    def _claim(self, owner: Owner) -> None:
-        """Give the tensors of an optimizer back to its counter if another counter has claimed them since."""
-        counters = self._context.counters
-        if owner.version != counters.version:
-            counters.claim(owner.indices, owner.counter)
-            owner.version = counters.version
-
-    def _is_part_of(self, owner: Owner, outer: RunningStep) -> bool:
-        """Tell whether a step is one with an outer step, as by `super().step()`, or in a wrapper."""
-        optimizer = outer.optimizer()
-        around = None if optimizer is None else self._owners.get(optimizer)
-        if around is None:
-            return False
-        return around is owner or (outer.judged and set(owner.indices) <= set(around.indices))
-
     def end_failed(self) -> None:
         """End the steps of this thread that have raised, if torch did not show their end."""
         if running:
@@ -187,16 +134,6 @@ class OptimizerWatch:
     def _running(self) -> list[RunningStep]:
         # A bound method equals another one of the same object.
         return [update for update in tuple(running) if update.failed == self._failed]
-
-    def _refuse(
-        self, indices: Iterable[int], why: str, is_refused: Callable[[Effect], bool]
-    ) -> None:
-        held = set(indices)
-        on_params = self._effects.on_params("accumulated", "step")
-        effects = [effect for effect in on_params if not held.isdisjoint(effect.indices)]
-        effects += self._effects.tensor_traps
-        refused = [effect.rule.id for effect in effects if is_refused(effect)]
-        self._context.refusals.refuse_rules(refused, why)
 
     def end_all(self) -> None:
         """Give hidden gradients back, and forget the steps under way."""
@@ -238,13 +175,13 @@ class OptimizerWatch:
         if self._closed or self._context.refusals.over or only_makes_state(optimizer):
             return None
         owner = self._owners[optimizer]
-        if running and any(self._is_part_of(owner, one) for one in self._under_way()):
+        if running and any(self._known_owners.is_part_of(owner, one) for one in self._under_way()):
             # The two steps are one update: rules act once.
             return None
-        self._claim(owner)
+        self._known_owners.claim(owner)
         update = RunningStep(optimizer, owner.counter, frame, self._failed)
         if update.inside:
-            self._refuse(owner.indices, _INSIDE, _needs_whole_step)
+            self._effects.refuse_inside_backward(owner.indices)
         running.append(update)
         self._events.update_began(update)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -362,12 +299,3 @@ class OptimizerWatch:
             self._events.step_skipped_by_scaler(update.counter, update.overflowed)
         else:
             self._events.step_finished(update, took_place=took_place)
-
-
-def _hides(effect: Effect) -> bool:
-    return effect.hides or effect.then == "skip-step"
-
-
-def _needs_whole_step(effect: Effect) -> bool:
-    stops = effect.judges and not effect.edits
-    return stops or effect.hides or getattr(effect.rule, "per", "") == "rule"

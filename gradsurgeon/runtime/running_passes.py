@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.tensors import _torch
-from gradsurgeon.tensors.backward_graph import BackwardGraph
+from gradsurgeon.tensors.backward_graph import BackwardGraph, Root
 
 _TOGETHER = (
     "two threads run backward passes through the same parameters, and one of them is a gradsurgeon.backward, which replaces "
@@ -103,3 +103,27 @@ def is_taken() -> bool:
         return False
     task = _torch.graph_task()
     return any(task in tasks for tasks in list(_taking.values()))
+
+
+def note_inner(roots: Sequence[Root]) -> None:
+    if (node := _torch.current_node()) is not None:
+        with lock:
+            # If several passes run at the same time, only one of them contains the node.
+            for running in all_running:
+                running.graph.inner.setdefault(node, []).append(roots)
+
+
+@contextmanager
+def numbered_pass(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
+    """Report the number that autograd gives a pass: only the nodes of the pass learn it."""
+
+    def learn(_: object) -> None:
+        for take in tell:
+            take(_torch.graph_task())
+
+    handles = [_torch.node_of(root).register_prehook(learn) for root in roots[:1] if tell]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
 
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
@@ -52,10 +56,16 @@ class Training:
             for bound in self.effects.due(counter).when_pass_is_over:
                 bound.effect.after_pass(done, bound)
 
-    def before_unscaling(self, update: WeightUpdate, scale: float) -> None:
+    def before_unscaling(
+        self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
+    ) -> None:
         """Show gradients that a `GradScaler` is about to unscale, because the script has not."""
-        for bound in update.due.before_unscaling:
-            bound.effect.before_unscaling(update, bound, scale)
+        due = self.effects.due(counter)
+        states = scaler._per_optimizer_states  # noqa: SLF001 # no public name tells
+        if due.before_unscaling and states[id(optimizer)]["stage"] is OptState.READY:
+            update = WeightUpdate(counter, due, optimizer=weakref.ref(optimizer))
+            for bound in due.before_unscaling:
+                bound.effect.before_unscaling(update, bound, scaler.get_scale())
 
     def act_at_step(self, update: WeightUpdate, heard: Heard, *, had_pass: bool) -> StepDecision:
         """Let traps judge an update, then let the effects at `step` act."""
