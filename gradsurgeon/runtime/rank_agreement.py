@@ -94,19 +94,23 @@ class RankAgreement:
 
     def votes(self, done: BackwardPass) -> bool:
         """Tell whether the ranks vote on the update after a pass."""
-        return self._votes and self._context.ranks.are_several and bool(self._groups(done))
+        return bool(self._voting(done))
+
+    def _voting(self, done: BackwardPass) -> _dist.Groups:
+        if self._votes and self._context.ranks.are_several:
+            return self._groups(done)
+        return ()
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
         """Cast this rank's objections to the update after a pass, without waiting."""
-        votes = self.votes(done)
-        if not (self._voted or votes):
+        groups = self._voting(done)
+        if not (self._voted or groups):
             return
         indices = set(done.indices)
         for earlier in self._voted:
             earlier.indices -= indices
         self._voted = [earlier for earlier in self._voted if earlier.indices]
         # A pass that raised may have come before any search for other ranks.
-        groups = self._groups(done) if votes else ()
         names = _names(groups)
         roll = self._rolls.get(names)
         if roll is None:
@@ -160,9 +164,11 @@ class RankAgreement:
         """Warn once per rule whose norm differs by rank; refuse a `spike-trap` that would stop by such a norm."""
         context = self._context
         for bound in due.at_step if context.ranks.is_reducing else ():
-            rule, indices = bound.rule, bound.indices
+            rule = bound.rule
+            indices = bound.indices
             # A rule that stops or skips an update by norms at the update itself.
-            judges, one_norm = _decides(rule), rule.edits and getattr(rule, "per", "") == "rule"
+            judges = _decides(rule)
+            one_norm = rule.edits and getattr(rule, "per", "") == "rule"
             if not (judges or one_norm) or (rule.id, indices) in self._asked:
                 continue
             self._asked.add((rule.id, indices))
@@ -170,8 +176,9 @@ class RankAgreement:
             if own and judges and context.mode == "act":
                 raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(own)))
             if own and one_norm and len(own) < len(indices):
-                text, step = _OWN_NORM.format(name=own[0]), counter.step
-                context.event_log.notice_once("own norm", text, rule=rule.id, step=step, warn=True)
+                text = _OWN_NORM.format(name=own[0])
+                log = context.event_log
+                log.notice_once("own norm", text, rule=rule.id, step=counter.step, warn=True)
 
     def _groups(self, done: BackwardPass) -> _dist.Groups:
         """Return the groups whose ranks all took part in a pass, even ranks without a session."""
@@ -195,7 +202,8 @@ class RankAgreement:
         fingerprint = self._fingerprint(shared=self._shares(groups))
         # An update that one rank makes alone shifts only schedules.
         scheduled = any(not rule.steps.always for rule in context.rules)
-        host, step = platform.node(), context.counters.latest if scheduled else 0
+        step = context.counters.latest if scheduled else 0
+        host = platform.node()
         info = SessionInfo(fingerprint, step, self._drifts, self._measures, host, peers)
         return Meeting(groups, context.ranks.shapes(groups), info)
 

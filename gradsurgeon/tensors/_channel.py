@@ -5,9 +5,9 @@ A channel has a topic, and ends when all of its ranks have left. Its keys, after
 | topic | key | who posts it | who reads it | when it goes |
 |---|---|---|---|---|
 | `matched/RULES` | `names/RANK` | each rank that binds rules | ranks whose rules match too little | stays: ranks bind later models |
-| `sessions/MODEL/N` | `met/RANK` | each session of a model | ranks that share its gradients | 16 passes later |
-| | `met/closed` | the first rank that waits no longer | the same ranks | 16 passes later; stays for ranks that are missing |
-| | `host/HOST` | one rank of each host, above 64 ranks | the ranks of its host | 16 passes later |
+| `sessions/MODEL/N` | `met/RANK` | each session of a model | ranks that share its gradients | with the channel |
+| | `met/closed` | the first rank that waits no longer | the same ranks | with the channel; stays for ranks that are missing |
+| | `host/HOST` | one rank of each host, above 64 ranks | the ranks of its host | with the channel |
 | | `PASS`, `PASS/late` | each rank adds its vote | ranks that update | 16 passes later |
 | | `PASS/guilty/N`, `PASS/other/N` | ranks that object | ranks that update | 16 passes later |
 | | `PASS/diagnosis/N/RANK` and `.../closed` | ranks that replayed a failed step | the same ranks | 16 passes later |
@@ -35,7 +35,8 @@ from gradsurgeon.tensors import _job_store
 
 # Seconds between two looks for the keys of other ranks.
 _PAUSE = 0.002
-# A key is deleted when its rank has gone on this often: one optimizer may step after the passes of others.
+# A key is deleted when its rank has gone on this often: one optimizer may step after the passes of others. Keys from before
+# the first time go with the channel.
 KEPT = 16
 # A rank that has not read this many messages of another rank gets no more from it.
 _MOST_UNREAD = 64
@@ -169,7 +170,7 @@ class Channel:
     def go_on(self) -> None:
         """Grow older, and delete the keys of this rank that are old."""
         self.age += 1
-        old = [key for key, age in self._keys.items() if age <= self.age - KEPT]
+        old = [key for key, age in self._keys.items() if 0 < age <= self.age - KEPT]
         for key in old:
             self.request("delete_key", key)
             del self._keys[key]

@@ -17,6 +17,7 @@ from worker import work
 
 import gradsurgeon
 from gradsurgeon.distributed import session_discovery
+from gradsurgeon.tensors import _job_store
 
 STEPS = 5
 FAULT = 2
@@ -381,6 +382,14 @@ def alike(kind: str, *rules: dict[str, Any]) -> dict[str, Any]:
     return {**found, "own": values(net)[-1]}
 
 
+def kept_keys() -> list[str]:
+    """Return our keys in the store of the job."""
+    store: Any = _job_store.store()
+    # Older releases of torch cannot list keys.
+    keys = store.list_keys() if hasattr(store, "list_keys") else []
+    return [key[key.index("gradsurgeon") :] for key in keys if "gradsurgeon" in key]
+
+
 def main() -> dict[str, Any]:
     """Run every part."""
     found: dict[str, Any] = {}
@@ -419,6 +428,8 @@ def main() -> dict[str, Any]:
     found["scaled"] = scaled()
     for kind in ("DDP", "find_unused_parameters", "static_graph", "FSDP2"):
         found[f"alike {kind}"] = alike(kind, trap(), FREEZE)
+    dist.barrier()
+    found["keys"] = kept_keys()
     return found
 
 

@@ -290,3 +290,16 @@ def test_what_holds_an_optimizer_back_leaves_ranks_alike(
     assert all(weight == first[0] for weight in first)
     assert kinds(one) == kinds(other)
     assert ("skipped-step", FAULT) in [(kind, step) for kind, step, _ in kinds(one)]
+
+
+def test_sessions_that_are_over_leave_only_closed_rolls_for_ranks_that_may_come(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert [
+            key
+            for key in rank["keys"]
+            if "/matched/" not in key and not key.endswith("/met/closed")
+        ] == []
+        # Of the sessions on one rank alone, and of the one that comes later.
+        assert 0 < len([key for key in rank["keys"] if key.endswith("/met/closed")]) <= 12

@@ -133,14 +133,16 @@ def test_a_rank_that_comes_late_learns_who_was_there() -> None:
 def test_keys_go_when_their_rank_has_gone_on_often() -> None:
     channel = Channel("one", (0, 1))
     before = key_count()
+    channel.set("first", 1)
+    channel.go_on()
     channel.set("early", 1)
     for _ in range(_channel.KEPT - 1):
         channel.go_on()
     channel.set("late", 1)
-    assert key_count() == before + 2
+    assert key_count() == before + 3
     channel.go_on()
     assert not channel.check("early")
-    assert channel.check("late")
+    assert channel.check("first", "late")
 
 
 @pytest.mark.usefixtures("job")
@@ -200,6 +202,9 @@ def test_votes_leave_nothing_behind(
         ] * len(hosts)
         assert voters[0].exchange(rank, 0.0) == {0: rank}
         most = max(most, key_count())
+    servers = [v._counter._host for v in voters.values() if v._counter.serves]
+    # The server itself has a key.
+    assert all(s.num_keys() <= 1 + 3 * (_channel.KEPT + 1) for s in servers)
     for voter in voters.values():
         voter.channel.close()
     assert said == []

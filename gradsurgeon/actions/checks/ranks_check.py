@@ -74,8 +74,6 @@ class _Series:
         self._theirs: dict[int, dict[tuple[int, int], RankNumbers]] = {
             rank: {} for rank in self._others
         }
-        # The passes of the newest row of each rank.
-        self._newest = dict.fromkeys(self._others, (-1, -1))
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
 
     def part(self, passes: tuple[int, int]) -> Sequence[int]:
@@ -100,7 +98,7 @@ class _Series:
                 while len(self._own) > _MOST_WAITING:
                     del self._own[min(self._own)]
                 # Another rank may be ahead: what it sends then waits in the store.
-                while is_complete and min(self._newest.values()) < row.passes:
+                while is_complete and self._newest() < row.passes:
                     if not self._receive(self._others):
                         break
             elif is_complete:
@@ -110,7 +108,7 @@ class _Series:
         if is_complete:
             self._batch = []
             self._sent += 1
-            yield from self._compared(min(row.passes, *self._newest.values()))
+            yield from self._compared(min(row.passes, self._newest()))
 
     def close(self) -> Iterator[Finding]:
         """Send the last rows, or compare what the other ranks have sent so far."""
@@ -151,8 +149,11 @@ class _Series:
         for passes, step, content in batch:
             numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
             row = RankNumbers(passes, step, numbers.view(4, -1))
-            self._theirs[rank].setdefault(row.passes, row)
-            self._newest[rank] = max(self._newest[rank], row.passes)
+            self._theirs[rank].setdefault(passes, row)
+
+    def _newest(self) -> tuple[int, int]:
+        """Return the newest passes whose rows have come from all other ranks and are not compared yet."""
+        return min(max(rows, default=(-1, -1)) for rows in self._theirs.values())
 
     def _compared(self, last: tuple[int, int]) -> Iterator[Finding]:
         """Compare the rows up to some passes. A rank that skipped an update has no row for it."""
