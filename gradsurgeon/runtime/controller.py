@@ -198,6 +198,8 @@ class Controller:
         context = self.context
         counter = step.counter
         step.took_place = took_place and not step.skipped
+        if context.paused:
+            step.due = NOTHING_DUE
         self.training.after_update(step)
         if self._checks:
             self._facts.updated(counter)

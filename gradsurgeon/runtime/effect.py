@@ -90,8 +90,8 @@ class Effect:
         self.may_overflow = rule.may_overflow
         self.stats: Sequence[str] = ()
         self.moment: str = rule.point
-        # Keys by parameters. Sinks tell rows apart by the identity of their keys.
-        self._keys: dict[tuple[int, ...], Mapping[str, tuple[Key, ...]]] = {}
+        # Rows on their way are told apart by the identity of their keys, so each counter has keys of its own.
+        self._keys: dict[tuple[StepCounter, tuple[int, ...]], Mapping[str, tuple[Key, ...]]] = {}
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:  # noqa: ARG002 # of derived effects
         """Act on one tensor, out of place: autograd may share it. Return the tensor that takes its place."""
@@ -145,9 +145,9 @@ class Effect:
 
     def bound_to(self, counter: StepCounter) -> Bound:
         indices = self.owned(counter)
-        if indices not in self._keys:
-            self._keys[indices] = self._new_keys(indices)
-        return Bound(self, counter, indices, self._keys[indices])
+        if (counter, indices) not in self._keys:
+            self._keys[counter, indices] = self._new_keys(indices)
+        return Bound(self, counter, indices, self._keys[counter, indices])
 
     def _new_keys(self, indices: tuple[int, ...]) -> Mapping[str, tuple[Key, ...]]:
         rule = self.rule

@@ -42,6 +42,12 @@ class StepCounter:
     # The number of updates in a row that a `GradScaler` has left out.
     scaler_skips: int = 0
 
+    def take_rows(self, other: "StepCounter") -> None:
+        """Go on with the rows of trips and skips of another counter."""
+        self.scaler_skips = max(self.scaler_skips, other.scaler_skips)
+        for rule, number in other.trips.items():
+            self.trips[rule] = max(self.trips.get(rule, 0), number)
+
     def tick(self) -> None:
         self.begun = True
         self.step += 1
@@ -105,8 +111,8 @@ class StepCounters:
         for holder in earlier:
             if holder is not self.common:
                 counter.step = max(counter.step, holder.step)
-            counter.trips |= holder.trips
-            counter.scaler_skips = max(counter.scaler_skips, holder.scaler_skips)
+            if not counter.begun:  # an optimizer that a script has built anew
+                counter.take_rows(holder)
             # Passes that came before their optimizer was known still feed its next update.
             counter.passes = max(counter.passes, holder.passes)
         for index in wanted:

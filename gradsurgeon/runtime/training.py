@@ -119,7 +119,7 @@ class Training:
             self.traps.skipped_by_scaler(counter, scale)
         finally:
             for trap in self.effects.tensor_traps:
-                trap.forget(counter)
+                trap.forget([counter])
 
     def _act_after(self, done: BackwardPass, known: Gradients | None = None) -> None:
         """Let effects act on the gradients of a pass; ``known`` are those of an update that had no pass."""

@@ -196,8 +196,8 @@ class TensorTrap(Trap):
     def _report(self, counted: Sequence[tuple[Flag, int]]) -> TrapReport | None:
         return activation_report(counted) if any(count for _, count in counted) else None
 
-    def forget(self, counter: StepCounter) -> None:
-        self._flags = [flag for flag in self._flags if flag.counter() is not counter]
+    def forget(self, counters: Sequence[StepCounter]) -> None:
+        self._flags = [flag for flag in self._flags if flag.counter() not in counters]
 
     def mention_all(self) -> None:
         self._mention(self._taken(lambda _: True))

@@ -151,7 +151,9 @@ class Traps:
         return self._conclude(update, findings, known=not context.ranks.own(bad), moved=moved)
 
     def rest(self, counter: StepCounter, heard: Heard, *, moved: bool) -> StepDecision:
-        """Judge nothing, and follow the other ranks."""
+        """Judge nothing, and follow the other ranks. What tensors of modules showed is of an update that nobody judges."""
+        for trap in self._effects.tensor_traps:
+            trap.forget(self._holders(counter))
         scale = self.passes.scale(counter)
         return self._conclusions.of(counter, {}, heard, scale, moved=moved)
 

@@ -179,3 +179,109 @@ def test_a_state_waits_for_optimizers_that_are_met_later(late: bool) -> None:
                 assert updates == 9.0
                 # A mean of eight norms does not jump.
                 assert mean == pytest.approx(float(learnt[name][1]), rel=0.05)
+
+
+def test_rows_before_the_optimizer_was_known_are_kept_though_its_steps_begin_anew() -> None:
+    model = two_layers()
+    early = sgd(model[0].parameters())
+    late = None
+    with gradsurgeon.apply(model, rules(NORMS)) as session:
+        for number in range(6):
+            backward(model, number)
+            early.step()
+            if number == 3:
+                late = sgd(model[2].parameters())
+            if late is not None:
+                late.step()
+            model.zero_grad()
+        steps = [step for step, _ in session.history("2.weight")]
+    # The steps of an optimizer that is met late begin at 0, and the pass came before it.
+    assert steps == [0, 1, 2, 3, 1, 2]
+
+
+def test_a_row_of_trips_stays_with_the_optimizer_that_had_it() -> None:
+    first, second, shared = (nn.Linear(1, 1, bias=False) for _ in range(3))
+    model = nn.ModuleList([first, second, shared])
+    one = sgd([first.weight, shared.weight])
+    other = sgd([second.weight, shared.weight])
+    optimizers = [one, other]
+
+    def step(optimizer: torch.optim.Optimizer, spoilt: nn.Linear | None) -> None:
+        model.zero_grad()
+        sum(param.sum() for param in optimizer.param_groups[0]["params"]).backward()
+        if spoilt is not None and spoilt.weight.grad is not None:
+            spoilt.weight.grad.fill_(NAN)
+        optimizer.step()
+
+    trap = {**TRAP, "give_up_after": 3}
+    with gradsurgeon.apply(model, rules(trap), optimizer=optimizers) as session:
+        step(one, None)
+        step(other, second)
+        step(other, second)
+        # A third trip in a row would raise.
+        step(one, first)
+        with pytest.raises(NonFiniteGradientError, match="tripped 3 times in a row"):
+            step(other, second)
+    assert [event.kind for event in session.events].count("skipped-step") == 3
+
+
+@pytest.mark.parametrize("of", ["a module", "parameters"])
+def test_what_came_before_a_pause_is_not_held_against_a_later_update(of: str) -> None:
+    model = two_layers()
+    optimizer = sgd(model.parameters())
+    rule = dict(TRAP)
+    if of == "a module":
+        del rule["params"]
+        rule |= {"modules": "2", "tensor": "output"}
+    with gradsurgeon.apply(model, rules(rule), optimizer=optimizer) as session:
+        weights = [param.detach().clone() for param in model.parameters()]
+        model(torch.full((3, 4), NAN)).square().sum().backward()
+        session.pause()
+        optimizer.step()
+        session.resume()
+        with torch.no_grad():
+            for param, weight in zip(model.parameters(), weights, strict=True):
+                param.copy_(weight)
+        optimizer.zero_grad()
+        backward(model, 0)
+        optimizer.step()
+        assert not torch.equal(model[2].weight, weights[2])
+        assert session.events == []
+
+
+class Twice(torch.optim.SGD):
+    """An optimizer that evaluates its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+def test_nothing_is_learnt_or_recorded_of_an_update_in_which_the_session_pauses() -> None:
+    model = two_layers()
+    optimizer = Twice(model.parameters(), lr=0.0)
+    above = {"times": 2.0, "warmup": 2}
+    spikes = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, "then": "warn"}
+    weights = {**NORMS, "tensor": "value"}
+    with gradsurgeon.apply(model, rules(spikes, weights), optimizer=optimizer) as session:
+
+        def train(*, pauses: bool) -> None:
+            calls = []
+
+            def closure() -> None:
+                calls.append(1)
+                if pauses and len(calls) == 2:
+                    session.pause()
+                model.zero_grad()
+                with torch.enable_grad():
+                    backward(model, 0)
+
+            optimizer.step(closure)
+            session.resume()
+
+        for number in range(4):
+            train(pauses=number == 2)
+        learnt = session.state_dict()["rules"]["spikes"]["statistics"][0]["kept"]
+        steps = [step for step, _ in session.history("2.weight")]
+    assert learnt[0].tolist() == [3.0] * learnt.shape[1]
+    assert steps == [0, 1, 3]
