@@ -89,6 +89,7 @@ class NormEdit(Effect):
         if not self.keeps_zero:
             gradients.check_layouts(self.rule, having)
         indices = having
+        # A hidden gradient does not count in a norm over all.
         if self.compiled.over_rule and gradients.hidden:
             indices = [index for index in having if index not in gradients.hidden]
         if indices:
@@ -126,7 +127,7 @@ def _times(values: Tensor, factor: float | Tensor) -> Tensor:
 
 
 class Hide(Effect):
-    """Hides gradients from the optimizer."""
+    """Counts gradients that the optimizer does not find: by `Due.hidden_by` it steps without them."""
 
     hides = True
 

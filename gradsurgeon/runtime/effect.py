@@ -56,7 +56,8 @@ class Effect:
         keeps_zero: whether a zero stays a zero.
         may_overflow: whether it can make a finite gradient non-finite.
         stats: the statistics that it records.
-        moment: when it acts on all gradients of a moment: `accumulated` or `step`, else another word.
+        moment: when it acts: on the gradients of a moment at `accumulated` and `step`, on single tensors at `forward` and
+            `backward`, else around updates (`updated`, `check`) or on several gradients (`losses`).
         edits: whether it changes tensors.
         combines: whether it replaces the sum of several gradients by another one.
         hides: whether it hides gradients from the optimizer.
@@ -116,7 +117,10 @@ class Effect:
         """Look at weights and gradients before traps judge the update."""
 
     def look(self, update: DueUpdate, bound: Bound) -> Norms:  # noqa: ARG002 # as above
-        """Return the numbers by which `judge` judges; the host reads those of all effects together."""
+        """Return the numbers by which `judge` judges; the host reads those of all effects together.
+
+        A number that is not finite says that a gradient must not reach a weight, or may not.
+        """
         return ()
 
     def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
@@ -174,7 +178,7 @@ class Due:
     """The effects that are due for one counter in one step, in the order in which they act.
 
     Attributes:
-        after_pass: those that act on gradients after a backward pass.
+        accumulated: those that act on gradients after a backward pass.
         at_step: those that act right before the update.
         judges: those that judge the update.
         watched: the parameters whose gradients matter after a backward pass.
@@ -186,18 +190,20 @@ class Due:
         judges_edits: whether traps judge again what edits made of gradients.
         asks_host: whether an effect needs the host to know if the update takes place.
         keeps_passes: whether a report may need what backward passes have left.
+        before_pass, after_pass, before_step, before_unscaling, before_update, before_edits, after_update: those that do something
+            in the method of this name.
     """
 
     def __init__(self, bound: Sequence[Bound]) -> None:
         self.bound = bound
-        accumulated = [one for one in bound if one.effect.moment == "accumulated"]
-        self.after_pass = [one for one in accumulated if one.effect.has("act")]
+        after_backward = [one for one in bound if one.effect.moment == "accumulated"]
+        self.accumulated = [one for one in after_backward if one.effect.has("act")]
         self.at_step = [one for one in bound if one.effect.moment == "step"]
         self.judges = [one for one in bound if one.effect.judges]
         traps = [one for one in self.judges if one.effect.searches]
         edits = [one for one in self.at_step if one.effect.edits]
-        normed = [one for one in accumulated if "l2" in one.keys]
-        self.watched = _indices_of(accumulated)
+        normed = [one for one in after_backward if "l2" in one.keys]
+        self.watched = _indices_of(after_backward)
         self.trapped = _indices_of(traps)
         self.normed = _indices_of([*traps, *normed])
         self.final = _indices_of([*self.judges, *self.at_step])
@@ -210,7 +216,7 @@ class Due:
         self.asks_host = any(not (one.effect.edits or one.effect.hides) for one in self.at_step)
         self.keeps_passes = any(not one.effect.edits for one in self.judges)
         self.before_pass = self._having("before_pass")
-        self.when_pass_is_over = self._having("after_pass")
+        self.after_pass = self._having("after_pass")
         self.before_step = self._having("before_step")
         self.before_unscaling = self._having("before_unscaling")
         self.before_update = self._having("before_update")

@@ -53,7 +53,7 @@ class Training:
 
     def pass_is_over(self, done: BackwardPass) -> None:
         for counter in self.context.counters.all:
-            for bound in self.effects.due(counter).when_pass_is_over:
+            for bound in self.effects.due(counter).after_pass:
                 bound.effect.after_pass(done, bound)
 
     def before_unscaling(
@@ -142,7 +142,7 @@ class Training:
                     done, context.parameters, counter.indices, normed, norms
                 )
                 self.traps.passes.add(snapshot)
-            for bound in due.after_pass:
+            for bound in due.accumulated:
                 bound.effect.act(gradients, bound)
 
     def _catch_up(self, update: WeightUpdate, gradients: Gradients) -> None:

@@ -49,15 +49,17 @@ class Trap(Effect):
     ) -> None:
         super().__init__(rule, context, indices, decision)
         self.decision = decision
-        self.then: str = decision.then
         # Whether the first trip is diagnosed, and kept without a run directory, too.
         self.forensics = isinstance(decision, Decision) and decision.forensics
         self.bundle = isinstance(decision, Decision) and decision.bundle
 
+    @property
+    def then(self) -> str:  # type: ignore[override] # may change once: `soften`
+        return self.decision.then
+
     def soften(self) -> None:
         """Only warn from now on."""
         self.decision = replace(self.decision, then="warn", give_up_after="never")
-        self.then = "warn"
 
 
 class NonfiniteTrap(Trap):

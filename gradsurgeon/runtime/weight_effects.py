@@ -27,7 +27,7 @@ class RecordWeights(Effect):
         super().__init__(rule, context, indices, compiled)
         self.stats = compiled.statistics
         self._of_changes = rule.ref.side == "update"
-        # Elements before the update that runs now, by parameter.
+        # Elements before the update that runs now, by parameter; none where only weights are recorded.
         self._before: dict[StepCounter, dict[int, Tensor]] = {}
 
     def before_step(self, update: WeightUpdate, bound: Bound) -> None:
