@@ -74,11 +74,14 @@ def test_every_script_that_does_not_run_in_forks_alone_is_launched() -> None:
 def test_ci_runs_the_command_of_the_readme_and_then_the_rest() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    quick, rest = (line for line in ci if line.startswith("python -m pytest"))
+    quick, measured, rest = (line for line in ci if line.startswith("python -m pytest"))
     assert " && python -m pytest -n auto\n" in readme
     assert quick.startswith("python -m pytest -n auto --cov")
     assert " -m " not in quick.removeprefix("python -m")
     # `hypothesis` marks property tests: by default they get a tenth of their examples.
+    asked = 'python -m pytest -n "$workers" -m "slow or hypothesis" '
+    assert measured.startswith(f"{asked}$measured --cov --cov-append --cov-fail-under=95")
+    assert rest.startswith(f"{asked}$ignored")
+    assert "ignored=$(printf -- '--ignore=%s ' $measured)" in ci
     # The rest waits for processes most of the time, and takes one worker more than there are cores.
-    asked = 'python -m pytest -n $(($(nproc) + 1)) -m "slow or hypothesis" --cov --cov-append'
-    assert rest.startswith(asked)
+    assert "workers=$(($(nproc) + 1))" in ci
