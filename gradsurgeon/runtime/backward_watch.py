@@ -112,7 +112,7 @@ class BackwardWatch:
                 contributed=seen.contributed,
                 scale=self.scaling.of(running.tasks),
                 averaging=averaging,
-                held={t: flag for t, flag in before.held.items() if t in indices},
+                held=_among(before.held, indices) if before.held else {},
             )
         )
 
@@ -145,6 +145,10 @@ class BackwardWatch:
             if earlier is None or earlier[0] is not grad or earlier[1] != _writes(grad):
                 changed.add(index)
         return changed
+
+
+def _among(held: Mapping[int, Tensor], indices: set[int]) -> dict[int, Tensor]:
+    return {index: flag for index, flag in held.items() if index in indices}
 
 
 def _writes(grad: Tensor) -> int:

@@ -144,9 +144,8 @@ class Controller:
             refuse_scaling(self.effects.before_scaler)
         self._unstepped |= bool(done.indices)
         self._notices.arrived.update(done.indices)
-        params = () if done.indices else context.parameters.params()
         # A pass that gave no parameter a gradient feeds no update.
-        if any(param is not None and param.requires_grad for param in params):
+        if not done.indices and context.parameters.are_trained():
             return False
         return self.manual.active or not self.expects_update()
 
@@ -198,7 +197,7 @@ class Controller:
         context = self.context
         counter = step.counter
         step.took_place = took_place and not step.skipped
-        if context.paused:
+        if context.is_paused:
             step.due = NOTHING_DUE
         self.training.after_update(step)
         if self._checks:

@@ -74,6 +74,9 @@ class Parameters:
         numbers = range(len(params)) if wanted is None else wanted
         return list(map(self._as_divided, numbers, params))
 
+    def are_trained(self) -> bool:
+        return any(param is not None and param.requires_grad for param in self.params())
+
     def ids(self) -> list[int]:
         return list(map(id, self.params()))
 

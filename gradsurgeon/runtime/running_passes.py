@@ -121,7 +121,9 @@ def numbered_pass(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]
         for take in tell:
             take(_torch.graph_task())
 
-    handles = [_torch.node_of(root).register_prehook(learn) for root in roots[:1] if tell]
+    handles = []
+    if tell and roots:
+        handles.append(_torch.node_of(roots[0]).register_prehook(learn))
     try:
         yield
     finally:
