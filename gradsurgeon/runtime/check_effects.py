@@ -38,14 +38,15 @@ class ModelFacts:
         }
         self.model = Model(model, holders)
         self.kept = kept
+        self._context = context
         self.replication = Replication(names, lambda: context.ranks, context.parameters.params)
 
     def passed(self, done: BackwardPass) -> None:
-        if _dist.world() > 1:
+        if self._context.ranks.are_several and _dist.world() > 1:
             self.replication.passed(done.indices, done.averaging)
 
     def updated(self, counter: StepCounter) -> None:
-        if _dist.world() > 1:
+        if self._context.ranks.are_several and _dist.world() > 1:
             self.replication.updated(counter.indices)
 
 
@@ -126,20 +127,24 @@ class CheckEffect(Effect):
     def _show(self, look: Callable[[_Moment], Iterable[Finding]], moment: _Moment) -> None:
         with torch.no_grad():
             self._tell(moment.step, look(moment))
-        moment.let_go()
+        # A function that waits for values may hold the moment. It looks tensors up again.
+        vars(moment).pop("params", None)
+        vars(moment).pop("grads", None)
 
     def at_end(self) -> None:
         with torch.no_grad():
             self._tell(self.context.counters.latest, self.check.at_end())
 
     def _update(self, update: WeightUpdate, bound: Bound, **facts: Any) -> Update:
+        # The script may have ended the process group.
+        is_reachable = self.context.ranks.are_several and _dist.world() > 1
         return Update(
             **self._facts_of(bound.counter.step),
             indices=bound.indices,
             owner=bound.counter,
             optimizer=update.optimizer(),
             evaluations=self._facts.kept.evaluations,
-            topic=self._topic if _dist.world() > 1 else "",
+            topic=self._topic if is_reachable else "",
             find_replicas=self._facts.replication.replicas,
             **facts,
         )

@@ -186,7 +186,8 @@ class Controller:
             for bound in due.before_edits:
                 bound.effect.before_edits(step, bound, None)
             return GOES_ON
-        if context.paused and not step.inside:
+        is_resting = context.is_paused or due is NOTHING_DUE
+        if is_resting and not step.inside:
             return self.training.traps.rest(counter, heard, moved=step.has_moved)
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)

@@ -18,6 +18,9 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 _MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
 
 
+_PLAIN = {Tensor, nn.Parameter}
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One fault: its place, what was seen, and the remedy.
@@ -123,14 +126,9 @@ class Moment:
                 there[index] = grad
         return _local_parts(there)
 
-    def let_go(self) -> None:
-        """Keep no tensor alive: a function that waits for values may hold the moment, and looks them up again."""
-        for name in ("params", "grads"):
-            self.__dict__.pop(name, None)
-
 
 def _local_parts(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-    if not _dist.any_sharded(list(tensors.values())):
+    if set(map(type, tensors.values())) <= _PLAIN:  # nearly always
         return tensors
     return {index: _dist.local(tensor) for index, tensor in tensors.items()}
 
