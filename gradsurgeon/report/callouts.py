@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from gradsurgeon.report.track import Track
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
 _DEATHS = 3
 # Norms of the layers of one model lie within fewer orders of magnitude; of few layers none is unusual.
-_FAR, _LEAST_COMPARED = 1e4, 4
+_FAR = 1e4
+_LEAST_COMPARED = 4
 # The usual norm of a kind: many layers may have vanished, and a few may be large.
 _USUAL_SHARE = 0.9
 # A module whose weight has so much more gradient than its bias: the gradient of the bias is zero by mathematics.
@@ -24,6 +26,7 @@ _SIBLING = 1e3
 
 
 def callouts(history: History, params: int) -> Iterator[str]:
+    """Yield a sentence for each thing that stands out."""
     for kind in history.kinds:
         of_kind = "" if kind == GRADIENT else f" ({kind})"
         for word, text in _callouts_of(history, kind, params):
@@ -41,8 +44,12 @@ def _callouts_of(history: History, kind: str, params: int) -> Iterator[tuple[str
     # Beside an explosion all else is small.
     others = [track for track in tracks if not track.has_grown]
     yield "exploding", _exploding(grown)
-    wholes = history.gradients if kind == GRADIENT else []
-    yield "largest spike", _spike_of_wholes(wholes, others, params) or _spike(others)
+    spike = ""
+    if kind == GRADIENT:
+        spike = _spike_of_wholes(history.gradients, others, params)
+    if not spike:
+        spike = _spike(others)
+    yield "largest spike", spike
     yield from _dead(tracks)
     if GRADIENT in kind and len(tracks) >= _LEAST_COMPARED:
         yield "vanishing", _vanishing(tracks, others, kind)
@@ -52,7 +59,10 @@ def whole_name(whole: WholeNorm, params: int) -> str:
     number = len(whole.names)
     if number == 1:
         return f"norm of {printable(whole.names[0])}"
-    return f"norm of {'all ' if number == params else ''}{count(number, 'parameter')}"
+    tensors = count(number, "parameter")
+    if number == params:
+        tensors = f"all {tensors}"
+    return f"norm of {tensors}"
 
 
 def nouns(kind: str) -> str:
@@ -77,7 +87,8 @@ def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
         return ""
     first = min(track.nonfinite_steps[0] for track in broken)
     last = max(track.nonfinite_steps[-1] for track in broken)
-    names = _names([track for track in broken if track.nonfinite_steps[0] == first])
+    first_broken = [track for track in broken if track.nonfinite_steps[0] == first]
+    names = _names(first_broken)
     text = f"{count(len(broken), nouns(kind))}, first at step {first}: {names}"
     if all(math.isfinite(track.last) for track in broken):
         text += f"; until step {last}, finite again since"
@@ -91,9 +102,10 @@ def _exploding(grown: Sequence[Track]) -> str:
     norms = most.finite_norms
     steps = most.finite_steps
     begin = norms[norms > 0][0]
+    peak = steps[norms.argmax()]
     text = (
-        f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step "
-        f"{steps[norms.argmax()]} (last {norms[-1]:.3g})"
+        f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step {peak} "
+        f"(last {norms[-1]:.3g})"
     )
     if len(most.nonfinite_steps) and most.nonfinite_steps[-1] >= steps[-1]:
         text += f", before it was non-finite at step {most.nonfinite_steps[0]}"
@@ -120,25 +132,26 @@ def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], param
         spike = largest_spike(whole.steps[is_finite], whole.norms[is_finite])
         if spike is None or spike.times < largest:
             continue
-        norms = {track: _norm_at(track, spike.step) for track in tracks}
-        far = [
-            track
-            for track, norm in norms.items()
-            if track.name in whole.names and norm > TIMES * track.median
-        ]
-        if far:
+        norms: dict[Track, float] = {}
+        for track in tracks:
+            norm = _norm_at(track, spike.step)
+            if track.name in whole.names and norm > TIMES * track.median:
+                norms[track] = norm
+        if norms:
             largest = spike.times
             # By their share of the whole.
-            far.sort(key=norms.__getitem__, reverse=True)
-            said = _spike_text(f"the {whole_name(whole, params)}", spike)
-            text = f"{said}; most in {_names(far)}"
+            far = sorted(norms, key=norms.__getitem__, reverse=True)
+            text = _spike_text(f"the {whole_name(whole, params)}", spike)
+            text += f"; most in {_names(far)}"
     return text
 
 
 def _norm_at(track: Track, step: int) -> float:
     """Return the norm of a step, or the largest of a few steps; 0 or less where there is none."""
     place = int(np.searchsorted(track.steps, step, side="right")) - 1
-    norm = float(track.norms[place]) if place >= 0 else 0.0
+    if place < 0:
+        return 0.0
+    norm = float(track.norms[place])
     return norm if math.isfinite(norm) else 0.0
 
 
@@ -148,13 +161,17 @@ def _spike_text(name: str, spike: Spike) -> str:
 
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     alive = {_module(track) for track in tracks if track.largest > 0}
-    zero = [track for track in tracks if track.largest == 0 and not len(track.nonfinite_steps)]
-    zero = [track for track in zero if not (_is_bias(track) and _module(track) in alive)]
-    yield "norm always exactly 0", _names(zero)
+    zero = []
     since: defaultdict[int, list[Track]] = defaultdict(list)
     for track in tracks:
-        if track.zero_since is not None and not _shrank_before(track, track.zero_since):
-            since[track.zero_since].append(track)
+        is_zero = track.largest == 0 and not len(track.nonfinite_steps)
+        is_inert_bias = _is_bias(track) and _module(track) in alive
+        if is_zero and not is_inert_bias:
+            zero.append(track)
+        step = track.zero_since
+        if step is not None and not _shrank_before(track, step):
+            since[step].append(track)
+    yield "norm always exactly 0", _names(zero)
     steps = sorted(since)
     for step in steps[:_DEATHS]:
         yield f"norm exactly 0 since step {step}, and until the end", _names(since[step])
@@ -177,7 +194,8 @@ def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> s
     usual = float(np.quantile(medians, _USUAL_SHARE))
     largest: defaultdict[str, float] = defaultdict(float)
     for track in tracks:
-        largest[_module(track)] = max(largest[_module(track)], track.median)
+        module = _module(track)
+        largest[module] = max(largest[module], track.median)
     far = []
     for track in tracks:
         # A bias before a batch norm has next to no gradient beside its weight.
@@ -186,8 +204,9 @@ def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> s
             far.append(track)
     if not far:
         return ""
-    far.sort(key=lambda track: track.median)
+    far.sort(key=attrgetter("median"))
+    least = far[0]
     return (
-        f"{_names(far)}; the median norm of {printable(far[0].name)} is {far[0].median:.3g}, and one of ten "
+        f"{_names(far)}; the median norm of {printable(least.name)} is {least.median:.3g}, and one of ten "
         f"{nouns(kind)}s has more than {usual:.3g}"
     )
