@@ -28,7 +28,9 @@ _SIBLING = 1e3
 def callouts(history: History, params: int) -> Iterator[str]:
     """Yield a sentence for each thing that stands out."""
     for kind in history.kinds:
-        of_kind = "" if kind == GRADIENT else f" ({kind})"
+        of_kind = ""
+        if kind != GRADIENT:
+            of_kind = f" ({kind})"
         for word, text in _callouts_of(history, kind, params):
             if text:
                 yield f"{word}{of_kind}: {text}"
@@ -40,9 +42,14 @@ def _callouts_of(history: History, kind: str, params: int) -> Iterator[tuple[str
     # Weights grow in healthy trainings, and how much an update moves says little by itself.
     if kind in OF_WEIGHTS:
         return
-    grown = [track for track in tracks if track.has_grown]
-    # Beside an explosion all else is small.
-    others = [track for track in tracks if not track.has_grown]
+    grown = []
+    others = []
+    for track in tracks:
+        # Beside an explosion all else is small.
+        if track.has_grown:
+            grown.append(track)
+        else:
+            others.append(track)
     yield "exploding", _exploding(grown)
     spike = ""
     if kind == GRADIENT:
@@ -82,15 +89,23 @@ def _is_bias(track: Track) -> bool:
 
 
 def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
-    broken = [track for track in tracks if len(track.nonfinite_steps)]
-    if not broken:
+    by_first: defaultdict[int, list[Track]] = defaultdict(list)
+    number = 0
+    last = 0
+    are_finite_again = True
+    for track in tracks:
+        steps = track.nonfinite_steps
+        if not len(steps):
+            continue
+        by_first[steps[0]].append(track)
+        number += 1
+        last = max(last, steps[-1])
+        are_finite_again &= math.isfinite(track.last)
+    if not number:
         return ""
-    first = min(track.nonfinite_steps[0] for track in broken)
-    last = max(track.nonfinite_steps[-1] for track in broken)
-    first_broken = [track for track in broken if track.nonfinite_steps[0] == first]
-    names = _names(first_broken)
-    text = f"{count(len(broken), nouns(kind))}, first at step {first}: {names}"
-    if all(math.isfinite(track.last) for track in broken):
+    first = min(by_first)
+    text = f"{count(number, nouns(kind))}, first at step {first}: {_names(by_first[first])}"
+    if are_finite_again:
         text += f"; until step {last}, finite again since"
     return text
 
@@ -98,7 +113,7 @@ def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
 def _exploding(grown: Sequence[Track]) -> str:
     if not grown:
         return ""
-    most = max(grown, key=lambda track: track.rise)
+    most = max(grown, key=attrgetter("rise"))
     norms = most.finite_norms
     steps = most.finite_steps
     begin = norms[norms > 0][0]
@@ -175,7 +190,9 @@ def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     steps = sorted(since)
     for step in steps[:_DEATHS]:
         yield f"norm exactly 0 since step {step}, and until the end", _names(since[step])
-    later = sum(len(since[step]) for step in steps[_DEATHS:])
+    later = 0
+    for step in steps[_DEATHS:]:
+        later += len(since[step])
     if later:
         yield "norm exactly 0 until the end, since later steps", f"{later:,} more"
 
