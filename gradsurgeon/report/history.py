@@ -139,7 +139,7 @@ class History:
                     lines.append(line)
             if lines:
                 _group(groups, _SheetPart(origin.point, sheet, lines))
-        return [_whole(group) for group in groups]
+        return list(map(_whole, groups))
 
 
 def _place(item: str, ordered: Sequence[str]) -> int:
@@ -197,12 +197,12 @@ class Grid(NamedTuple):
 
 
 def grid_of(tracks: Sequence[Track], most: int) -> Grid:
-    begin = min(int(track.steps[0]) for track in tracks)
-    end = max(int(track.steps[-1]) for track in tracks)
-    width = -(-(end - begin + 1) // most)
     # Many tracks share the array of their steps.
     steps_by_id = {id(track.steps): track.steps for track in tracks}
     all_steps = np.concatenate(list(steps_by_id.values()))
+    begin = int(all_steps.min())
+    end = int(all_steps.max())
+    width = -(-(end - begin + 1) // most)
     used = np.unique((all_steps - begin) // width)
     norms = np.full((len(tracks), len(used)), NO_NORM)
     for row, track in enumerate(tracks):

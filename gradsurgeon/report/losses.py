@@ -74,7 +74,7 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
     joint: dict[tuple[str, str, str], list[LossSeries]] = {}
     for loss in recorded:
         joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
-    return [_joined(parts) for parts in joint.values()]
+    return list(map(_joined, joint.values()))
 
 
 def _joined(parts: Sequence[LossSeries]) -> LossSeries:
@@ -150,7 +150,7 @@ def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
     return Table(
         f"{TITLES.get(stat, 'losses')}, recorded by {rule} in {_steps(series)}",
         _HEAD,
-        [_row(loss) for loss in shown],
+        list(map(_row, shown)),
         right=frozenset(range(2, len(_HEAD))),
         curves=curves,
         notes=list(_notes(stat, series, observed=observed)),
@@ -173,7 +173,9 @@ def _notes(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Iterat
     if len(series) > _ROWS:
         yield f"and {len(series) - _ROWS:,} more"
     if stat == COSINE:
-        conflicts = sum(pair.numbers["mean"] < 0 for pair in series)
+        conflicts = 0
+        for pair in series:
+            conflicts += pair.numbers["mean"] < 0
         yield f"{count(conflicts, 'pair')} of {len(series):,} conflict on average"
     if stat == DISTANCE:
         changed = "would have changed" if observed else "changed"
@@ -183,9 +185,8 @@ def _notes(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Iterat
 
 
 def _steps(losses: Sequence[LossSeries]) -> str:
-    first = min(loss.steps[0] for loss in losses)
-    last = max(loss.steps[-1] for loss in losses)
-    return f"steps {first}..{last}"
+    steps = np.concatenate([loss.steps for loss in losses])
+    return f"steps {steps.min()}..{steps.max()}"
 
 
 def _share(value: float) -> str:

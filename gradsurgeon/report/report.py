@@ -208,8 +208,10 @@ class Report:
             has_waited = any(_DUE in text for text in status.warnings)
             if status.fired or has_waited:
                 logged.update(self.rules[rule].logged)
-        shown = {name for kind, name in self.history.shown if kind == GRADIENT}
-        logged -= shown | self.frozen.keys()
+        logged -= self.frozen.keys()
+        for kind, name in self.history.shown:
+            if kind == GRADIENT:
+                logged.discard(name)
         return [name for name in self.params if name in logged]
 
     @property
@@ -295,9 +297,9 @@ def to_dict(report: Report) -> dict[str, Any]:
         "remarks": remarks,
         "params": list(report.params),
         "rules": [_rule(report, rule) for rule in ids],
-        "events": [asdict(event) for event in report.events],
-        "norms": [_norms(track) for track in report.history.tracks],
-        "losses": [_losses(loss) for loss in report.losses],
+        "events": list(map(asdict, report.events)),
+        "norms": list(map(_norms, report.history.tracks)),
+        "losses": list(map(_losses, report.losses)),
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 

@@ -82,7 +82,7 @@ def rule_table(
 
 def captured_table(captured: Mapping[str, Any]) -> Table:
     """Return the table of the tensors that one rule has kept."""
-    rows = [_captured_row(tensor) for tensor in captured["tensors"]]
+    rows = list(map(_captured_row, captured["tensors"]))
     notes = []
     if captured["more"]:
         notes.append(f"and {captured['more']:,} more, of which nothing was stored")
@@ -120,11 +120,15 @@ def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
     if not status.altered:
         return f"{looked}, never tripped"
     text = f"{looked}, tripped {count(status.altered, 'time')}"
-    ranks = {event.rank for event in trips}
+    ranks = set()
+    last = -1
+    for event in trips:
+        ranks.add(event.rank)
+        last = max(last, event.step)
     if len(ranks) > 1:
         text += f" on {len(ranks)} ranks"
     if trips:
-        text += f", last at {max(event.step for event in trips)}"
+        text += f", last at {last}"
     return text
 
 
@@ -191,10 +195,13 @@ def event_groups(events: Sequence[Event]) -> Iterator[EventGroup]:
         key = (event.kind, event.rule, event.name, wording)
         groups.setdefault(key, []).append(event)
     for group in groups.values():
-        steps = [event.step for event in group]
-        ranks = sorted({event.rank for event in group})
+        steps = set()
+        ranks = set()
+        for event in group:
+            steps.add(event.step)
+            ranks.add(event.rank)
         times = by_kind(group).total()
-        yield EventGroup(group[0], times, (min(steps), max(steps)), ranks)
+        yield EventGroup(group[0], times, (min(steps), max(steps)), sorted(ranks))
 
 
 def shown_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[EventGroup]]:
@@ -202,7 +209,9 @@ def shown_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[E
     # The beginning shows what went wrong first, the end what stopped the run.
     groups = list(event_groups(events))
     half = _EVENTS // 2
-    left_out = sum(group.times for group in groups[half:-half])
+    left_out = 0
+    for group in groups[half:-half]:
+        left_out += group.times
     later = groups[half:]
     return groups[:half], left_out, later[-half:]
 

@@ -46,14 +46,15 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     statuses = {}
     for rule, status in recorded.statuses.items():
         statuses[rule] = settled(status, pending)
-    params = section(meta, "model").get("params", ())
+    names = []
     frozen = {}
-    for param in params:
+    for param in section(meta, "model").get("params", ()):
+        names.append(param["name"])
         if param.get("requires_grad") is False:
             frozen[param["name"]] = param["numel"]
     return Report(
         title=_title(meta),
-        params=tuple(param["name"] for param in params),
+        params=tuple(names),
         rules=rules,
         statuses=statuses,
         series=[Part(series, pending, newest) for series in recorded.series],

@@ -47,7 +47,7 @@ class Table(NamedTuple):
         yield self.title
         if not self.head:
             return
-        rows = [list(row) for row in self.rows[:most]]
+        rows = list(map(list, self.rows[:most]))
         if most is not None:
             longest = max(_NAME_LEAST, columns // 3)
             for row in rows:
@@ -72,7 +72,7 @@ class Table(NamedTuple):
     def plain(self) -> dict[str, Any]:
         """Return title, head, rows without curves, and notes, as the page takes them."""
         head = list(self.head)
-        rows = [list(row) for row in self.rows]
+        rows = list(map(list, self.rows))
         if self.curves:
             for cells in (head, *rows):
                 del cells[_HISTORY]
@@ -101,11 +101,15 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     cells = min(width, len(values))
     # The largest value of a few steps stands for them: a spike of one step, or a non-finite one, survives.
     tops = []
+    logs = []
     for cell in range(cells):
         start = cell * len(values) // cells
         stop = (cell + 1) * len(values) // cells
-        tops.append(_top(values[start:stop]))
-    low, high = decades([math.log10(top) for top in tops if top is not None and 0 < top < math.inf])
+        top = _top(values[start:stop])
+        tops.append(top)
+        if top is not None and 0 < top < math.inf:
+            logs.append(math.log10(top))
+    low, high = decades(logs)
     drawn = ""
     for top in tops:
         if top is None:

@@ -123,5 +123,7 @@ class Track:
         """Return the history in at most so many cells: the largest norm, non-finite if one is, `None` for no gradient."""
         number = min(most, len(self.steps))
         starts = np.arange(number) * len(self.steps) // number
-        norms = np.maximum.reduceat(self.norms, starts).tolist()
-        return [None if norm == NO_NORM else norm for norm in norms]
+        norms = np.maximum.reduceat(self.norms, starts)
+        cells = norms.astype(object)
+        cells[norms == NO_NORM] = None
+        return cells.tolist()

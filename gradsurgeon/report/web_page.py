@@ -218,7 +218,7 @@ def _events(events: Sequence[Event]) -> dict[str, Any]:
         # The beginning shows what went wrong first, the end what stopped the run.
         half = _MOST_MARKS // 2
         marks = marks[:half] + marks[-half:]
-    shown = [_event(group) for group in groups]
+    shown = list(map(_event, groups))
     return {"events": shown, "left_out": left_out, "marks": marks}
 
 

@@ -8,7 +8,15 @@ import numpy as np
 
 from gradsurgeon.errors import RecordError, printable, shorten_names
 from gradsurgeon.report.comparison import order, tolerance
-from gradsurgeon.report.comparison.reading import KEYS, STATS, Kind, Reading, Words, starts
+from gradsurgeon.report.comparison.reading import (
+    KEY_FIELDS,
+    KEYS,
+    STATS,
+    Kind,
+    Reading,
+    Words,
+    starts,
+)
 from gradsurgeon.report.comparison.tolerance import Tolerance
 from gradsurgeon.report.spikes import Flags, Floats, Ints
 
@@ -34,7 +42,7 @@ def pair_fields(readings: int) -> Any:
     """Return the dtype of what is known of a tensor of one step, given the number of runs."""
     return np.dtype(
         [
-            *((key, np.int64) for key in KEYS),
+            *KEY_FIELDS,
             ("phase", "U8"),
             ("values", np.float64, (readings, len(STATS))),  # NaN where a run lacks the tensor
             ("found", bool, readings),  # whether each run has it
@@ -346,8 +354,7 @@ def _place(pairs: Pairs, chains: Sequence[Sequence[str]]) -> None:
     names = pairs.names
     most = _set_calls(pairs)
     numbers = _numbers_of_events(pairs)
-    known = [[name for name in chain if name in most] for chain in chains]
-    modules = order.merged(known, [name for name in names if name in most])
+    modules = order.merged(chains, [name for name in names if name in most])
     events = order.forward_order(modules, most, numbers)
     size = len(events)
     # Where the module of each parameter ends.
@@ -389,8 +396,11 @@ def _set_calls(pairs: Pairs) -> dict[str, int]:
     back = phases == "backward"
     cells["call"][back] = (calls - 1 - cells["call"])[back]
     counts = np.stack([cells["name"], calls], axis=1)[is_of_module]
+    most = {}
     # The largest number of calls of a module comes last.
-    return {pairs.names[name]: number for name, number in np.unique(counts, axis=0).tolist()}
+    for name, number in np.unique(counts, axis=0).tolist():
+        most[pairs.names[name]] = number
+    return most
 
 
 def _numbers_of_events(pairs: Pairs) -> dict[order.Event, order.Numbers]:

@@ -93,9 +93,10 @@ def _plain(value: Any) -> Any:
         return None
     if not isinstance(value, tuple):
         return value
-    if hasattr(value, "_asdict"):
-        return {key: _plain(field_value) for key, field_value in value._asdict().items()}
-    return [_plain(element) for element in value]
+    elements = list(map(_plain, value))
+    if hasattr(value, "_fields"):
+        return dict(zip(value._fields, elements, strict=True))
+    return elements
 
 
 def compared(
@@ -219,9 +220,10 @@ def _sentence(comparison: Comparison) -> str:
     largest = comparison.largest
     if largest is None:
         return "Nothing can be said: rounding decides every tensor."
-    compared_tensors = sum(step.compared for step in comparison.steps)
-    steps = count(len(comparison.steps), "step")
-    where = f"in {count(compared_tensors, 'tensor')} of {steps}"
+    tensors = 0
+    for step in comparison.steps:
+        tensors += step.compared
+    where = f"in {count(tensors, 'tensor')} of {count(len(comparison.steps), 'step')}"
     end = "." if comparison.alike else ", but have other parameters."
     is_measured = comparison.tolerance.kind != "rounding"
     if not is_measured and not comparison.pairs.cells["distance"].any():

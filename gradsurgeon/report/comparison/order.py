@@ -27,7 +27,10 @@ def parent_of(name: str, known: Mapping[str, object]) -> str:
 
 
 def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
-    """Return the names in an order that respects all chains and nesting; the model's order breaks ties."""
+    """Return the names in an order that respects all chains and nesting; the model's order breaks ties.
+
+    Chains may have other names, which count for nothing.
+    """
     places = {name: place for place, name in enumerate(names)}
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for name in names:
@@ -36,7 +39,8 @@ def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
         if above:
             sorter.add(name, above)
     for chain in chains:
-        for first, second in pairwise(chain):
+        known = [name for name in chain if name in places]
+        for first, second in pairwise(known):
             sorter.add(second, first)
     with suppress(CycleError):
         sorter.prepare()

@@ -24,7 +24,8 @@ STATS = ("l2", "projection_1", "projection_2", "numel")
 _NEEDED = frozenset(STATS[:3])
 # Step, kind and name of a tensor, the rank, and the number of the row among those of the same tensor and step.
 KEYS = ("step", "kind", "rank", "name", "row")
-_CELL = np.dtype([*((key, np.int64) for key in KEYS), ("values", np.float64, len(STATS))])
+KEY_FIELDS = [(key, np.int64) for key in KEYS]
+_CELL = np.dtype([*KEY_FIELDS, ("values", np.float64, len(STATS))])
 _WORDS = {
     "output.grad": "output gradient of {}",
     "input.grad": "input gradient of {}",
@@ -135,7 +136,7 @@ def read(run: StoredRun, words: Words, rename: Callable[[str], str]) -> Reading:
         if groups_of_rule is None or number in bound:
             continue
         names = _compared(run.names_of(rule["id"]), rename)
-        bound[number] = {words.of_name(name) for name in names.values()}
+        bound[number] = set(map(words.of_name, names.values()))
         for group in groups_of_rule:
             first = group["l2"]
             columns = range(len(first.key.names))
@@ -187,7 +188,8 @@ def _groups(run: StoredRun) -> dict[str, list[dict[str, StoredSeries]]]:
 
 def _sort(cells: Any) -> None:
     """Sort cells by `KEYS`, and number the rows of one tensor and step."""
-    cells[:] = cells[np.lexsort([cells[key] for key in reversed(KEYS[:-1])])]
+    order = np.lexsort([cells["name"], cells["rank"], cells["kind"], cells["step"]])
+    cells[:] = cells[order]
     places = np.arange(len(cells))
     first = np.where(starts(cells), places, 0)
     cells["row"] = places - np.maximum.accumulate(first)
