@@ -213,17 +213,17 @@ def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> s
     for track in tracks:
         module = _module(track)
         largest[module] = max(largest[module], track.median)
-    far = []
+    small = []
     for track in tracks:
         # A bias before a batch norm has next to no gradient beside its weight.
         is_zero = _is_bias(track) and track.median * _SIBLING < largest[_module(track)]
         if 0 < track.median * _FAR < usual and not is_zero:
-            far.append(track)
-    if not far:
+            small.append(track)
+    if not small:
         return ""
-    far.sort(key=attrgetter("median"))
-    least = far[0]
+    small.sort(key=attrgetter("median"))
+    least = small[0]
     return (
-        f"{_names(far)}; the median norm of {printable(least.name)} is {least.median:.3g}, and one of ten "
+        f"{_names(small)}; the median norm of {printable(least.name)} is {least.median:.3g}, and one of ten "
         f"{nouns(kind)}s has more than {usual:.3g}"
     )

@@ -170,16 +170,16 @@ def _whole(parts: Sequence[_SheetPart]) -> WholeNorm:
     steps = min((part.sheet.steps for part in parts), key=len)
     length = len(steps)
     squares = np.zeros(length)
-    there = np.zeros(length, bool)
+    has_norm = np.zeros(length, bool)
     names: list[str] = []
     for part in parts:
         names += [part.sheet.names[line] for line in part.lines]
         norms = part.sheet.norms[part.lines, :length]
         is_missing = norms == NO_NORM
         norms[is_missing] = 0
-        there |= ~is_missing.all(axis=0)
+        has_norm |= ~is_missing.all(axis=0)
         squares += np.square(norms, dtype=float).sum(axis=0)
-    order = np.flatnonzero(there)
+    order = np.flatnonzero(has_norm)
     order = order[np.argsort(steps[order], kind="stable")]
     point = parts[0].point
     if point not in OF_EACH_CALL:

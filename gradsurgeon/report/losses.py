@@ -43,17 +43,17 @@ class LossSeries(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, float]:
-        known = self.finite
-        if not len(known):
-            known = np.array([np.nan])
+        finite = self.finite
+        if not len(finite):
+            finite = np.array([np.nan])
         return {
             "first": float(self.values[0]),
-            "least": float(known.min()),
-            "median": float(np.median(known)),
-            "mean": float(known.mean()),
-            "largest": float(known.max()),
+            "least": float(finite.min()),
+            "median": float(np.median(finite)),
+            "mean": float(finite.mean()),
+            "largest": float(finite.max()),
             "last": float(self.values[-1]),
-            "negative": float((known < 0).mean()),
+            "negative": float((finite < 0).mean()),
         }
 
 
@@ -78,8 +78,13 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
 
 
 def _joined(parts: Sequence[LossSeries]) -> LossSeries:
-    steps = np.concatenate([part.steps for part in parts])
-    values = np.concatenate([part.values for part in parts])
+    all_steps = []
+    all_values = []
+    for part in parts:
+        all_steps.append(part.steps)
+        all_values.append(part.values)
+    steps = np.concatenate(all_steps)
+    values = np.concatenate(all_values)
     order = np.argsort(steps, kind="stable")
     return parts[0]._replace(steps=steps[order], values=values[order])
 
@@ -114,10 +119,10 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
     present = np.concatenate(all_present)
     for name in names:
         column = part.columns[name]
-        there = present[:, column]
-        if there.any():
-            of_name = values[there, column].astype(float)
-            yield LossSeries(part.key.rule, part.key.stat, name, steps[there], of_name)
+        has_value = present[:, column]
+        if has_value.any():
+            of_name = values[has_value, column].astype(float)
+            yield LossSeries(part.key.rule, part.key.stat, name, steps[has_value], of_name)
 
 
 def loss_tables(

@@ -194,7 +194,10 @@ class Report:
     @property
     def is_partial(self) -> bool:
         """Whether older rows are left out."""
-        return bool(self.dropped) or any(part.skipped for part in self.series)
+        for part in self.series:
+            if part.skipped:
+                return True
+        return bool(self.dropped)
 
     def _silent(self) -> list[str]:
         """Return the parameters that should learn and had no gradient in any update."""

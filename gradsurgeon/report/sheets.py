@@ -49,16 +49,20 @@ def records_of(places: Sequence[tuple[Sheet, int]], *, once: bool) -> tuple[Ints
     sheet, line = places[0]
     if len(places) == 1 and (np.diff(sheet.steps) > 0).all():
         return sheet.steps, sheet.norms[line]  # nearly always
-    steps = np.concatenate([sheet.steps for sheet, _ in places])
-    norms = np.concatenate([sheet.norms[line] for sheet, line in places])
-    there = norms != NO_NORM
-    order = np.lexsort((there, steps))
+    all_steps = []
+    all_norms = []
+    for sheet, line in places:
+        all_steps.append(sheet.steps)
+        all_norms.append(sheet.norms[line])
+    steps = np.concatenate(all_steps)
+    norms = np.concatenate(all_norms)
+    order = np.lexsort((norms != NO_NORM, steps))
     steps = steps[order]
     norms = norms[order]
-    there = there[order]
     # A row without the tensor says nothing if another series, or another call, has it in the same step.
     if once:
         kept = np.diff(steps, append=np.iinfo(np.int64).max) > 0
     else:
-        kept = there | ~np.isin(steps, steps[there])
+        has_norm = norms != NO_NORM
+        kept = has_norm | ~np.isin(steps, steps[has_norm])
     return steps[kept], norms[kept]

@@ -124,6 +124,7 @@ class Track:
         number = min(most, len(self.steps))
         starts = np.arange(number) * len(self.steps) // number
         norms = np.maximum.reduceat(self.norms, starts)
-        cells = norms.astype(object)
-        cells[norms == NO_NORM] = None
-        return cells.tolist()
+        cells: list[float | None] = norms.tolist()
+        for place in np.flatnonzero(norms == NO_NORM):
+            cells[place] = None
+        return cells

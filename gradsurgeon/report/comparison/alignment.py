@@ -205,24 +205,24 @@ def _comparable(pairs: Pairs, *, is_same_world: bool) -> tuple[Flags, list[str]]
     cells = pairs.cells
     is_of_module = of_modules(cells)
     _mark_resized(cells, is_of_module)
-    lone, odd = _unlike_calls(cells)
-    rest = is_of_module & ~odd & ~lone
-    resized = (cells["state"] == RESIZED) & rest
-    are_most_resized = 2 * resized.sum() > rest.sum()
-    are_all_odd = odd.any() and not rest.any()
-    if are_most_resized or are_all_odd or not is_same_world:
+    in_one_run, unlike = _unlike_calls(cells)
+    alike = is_of_module & ~unlike & ~in_one_run
+    resized = (cells["state"] == RESIZED) & alike
+    are_most_resized = 2 * resized.sum() > alike.sum()
+    are_all_unlike = unlike.any() and not alike.any()
+    if are_most_resized or are_all_unlike or not is_same_world:
         return ~is_of_module, [_OTHER_BATCHES]
     notes = []
     for state, where in ((MISSING_IN_REFERENCE, "run"), (MISSING_IN_RUN, "reference")):
-        places = np.flatnonzero(lone & (cells["state"] == state))
+        places = np.flatnonzero(in_one_run & (cells["state"] == state))
         if len(places):
             tensors = printable(shorten_names(pairs.texts(places)))
             notes.append(f"only in the {where}, so not compared: {tensors}")
-    if odd.any():
-        names = dict.fromkeys(pairs.names[name] for name in cells["name"][odd].tolist())
-        steps = ", ".join(map(str, np.unique(cells["step"][odd]).tolist()))
+    if unlike.any():
+        names = dict.fromkeys(pairs.names[name] for name in cells["name"][unlike].tolist())
+        steps = ", ".join(map(str, np.unique(cells["step"][unlike]).tolist()))
         notes.append(f"not compared in step {steps}: {shorten_names(list(names))}, {_CALLED}")
-    return ~(odd | lone), notes
+    return ~(unlike | in_one_run), notes
 
 
 def _mark_resized(cells: Any, is_of_module: Flags) -> None:
@@ -241,12 +241,12 @@ def _unlike_calls(cells: Any) -> tuple[Flags, Flags]:
     backward = cells["phase"] == "backward"
     keys = np.stack([cells["step"], cells["rank"], cells["name"]], axis=1)
     of_call = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
-    odd = (forward | backward) & _other_calls(cells)
-    is_missing = np.isin(cells["state"], (MISSING_IN_RUN, MISSING_IN_REFERENCE)) & ~odd
-    lone = is_missing & forward
-    lone |= is_missing & backward & np.isin(of_call, of_call[lone])
-    odd &= ~(backward & np.isin(of_call, of_call[forward & ~odd]))
-    return lone, odd
+    unlike = (forward | backward) & _other_calls(cells)
+    is_missing = np.isin(cells["state"], (MISSING_IN_RUN, MISSING_IN_REFERENCE)) & ~unlike
+    in_one_run = is_missing & forward
+    in_one_run |= is_missing & backward & np.isin(of_call, of_call[in_one_run])
+    unlike &= ~(backward & np.isin(of_call, of_call[forward & ~unlike]))
+    return in_one_run, unlike
 
 
 def _kinds_of_some_runs(kinds: Sequence[Kind], readings: Sequence[Reading]) -> list[str]:
@@ -295,7 +295,9 @@ def _joined(readings: Sequence[Reading], words: Words) -> Any:
     steps, both = _common(readings, words)
     sizes = []
     for key in KEYS:
-        largest = max(int(reading.cells[key].max()) for reading in readings)
+        largest = 0
+        for reading in readings:
+            largest = max(largest, int(reading.cells[key].max()))
         sizes.append(largest + 1)
     # A code for step, kind, rank, name and row of each cell.
     codes = []
@@ -310,16 +312,16 @@ def _joined(readings: Sequence[Reading], words: Words) -> Any:
     for key in KEYS:
         cells[key] = index[key][chosen]
     values = cells["values"]
-    found = cells["found"]
+    is_in_run = cells["found"]
     values[:] = np.nan
     for number, reading in enumerate(readings):
-        _, here, there = np.intersect1d(
+        _, places, rows = np.intersect1d(
             union, codes[number], assume_unique=True, return_indices=True
         )
-        values[here, number] = reading.cells["values"][there]
-        found[here, number] = True
-    cells["state"] = np.where(found[:, 0], BOTH, MISSING_IN_RUN)
-    cells["state"][~found[:, 1]] = MISSING_IN_REFERENCE
+        values[places, number] = reading.cells["values"][rows]
+        is_in_run[places, number] = True
+    cells["state"] = np.where(is_in_run[:, 0], BOTH, MISSING_IN_RUN)
+    cells["state"][~is_in_run[:, 1]] = MISSING_IN_REFERENCE
     phases = np.array([kind.phase for kind in words.kinds])
     cells["phase"] = phases[cells["kind"]]
     return cells

@@ -21,6 +21,7 @@ from gradsurgeon.report.tables import Table
 VERSION = 1
 _COLUMNS = 100
 _STEPS = 8
+_MAY_BE_ROUNDING = "; this may be rounding, which noise runs would tell"
 # What the JSON has in another form than the attribute.
 _APART = ("pairs", "alike", "others")
 
@@ -123,7 +124,9 @@ def compared(
         inside = findings.inside_of(pairs, border)
         if phase == "forward":
             modules = findings.modules_of(pairs, border)
-    all_steps = np.unique(np.concatenate([reading.steps for reading in (run, reference, *noise)]))
+    all_steps = run.steps
+    for other in (reference, *noise):
+        all_steps = np.union1d(all_steps, other.steps)
     lost = len(all_steps) - len(np.unique(pairs.cells["step"]))
     if lost:
         notes.append(f"{lost} of {len(all_steps)} steps are not in all runs")
@@ -236,10 +239,14 @@ def _sentence(comparison: Comparison) -> str:
 def _doubt(comparison: Comparison, distance: float) -> str:
     """Return what to add where rounding may explain the first difference."""
     kind = comparison.tolerance.kind
-    far = max(BOUND, float(comparison.pairs.cells["floor"].max()))
-    if kind == "rounded-away" or (kind == "rounding" and distance <= far):
-        return "; this may be rounding, which noise runs would tell"
-    if kind == "rounding" and distance <= AUTOCAST:
+    if kind == "rounded-away":
+        return _MAY_BE_ROUNDING
+    if kind != "rounding":
+        return ""
+    bound = max(BOUND, float(comparison.pairs.cells["floor"].max()))
+    if distance <= bound:
+        return _MAY_BE_ROUNDING
+    if distance <= AUTOCAST:
         return "; under autocast this may be rounding, which noise runs would tell"
     return ""
 
@@ -277,10 +284,10 @@ def _border(comparison: Comparison, first: findings.TensorDifference) -> str:
         agrees = f"the {printable(comparison.last[-1].text)} agrees"
     parts = f"the {printable(first.text)} does not"
     text = f"{agrees}, {parts}" if agrees else f"{parts} agree"
-    far = first.why
-    if not far:
-        far = f"distance {first.distance:.2g}, tolerance {first.tolerance:.2g}"
-    return f"step {first.step}, {first.phase}: {text}: {far}"
+    reason = first.why
+    if not reason:
+        reason = f"distance {first.distance:.2g}, tolerance {first.tolerance:.2g}"
+    return f"step {first.step}, {first.phase}: {text}: {reason}"
 
 
 def _tables(comparison: Comparison) -> Iterator[Table]:

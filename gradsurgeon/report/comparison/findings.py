@@ -208,9 +208,9 @@ def steps_of(pairs: Pairs) -> Iterator[StepDifference]:
     all_apart = pairs.apart
     is_finite = np.isfinite(cells["distance"])
     for step in np.unique(cells["step"]).tolist():
-        here = cells["step"] == step
-        apart = here & all_apart
-        compared = here & ~cells["undecided"]
+        is_in_step = cells["step"] == step
+        apart = is_in_step & all_apart
+        compared = is_in_step & ~cells["undecided"]
         distances = cells["distance"][apart & is_finite]
         median = 0.0
         largest = 0.0

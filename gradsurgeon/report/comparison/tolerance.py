@@ -90,9 +90,9 @@ def vanishing(norms: Floats, groups: Ints, dtype: str) -> Floats:
     share = max(_VANISHING, _VANISHING_EPS * eps_of(dtype))
     drift = np.zeros(len(norms))
     for group in np.unique(groups):
-        here = groups == group
-        of_group = norms[here]
-        drift[here] = of_group < share * np.median(of_group)
+        is_in_group = groups == group
+        of_group = norms[is_in_group]
+        drift[is_in_group] = of_group < share * np.median(of_group)
     return drift
 
 
@@ -109,10 +109,10 @@ def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: 
     np.fmax.at(of_gradients, numbers[decided], drift[decided])
     lifted_drift[update] = np.fmax(drift[update], of_gradients[numbers[update]])
     for group in np.unique(groups):
-        here = groups == group
-        of_group = drift[here]
+        is_in_group = groups == group
+        of_group = drift[is_in_group]
         if np.isfinite(of_group).any():
-            lifted_drift[here] = np.fmax(lifted_drift[here], np.nanmedian(of_group))
+            lifted_drift[is_in_group] = np.fmax(lifted_drift[is_in_group], np.nanmedian(of_group))
     return np.nan_to_num(lifted_drift)
 
 
@@ -185,12 +185,12 @@ def grown(steps: Ints, phases: Any, floors: Floats) -> Floats:
     limits = np.maximum(_ULPS * eps_of("float32"), floors / _EPS)
     is_gradient = phases == "gradient"
     for step in np.unique(steps):
-        here = np.flatnonzero(steps == step)
-        depths = 1.0 + np.arange(len(here))
+        places = np.flatnonzero(steps == step)
+        depths = 1.0 + np.arange(len(places))
         # A gradient has the rounding of the whole step, an update no more than its gradient.
-        depths[is_gradient[here]] = len(here)
-        depths[phases[here] == "update"] = 1.0
-        limits[here] *= np.sqrt(depths)
+        depths[is_gradient[places]] = len(places)
+        depths[phases[places] == "update"] = 1.0
+        limits[places] *= np.sqrt(depths)
     limits[is_gradient] *= _CANCELLED
     return limits
 
@@ -219,18 +219,18 @@ def refuse_unlike(
     is_finite = np.isfinite(reference).all(axis=1)
     spread = _spread(values, len(noise))
     for number, repetition in enumerate(noise, 2):
-        known = np.flatnonzero(first["found"][:, number] & is_finite)
-        far = distances(values[known, number], reference[known])
+        places = np.flatnonzero(first["found"][:, number] & is_finite)
+        far = distances(values[places, number], reference[places])
         before = np.maximum.accumulate(far)
         before = np.concatenate([[0.0], before])[: len(far)]
         # The first tensor that noise moves shows how large the noise is.
         begin = DECIDED_BY_ROUNDING if _perturbs(repetition) else _FAR
         limit = np.where(before == 0, begin, np.maximum(_FAR, _JUMP * before))
-        is_apart_from_noise = _ALIKE * spread[known] < far
+        is_apart_from_noise = _ALIKE * spread[places] < far
         strange = np.flatnonzero((far > limit) & is_apart_from_noise)
         if len(strange):
             at = strange[0]
-            place = text_of(np.flatnonzero(forward)[known[at]])
+            place = text_of(np.flatnonzero(forward)[places[at]])
             moved = f"differs from the reference by {far[at]:.2g} at the {place}"
             rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
             remedy = "make noise runs by the script of the reference"
