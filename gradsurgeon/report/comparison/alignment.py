@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gradsurgeon.errors import RecordError, printable, shorten_names
-from gradsurgeon.report.comparison import order, tolerance
+from gradsurgeon.report.comparison import calls, order, tolerance
 from gradsurgeon.report.comparison.reading import (
     KEY_FIELDS,
     KEYS,
@@ -27,8 +27,6 @@ MISSING_IN_REFERENCE = 2
 RESIZED = 3
 # Gradients come after the forward and backward passes of all micro-batches, updates after all gradients.
 _LATE = 2**40
-# Calls in another order are so many times nearer to each other in the right one.
-_NEARER = 10.0
 _OTHER_BATCHES = (
     "only gradients and weights are compared: other ranks, batches or micro-batches divide the samples "
     "differently; with batch norm such runs truly differ"
@@ -121,7 +119,7 @@ def align(
     tolerance.refuse_repeated(run, reference, noise)
     readings = [run, reference, *noise]
     pairs = Pairs(list(words.kinds), list(words.names), _joined(readings, words))
-    _reorder_backward(pairs.cells)
+    calls.reorder_backward(pairs.cells)
     is_same_world = run.meta.get("ranks") == reference.meta.get("ranks")
     is_known, notes = _comparable(pairs, is_same_world=is_same_world)
     notes += _kinds_of_some_runs(pairs.kinds, readings)
@@ -241,7 +239,7 @@ def _unlike_calls(cells: Any) -> tuple[Flags, Flags]:
     backward = cells["phase"] == "backward"
     keys = np.stack([cells["step"], cells["rank"], cells["name"]], axis=1)
     of_call = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
-    unlike = (forward | backward) & _other_calls(cells)
+    unlike = (forward | backward) & calls.other_numbers(cells)
     is_missing = np.isin(cells["state"], (MISSING_IN_RUN, MISSING_IN_REFERENCE)) & ~unlike
     in_one_run = is_missing & forward
     in_one_run |= is_missing & backward & np.isin(of_call, of_call[in_one_run])
@@ -281,15 +279,6 @@ def _common(readings: Sequence[Reading], words: Words) -> tuple[Ints, Flags]:
     return steps, both
 
 
-def _other_calls(cells: Any) -> Flags:
-    """Tell which tensors have another number of rows in one of the runs that have them."""
-    groups = np.cumsum(starts(cells)) - 1
-    counts = np.array([np.bincount(groups, weights=found) for found in cells["found"].T])
-    most = counts.max(axis=0)
-    least = np.where(counts > 0, counts, np.inf).min(axis=0)
-    return np.asarray((most > least)[groups])
-
-
 def _joined(readings: Sequence[Reading], words: Words) -> Any:
     """Return the tensors of run and reference in the steps of all runs, with the values of each run."""
     steps, both = _common(readings, words)
@@ -325,29 +314,6 @@ def _joined(readings: Sequence[Reading], words: Words) -> Any:
     phases = np.array([kind.phase for kind in words.kinds])
     cells["phase"] = phases[cells["kind"]]
     return cells
-
-
-def _reorder_backward(cells: Any) -> None:
-    """Give the calls of a module in backward passes of the run the order that they have in the reference.
-
-    One backward pass of two losses comes to the last call first; two backward passes come to the first.
-    """
-    begins = np.flatnonzero(starts(cells))
-    for calls in np.split(cells, begins[1:]):
-        if len(calls) < 2 or calls["phase"][0] != "backward":  # noqa: PLR2004 # to reorder
-            continue
-        rows = calls["values"][:, :2, :3]
-        if not np.isfinite(rows).all():
-            continue
-        ours = rows[:, None, 0]
-        theirs = rows[None, :, 1]
-        distances = np.abs(ours - theirs).max(axis=2)
-        nearest = distances.argmin(axis=0)
-        far_as_reordered = distances.min(axis=0).max()
-        far_as_is = distances.diagonal().max()
-        is_permutation = len(np.unique(nearest)) == len(nearest)
-        if is_permutation and far_as_reordered * _NEARER < far_as_is:
-            calls["values"][:, 0] = calls["values"][nearest, 0]
 
 
 def _place(pairs: Pairs, chains: Sequence[Sequence[str]]) -> None:
@@ -389,15 +355,15 @@ def _set_calls(pairs: Pairs) -> dict[str, int]:
     # The number of micro-batches divides how often each module runs in a step.
     forward_rows = rows[phases[begins] == "forward"]
     parts = max(1, int(np.gcd.reduce(forward_rows, initial=0)))
-    calls = np.maximum(1, np.repeat(rows, rows) // parts)
+    calls_of_part = np.maximum(1, np.repeat(rows, rows) // parts)
     is_of_module = of_modules(cells)
-    calls[~is_of_module] = cells["row"][~is_of_module] + 1
-    cells["part"] = cells["row"] // calls
-    cells["call"] = cells["row"] % calls
+    calls_of_part[~is_of_module] = cells["row"][~is_of_module] + 1
+    cells["part"] = cells["row"] // calls_of_part
+    cells["call"] = cells["row"] % calls_of_part
     # The backward pass comes to the last call first.
     back = phases == "backward"
-    cells["call"][back] = (calls - 1 - cells["call"])[back]
-    counts = np.stack([cells["name"], calls], axis=1)[is_of_module]
+    cells["call"][back] = (calls_of_part - 1 - cells["call"])[back]
+    counts = np.stack([cells["name"], calls_of_part], axis=1)[is_of_module]
     most = {}
     # The largest number of calls of a module comes last.
     for name, number in np.unique(counts, axis=0).tolist():
