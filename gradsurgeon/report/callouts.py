@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from gradsurgeon.report.track import Track
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
 _DEATHS = 3
 # Norms of the layers of one model lie within fewer orders of magnitude; of few layers none is unusual.
-_FAR, _LEAST_COMPARED = 1e4, 4
+_FAR = 1e4
+_LEAST_COMPARED = 4
 # The usual norm of a kind: many layers may have vanished, and a few may be large.
 _USUAL_SHARE = 0.9
 # A module whose weight has so much more gradient than its bias: the gradient of the bias is zero by mathematics.
@@ -24,8 +26,11 @@ _SIBLING = 1e3
 
 
 def callouts(history: History, params: int) -> Iterator[str]:
+    """Yield a sentence for each thing that stands out."""
     for kind in history.kinds:
-        of_kind = "" if kind == GRADIENT else f" ({kind})"
+        of_kind = ""
+        if kind != GRADIENT:
+            of_kind = f" ({kind})"
         for word, text in _callouts_of(history, kind, params):
             if text:
                 yield f"{word}{of_kind}: {text}"
@@ -37,12 +42,21 @@ def _callouts_of(history: History, kind: str, params: int) -> Iterator[tuple[str
     # Weights grow in healthy trainings, and how much an update moves says little by itself.
     if kind in OF_WEIGHTS:
         return
-    grown = [track for track in tracks if track.has_grown]
-    # Beside an explosion all else is small.
-    others = [track for track in tracks if not track.has_grown]
+    grown = []
+    others = []
+    for track in tracks:
+        # Beside an explosion all else is small.
+        if track.has_grown:
+            grown.append(track)
+        else:
+            others.append(track)
     yield "exploding", _exploding(grown)
-    wholes = history.gradients if kind == GRADIENT else []
-    yield "largest spike", _spike_of_wholes(wholes, others, params) or _spike(others)
+    spike = ""
+    if kind == GRADIENT:
+        spike = _spike_of_wholes(history.gradients, others, params)
+    if not spike:
+        spike = _spike(others)
+    yield "largest spike", spike
     yield from _dead(tracks)
     if GRADIENT in kind and len(tracks) >= _LEAST_COMPARED:
         yield "vanishing", _vanishing(tracks, others, kind)
@@ -52,7 +66,10 @@ def whole_name(whole: WholeNorm, params: int) -> str:
     number = len(whole.names)
     if number == 1:
         return f"norm of {printable(whole.names[0])}"
-    return f"norm of {'all ' if number == params else ''}{count(number, 'parameter')}"
+    tensors = count(number, "parameter")
+    if number == params:
+        tensors = f"all {tensors}"
+    return f"norm of {tensors}"
 
 
 def nouns(kind: str) -> str:
@@ -72,14 +89,23 @@ def _is_bias(track: Track) -> bool:
 
 
 def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
-    broken = [track for track in tracks if len(track.nonfinite_steps)]
-    if not broken:
+    by_first: defaultdict[int, list[Track]] = defaultdict(list)
+    number = 0
+    last = 0
+    are_finite_again = True
+    for track in tracks:
+        steps = track.nonfinite_steps
+        if not len(steps):
+            continue
+        by_first[steps[0]].append(track)
+        number += 1
+        last = max(last, steps[-1])
+        are_finite_again &= math.isfinite(track.last)
+    if not number:
         return ""
-    first = min(track.nonfinite_steps[0] for track in broken)
-    last = max(track.nonfinite_steps[-1] for track in broken)
-    names = _names([track for track in broken if track.nonfinite_steps[0] == first])
-    text = f"{count(len(broken), nouns(kind))}, first at step {first}: {names}"
-    if all(math.isfinite(track.last) for track in broken):
+    first = min(by_first)
+    text = f"{count(number, nouns(kind))}, first at step {first}: {_names(by_first[first])}"
+    if are_finite_again:
         text += f"; until step {last}, finite again since"
     return text
 
@@ -87,13 +113,14 @@ def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
 def _exploding(grown: Sequence[Track]) -> str:
     if not grown:
         return ""
-    most = max(grown, key=lambda track: track.rise)
+    most = max(grown, key=attrgetter("rise"))
     norms = most.finite_norms
     steps = most.finite_steps
     begin = norms[norms > 0][0]
+    peak = steps[norms.argmax()]
     text = (
-        f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step "
-        f"{steps[norms.argmax()]} (last {norms[-1]:.3g})"
+        f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step {peak} "
+        f"(last {norms[-1]:.3g})"
     )
     if len(most.nonfinite_steps) and most.nonfinite_steps[-1] >= steps[-1]:
         text += f", before it was non-finite at step {most.nonfinite_steps[0]}"
@@ -120,25 +147,26 @@ def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], param
         spike = largest_spike(whole.steps[is_finite], whole.norms[is_finite])
         if spike is None or spike.times < largest:
             continue
-        norms = {track: _norm_at(track, spike.step) for track in tracks}
-        far = [
-            track
-            for track, norm in norms.items()
-            if track.name in whole.names and norm > TIMES * track.median
-        ]
-        if far:
+        norms: dict[Track, float] = {}
+        for track in tracks:
+            norm = _norm_at(track, spike.step)
+            if track.name in whole.names and norm > TIMES * track.median:
+                norms[track] = norm
+        if norms:
             largest = spike.times
             # By their share of the whole.
-            far.sort(key=norms.__getitem__, reverse=True)
-            said = _spike_text(f"the {whole_name(whole, params)}", spike)
-            text = f"{said}; most in {_names(far)}"
+            far = sorted(norms, key=norms.__getitem__, reverse=True)
+            text = _spike_text(f"the {whole_name(whole, params)}", spike)
+            text += f"; most in {_names(far)}"
     return text
 
 
 def _norm_at(track: Track, step: int) -> float:
     """Return the norm of a step, or the largest of a few steps; 0 or less where there is none."""
     place = int(np.searchsorted(track.steps, step, side="right")) - 1
-    norm = float(track.norms[place]) if place >= 0 else 0.0
+    if place < 0:
+        return 0.0
+    norm = float(track.norms[place])
     return norm if math.isfinite(norm) else 0.0
 
 
@@ -148,17 +176,23 @@ def _spike_text(name: str, spike: Spike) -> str:
 
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     alive = {_module(track) for track in tracks if track.largest > 0}
-    zero = [track for track in tracks if track.largest == 0 and not len(track.nonfinite_steps)]
-    zero = [track for track in zero if not (_is_bias(track) and _module(track) in alive)]
-    yield "norm always exactly 0", _names(zero)
+    zero = []
     since: defaultdict[int, list[Track]] = defaultdict(list)
     for track in tracks:
-        if track.zero_since is not None and not _shrank_before(track, track.zero_since):
-            since[track.zero_since].append(track)
+        is_zero = track.largest == 0 and not len(track.nonfinite_steps)
+        is_inert_bias = _is_bias(track) and _module(track) in alive
+        if is_zero and not is_inert_bias:
+            zero.append(track)
+        step = track.zero_since
+        if step is not None and not _shrank_before(track, step):
+            since[step].append(track)
+    yield "norm always exactly 0", _names(zero)
     steps = sorted(since)
     for step in steps[:_DEATHS]:
         yield f"norm exactly 0 since step {step}, and until the end", _names(since[step])
-    later = sum(len(since[step]) for step in steps[_DEATHS:])
+    later = 0
+    for step in steps[_DEATHS:]:
+        later += len(since[step])
     if later:
         yield "norm exactly 0 until the end, since later steps", f"{later:,} more"
 
@@ -177,17 +211,19 @@ def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> s
     usual = float(np.quantile(medians, _USUAL_SHARE))
     largest: defaultdict[str, float] = defaultdict(float)
     for track in tracks:
-        largest[_module(track)] = max(largest[_module(track)], track.median)
-    far = []
+        module = _module(track)
+        largest[module] = max(largest[module], track.median)
+    small = []
     for track in tracks:
         # A bias before a batch norm has next to no gradient beside its weight.
         is_zero = _is_bias(track) and track.median * _SIBLING < largest[_module(track)]
         if 0 < track.median * _FAR < usual and not is_zero:
-            far.append(track)
-    if not far:
+            small.append(track)
+    if not small:
         return ""
-    far.sort(key=lambda track: track.median)
+    small.sort(key=attrgetter("median"))
+    least = small[0]
     return (
-        f"{_names(far)}; the median norm of {printable(far[0].name)} is {far[0].median:.3g}, and one of ten "
+        f"{_names(small)}; the median norm of {printable(least.name)} is {least.median:.3g}, and one of ten "
         f"{nouns(kind)}s has more than {usual:.3g}"
     )

@@ -32,7 +32,10 @@ class Ending(NamedTuple):
     @property
     def lines(self) -> list[str]:
         """One or two lines: how the run ended, and the first diagnosis."""
-        return [self.words, f"  {printable(self.diagnosis)}"] if self.diagnosis else [self.words]
+        lines = [self.words]
+        if self.diagnosis:
+            lines.append(f"  {printable(self.diagnosis)}")
+        return lines
 
     @property
     def level(self) -> Literal["good", "warning", "bad", "running"]:
@@ -41,7 +44,9 @@ class Ending(NamedTuple):
             return "bad"
         if not self.is_clean:
             return "warning"
-        return "running" if self.state == "running" else "good"
+        if self.state == "running":
+            return "running"
+        return "good"
 
 
 def _outcome(state: State, events: Sequence[Event], tripped: Counter[str]) -> str:
@@ -81,9 +86,12 @@ def ending_of(
         states.append(state)
         words[rank] = text
         ranks_by_words.setdefault(text, []).append(str(rank))
-    shown = list(ranks_by_words)
-    if len(shown) > 1:
-        shown = [f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_words.items()]
+    shown = []
+    for text, ranks in ranks_by_words.items():
+        if len(ranks_by_words) == 1:
+            shown.append(text)
+        else:
+            shown.append(f"rank {', '.join(ranks)}: {text}")
     state = min(states, key=_FIRST.index)
     tripped = by_kind(event for event in events if is_trip(event, edits))
     outcome = _outcome(state, events, tripped)
@@ -112,8 +120,10 @@ def _of_rank(end: RankEnd) -> tuple[State, str]:
     status = end.ending.get("status")
     if isinstance(step, int) and isinstance(rule, str) and rule:
         return "stopped", f"stopped at step {step} by rule {printable(rule)} ({error})"
-    exit_status = f", exit status {status}" if isinstance(status, int) else ""
-    return "stopped", f"stopped by {error}{exit_status}"
+    text = f"stopped by {error}"
+    if isinstance(status, int):
+        text += f", exit status {status}"
+    return "stopped", text
 
 
 def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str:
@@ -124,6 +134,10 @@ def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str
             continue
         text = f"step {event.step}: {headline[1]}"
         place = _PLACE.search(event.message, headline.end())
-        return f"{text}, {place[1]}" if place else text
-    trips = (event.message.partition("\n")[0] for event in events if is_trip(event, edits))
-    return next(trips, "")
+        if place is not None:
+            text += f", {place[1]}"
+        return text
+    for event in events:
+        if is_trip(event, edits):
+            return event.message.partition("\n")[0]
+    return ""

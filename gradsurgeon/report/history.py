@@ -52,14 +52,16 @@ class History:
         rule: str | None = None,
     ) -> None:
         self._kinds = kinds
-        norms = [
-            (part, repeated) for part, repeated in series if self._is_norm(part.key) and len(part)
-        ]
+        norms = []
+        size = 0
+        for part, repeated in series:
+            if self._is_norm(part.key) and len(part):
+                norms.append((part, repeated))
+                size += len(part) * len(part.key.names)
+        self.rows_of_a_column = max(1, -(-size // MOST_VALUES))
         self._sheets: list[tuple[RecordOrigin, Sheet]] = []
         # The sheets and lines in which an origin has a tensor.
         self._places: dict[tuple[RecordOrigin, str], list[tuple[Sheet, int]]] = {}
-        size = sum(len(part) * len(part.key.names) for part, _ in norms)
-        self.rows_of_a_column = max(1, -(-size // MOST_VALUES))
         for part, repeated in norms:
             if rule in (None, part.key.rule):
                 self._read(part, repeated)
@@ -70,19 +72,23 @@ class History:
         columns = [column for column in range(len(series.key.names)) if column not in repeated]
         sheet = read_sheet(series, columns, self.rows_of_a_column)
         origin = self._origin_of(series.key)
-        for line in np.flatnonzero((sheet.norms != NO_NORM).any(axis=1)).tolist():
-            self._places.setdefault((origin, sheet.names[line]), []).append((sheet, line))
+        has_norms = (sheet.norms != NO_NORM).any(axis=1)
+        for line in np.flatnonzero(has_norms).tolist():
+            places = self._places.setdefault((origin, sheet.names[line]), [])
+            places.append((sheet, line))
         self._sheets.append((origin, sheet))
 
     def _is_norm(self, key: Key) -> bool:
-        is_of_update = self._kinds.get(key.rule) == UPDATES and key.stat in OF_UPDATES
-        return key.stat == STAT or is_of_update
+        if key.stat in OF_UPDATES:
+            return self._kinds.get(key.rule) == UPDATES
+        return key.stat == STAT
 
     def _origin_of(self, key: Key) -> RecordOrigin:
-        kind = OF_UPDATES.get(key.stat) or self._kinds.get(key.rule, GRADIENT)
-        return RecordOrigin(kind, key.rule, key.point)
+        kind = self._kinds.get(key.rule, GRADIENT)
+        return RecordOrigin(OF_UPDATES.get(key.stat, kind), key.rule, key.point)
 
     def _choose(self, order: Sequence[str]) -> dict[tuple[str, str], RecordOrigin]:
+        """Return the records to show, in the order of rules and of the model."""
         rules = list(self._kinds)
         kinds = list(self._kinds.values())
         places = {name: place for place, name in enumerate(order)}
@@ -103,7 +109,8 @@ class History:
     @property
     def hidden(self) -> set[RecordOrigin]:
         """Records of l2 norms that are not shown, because others of the same kind are."""
-        return {origin for origin, _ in self._places} - set(self.shown.values())
+        origins = {origin for origin, _ in self._places}
+        return origins.difference(self.shown.values())
 
     @property
     def kinds(self) -> list[str]:
@@ -126,20 +133,13 @@ class History:
         """The norms of gradients together, for those whose norms add up: of one point, in the same steps."""
         groups: list[list[_SheetPart]] = []
         for origin, sheet in self._sheets:
-            lines = [
-                line
-                for line, name in enumerate(sheet.names)
-                if self.shown.get((GRADIENT, name)) == origin
-            ]
-            if not lines:
-                continue
-            part = _SheetPart(origin.point, sheet, lines)
-            group = next((group for group in groups if _adds_up(group[0], part)), None)
-            if group is None:
-                groups.append([part])
-            else:
-                group.append(part)
-        return [_whole(group) for group in groups]
+            lines = []
+            for line, name in enumerate(sheet.names):
+                if self.shown.get((GRADIENT, name)) == origin:
+                    lines.append(line)
+            if lines:
+                _group(groups, _SheetPart(origin.point, sheet, lines))
+        return list(map(_whole, groups))
 
 
 def _place(item: str, ordered: Sequence[str]) -> int:
@@ -147,26 +147,39 @@ def _place(item: str, ordered: Sequence[str]) -> int:
     return ordered.index(item) if item in ordered else len(ordered)
 
 
-def _adds_up(one: _SheetPart, other: _SheetPart) -> bool:
+def _group(groups: list[list[_SheetPart]], part: _SheetPart) -> None:
+    """Add a part to the group with whose norms its norms add up, or to a group of its own."""
+    for group in groups:
+        if _adds_up(group[0], part):
+            group.append(part)
+            return
+    groups.append([part])
+
+
+def _adds_up(first: _SheetPart, second: _SheetPart) -> bool:
     """Tell whether two parts have the same steps at one point, but for one row that another optimizer has yet to write."""
-    lengths = len(one.sheet.steps), len(other.sheet.steps)
-    length = min(lengths)
-    has_same_steps = np.array_equal(one.sheet.steps[:length], other.sheet.steps[:length])
-    return one.point == other.point and max(lengths) <= length + 1 and has_same_steps
+    steps = first.sheet.steps
+    other_steps = second.sheet.steps
+    length = min(len(steps), len(other_steps))
+    if first.point != second.point or max(len(steps), len(other_steps)) > length + 1:
+        return False
+    return np.array_equal(steps[:length], other_steps[:length])
 
 
 def _whole(parts: Sequence[_SheetPart]) -> WholeNorm:
     steps = min((part.sheet.steps for part in parts), key=len)
     length = len(steps)
     squares = np.zeros(length)
-    there = np.zeros(length, bool)
+    has_norm = np.zeros(length, bool)
     names: list[str] = []
     for part in parts:
         names += [part.sheet.names[line] for line in part.lines]
         norms = part.sheet.norms[part.lines, :length]
-        there |= (norms != NO_NORM).any(axis=0)
-        squares += np.square(np.where(norms == NO_NORM, 0, norms), dtype=float).sum(axis=0)
-    order = np.flatnonzero(there)
+        is_missing = norms == NO_NORM
+        norms[is_missing] = 0
+        has_norm |= ~is_missing.all(axis=0)
+        squares += np.square(norms, dtype=float).sum(axis=0)
+    order = np.flatnonzero(has_norm)
     order = order[np.argsort(steps[order], kind="stable")]
     point = parts[0].point
     if point not in OF_EACH_CALL:
@@ -184,12 +197,13 @@ class Grid(NamedTuple):
 
 
 def grid_of(tracks: Sequence[Track], most: int) -> Grid:
-    begin = min(int(track.steps[0]) for track in tracks)
-    end = max(int(track.steps[-1]) for track in tracks)
-    width = -(-(end - begin + 1) // most)
     # Many tracks share the array of their steps.
-    all_steps = {id(track.steps): track.steps for track in tracks}.values()
-    used = np.unique(np.concatenate([(steps - begin) // width for steps in all_steps]))
+    steps_by_id = {id(track.steps): track.steps for track in tracks}
+    all_steps = np.concatenate(list(steps_by_id.values()))
+    begin = int(all_steps.min())
+    end = int(all_steps.max())
+    width = -(-(end - begin + 1) // most)
+    used = np.unique((all_steps - begin) // width)
     norms = np.full((len(tracks), len(used)), NO_NORM)
     for row, track in enumerate(tracks):
         columns = np.searchsorted(used, (track.steps - begin) // width)

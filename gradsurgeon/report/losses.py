@@ -15,7 +15,8 @@ from gradsurgeon.report.rules_and_events import COSINE, DISTANCE, LOSS_STATS, RA
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.report.tables import Table
 
-_MOST_TAGGED, _ROWS = 8, 28
+_MOST_TAGGED = 8
+_ROWS = 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _HEAD = ("loss", "history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
@@ -42,15 +43,17 @@ class LossSeries(NamedTuple):
 
     @property
     def numbers(self) -> dict[str, float]:
-        known = self.finite if len(self.finite) else np.array([np.nan])
+        finite = self.finite
+        if not len(finite):
+            finite = np.array([np.nan])
         return {
             "first": float(self.values[0]),
-            "least": float(known.min()),
-            "median": float(np.median(known)),
-            "mean": float(known.mean()),
-            "largest": float(known.max()),
+            "least": float(finite.min()),
+            "median": float(np.median(finite)),
+            "mean": float(finite.mean()),
+            "largest": float(finite.max()),
             "last": float(self.values[-1]),
-            "negative": float((known < 0).mean()),
+            "negative": float((finite < 0).mean()),
         }
 
 
@@ -63,49 +66,63 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
     # An update over its weight is a ratio, too.
     rules = {part.key.rule for part in series if part.key.stat in (COSINE, WEIGHT)}
     for part, repeated in of_lowest_ranks(series):
-        if part.key.rule in rules and part.key.stat in LOSS_STATS:
-            columns = part.columns.items()
-            names = [name for name, column in columns if column not in repeated]
-            recorded += _series_of(part, names)
+        if part.key.rule not in rules or part.key.stat not in LOSS_STATS:
+            continue
+        names = [name for name, column in part.columns.items() if column not in repeated]
+        recorded += _series_of(part, names)
     # A set of parameters that grows, or another one of modules, is another series.
     joint: dict[tuple[str, str, str], list[LossSeries]] = {}
-    for one in recorded:
-        joint.setdefault((one.rule, one.stat, one.name), []).append(one)
-    return [_joined(parts) for parts in joint.values()]
+    for loss in recorded:
+        joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
+    return list(map(_joined, joint.values()))
 
 
 def _joined(parts: Sequence[LossSeries]) -> LossSeries:
-    steps = np.concatenate([part.steps for part in parts])
-    values = np.concatenate([part.values for part in parts])
+    all_steps = []
+    all_values = []
+    for part in parts:
+        all_steps.append(part.steps)
+        all_values.append(part.values)
+    steps = np.concatenate(all_steps)
+    values = np.concatenate(all_values)
     order = np.argsort(steps, kind="stable")
     return parts[0]._replace(steps=steps[order], values=values[order])
 
 
 def _tagged(series: Iterable[Part], params: Collection[str]) -> Iterator[LossSeries]:
+    """Yield the values of tagged losses, each by its best statistic."""
     best: dict[tuple[int, str], Part] = {}
     for stat in _STATS:
         for part in series:
-            if part.key.stat == stat:
-                for name in part.key.names:
-                    if name not in params and "loss" in name.lower():
-                        best.setdefault((part.rank, name), part)
+            if part.key.stat != stat:
+                continue
+            for name in part.key.names:
+                if name not in params and "loss" in name.lower():
+                    best.setdefault((part.rank, name), part)
     ranks = {rank for rank, _ in best}
-    for (rank, name), part in list(best.items())[:_MOST_TAGGED]:
-        for loss in _series_of(part, [name]):
-            yield loss._replace(name=f"{name}, rank {rank}") if len(ranks) > 1 else loss
+    for rank, name in list(best)[:_MOST_TAGGED]:
+        for loss in _series_of(best[rank, name], [name]):
+            if len(ranks) > 1:
+                yield loss._replace(name=f"{name}, rank {rank}")
+            else:
+                yield loss
 
 
 def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
+    """Yield the values of some names, without rows that have none."""
     read = list(blocks(part))
     if not read:
         return
-    steps, numbers, present = (np.concatenate(arrays) for arrays in zip(*read, strict=True))
+    all_steps, all_values, all_present = zip(*read, strict=True)
+    steps = np.concatenate(all_steps)
+    values = np.concatenate(all_values)
+    present = np.concatenate(all_present)
     for name in names:
         column = part.columns[name]
-        there = present[:, column]
-        if there.any():
-            values = numbers[there, column].astype(float)
-            yield LossSeries(part.key.rule, part.key.stat, name, steps[there], values)
+        has_value = present[:, column]
+        if has_value.any():
+            of_name = values[has_value, column].astype(float)
+            yield LossSeries(part.key.rule, part.key.stat, name, steps[has_value], of_name)
 
 
 def loss_tables(
@@ -113,52 +130,68 @@ def loss_tables(
 ) -> Iterator[tuple[Table, Sequence[LossSeries]]]:
     """Yield a table and the curves of each statistic that a rule has measured of losses."""
     groups: dict[tuple[str, str], list[LossSeries]] = {}
-    for one in losses:
-        groups.setdefault((one.rule, one.stat), []).append(one)
+    for loss in losses:
+        groups.setdefault((loss.rule, loss.stat), []).append(loss)
     for (_, stat), series in groups.items():
         if stat == COSINE:
-            # The worst conflicts come first, pairs without a number last.
-            series.sort(key=lambda pair: np.nan_to_num(pair.numbers["mean"], nan=math.inf))
+            series.sort(key=_mean)
         yield _table(stat, series, observed=observed), series
 
 
+def _mean(pair: LossSeries) -> float:
+    """Return a key by which the worst conflicts come first, pairs without a number last."""
+    mean = pair.numbers["mean"]
+    return math.inf if math.isnan(mean) else mean
+
+
 def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
-    rows = []
+    shown = series[:_ROWS]
     curves: list[list[float]] = []
-    for one in series[:_ROWS]:
-        numbers = one.numbers
-        cells = [f"{numbers[field]:.3g}" for field in ("mean", "least", "largest", "last")]
-        nonfinite = len(one.values) - len(one.finite)
-        counts = [f"{len(one.values):,}", f"{nonfinite:,}" if nonfinite else "-"]
-        rows.append([printable(one.name), "", *cells, _share(numbers["negative"]), *counts])
+    for loss in shown:
         # A log scale has no place for 0 and less.
-        curves.append(one.values.tolist() if numbers["least"] > 0 else [])
-    notes = []
-    if len(series) > _ROWS:
-        notes.append(f"and {len(series) - _ROWS:,} more")
-    if stat == COSINE:
-        conflicts = sum(pair.numbers["mean"] < 0 for pair in series)
-        notes.append(f"{count(conflicts, 'pair')} of {len(series):,} conflict on average")
-    if stat == DISTANCE:
-        changed = "would have changed" if observed else "changed"
-        distances = np.concatenate([distance.values for distance in series])
-        share = _share(float((distances > 0).mean()))
-        notes.append(f"{changed} the sum in {share} of calls")
+        has_log = loss.numbers["least"] > 0
+        curves.append(loss.values.tolist() if has_log else [])
     rule = printable(series[0].rule)
     return Table(
         f"{TITLES.get(stat, 'losses')}, recorded by {rule} in {_steps(series)}",
         _HEAD,
-        rows,
+        list(map(_row, shown)),
         right=frozenset(range(2, len(_HEAD))),
         curves=curves,
-        notes=notes,
+        notes=list(_notes(stat, series, observed=observed)),
     )
 
 
+def _row(loss: LossSeries) -> list[str]:
+    numbers = loss.numbers
+    row = [printable(loss.name), ""]
+    row += [f"{numbers[field]:.3g}" for field in ("mean", "least", "largest", "last")]
+    row.append(_share(numbers["negative"]))
+    calls = len(loss.values)
+    row.append(f"{calls:,}")
+    nonfinite = calls - len(loss.finite)
+    row.append(f"{nonfinite:,}" if nonfinite else "-")
+    return row
+
+
+def _notes(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Iterator[str]:
+    if len(series) > _ROWS:
+        yield f"and {len(series) - _ROWS:,} more"
+    if stat == COSINE:
+        conflicts = 0
+        for pair in series:
+            conflicts += pair.numbers["mean"] < 0
+        yield f"{count(conflicts, 'pair')} of {len(series):,} conflict on average"
+    if stat == DISTANCE:
+        changed = "would have changed" if observed else "changed"
+        distances = np.concatenate([distance.values for distance in series])
+        share = _share(float((distances > 0).mean()))
+        yield f"{changed} the sum in {share} of calls"
+
+
 def _steps(losses: Sequence[LossSeries]) -> str:
-    first = min(loss.steps[0] for loss in losses)
-    last = max(loss.steps[-1] for loss in losses)
-    return f"steps {first}..{last}"
+    steps = np.concatenate([loss.steps for loss in losses])
+    return f"steps {steps.min()}..{steps.max()}"
 
 
 def _share(value: float) -> str:

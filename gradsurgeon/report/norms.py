@@ -52,41 +52,47 @@ def urgent_table(history: History, norms: NormTable, most: int) -> Table:
 
 def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence[Track]) -> Table:
     origins = {track.origin for track in tracks}
+    has_rule = len(origins) > 1
     head = [nouns(kind), *_HEAD]
-    if len(origins) > 1:
+    if has_rule:
         head.append("rule")
     rows = []
+    curves = []
     for track in shown:
-        numbers = (track.first, track.median, track.largest, track.last)
-        broken = len(track.nonfinite_steps)
-        nonfinite = f"{broken:,}" if broken else "-"
-        row = [printable(track.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
-        if len(origins) > 1:
+        row = _row(track)
+        if has_rule:
             row.append(printable(track.origin.rule))
         rows.append(row)
-    return Table(
-        f"{_measured(kind, len(tracks))}, recorded by {_named(origins)}",
-        head,
-        rows,
-        right=_NUMBERS,
-        curves=[track.cells(_CELLS) for track in shown],
-        notes=list(_notes(history, kind, len(tracks) - len(shown))),
-    )
+        curves.append(track.cells(_CELLS))
+    title = f"{_measured(kind, len(tracks))}, recorded by {_named(origins)}"
+    notes = list(_notes(history, kind, len(tracks) - len(shown)))
+    return Table(title, head, rows, right=_NUMBERS, curves=curves, notes=notes)
+
+
+def _row(track: Track) -> list[str]:
+    row = [printable(track.name), ""]
+    row += [f"{norm:.3g}" for norm in (track.first, track.median, track.largest, track.last)]
+    nonfinite = len(track.nonfinite_steps)
+    row.append(f"{nonfinite:,}" if nonfinite else "-")
+    return row
 
 
 def _notes(history: History, kind: str, more: int) -> Iterator[str]:
     if more:
         yield f"and {more:,} more; those that are not finite, then spikes, then the largest are shown"
-    if hidden := {origin for origin in history.hidden if origin.kind == kind}:
+    hidden = [origin for origin in history.hidden if origin.kind == kind]
+    if hidden:
         yield f"recorded as well, not shown: {_named(hidden)}"
-    if history.rows_of_a_column > 1:
-        yield f"the run is long: {history.rows_of_a_column:,} successive steps count as one, by their largest norm"
+    rows = history.rows_of_a_column
+    if rows > 1:
+        yield f"the run is long: {rows:,} successive steps count as one, by their largest norm"
 
 
 def _measured(kind: str, number: int) -> str:
     if kind in OF_UPDATES.values():
         return f"{kind}, of {count(number, 'parameter')}"
-    return f"norms (l2) of {count(number, 'parameter' if kind == GRADIENT else kind)}"
+    noun = "parameter" if kind == GRADIENT else kind
+    return f"norms (l2) of {count(number, noun)}"
 
 
 def _named(origins: Iterable[RecordOrigin]) -> str:
@@ -99,22 +105,25 @@ def ranked(tracks: Sequence[Track]) -> list[Track]:
 
     def urgency(track: Track) -> tuple[object, ...]:
         first_nonfinite = track.nonfinite_steps[:1].tolist()
-        times = track.spike.times if track.spike else 0.0
-        size = -track.median if track.median > 0 else 0.0
-        return not first_nonfinite, first_nonfinite, -times, size
+        times = 0.0
+        if track.spike:
+            times = track.spike.times
+        # A median is NaN if no norm is finite.
+        median = track.median if track.median > 0 else 0.0
+        return not first_nonfinite, first_nonfinite, -times, -median
 
     return sorted(tracks, key=urgency)
 
 
 def labels(wholes: Sequence[WholeNorm], params: int) -> list[str]:
     """Return what to call each of some whole norms: of several, by their first tensors also."""
-    names = []
+    texts = []
     for whole in wholes:
-        name = whole_name(whole, params)
+        text = whole_name(whole, params)
         if len(wholes) > 1 and len(whole.names) > 1:
-            name += f": {whole.names[0]} ..."
-        names.append(name)
-    return names
+            text += f": {whole.names[0]} ..."
+        texts.append(text)
+    return texts
 
 
 def ranks_that_differ(
@@ -129,40 +138,54 @@ def ranks_that_differ(
     differences = []
     for part in series:
         key = part.key
-        if key.stat != STAT or key.point not in _REDUCED or kinds.get(key.rule) != GRADIENT:
+        is_of_gradient = key.stat == STAT and kinds.get(key.rule) == GRADIENT
+        if not is_of_gradient or key.point not in _REDUCED:
             continue
         other = lowest.setdefault(tuple(key), part)
         if other is part:
             continue
         difference = _first_difference(other, part)
-        if difference is not None and (are_replicas or difference[1] >= _ALIKE):
+        if difference is None:
+            continue
+        if are_replicas or difference.alike >= _ALIKE:
             differences.append(difference)
-    return min(differences)[2] if differences else ""
+    return min(differences).sentence if differences else ""
 
 
-def _first_difference(one: Part, other: Part) -> tuple[int, int, str] | None:
-    """Return the first step at which two ranks differ, how many rows before were alike, and the sentence on it."""
-    # Of two ranks that are read while they write, one may have more rows.
-    start = max(one.skipped, other.skipped)
+class _Difference(NamedTuple):
+    """Where the norms of two ranks part, the earliest first."""
+
+    step: int
+    alike: int  # rows before
+    sentence: str
+
+
+def _first_difference(lower: Part, higher: Part) -> _Difference | None:
+    """Return the first difference between two ranks, `None` if there is none."""
+    start = max(lower.skipped, higher.skipped)
     alike = 0
-    both = zip(blocks(one.whole, start), blocks(other.whole, start), strict=False)
+    both = zip(blocks(lower.whole, start), blocks(higher.whole, start), strict=False)
     for (steps, values, present), (other_steps, other_values, other_present) in both:
+        # Of two ranks that are read while they write, one may have more rows.
         length = min(len(steps), len(other_steps))
         if not np.array_equal(steps[:length], other_steps[:length]):
             return None  # the ranks have recorded other steps
         ours = values[:length]
         theirs = other_values[:length]
         with np.errstate(all="ignore"):
-            apart = ~np.isclose(ours, theirs, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-        apart &= present[:length] & other_present[:length]
+            is_close = np.isclose(ours, theirs, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        apart = ~is_close & present[:length] & other_present[:length]
         if apart.any():
-            row, column = (int(place) for place in np.argwhere(apart)[0])
+            row, column = np.argwhere(apart)[0].tolist()
+            alike += row
             step = int(steps[row])
-            name = printable(one.key.names[column])
-            norms = f"{ours[row, column]:.3g} on rank {one.rank} and {theirs[row, column]:.3g} on rank {other.rank}"
+            name = printable(lower.key.names[column])
+            norm = f"{ours[row, column]:.3g} on rank {lower.rank}"
+            other_norm = f"{theirs[row, column]:.3g} on rank {higher.rank}"
             since = f"from step {step} on"
-            if start and not alike + row:
+            if start and not alike:
                 since = f"at step {step} or before"
-            return step, alike + row, f"ranks differ {since}: the norm of {name} is {norms}"
+            sentence = f"ranks differ {since}: the norm of {name} is {norm} and {other_norm}"
+            return _Difference(step, alike, sentence)
         alike += length
     return None

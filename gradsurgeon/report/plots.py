@@ -1,7 +1,7 @@
 """The pictures of norms over the steps and of captured tensors. Torch is not needed."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from gradsurgeon.common.events import is_trip
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.recorded import RecordSource
-from gradsurgeon.report.history import OF_EACH_CALL, WholeNorm
+from gradsurgeon.report.history import OF_EACH_CALL, History, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, edits_of
@@ -26,8 +26,10 @@ from gradsurgeon.report.track import Track
 Name = str | Sequence[str]
 
 _LONGEST = 60
-_LAYERS, _IN_LEGEND = 10, 24
-_CHANNELS, _PER_ROW = 64, 8
+_LAYERS = 10
+_IN_LEGEND = 24
+_CHANNELS = 64
+_PER_ROW = 8
 _RED = "#e3262d"
 _SKIPS = frozenset({"skipped-step", "scaler-skip"})
 
@@ -46,20 +48,25 @@ class Picture(Figure):
 
 def _plain(text: str) -> str:
     """Return a text of a user's for matplotlib, which reads formulas between dollars."""
-    shown = shortened(printable(text), _LONGEST).replace("$", r"\$")
+    shown = shortened(printable(text), _LONGEST)
+    shown = shown.replace("$", r"\$")
     # A label that begins with an underscore would be left out of legends.
-    return f" {shown}" if shown.startswith("_") else shown
+    if shown.startswith("_"):
+        return f" {shown}"
+    return shown
 
 
 def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> set[str]:
     """Return the names that are wanted, by name, alias or pattern."""
+    if isinstance(wanted, str):
+        wanted = [wanted]
     known = {name: name for name in names}
     for alias, name in aliases.items():
         if name in known:
             known.setdefault(alias, name)
     texts = list(known)
     chosen = set()
-    for text in [wanted] if isinstance(wanted, str) else wanted:
+    for text in wanted:
         # A name may read as a pattern: `lstm[0]` is a tensor of a module that returns several.
         if text in known:
             chosen.add(known[text])
@@ -67,7 +74,8 @@ def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> 
         places = select([compile_pattern(text)], texts)
         if not places:
             raise KeyError(f'"{text}" is no name of what was recorded; {suggest(text, texts)}')
-        chosen.update(known[texts[place]] for place in places)
+        for place in places:
+            chosen.add(known[texts[place]])
     return chosen
 
 
@@ -80,7 +88,7 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     if not tracks:
         raise _nothing_to_draw(report, rule)
     if name is not None:
-        wanted = matching(name, (track.name for track in tracks), recorded.aliases)
+        wanted = matching(name, [track.name for track in tracks], recorded.aliases)
         tracks = [track for track in tracks if track.name in wanted]
     # One picture has one scale: gradients and outputs, say, are not alike.
     kind = tracks[0].origin.kind
@@ -89,24 +97,11 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     if name is None:
         worst = {track.name for track in ranked(tracks)[:_LAYERS]}
         tracks = [track for track in tracks if track.name in worst]
-        # Where a step has several records, the norms of a step do not add up to the norm of all.
-        wholes = [
-            whole
-            for whole in history.gradients
-            if kind == GRADIENT and len(whole.names) > 1 and whole.point not in OF_EACH_CALL
-        ]
+        if kind == GRADIENT:
+            wholes = list(_drawn_wholes(history))
     figure = Picture(11, 4.8)
     axes = figure.subplots()
-    handles = []
-    for whole, text in zip(wholes, labels(wholes, len(report.params)), strict=True):
-        line = _line(axes, whole, text, "black")
-        # Beneath the layers, of which one can be nearly all of it, and still to be seen.
-        line.set(linewidth=2.5, alpha=0.6)
-        handles.append(line)
-    # From the first layer to the last one.
-    colours = colormaps["turbo"](np.linspace(0.05, 0.95, len(tracks)))
-    for track, colour in zip(tracks, colours, strict=True):
-        handles.append(_line(axes, track, track.name, tuple(colour)))
+    handles = _curves(axes, wholes, labels(wholes, len(report.params)), tracks)
     _dress(axes, report, tracks)
     title = None
     if len(handles) > _IN_LEGEND:
@@ -116,13 +111,39 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     return figure
 
 
+def _drawn_wholes(history: History) -> Iterator[WholeNorm]:
+    for whole in history.gradients:
+        # Where a step has several records, the norms of a step do not add up to the norm of all.
+        if len(whole.names) > 1 and whole.point not in OF_EACH_CALL:
+            yield whole
+
+
+def _curves(
+    axes: Axes, wholes: Sequence[WholeNorm], texts: Sequence[str], tracks: Sequence[Track]
+) -> list[Line2D]:
+    """Draw a curve for each whole norm and each track."""
+    curves = []
+    for whole, text in zip(wholes, texts, strict=True):
+        curve = _line(axes, whole, text, "black")
+        # Beneath the layers, of which one can be nearly all of it, and still to be seen.
+        curve.set(linewidth=2.5, alpha=0.6)
+        curves.append(curve)
+    # From the first layer to the last one.
+    colours = colormaps["turbo"](np.linspace(0.05, 0.95, len(tracks)))
+    for track, colour in zip(tracks, colours, strict=True):
+        curves.append(_line(axes, track, track.name, tuple(colour)))
+    return curves
+
+
 def _nothing_to_draw(report: Report, rule: str | None) -> RecordError:
     for waiting, info in report.rules.items():
         if info.logged and rule in (None, waiting):
             return RecordError(
                 f"nothing to draw yet: rule {waiting} records l2 norms, and no gradient has arrived"
             )
-    by = "" if rule is None else f" by a rule {rule!r}"
+    by = ""
+    if rule is not None:
+        by = f" by a rule {rule!r}"
     return RecordError(
         f"nothing to draw: no l2 norm was recorded{by}; that takes a step under a rule such as "
         '{id: norms, action: norm-log, params: "*"}'
@@ -178,7 +199,8 @@ def features(maps: Any, key: tuple[str, int, int], sample: int) -> Picture:
     shown = maps[:_CHANNELS]
     height, width = maps.shape[1:]
     rows = -(-len(shown) // _PER_ROW)
-    inches = 0.7 + rows * (1.1 * min(3.0, max(0.4, height / width)) + 0.15)
+    shape = min(3.0, max(0.4, height / width))
+    inches = 0.7 + rows * (1.1 * shape + 0.15)
     figure = Picture(1.15 * _PER_ROW, inches)
     colours = colormaps["gray"].with_extremes(bad=_RED)
     for number, channel in enumerate(shown):
@@ -186,8 +208,12 @@ def features(maps: Any, key: tuple[str, int, int], sample: int) -> Picture:
         axes.imshow(channel.numpy(), cmap=colours)
         axes.set_title(str(number), fontsize=6, pad=1.5)
         axes.set_axis_off()
-    place = f"step {step}, call {call}" if call else f"step {step}"
-    channels = f"{len(shown)} of {len(maps)}" if len(maps) > len(shown) else str(len(shown))
+    place = f"step {step}"
+    if call:
+        place += f", call {call}"
+    channels = str(len(shown))
+    if len(maps) > len(shown):
+        channels += f" of {len(maps)}"
     title = f"{_plain(name)}, {place}, sample {sample}: {channels} channels of {height} x {width}"
     figure.suptitle(title, fontsize=9)
     return figure

@@ -89,15 +89,19 @@ class Report:
 
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
-        columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
-        parts = [self.head, [f"  {remark}" for remark in self.remarks]]
+        if not width:
+            width = shutil.get_terminal_size((_COLUMNS, 24)).columns
+        parts = ["\n".join(self.head)]
+        if self.remarks:
+            parts.append("\n".join(f"  {remark}" for remark in self.remarks))
         for place, table in enumerate(self.tables, 1):
-            lines = list(_text(table, columns))
+            text = "\n".join(_text(table, width))
             if place == len(self.norms):
-                lines.append(f"  {LEGEND}")
-            parts.append(lines)
-        parts.append(list(event_lines(self.events)))
-        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+                text += f"\n  {LEGEND}"
+            parts.append(text)
+        if self.events:
+            parts.append("\n".join(event_lines(self.events)))
+        return "\n\n".join(parts)
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -105,9 +109,10 @@ class Report:
         tables = [norms.table for norms in self.norms]
         if self.norms_title:
             tables.append(Table(self.norms_title, (), ()))
-        from gradsurgeon.report import losses  # noqa: PLC0415 # needs numpy
+        from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
 
-        tables += (table for table, _ in losses.loss_tables(self.losses, observed=self.observed))
+        for table, _ in loss_tables(self.losses, observed=self.observed):
+            tables.append(table)
         if self.statuses:
             tables.append(rule_table(self.rules, self.statuses, self.events))
         tables += map(captured_table, self.captured)
@@ -148,13 +153,16 @@ class Report:
     @property
     def norms_title(self) -> str:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
+        if self.norms:
+            return ""
         stats = {part.key.stat for part in self.series}
-        if self.norms or (self.losses and stats <= {loss.stat for loss in self.losses}):
+        stats_of_losses = {loss.stat for loss in self.losses}
+        if stats_of_losses and stats <= stats_of_losses:
             return ""
         recorded = printable(", ".join(sorted(stats)))
         if not recorded:
-            logs = any(info.logged for info in self.rules.values())
-            recorded = "nothing yet" if logs else NOTHING_RECORDED
+            logs_norms = any(info.logged for info in self.rules.values())
+            recorded = "nothing yet" if logs_norms else NOTHING_RECORDED
         return f"norms: no l2 recorded; recorded: {recorded}"
 
     @cached_property
@@ -178,62 +186,96 @@ class Report:
         remarks = list(callouts(history, len(self.params)))
         if self.ranks:
             remarks.append(self.ranks)
-        if silent := self._silent():
+        silent = self._silent()
+        if silent:
             remarks.append(never_reached(silent))
         return tuple(remarks)
 
     @property
     def is_partial(self) -> bool:
         """Whether older rows are left out."""
-        return bool(self.dropped) or any(part.skipped for part in self.series)
+        for part in self.series:
+            if part.skipped:
+                return True
+        return bool(self.dropped)
 
     def _silent(self) -> list[str]:
         """Return the parameters that should learn and had no gradient in any update."""
         if self.is_partial:
-            return []  # the rows that are gone may have had one
+            return []  # the rows that are gone may have had a gradient
         logged: set[str] = set()
         for rule, status in self.statuses.items():
+            if rule not in self.rules:
+                continue
             # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
             has_waited = any(_DUE in text for text in status.warnings)
-            if rule in self.rules and (status.fired or has_waited):
+            if status.fired or has_waited:
                 logged.update(self.rules[rule].logged)
-        shown = {name for kind, name in self.history.shown if kind == GRADIENT}
-        logged -= shown | self.frozen.keys()
+        logged -= self.frozen.keys()
+        for kind, name in self.history.shown:
+            if kind == GRADIENT:
+                logged.discard(name)
         return [name for name in self.params if name in logged]
 
     @property
     def frozen_note(self) -> str:
         """A sentence on parameters with `requires_grad` off, empty if there are none."""
-        # A parameter that learns later has norms.
-        having = {name for _, name in self.history.shown} if is_installed("numpy") else set()
-        names = sorted(self.frozen.keys() - having, key=lambda name: (-self.frozen[name], name))
-        if not names:
+        frozen = dict(self.frozen)
+        if is_installed("numpy"):
+            # A parameter that learns later has norms.
+            for _, name in self.history.shown:
+                frozen.pop(name, None)
+        if not frozen:
             return ""
+        names = sorted(frozen)
+        names.sort(key=frozen.__getitem__, reverse=True)
         return f"requires_grad off: {count(len(names), 'parameter')}, largest {listed(names)}"
 
     @property
     def head(self) -> list[str]:
         """The first lines: how the run ended, what was run, and how far it came."""
-        lines = [] if self.ended is None else self.ended.lines
-        kinds = by_kind(self.events)
-        counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-        steps = f"steps {self.steps[0]}..{self.steps[1]}" if self.steps else "no step seen"
-        notes = [f"{steps}, {count(kinds.total(), 'event')}" + (f" ({counts})" if counts else "")]
+        notes = [self._extent()]
         if self.dropped:
             notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
-        notes += filter(None, (*self.notes, self.frozen_note))
-        return [*lines, f"summary: {printable(self.title)}: {'; '.join(map(printable, notes))}"]
+        notes += filter(None, self.notes)
+        if self.frozen_note:
+            notes.append(self.frozen_note)
+        text = "; ".join(map(printable, notes))
+        lines = []
+        if self.ended is not None:
+            lines += self.ended.lines
+        lines.append(f"summary: {printable(self.title)}: {text}")
+        return lines
+
+    def _extent(self) -> str:
+        """Return the steps and the number of events, in words."""
+        text = "no step seen"
+        if self.steps is not None:
+            first, last = self.steps
+            text = f"steps {first}..{last}"
+        kinds = by_kind(self.events)
+        text += f", {count(kinds.total(), 'event')}"
+        if kinds:
+            counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+            text += f" ({counts})"
+        return text
 
     @cached_property
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step, `None` if there was none."""
-        ends = [end for part in self.series for end in part.ends()]
-        ends += [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        seen: list[int] = []
+        for part in self.series:
+            seen += part.ends()
+        for status in self.statuses.values():
+            if status.last_step is not None:
+                seen.append(status.last_step)
         if self.end is not None and self.end > (self.start or 0):
-            ends.append(self.end - 1)
-        if self.start is not None and ends:
-            ends.append(self.start)
-        return (min(ends), max(ends)) if ends else None
+            seen.append(self.end - 1)
+        if not seen:
+            return None
+        if self.start is not None:
+            seen.append(self.start)
+        return min(seen), max(seen)
 
 
 def _text(table: Table, columns: int) -> Iterator[str]:
@@ -244,69 +286,68 @@ def _text(table: Table, columns: int) -> Iterator[str]:
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
-    rules = []
-    for rule in dict.fromkeys((*report.rules, *report.statuses)):
-        info = report.rules.get(rule, RuleInfo("?"))
-        status = report.statuses.get(rule)
-        values = None
-        if status is not None:
-            values = {**asdict(status), "changed": status.changed}
-        rules.append({"id": rule, "action": info.action, "role": info.role, "status": values})
-    ended = None
-    if report.ended is not None:
-        ended = {
-            "state": report.ended.state,
-            "words": report.ended.words,
-            "ranks": {str(rank): words for rank, words in report.ended.ranks.items()},
-        }
+    ids = dict.fromkeys([*report.rules, *report.statuses])
+    remarks = list(report.remarks)
+    # A sentence like the others, though nothing may be wrong.
+    if report.frozen_note:
+        remarks.append(report.frozen_note)
     return {
         "version": 1,
         "title": report.title,
-        "ended": ended,
+        "ended": _ended(report.ended),
         "steps": None if report.steps is None else list(report.steps),
         "notes": list(report.notes),
-        # A sentence like the others, though nothing may be wrong.
-        "remarks": [*report.remarks, *filter(None, [report.frozen_note])],
+        "remarks": remarks,
         "params": list(report.params),
-        "rules": rules,
-        "events": [asdict(event) for event in report.events],
+        "rules": [_rule(report, rule) for rule in ids],
+        "events": list(map(asdict, report.events)),
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 
 
+def _ended(ending: Ending | None) -> dict[str, Any] | None:
+    if ending is None:
+        return None
+    ranks = {str(rank): words for rank, words in ending.ranks.items()}
+    return {"state": ending.state, "words": ending.words, "ranks": ranks}
+
+
+def _rule(report: Report, rule: str) -> dict[str, Any]:
+    info = report.rules.get(rule, RuleInfo("?"))
+    status = report.statuses.get(rule)
+    values = None
+    if status is not None:
+        values = asdict(status)
+        values["changed"] = status.changed
+    return {"id": rule, "action": info.action, "role": info.role, "status": values}
+
+
 def _losses(loss: LossSeries) -> dict[str, Any]:
-    return {
-        "rule": loss.rule,
-        "stat": loss.stat,
-        "name": loss.name,
-        "steps": [int(loss.steps[0]), int(loss.steps[-1])],
-        "calls": len(loss.values),
-        "nonfinite": len(loss.values) - len(loss.finite),
-        **{field: json_number(value) for field, value in loss.numbers.items()},
-    }
+    calls = len(loss.values)
+    values: dict[str, Any] = {"rule": loss.rule, "stat": loss.stat, "name": loss.name}
+    values["steps"] = [int(loss.steps[0]), int(loss.steps[-1])]
+    values["calls"] = calls
+    values["nonfinite"] = calls - len(loss.finite)
+    for word, number in loss.numbers.items():
+        values[word] = json_number(number)
+    return values
 
 
 def _norms(track: Track) -> dict[str, Any]:
+    values: dict[str, Any] = {"name": track.name}
+    values.update(track.origin._asdict())
+    for word in ("first", "median", "largest", "last"):
+        values[word] = json_number(getattr(track, word))
+    values["spike"] = None
     spike = track.spike
-    return {
-        "name": track.name,
-        "kind": track.origin.kind,
-        "rule": track.origin.rule,
-        "point": track.origin.point,
-        "first": json_number(track.first),
-        "median": json_number(track.median),
-        "largest": json_number(track.largest),
-        "last": json_number(track.last),
-        "spike": None
-        if spike is None
-        else {
-            "step": spike.step,
-            "value": json_number(spike.value),
-            "times": json_number(spike.times),
-        },
-        "nonfinite": len(track.nonfinite_steps),
-        "nonfinite_step": next(iter(track.nonfinite_steps.tolist()), None),
-        "zero_since": track.zero_since,
-    }
+    if spike is not None:
+        value = json_number(spike.value)
+        times = json_number(spike.times)
+        values["spike"] = {"step": spike.step, "value": value, "times": times}
+    steps = track.nonfinite_steps
+    values["nonfinite"] = len(steps)
+    values["nonfinite_step"] = int(steps[0]) if len(steps) else None
+    values["zero_since"] = track.zero_since
+    return values

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 from gradsurgeon.common.events import Event, RuleStatus, is_trip
@@ -12,10 +11,15 @@ from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.tables import Table
 
-STAT, GRADIENT = "l2", "gradient"
-COSINE, RATIO, WEIGHT, DISTANCE = "cosine", "ratio", "weight", "distance"
+STAT = "l2"
+GRADIENT = "gradient"
+COSINE = "cosine"
+RATIO = "ratio"
+WEIGHT = "weight"
+DISTANCE = "distance"
 # What rules on weights measure, and the statistics of updates that are shown beside norms.
-WEIGHTS, UPDATES = "weight", "update"
+WEIGHTS = "weight"
+UPDATES = "update"
 OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
 OF_WEIGHTS = frozenset({WEIGHTS, UPDATES, *OF_UPDATES.values()})
 LOSS_STATS = frozenset({COSINE, RATIO, WEIGHT, DISTANCE})
@@ -55,47 +59,55 @@ def rule_table(
     rows = []
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
-        # A trap only reads gradients, and its trips are counted in the remark.
-        fired = "-" if info.role == "trap" else f"{status.fired:,}"
+        fired = f"{status.fired:,}"
+        if info.role == "trap":
+            # A trap only reads gradients, and the remark has the number of its trips.
+            fired = "-"
+            trips = [event for event in events if is_trip(event) and event.rule == rule]
+            remark = trap_words(status, trips) if status.fired else "NEVER LOOKED"
+        elif not status.fired:
+            remark = "NEVER FIRED"
+        elif info.role == "edit" and status.changed == 0:
+            remark = "changed nothing"
+        else:
+            remark = ""
         changed = "-"
         if info.role not in _READERS and status.changed is not None:
             changed = f"{100 * status.changed:.3g}%"
         last = "-" if status.last_step is None else str(status.last_step)
-        remark = "changed nothing" if info.role == "edit" and status.changed == 0 else ""
-        if not status.fired:
-            remark = "NEVER LOOKED" if info.role == "trap" else "NEVER FIRED"
-        elif info.role == "trap":
-            trips = [event for event in events if is_trip(event) and event.rule == rule]
-            remark = trap_words(status, trips)
-        names = printable(rule), printable(info.action)
-        rows.append((*names, f"{status.matched:,}", fired, changed, last, remark))
+        names = [printable(rule), printable(info.action)]
+        rows.append([*names, f"{status.matched:,}", fired, changed, last, remark])
     return Table(f"rules ({len(statuses)})", _RULES_HEAD, rows, right=frozenset({2, 3, 4, 5}))
 
 
 def captured_table(captured: Mapping[str, Any]) -> Table:
     """Return the table of the tensors that one rule has kept."""
-    rows = []
-    for tensor in captured["tensors"]:
-        shape = tensor.get("shape")
-        numbers = (tensor.get(key) for key in ("low", "mean", "high"))
-        rows.append(
-            (
-                printable(tensor["name"]),
-                str(tensor["step"]),
-                str(tensor["call"]),
-                "-" if shape is None else " x ".join(map(str, shape)) or "a single number",
-                tensor["dtype"].removeprefix("torch."),
-                *("-" if number is None else f"{number:.3g}" for number in numbers),
-                f"{tensor['nonfinite']:,}" if tensor.get("nonfinite") else "-",
-                printable(tensor.get("note", "")),
-            )
-        )
+    rows = list(map(_captured_row, captured["tensors"]))
     notes = []
     if captured["more"]:
         notes.append(f"and {captured['more']:,} more, of which nothing was stored")
     notes.append(_LOAD_CAPTURED)
-    rule = printable(captured["rule"])
-    return Table(f"captures kept by {rule}", _CAPTURED_HEAD, rows, _CAPTURED_NUMBERS, notes=notes)
+    title = f"captures kept by {printable(captured['rule'])}"
+    return Table(title, _CAPTURED_HEAD, rows, _CAPTURED_NUMBERS, notes=notes)
+
+
+def _captured_row(tensor: Mapping[str, Any]) -> list[str]:
+    row = [printable(tensor["name"]), str(tensor["step"]), str(tensor["call"])]
+    shape = tensor.get("shape")
+    if shape is None:
+        row.append("-")
+    elif not shape:
+        row.append("a single number")
+    else:
+        row.append(" x ".join(map(str, shape)))
+    row.append(tensor["dtype"].removeprefix("torch."))
+    for key in ("low", "mean", "high"):
+        number = tensor.get(key)
+        row.append("-" if number is None else f"{number:.3g}")
+    nonfinite = tensor.get("nonfinite")
+    row.append(f"{nonfinite:,}" if nonfinite else "-")
+    row.append(printable(tensor.get("note", "")))
+    return row
 
 
 def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
@@ -108,17 +120,23 @@ def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
     if not status.altered:
         return f"{looked}, never tripped"
     text = f"{looked}, tripped {count(status.altered, 'time')}"
-    ranks = {event.rank for event in trips}
+    ranks = set()
+    last = -1
+    for event in trips:
+        ranks.add(event.rank)
+        last = max(last, event.step)
     if len(ranks) > 1:
         text += f" on {len(ranks)} ranks"
     if trips:
-        text += f", last at {max(event.step for event in trips)}"
+        text += f", last at {last}"
     return text
 
 
 def listed(names: Sequence[str]) -> str:
-    shown = ", ".join(printable(name) for name in names[:_NAMES])
-    return shown + (f", and {len(names) - _NAMES:,} more" if len(names) > _NAMES else "")
+    text = ", ".join(map(printable, names[:_NAMES]))
+    if len(names) > _NAMES:
+        text += f", and {len(names) - _NAMES:,} more"
+    return text
 
 
 def never_reached(names: Sequence[str]) -> str:
@@ -130,10 +148,10 @@ def by_kind(events: Iterable[Event]) -> Counter[str]:
     per_rank: Counter[tuple[str, str, int, int]] = Counter()
     kinds = {}
     for event in events:
-        of_rank = event.kind, event.rule, event.step, event.rank
-        per_rank[of_rank] += 1
+        key = (event.kind, event.rule, event.step, event.rank)
+        per_rank[key] += 1
         # The first of one rank is the first of another.
-        kinds[event.kind, event.rule, event.step, per_rank[of_rank]] = event.kind
+        kinds[event.kind, event.rule, event.step, per_rank[key]] = event.kind
     return Counter(kinds.values())
 
 
@@ -147,39 +165,55 @@ class EventGroup(NamedTuple):
 
     @property
     def repeated(self) -> str:
+        if self.times == 1:
+            return ""
         low, high = self.steps
-        return f"x{self.times:,}, steps {low}..{high}" if self.times > 1 else ""
+        return f"x{self.times:,}, steps {low}..{high}"
 
     @property
     def on_ranks(self) -> str:
-        return f"rank {', '.join(map(str, self.ranks))}" if self.ranks != [0] else ""
+        if self.ranks == [0]:
+            return ""
+        return f"rank {', '.join(map(str, self.ranks))}"
 
     def lines(self) -> Iterator[str]:
         """Yield what happened and where, then the lines of the message."""
-        texts = printable(self.first.rule), printable(self.first.name), self.on_ranks, self.repeated
-        yield "  ".join([f"step {self.first.step}  {self.first.kind}", *filter(None, texts)])
-        yield from map(printable, self.first.message.split("\n"))
+        event = self.first
+        where = (printable(event.rule), printable(event.name), self.on_ranks, self.repeated)
+        yield "  ".join([f"step {event.step}  {event.kind}", *filter(None, where)])
+        yield from map(printable, event.message.split("\n"))
 
 
 def event_groups(events: Sequence[Event]) -> Iterator[EventGroup]:
     """Yield groups in the order of their first events."""
     groups: dict[tuple[str, ...], list[Event]] = {}
     for event in events:
-        # Notices of no rule in particular have only their wording to be told apart by, but for the
-        # numbers in it; the second line of a trap says what was done, so "giving up" stands alone.
-        wording = re.sub(r"\d[\d,.]*", "#", "".join(event.message.split("\n", 2)[:2]))
-        groups.setdefault((event.kind, event.rule, event.name, wording), []).append(event)
-    for same in groups.values():
-        steps, ranks = [one.step for one in same], sorted({one.rank for one in same})
-        yield EventGroup(same[0], by_kind(same).total(), (min(steps), max(steps)), ranks)
+        # Notices without a rule differ in their wording alone, whatever numbers are in it. The second line of a trap
+        # says what was done, so "giving up" is a group of its own.
+        lines = event.message.split("\n", 2)
+        wording = re.sub(r"\d[\d,.]*", "#", "".join(lines[:2]))
+        key = (event.kind, event.rule, event.name, wording)
+        groups.setdefault(key, []).append(event)
+    for group in groups.values():
+        steps = set()
+        ranks = set()
+        for event in group:
+            steps.add(event.step)
+            ranks.add(event.rank)
+        times = by_kind(group).total()
+        yield EventGroup(group[0], times, (min(steps), max(steps)), sorted(ranks))
 
 
 def shown_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[EventGroup]]:
     """Return groups to show in order: the first ones, how many events are left out, and the last ones."""
-    # The beginning tells what went wrong first, the end what stopped the run.
-    groups, half = [*event_groups(events)], _EVENTS // 2
-    left_out = sum(group.times for group in groups[half:-half])
-    return groups[:half], left_out, groups[half:][-half:]
+    # The beginning shows what went wrong first, the end what stopped the run.
+    groups = list(event_groups(events))
+    half = _EVENTS // 2
+    left_out = 0
+    for group in groups[half:-half]:
+        left_out += group.times
+    later = groups[half:]
+    return groups[:half], left_out, later[-half:]
 
 
 def event_lines(events: Sequence[Event]) -> Iterator[str]:
@@ -187,12 +221,16 @@ def event_lines(events: Sequence[Event]) -> Iterator[str]:
         return
     first, left_out, last = shown_groups(events)
     yield f"events ({by_kind(events).total():,})"
-    yield from chain.from_iterable(map(_entry, first))
+    for group in first:
+        yield from _entry(group)
     if left_out:
         yield f"  ... and {left_out:,} more"
-    yield from chain.from_iterable(map(_entry, last))
+    for group in last:
+        yield from _entry(group)
 
 
-def _entry(group: EventGroup) -> list[str]:
+def _entry(group: EventGroup) -> Iterator[str]:
     head, *message = group.lines()
-    return [f"  {head}", *(f"      {line}".rstrip() for line in message)]
+    yield f"  {head}"
+    for line in message:
+        yield f"      {line}".rstrip()

@@ -20,9 +20,11 @@ class Run(stored.StoredRun):
     __doc__ = stored.StoredRun.__doc__
 
     def __repr__(self) -> str:
+        lines = [f"run {printable(str(self.path))}"]
+        lines += unread(self.recorded()).head
         rules = ", ".join(printable(rule["id"]) for rule in self.rules)
-        lines = unread(self.recorded()).head
-        return "\n".join([f"run {printable(str(self.path))}", *lines, f"rules: {rules}"])
+        lines.append(f"rules: {rules}")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return _html.pre(repr(self))

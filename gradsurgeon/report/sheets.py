@@ -31,13 +31,13 @@ def read_sheet(series: Part, columns: Sequence[int], every: int) -> Sheet:
     all_steps = [np.empty(0, np.int64)]
     all_norms = [np.empty((0, len(columns)), np.float32)]
     for steps, values, present in blocks(series, every=every):
-        norms = np.where(present, values, np.float32(NO_NORM))[:, columns]
+        norms = np.where(present, values, np.float32(NO_NORM))
         firsts = np.arange(0, len(steps), every)
         all_steps.append(steps[firsts])
-        all_norms.append(np.maximum.reduceat(norms, firsts))
+        all_norms.append(np.maximum.reduceat(norms[:, columns], firsts))
     names = [series.key.names[column] for column in columns]
-    by_tensor = np.ascontiguousarray(np.concatenate(all_norms).T)
-    return Sheet(names, np.concatenate(all_steps), by_tensor)
+    by_row = np.concatenate(all_norms)
+    return Sheet(names, np.concatenate(all_steps), np.ascontiguousarray(by_row.T))
 
 
 def records_of(places: Sequence[tuple[Sheet, int]], *, once: bool) -> tuple[Ints, Floats]:
@@ -49,13 +49,20 @@ def records_of(places: Sequence[tuple[Sheet, int]], *, once: bool) -> tuple[Ints
     sheet, line = places[0]
     if len(places) == 1 and (np.diff(sheet.steps) > 0).all():
         return sheet.steps, sheet.norms[line]  # nearly always
-    steps = np.concatenate([sheet.steps for sheet, _ in places])
-    norms = np.concatenate([sheet.norms[line] for sheet, line in places])
-    there = norms != NO_NORM
+    all_steps = []
+    all_norms = []
+    for sheet, line in places:
+        all_steps.append(sheet.steps)
+        all_norms.append(sheet.norms[line])
+    steps = np.concatenate(all_steps)
+    norms = np.concatenate(all_norms)
+    order = np.lexsort((norms != NO_NORM, steps))
+    steps = steps[order]
+    norms = norms[order]
     # A row without the tensor says nothing if another series, or another call, has it in the same step.
-    order = np.lexsort((there, steps))
     if once:
-        order = order[np.diff(steps[order], append=np.iinfo(np.int64).max) > 0]
+        kept = np.diff(steps, append=np.iinfo(np.int64).max) > 0
     else:
-        order = order[there[order] | ~np.isin(steps[order], steps[there])]
-    return steps[order], norms[order]
+        has_norm = norms != NO_NORM
+        kept = has_norm | ~np.isin(steps, steps[has_norm])
+    return steps[kept], norms[kept]

@@ -17,6 +17,7 @@ from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo, edits_of
 
 _RANKS = 8  # so many that lack a file are named
+_KINDS = {"grad": GRADIENT, "value": WEIGHTS, "update": UPDATES}
 # Where in a tensor of several parts: `output[0].grad`, `output.logits`.
 _PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
 
@@ -26,13 +27,8 @@ def summary(source: RecordSource, *, newest: int | None = None) -> Report:
     report = unread(source.recorded(), newest)
     if is_installed("numpy"):
         # The files of a run may be closed before somebody looks at the report.
-        _ = (
-            report.steps,
-            report.history.tracks,
-            report.history.gradients,
-            report.losses,
-            report.ranks,
-        )
+        _ = (report.steps, report.losses, report.ranks)
+        _ = (report.history.tracks, report.history.gradients)
     return report
 
 
@@ -47,12 +43,20 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     ended = None
     if recorded.ends:
         ended = ending_of(recorded.ends, recorded.events, edits_of(rules))
-    params = section(meta, "model").get("params", ())
+    statuses = {}
+    for rule, status in recorded.statuses.items():
+        statuses[rule] = settled(status, pending)
+    names = []
+    frozen = {}
+    for param in section(meta, "model").get("params", ()):
+        names.append(param["name"])
+        if param.get("requires_grad") is False:
+            frozen[param["name"]] = param["numel"]
     return Report(
         title=_title(meta),
-        params=tuple(param["name"] for param in params),
+        params=tuple(names),
         rules=rules,
-        statuses={rule: settled(status, pending) for rule, status in recorded.statuses.items()},
+        statuses=statuses,
         series=[Part(series, pending, newest) for series in recorded.series],
         dropped=recorded.dropped,
         events=tuple(recorded.events),
@@ -62,9 +66,7 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
         captured=recorded.captured,
         observed=meta.get("mode") == "observe",
         ended=ended,
-        frozen={
-            param["name"]: param["numel"] for param in params if param.get("requires_grad") is False
-        },
+        frozen=frozen,
         are_replicas=meta.get("replicas") is True,
     )
 
@@ -72,7 +74,8 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
 def _title(meta: Mapping[str, Any]) -> str:
     rules = section(meta, "rules")
     model = section(meta, "model")
-    return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
+    title = model.get("title") or model.get("origin", "?")
+    return f"{rules.get('file', '?')} on {title}"
 
 
 def _notes(recorded: Recorded) -> Iterator[str]:
@@ -80,7 +83,8 @@ def _notes(recorded: Recorded) -> Iterator[str]:
         yield "observed only: no rule changed anything"
     if len(recorded.ends) > 1:
         yield f"{count(len(recorded.ends), 'rank')}, norms of the lowest that has them"
-    if missing := recorded.missing_ranks:
+    missing = recorded.missing_ranks
+    if missing:
         ranks = ", ".join(map(str, missing[:_RANKS]))
         if len(missing) > _RANKS:
             ranks += " ..."
@@ -93,15 +97,11 @@ def _rule_infos(
     infos = {}
     for rule in planned:
         role = section(roles, rule["id"])
-        names = (*rule.get("params", ()), *rule.get("modules", ()))
         kind = _kind(rule.get("tensor") or "grad", is_tag=rule.get("hook") == "tag")
-        is_logged = STAT in role.get("stats", ()) and kind == GRADIENT
-        infos[rule["id"]] = RuleInfo(
-            action=rule["action"],
-            role=role.get("role", "edit"),
-            logged=names if is_logged else (),
-            kind=kind,
-        )
+        logged: tuple[str, ...] = ()
+        if kind == GRADIENT and STAT in role.get("stats", ()):
+            logged = (*rule.get("params", ()), *rule.get("modules", ()))
+        infos[rule["id"]] = RuleInfo(rule["action"], role.get("role", "edit"), logged, kind)
     return infos
 
 
@@ -111,5 +111,5 @@ def _kind(tensor: str, *, is_tag: bool) -> str:
         return "tag gradient" if tensor == "grad" else "tag"
     match = _PART.match(tensor)
     if match is None:
-        return {"grad": GRADIENT, "value": WEIGHTS, "update": UPDATES}.get(tensor, tensor)
+        return _KINDS.get(tensor, tensor)
     return f"{match[1]} gradient" if match[2] else match[1]

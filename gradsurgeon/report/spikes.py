@@ -13,9 +13,11 @@ Flags = NDArray[np.bool_]
 # Norms of one training differ from step to step by less than this.
 TIMES = 10.0
 # A norm is compared with so many steps before it, and with no fewer than the second number.
-PAST, LEAST_PAST = 64, 16
+PAST = 64
+LEAST_PAST = 16
 # A spike is over so many steps later, or it is a new level.
-_AFTER, _FALLS = 8, 3.0
+_AFTER = 8
+_FALLS = 3.0
 # Heavy-tailed norms, as of reinforcement learning, stand out from their own spread only.
 _SPREADS = 6.0
 # The standard deviation of normal numbers, as a multiple of their median deviation.
@@ -56,8 +58,9 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
 def _times(values: Floats, places: Ints) -> Floats:
     """Return each value as a multiple of the median before it, 0 for values that are no spikes."""
     padded = np.concatenate([np.full(PAST, np.nan), values, np.full(_AFTER, np.nan)])
-    past = padded[places[:, None] + np.arange(PAST)]
-    after = padded[places[:, None] + PAST + 1 + np.arange(_AFTER)]
+    begins = places[:, None]
+    past = padded[begins + np.arange(PAST)]
+    after = padded[begins + PAST + 1 + np.arange(_AFTER)]
     peaks = values[places]
     usual = np.nanmedian(past, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -66,12 +69,15 @@ def _times(values: Floats, places: Ints) -> Floats:
         times = np.where(usual > 0, peaks / usual, 0.0)
         apart = np.abs(logs - np.log(usual)[:, None])
     spread = _NORMAL * _row_medians(apart)
-    stands_out = (above > _SPREADS * spread) & (peaks > _FALLS * np.nanmax(past, axis=1))
+    is_far_above = above > _SPREADS * spread
+    is_new = peaks > _FALLS * np.nanmax(past, axis=1)
     # At the end of a run the steps right before a peak decide.
     is_at_end = np.isfinite(after).sum(axis=1) < _FALLS
-    is_high = peaks > TIMES * np.nanmax(past[:, -_AFTER:], axis=1)
-    falls = np.where(is_at_end, is_high, peaks > _FALLS * _row_medians(after))
-    return np.where(stands_out & falls, times, 0.0)
+    recent = np.nanmax(past[:, -_AFTER:], axis=1)
+    falls = peaks > _FALLS * _row_medians(after)
+    falls[is_at_end] = (peaks > TIMES * recent)[is_at_end]
+    times[~(is_far_above & is_new & falls)] = 0.0
+    return times
 
 
 def _row_medians(rows: Floats) -> Floats:

@@ -2,28 +2,30 @@
 
 import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from gradsurgeon.language.planning.table import grid
 
 Curve = Sequence[float | None]
 
-_SPARK_WIDTH, _SPARK_LEAST = 32, 8
+_SPARK_WIDTH = 32
+_SPARK_LEAST = 8
 _HISTORY = 1  # the column of the curves
 _NAME_LEAST = 16
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-NONFINITE, ZERO, ABSENT = "✗", "_", " "
+NONFINITE = "✗"
+ZERO = "_"
+ABSENT = " "
 LEGEND = (
     f"history: log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
 )
 
 # Noise of a few percent must not look like an earthquake, so a row spans a decade at least; below
 # eight decades from its top a row is flat, so that a step stays visible next to a vanishing gradient.
-_DECADES_LEAST, _DECADES_MOST = 1.0, 8.0
+_DECADES_LEAST = 1.0
+_DECADES_MOST = 8.0
 
 
 class Table(NamedTuple):
@@ -45,64 +47,88 @@ class Table(NamedTuple):
         yield self.title
         if not self.head:
             return
-        longest = sys.maxsize if most is None else max(_NAME_LEAST, columns // 3)
-        rows = [[shortened(row[0], longest), *row[1:]] for row in self.rows[:most]]
-        widths = [2 + max(map(len, column)) for column in zip(self.head, *rows, strict=True)]
-        room = columns - (sum(widths) - widths[_HISTORY] + 2)
-        width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
-        for row, curve in zip(rows, self.curves, strict=False):
-            row[_HISTORY] = sparkline(curve, width)
+        rows = list(map(list, self.rows[:most]))
+        if most is not None:
+            longest = max(_NAME_LEAST, columns // 3)
+            for row in rows:
+                row[0] = shortened(row[0], longest)
+        if self.curves:
+            width = self._curve_width(rows, columns)
+            for row, curve in zip(rows, self.curves, strict=False):
+                row[_HISTORY] = sparkline(curve, width)
         yield from grid([self.head, *rows], right=self.right)
-        if len(rows) < len(self.rows):
-            yield f"  ... and {len(self.rows) - len(rows):,} more"
+        left_out = len(self.rows) - len(rows)
+        if left_out:
+            yield f"  ... and {left_out:,} more"
+
+    def _curve_width(self, rows: Sequence[Sequence[str]], columns: int) -> int:
+        """Return how many characters the other columns leave to a curve."""
+        room = columns - 2
+        for place, cells in enumerate(zip(self.head, *rows, strict=True)):
+            if place != _HISTORY:
+                room -= 2 + max(map(len, cells))
+        return max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
 
     def plain(self) -> dict[str, Any]:
         """Return title, head, rows without curves, and notes, as the page takes them."""
-        kept = [place for place in range(len(self.head)) if not (self.curves and place == _HISTORY)]
-        return {
-            "title": self.title,
-            "head": [self.head[place] for place in kept],
-            "rows": [[row[place] for place in kept] for row in self.rows],
-            "notes": list(self.notes),
-        }
+        head = list(self.head)
+        rows = list(map(list, self.rows))
+        if self.curves:
+            for cells in (head, *rows):
+                del cells[_HISTORY]
+        return {"title": self.title, "head": head, "rows": rows, "notes": list(self.notes)}
 
 
 def shortened(name: str, most: int) -> str:
     """Return a name in at most so many characters, without parts between dots; numbers stay, as they tell layers apart."""
-    parts, short = name.split("."), name
+    parts = name.split(".")
+    short = name
     for place in range(len(parts) - 1):
         if len(short) <= most:
             break
         if not parts[place].isdigit():
             parts[place] = "…"
             short = re.sub(r"…(\.…)+", "…", ".".join(parts))
+    if len(short) <= most:
+        return short
     end = (most - 1) // 2
-    return short if len(short) <= most else f"{short[: most - 1 - end]}…{short[len(short) - end :]}"
+    start = most - 1 - end
+    return f"{short[:start]}…{short[len(short) - end :]}"
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """Draw a history of norms on a log scale in at most so many characters; ``None`` is no gradient."""
-    # The largest value of a few steps stands for them: a spike of one step, or a non-finite one, survives.
     cells = min(width, len(values))
-    edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
-    tops = [_top(values[start:stop]) for start, stop in pairwise(edges)]
-    low, high = decades([math.log10(top) for top in tops if top is not None and 0 < top < math.inf])
-
-    def draw(top: float | None) -> str:
+    # The largest value of a few steps stands for them: a spike of one step, or a non-finite one, survives.
+    tops = []
+    logs = []
+    for cell in range(cells):
+        start = cell * len(values) // cells
+        stop = (cell + 1) * len(values) // cells
+        top = _top(values[start:stop])
+        tops.append(top)
+        if top is not None and 0 < top < math.inf:
+            logs.append(math.log10(top))
+    low, high = decades(logs)
+    drawn = ""
+    for top in tops:
         if top is None:
-            return ABSENT
-        if not math.isfinite(top):
-            return NONFINITE
-        if top <= 0:
-            return ZERO
-        share = (math.log10(top) - low) / (high - low)
-        return BLOCKS[max(0, min(len(BLOCKS) - 1, int(share * len(BLOCKS))))]
-
-    return "".join(map(draw, tops))
+            drawn += ABSENT
+        elif not math.isfinite(top):
+            drawn += NONFINITE
+        elif top <= 0:
+            drawn += ZERO
+        else:
+            share = (math.log10(top) - low) / (high - low)
+            level = min(len(BLOCKS) - 1, int(share * len(BLOCKS)))
+            drawn += BLOCKS[max(0, level)]
+    return drawn
 
 
 def decades(logs: Sequence[float]) -> tuple[float, float]:
-    low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+    """Return the least and the largest logarithm that a scale shows."""
+    high = max(logs, default=0.0)
+    low = min(logs, default=0.0)
     low = max(low, high - _DECADES_MOST)
     room = max(0.0, _DECADES_LEAST - (high - low)) / 2
     return low - room, high + room
@@ -110,7 +136,12 @@ def decades(logs: Sequence[float]) -> tuple[float, float]:
 
 def _top(values: Sequence[float | None]) -> float | None:
     """Return the largest value, NaN where one is not finite, ``None`` where there is none."""
-    there = [value for value in values if value is not None]
-    if not all(map(math.isfinite, there)):
-        return math.nan
-    return max(there, default=None)
+    top = None
+    for value in values:
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            return math.nan
+        if top is None or value > top:
+            top = value
+    return top

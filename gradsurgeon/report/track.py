@@ -13,7 +13,8 @@ from gradsurgeon.report.spikes import Floats, Ints, Spike, largest_spike
 _ENDS = 8  # steps at each end of a run that tell how far a norm grew
 _DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
 # An explosion grows so many times, to norms that no usual training has.
-_GROWTH, _LARGE = 1e3, 1e2
+_GROWTH = 1e3
+_LARGE = 1e2
 
 
 class RecordOrigin(NamedTuple):
@@ -64,17 +65,22 @@ class Track:
 
     @cached_property
     def median(self) -> float:
-        return float(np.median(self.finite_norms)) if len(self._finite) else np.nan
+        if not len(self._finite):
+            return np.nan
+        return float(np.median(self.finite_norms))
 
     @cached_property
     def largest(self) -> float:
-        return float(self.finite_norms.max(initial=-np.inf)) if len(self._finite) else np.nan
+        if not len(self._finite):
+            return np.nan
+        return float(self.finite_norms.max())
 
     @cached_property
     def spike(self) -> Spike | None:
         """The norm that stands out most. A tensor whose norms grew has none."""
-        found = largest_spike(self.finite_steps, self.finite_norms)
-        return None if self.has_grown else found
+        if self.has_grown:
+            return None
+        return largest_spike(self.finite_steps, self.finite_norms)
 
     @property
     def has_grown(self) -> bool:
@@ -117,5 +123,8 @@ class Track:
         """Return the history in at most so many cells: the largest norm, non-finite if one is, `None` for no gradient."""
         number = min(most, len(self.steps))
         starts = np.arange(number) * len(self.steps) // number
-        norms = np.maximum.reduceat(self.norms, starts).tolist()
-        return [None if norm == NO_NORM else norm for norm in norms]
+        norms = np.maximum.reduceat(self.norms, starts)
+        cells: list[float | None] = norms.tolist()
+        for place in np.flatnonzero(norms == NO_NORM):
+            cells[place] = None
+        return cells

@@ -5,7 +5,6 @@ import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -37,12 +36,18 @@ from gradsurgeon.report.sources import summary
 # What every page begins with: nothing else is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"
 # Cells of the map that stand for no norm.
-ABSENT, ZERO, NONFINITE = 0, 1, 0xFFFF
-_MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
-_MOST_ROWS, _MOST_MARKS = 10, 600
+ABSENT = 0
+ZERO = 1
+NONFINITE = 0xFFFF
+_MOST_COLUMNS = 1500
+_LEAST_COLUMNS = 200
+_MOST_CELLS = 750_000
+_MOST_ROWS = 10
+_MOST_MARKS = 600
 _MOST_POINTS = 1500
-# Of several losses: fewer points than pixels, and enough to see since when.
-_CURVES, _POINTS = 20, 500
+_CURVES = 20
+# Of each of several losses: fewer points than pixels, and enough to see since when.
+_POINTS_OF_LOSS = 500
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
@@ -78,63 +83,88 @@ def web_page(
     reload_seconds: float | None = None,
 ) -> str:
     """Return the page of one or several runs, given what `page_data` has returned of each."""
-    reload = reload_seconds or 0
+    reload = 0 if reload_seconds is None else reload_seconds
     data = {"runs": list(runs), "problems": list(problems), "reload": reload}
-    return Template(_assets("page.html")).substitute(
-        styles=_assets(*_STYLES),
-        scripts=_assets(*_SCRIPTS),
-        # No text of a run ends the element that it stands in.
-        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-    )
+    text = json.dumps(data, separators=(",", ":"))
+    # No text of a run ends the element of the page that holds it.
+    text = text.replace("<", "\\u003c")
+    template = Template(_assets("page.html"))
+    return template.substitute(styles=_assets(*_STYLES), scripts=_assets(*_SCRIPTS), data=text)
 
 
 def _assets(*names: str) -> str:
     folder = resources.files(__package__) / "assets"
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+    texts = [(folder / name).read_text(encoding="utf-8") for name in names]
+    return "\n".join(texts)
 
 
 def page_data(run: StoredRun) -> dict[str, Any]:
     report = summary(run)
-    rules = section(run.meta, "rules")
     ended = None
     if report.ended is not None:
-        ended = {**report.ended._asdict(), "level": report.ended.level}
-    return {
+        ended = report.ended._asdict()
+        ended["level"] = report.ended.level
+    notes = list(report.notes)
+    if report.frozen_note:
+        notes.append(report.frozen_note)
+    span: list[int] = []
+    if report.steps is not None:
+        span.extend(report.steps)
+    losses = [line(loss.name, loss.steps, loss.values) for loss in report.tagged]
+    captures = [captured_table(captured).plain() for captured in report.captured]
+    page = {
         "title": report.title,
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
-        "notes": [*report.notes, *filter(None, [report.frozen_note])],
+        "notes": notes,
         "ended": ended,
-        # Then the shares in the table of rules are of what rules would have changed.
+        # In an observed run, the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
-        "span": list(report.steps or ()),
+        "span": span,
         "callouts": list(report.remarks),
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
-        "losses": [line(one.name, one.steps, one.values) for one in report.tagged],
-        "captures": [captured_table(captured).plain() for captured in report.captured],
-        "versus": [
-            {"title": curves[0].stat, "table": table.plain(), "lines": _loss_lines(curves)}
-            for table, curves in loss_tables(report.losses, observed=report.observed)
-            if curves[0].stat in LOSS_STATS
-        ],
-        "rules": rule_table(report.rules, report.statuses, report.events).plain(),
-        "files": [
-            {"file": entry.get("file", "?"), "text": entry.get("text", "")}
-            for entry in rules.get("files") or [rules]
-        ],
-        **_events(report.events),
+        "losses": losses,
+        "captures": captures,
+        "versus": list(_versus(report)),
     }
+    rules = rule_table(report.rules, report.statuses, report.events)
+    page["rules"] = rules.plain()
+    page["files"] = list(_files(run))
+    page.update(_events(report.events))
+    return page
 
 
 def _facts(run: StoredRun, report: Report) -> Iterator[tuple[str, str]]:
     if report.steps is not None:
-        yield "steps", f"{report.steps[0]:,} to {report.steps[1]:,}"
-    if report.ended is not None and len(report.ended.ranks) > 1:
-        yield "ranks", str(len(report.ended.ranks))
-    for word, key in (("began", "created"), ("torch", "torch"), ("gradsurgeon", "gradsurgeon")):
+        first, last = report.steps
+        yield "steps", f"{first:,} to {last:,}"
+    if report.ended is not None:
+        ranks = len(report.ended.ranks)
+        if ranks > 1:
+            yield "ranks", str(ranks)
+    words = {"created": "began", "torch": "torch", "gradsurgeon": "gradsurgeon"}
+    for key, word in words.items():
         if key in run.meta:
             yield word, str(run.meta[key])
+
+
+def _files(run: StoredRun) -> Iterator[dict[str, Any]]:
+    """Yield name and text of each rule file."""
+    rules = section(run.meta, "rules")
+    entries = rules.get("files")
+    if not entries:
+        entries = [rules]
+    for entry in entries:
+        yield {"file": entry.get("file", "?"), "text": entry.get("text", "")}
+
+
+def _versus(report: Report) -> Iterator[dict[str, Any]]:
+    """Yield the section on each statistic that compares losses."""
+    for table, curves in loss_tables(report.losses, observed=report.observed):
+        stat = curves[0].stat
+        if stat in LOSS_STATS:
+            yield {"title": stat, "table": table.plain(), "lines": _loss_lines(curves)}
 
 
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:
@@ -143,25 +173,32 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     urgent = urgent_table(report.history, table, _MOST_ROWS)
     wholes = report.history.gradients if table.kind == GRADIENT else []
     texts = labels(wholes, len(report.params))
-    most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(table.tracks))))
+    lines = []
+    for text, whole in zip(texts, wholes, strict=True):
+        lines.append(line(text, whole.steps, whole.norms))
+    columns = _MOST_CELLS // max(1, len(table.tracks))
+    columns = min(_MOST_COLUMNS, columns)
+    columns = max(_LEAST_COLUMNS, columns)
+    cell_map: dict[str, Any] = {"names": [track.name for track in table.tracks]}
+    cell_map.update(_map(grid_of(table.tracks, columns)))
     return {
         "kind": table.kind,
         "noun": nouns(table.kind),
         # The map shows all tensors: none is left out.
-        "notes": [text for text in urgent.notes if not text.startswith("and ")],
+        "notes": [note for note in urgent.notes if not note.startswith("and ")],
         "table": urgent.plain(),
         "urgent": [track.name for track in shown],
-        "wholes": [
-            line(text, one.steps, one.norms) for text, one in zip(texts, wholes, strict=True)
-        ],
-        "map": {"names": [one.name for one in table.tracks], **_map(grid_of(table.tracks, most))},
+        "wholes": lines,
+        "map": cell_map,
     }
 
 
 def _map(grid: Grid) -> dict[str, Any]:
     raw = codes(grid).astype("<u2").tobytes()
-    # High bytes hardly change from cell to cell: apart from the low ones they are packed to next to nothing.
-    packed = zlib.compress(raw[1::2] + raw[::2])
+    # High bytes hardly change from cell to cell: apart from the low bytes they compress to next to nothing.
+    low = raw[::2]
+    high = raw[1::2]
+    packed = zlib.compress(high + low)
     cells = b64encode(packed).decode("ascii")
     return {"firsts": grid.firsts.tolist(), "lasts": grid.lasts.tolist(), "cells": cells}
 
@@ -175,21 +212,29 @@ def codes(grid: Grid) -> Any:
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:
     first, left_out, last = shown_groups(events)
-    marks, half = sorted({(event.step, event.kind) for event in events}), _MOST_MARKS // 2
-    return {
-        "events": [_event(group) for group in (*first, *last)],
-        "left_out": left_out,
-        # The beginning tells what went wrong first, the end what stopped the run.
-        "marks": marks if len(marks) <= _MOST_MARKS else [*marks[:half], *marks[-half:]],
-    }
+    groups = first + last
+    marks = sorted({(event.step, event.kind) for event in events})
+    if len(marks) > _MOST_MARKS:
+        # The beginning shows what went wrong first, the end what stopped the run.
+        half = _MOST_MARKS // 2
+        marks = marks[:half] + marks[-half:]
+    shown = list(map(_event, groups))
+    return {"events": shown, "left_out": left_out, "marks": marks}
 
 
 def _event(group: EventGroup) -> dict[str, Any]:
     event = group.first
-    where = (group.repeated or f"step {event.step}", group.on_ranks)
+    where = group.repeated
+    if not where:
+        where = f"step {event.step}"
+    if group.on_ranks:
+        where += f", {group.on_ranks}"
     return {
-        **{field: getattr(event, field) for field in ("kind", "rule", "name", "message")},
-        "where": ", ".join(filter(None, where)),
+        "kind": event.kind,
+        "rule": event.rule,
+        "name": event.name,
+        "message": event.message,
+        "where": where,
     }
 
 
@@ -198,19 +243,23 @@ def line(label: str, steps: ArrayLike, values: ArrayLike, every: int = 1) -> dic
 
     Each value is the largest that is known of `every` steps.
     """
-    steps, floats = np.asarray(steps, np.int64), np.asarray(values, float)
+    all_steps = np.asarray(steps, np.int64)
+    all_values = np.asarray(values, float)
     # The worst is the first that is not finite, or else the largest.
-    badness = np.where(np.isfinite(floats), floats, np.inf)
+    badness = np.where(np.isfinite(all_values), all_values, np.inf)
     # Several records of one step make one point.
-    _, starts = np.unique(steps, return_index=True)
-    ends = [*starts[:: max(1, -(-len(starts) // _MOST_POINTS))].tolist(), len(steps)]
-    worst = [start + int(np.argmax(badness[start:end])) for start, end in pairwise(ends)]
-    return {
-        "label": label,
-        "steps": steps[worst].tolist(),
-        "values": [json_number(float(f"{value:.6g}")) for value in floats[worst]],
-        "every": every,
-    }
+    _, starts = np.unique(all_steps, return_index=True)
+    stride = -(-len(starts) // _MOST_POINTS)
+    starts = starts[:: max(1, stride)]
+    ends = np.append(starts[1:], len(all_steps))
+    worst = []
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        worst.append(start + int(np.argmax(badness[start:end])))
+    shown = []
+    for value in all_values[worst]:
+        rounded = float(f"{value:.6g}")
+        shown.append(json_number(rounded))
+    return {"label": label, "steps": all_steps[worst].tolist(), "values": shown, "every": every}
 
 
 def _loss_lines(curves: Sequence[LossSeries]) -> list[dict[str, Any]]:
@@ -218,8 +267,8 @@ def _loss_lines(curves: Sequence[LossSeries]) -> list[dict[str, Any]]:
     lines = []
     for curve in curves[:_CURVES]:
         steps, places = np.unique(curve.steps, return_inverse=True)
-        # There may be several calls in a step, which count as one.
+        # A step may have several calls, which count as one.
         means = np.bincount(places, curve.values) / np.bincount(places)
-        every = -(-len(steps) // _POINTS)
+        every = -(-len(steps) // _POINTS_OF_LOSS)
         lines.append(line(curve.name, steps[::every], means[::every], every))
     return lines

@@ -42,22 +42,26 @@ def compare(
     from gradsurgeon.report.comparison.comparison import compared, of_models  # noqa: PLC0415 # needs numpy
     from gradsurgeon.report.comparison.reading import Words, read  # noqa: PLC0415 # the same
 
-    sources = [noise] if isinstance(noise, str | os.PathLike | StoredRun) else list(noise)
+    if isinstance(noise, str | os.PathLike | StoredRun):
+        noise = [noise]
     with ExitStack() as stack:
-        models, references, *noises = (
-            models_of(source, stack) for source in (run, reference, *sources)
-        )
+        models = models_of(run, stack)
+        references = models_of(reference, stack)
+        noise_models = []
+        for repetition in noise:
+            opened = models_of(repetition, stack)
+            noise_models.append(counterparts(references, opened))
         rename = _renaming(renamed, references.values(), models.values())
         same = counterparts(references, models)
-        same_in_noise = [counterparts(references, others) for others in noises]
         comparisons = []
         for name, model in same.items():
             words = Words()
             # The reference comes first: its names make the order.
-            b = read(references[name], words, rename)
-            a = read(model, words, str)
-            more = [read(known[name], words, rename) for known in same_in_noise if name in known]
-            comparisons.append(replace(compared(a, b, more, words), model=name))
+            of_reference = read(references[name], words, rename)
+            of_run = read(model, words, str)
+            of_noise = [read(named[name], words, rename) for named in noise_models if name in named]
+            comparison = compared(of_run, of_reference, of_noise, words)
+            comparisons.append(replace(comparison, model=name))
         only_run = [name for name, model in models.items() if model not in same.values()]
         only_reference = [name for name in references if name not in same]
         return of_models(comparisons, only_run, only_reference)

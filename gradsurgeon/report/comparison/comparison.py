@@ -19,7 +19,11 @@ from gradsurgeon.report.comparison.tolerance import AUTOCAST, BOUND, Tolerance
 from gradsurgeon.report.tables import Table
 
 VERSION = 1
-_COLUMNS, _STEPS = 100, 8
+_COLUMNS = 100
+_STEPS = 8
+_MAY_BE_ROUNDING = "; this may be rounding, which noise runs would tell"
+# What the JSON has in another form than the attribute.
+_APART = ("pairs", "alike", "others")
 
 
 @dataclass(frozen=True)
@@ -74,20 +78,26 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `gradsurgeon compare --format json`; ``None`` stands for an infinite distance."""
-        apart = ("pairs", "alike", "others")
-        shown = [field.name for field in fields(self) if field.name not in apart]
-        plain = {name: _plain(getattr(self, name)) for name in shown}
-        plain["others"] = [other.to_dict() for other in self.others]
-        return {"version": VERSION, "alike": self.alike, "verdict": _verdict(self), **plain}
+        content: dict[str, Any] = {"version": VERSION, "alike": self.alike}
+        content["verdict"] = _verdict(self)
+        for attribute in fields(self):
+            name = attribute.name
+            if name not in _APART:
+                content[name] = _plain(getattr(self, name))
+        content["others"] = [other.to_dict() for other in self.others]
+        return content
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        named = getattr(value, "_asdict", None)
-        return (
-            {key: _plain(one) for key, one in named().items()} if named else [*map(_plain, value)]
-        )
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Return a value of a comparison as JSON has it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if not isinstance(value, tuple):
+        return value
+    elements = list(map(_plain, value))
+    if hasattr(value, "_fields"):
+        return dict(zip(value._fields, elements, strict=True))
+    return elements
 
 
 def compared(
@@ -95,32 +105,49 @@ def compared(
 ) -> Comparison:
     pairs, tolerance, notes = align(run, reference, noise, words)
     notes += limits.settle(pairs, tolerance)
-    last, first = findings.border_of(pairs)
-    only_run, only_reference = _only(run, reference, pairs), _only(reference, run, pairs)
-    largest = findings.largest_of(pairs)
-    border = first[0] if first else None
-    phase = pairs.kind(border).phase if border is not None else ""
-    everywhere = np.unique(np.concatenate([one.steps for one in (run, reference, *noise)]))
-    if lost := len(everywhere) - len(np.unique(pairs.cells["step"])):
-        notes.append(f"{lost} of {len(everywhere)} steps are not in all runs")
-    undecided = np.flatnonzero(pairs.cells["undecided"]).tolist()
+    only_run = _only(run, reference, pairs)
+    only_reference = _only(reference, run, pairs)
+    has_other_params = any({**only_run, **only_reference}.values())
+    at = findings.largest_of(pairs)
+    largest = findings.tensor_of(pairs, at) if at >= 0 else None
+    last_places, first_places = findings.border_of(pairs)
+    last = [findings.tensor_of(pairs, place) for place in last_places]
+    first = [findings.tensor_of(pairs, place) for place in first_places]
+    step = None
+    phase = ""
+    inside = ""
+    modules: list[findings.ModuleDifference] = []
+    if first:
+        border = first_places[0]
+        step = first[0].step
+        phase = first[0].phase
+        inside = findings.inside_of(pairs, border)
+        if phase == "forward":
+            modules = findings.modules_of(pairs, border)
+    all_steps = run.steps
+    for other in (reference, *noise):
+        all_steps = np.union1d(all_steps, other.steps)
+    lost = len(all_steps) - len(np.unique(pairs.cells["step"]))
+    if lost:
+        notes.append(f"{lost} of {len(all_steps)} steps are not in all runs")
+    undecided = np.flatnonzero(pairs.cells["undecided"])
     steps = tuple(findings.steps_of(pairs))
     return Comparison(
-        alike=border is None and largest >= 0 and not any({**only_run, **only_reference}.values()),
+        alike=not first and largest is not None and not has_other_params,
         run=run.path,
         reference=reference.path,
-        step=None if border is None else int(pairs.cells["step"][border]),
+        step=step,
         phase=phase,
-        inside="" if border is None else findings.inside_of(pairs, border),
-        last=tuple(findings.tensor_of(pairs, at) for at in last),
-        first=tuple(findings.tensor_of(pairs, at) for at in first),
-        modules=tuple(findings.modules_of(pairs, first[0])) if phase == "forward" else (),
+        inside=inside,
+        last=tuple(last),
+        first=tuple(first),
+        modules=tuple(modules),
         steps=steps,
         growth=findings.growth_of(steps),
-        largest=findings.tensor_of(pairs, largest) if largest >= 0 else None,
+        largest=largest,
         only_run=tuple(only_run),
         only_reference=tuple(only_reference),
-        undecided=tuple(dict.fromkeys(map(pairs.text, undecided))),
+        undecided=tuple(pairs.texts(undecided)),
         tolerance=tolerance,
         notes=tuple(notes),
         pairs=pairs,
@@ -131,35 +158,42 @@ def of_models(
     comparisons: Sequence[Comparison], only_run: Sequence[str], only_reference: Sequence[str]
 ) -> Comparison:
     """Return the comparison of the model that parts first, with those of the others."""
-    if len(comparisons) == 1 and not only_run and not only_reference:
+    are_all_in_both = not only_run and not only_reference
+    if len(comparisons) == 1 and are_all_in_both:
         return replace(comparisons[0], model="")
     first = min(comparisons, key=_begins)
-    are_alike = all(comparison.alike for comparison in comparisons)
+    others = [comparison for comparison in comparisons if comparison is not first]
+    models_of_run = [f"model {name}" for name in only_run]
+    models_of_reference = [f"model {name}" for name in only_reference]
     return replace(
         first,
-        alike=are_alike and not only_run and not only_reference,
-        only_run=(*first.only_run, *(f"model {name}" for name in only_run)),
-        only_reference=(*first.only_reference, *(f"model {name}" for name in only_reference)),
-        others=tuple(comparison for comparison in comparisons if comparison is not first),
+        alike=are_all_in_both and all(comparison.alike for comparison in comparisons),
+        only_run=(*first.only_run, *models_of_run),
+        only_reference=(*first.only_reference, *models_of_reference),
+        others=tuple(others),
     )
 
 
-def _begins(one: Comparison) -> tuple[float, ...]:
+def _begins(comparison: Comparison) -> tuple[float, ...]:
     """Return a key by which the model that parts first comes first, and models that agree last.
 
-    In one step, a difference that begins with a gradient or an update is the model's own. One that begins with the
-    first input or the last output gradient came from elsewhere, such as from another model, and has become smaller.
+    In one step, a difference that begins with a gradient or an update is the model's own. A difference that begins with
+    the first input or the last output gradient came from elsewhere, such as another model, and has become smaller.
     """
-    if not one.first:
-        return math.inf, 2.0 * one.alike + (one.largest is None)
-    first = one.first[0]
+    if not comparison.first:
+        if comparison.alike:
+            return math.inf, 2.0
+        is_undecided = comparison.largest is None
+        return math.inf, float(is_undecided)
+    first = comparison.first[0]
     doubt = 0
-    if one.phase == "forward":
-        is_input = first.tensor.startswith("input")
-        doubt = 1 if one.inside or not is_input else 3
-    elif one.phase == "backward":
-        is_inner = one.last and one.last[-1].phase == "backward"
-        doubt = 2 if is_inner else 3
+    if comparison.phase == "forward":
+        is_first_input = first.tensor.startswith("input") and not comparison.inside
+        doubt = 3 if is_first_input else 1
+    elif comparison.phase == "backward":
+        doubt = 3
+        if comparison.last and comparison.last[-1].phase == "backward":
+            doubt = 2
     return first.step, doubt, -first.distance
 
 
@@ -167,104 +201,133 @@ def _only(run: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
     """Return the names that one run alone has, and whether they are of parameters."""
     are_params: dict[str, bool] = {}
     for kind in run.bound.keys() & other.bound.keys():
+        is_param = not pairs.kinds[kind].of_modules
         for name in sorted(run.bound[kind] - other.bound[kind]):
-            are_params[pairs.names[name]] = not pairs.kinds[kind].of_modules
+            are_params[pairs.names[name]] = is_param
     return are_params
 
 
-def _verdict(answer: Comparison) -> str:
-    sentence = _sentence(answer)
-    return f"{printable(answer.model)}: {sentence}" if answer.model else sentence
+def _verdict(comparison: Comparison) -> str:
+    sentence = _sentence(comparison)
+    if comparison.model:
+        return f"{printable(comparison.model)}: {sentence}"
+    return sentence
 
 
-def _sentence(answer: Comparison) -> str:
-    largest = answer.largest
-    kind = answer.tolerance.kind
-    if answer.first:
-        first = answer.first[0]
-        doubt = _doubt(answer, first.distance)
-        return f"They part at step {answer.step}, {answer.phase}: {printable(first.text)}{doubt}."
+def _sentence(comparison: Comparison) -> str:
+    if comparison.first:
+        first = comparison.first[0]
+        place = f"step {comparison.step}, {comparison.phase}"
+        doubt = _doubt(comparison, first.distance)
+        return f"They part at {place}: {printable(first.text)}{doubt}."
+    largest = comparison.largest
     if largest is None:
         return "Nothing can be said: rounding decides every tensor."
-    tensors = count(sum(step.compared for step in answer.steps), "tensor")
-    where = f"in {tensors} of {count(len(answer.steps), 'step')}"
-    end = "." if answer.alike else ", but have other parameters."
-    if kind == "rounding" and not answer.pairs.cells["distance"].any():
+    tensors = 0
+    for step in comparison.steps:
+        tensors += step.compared
+    where = f"in {count(tensors, 'tensor')} of {count(len(comparison.steps), 'step')}"
+    end = "." if comparison.alike else ", but have other parameters."
+    is_measured = comparison.tolerance.kind != "rounding"
+    if not is_measured and not comparison.pairs.cells["distance"].any():
         return f"They are equal bit for bit {where}{end}"
     share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
     place = f"{printable(largest.text)}, step {largest.step}"
     return f"They agree within rounding {where}: the largest distance is {share} ({place}){end}"
 
 
-def _doubt(answer: Comparison, distance: float) -> str:
+def _doubt(comparison: Comparison, distance: float) -> str:
     """Return what to add where rounding may explain the first difference."""
-    kind = answer.tolerance.kind
-    far = max(BOUND, float(answer.pairs.cells["floor"].max()))
-    if kind == "rounded-away" or (kind == "rounding" and distance <= far):
-        return "; this may be rounding, which noise runs would tell"
-    if kind == "rounding" and distance <= AUTOCAST:
+    kind = comparison.tolerance.kind
+    if kind == "rounded-away":
+        return _MAY_BE_ROUNDING
+    if kind != "rounding":
+        return ""
+    bound = max(BOUND, float(comparison.pairs.cells["floor"].max()))
+    if distance <= bound:
+        return _MAY_BE_ROUNDING
+    if distance <= AUTOCAST:
         return "; under autocast this may be rounding, which noise runs would tell"
     return ""
 
 
-def _lines(answer: Comparison) -> Iterator[str]:
-    yield _verdict(answer)
-    yield f"run {printable(answer.run)}, reference {printable(answer.reference)}"
-    yield from map(_verdict, answer.others)
-    for side, names in (("run", answer.only_run), ("reference", answer.only_reference)):
-        if names:
-            yield f"only in the {side}: {abridged(names, {})}"
-    if answer.first:
-        yield _border(answer, answer.first[0])
+def _lines(comparison: Comparison) -> Iterator[str]:
+    yield _verdict(comparison)
+    yield f"run {printable(comparison.run)}, reference {printable(comparison.reference)}"
+    yield from map(_verdict, comparison.others)
+    if comparison.only_run:
+        yield f"only in the run: {abridged(comparison.only_run, {})}"
+    if comparison.only_reference:
+        yield f"only in the reference: {abridged(comparison.only_reference, {})}"
+    if comparison.first:
+        yield _border(comparison, comparison.first[0])
         yield ""
-        for table in _tables(answer):
+        for table in _tables(comparison):
             yield from table.lines(_COLUMNS)
             yield ""
-    texts = [f"tolerance: {answer.tolerance.text}", *(f"note: {note}" for note in answer.notes)]
-    if answer.undecided:
-        number = count(len(answer.undecided), "tensor")
-        texts.append(f"rounding decides {number}, not judged: {shorten_names(answer.undecided)}")
+    texts = [f"tolerance: {comparison.tolerance.text}"]
+    texts += [f"note: {note}" for note in comparison.notes]
+    undecided = comparison.undecided
+    if undecided:
+        number = count(len(undecided), "tensor")
+        texts.append(f"rounding decides {number}, not judged: {shorten_names(undecided)}")
     for text in texts:
         yield textwrap.fill(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def _border(answer: Comparison, first: findings.TensorDifference) -> str:
-    before = f"the {printable(answer.last[-1].text)} agrees, " if answer.last else ""
-    if answer.inside:
-        before = f"the input of {printable(answer.inside)} agrees, "
-    far = first.why or f"distance {first.distance:.2g}, tolerance {first.tolerance:.2g}"
-    place = f"step {first.step}, {first.phase}"
-    return (
-        f"{place}: {before}the {printable(first.text)} does not{'' if before else ' agree'}: {far}"
-    )
+def _border(comparison: Comparison, first: findings.TensorDifference) -> str:
+    """Return the sentence on the border: what agrees, what does not, and how far it is apart."""
+    agrees = ""
+    if comparison.inside:
+        agrees = f"the input of {printable(comparison.inside)} agrees"
+    elif comparison.last:
+        agrees = f"the {printable(comparison.last[-1].text)} agrees"
+    parts = f"the {printable(first.text)} does not"
+    text = f"{agrees}, {parts}" if agrees else f"{parts} agree"
+    reason = first.why
+    if not reason:
+        reason = f"distance {first.distance:.2g}, tolerance {first.tolerance:.2g}"
+    return f"step {first.step}, {first.phase}: {text}: {reason}"
 
 
-def _tables(answer: Comparison) -> Iterator[Table]:
+def _tables(comparison: Comparison) -> Iterator[Table]:
+    yield _border_table(comparison)
+    if comparison.modules:
+        rows = [_cells(*module) for module in comparison.modules]
+        head = ("module", "distance of its input", "of its output")
+        title = f"modules that add to the difference in step {comparison.step}"
+        yield Table(title, head, rows, frozenset({1, 2}))
+    yield _steps_table(comparison)
+
+
+def _border_table(comparison: Comparison) -> Table:
     rows = []
-    for tensors, word in ((answer.last, "agrees"), (answer.first, "parts")):
+    for tensors, word in ((comparison.last, "agrees"), (comparison.first, "parts")):
         for tensor in tensors:
             distance = tensor.why or tensor.distance
             rows.append(_cells(tensor.step, tensor.text, distance, tensor.tolerance, word))
-    head: tuple[str, ...] = ("step", "tensor", "distance", "tolerance", "")
-    yield Table("the border, in the order of execution", head, rows, frozenset({0, 2, 3}))
-    if answer.modules:
-        rows = [_cells(*module) for module in answer.modules]
-        head = ("module", "distance of its input", "of its output")
-        title = f"modules that add to the difference in step {answer.step}"
-        yield Table(title, head, rows, frozenset({1, 2}))
-    steps = [step for step in answer.steps if step.step >= (answer.step or 0)]
+    head = ("step", "tensor", "distance", "tolerance", "")
+    return Table("the border, in the order of execution", head, rows, frozenset({0, 2, 3}))
+
+
+def _steps_table(comparison: Comparison) -> Table:
+    start = comparison.step or 0
+    steps = [step for step in comparison.steps if step.step >= start]
     every = -(-len(steps) // _STEPS)
     rows = []
     for step in steps[::every]:
         apart = f"{step.apart:,} of {step.compared:,}"
         rows.append(_cells(step.step, apart, step.median, step.largest))
     title = "how it goes on"
-    if answer.growth:
-        title += f": the difference {answer.growth}"
+    if comparison.growth:
+        title += f": the difference {comparison.growth}"
     head = ("step", "tensors apart", "their median distance", "largest")
-    yield Table(title, head, rows, frozenset(range(4)))
+    return Table(title, head, rows, frozenset(range(4)))
 
 
-def _cells(*values: object) -> tuple[str, ...]:
-    texts = (f"{value:.2g}" if isinstance(value, float) else str(value) for value in values)
-    return tuple(map(printable, texts))
+def _cells(*values: object) -> list[str]:
+    cells = []
+    for value in values:
+        text = f"{value:.2g}" if isinstance(value, float) else str(value)
+        cells.append(printable(text))
+    return cells

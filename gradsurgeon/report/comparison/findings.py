@@ -1,7 +1,7 @@
 """What the distances of two runs say: the border, what modules add, how it goes on. Needs numpy."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,13 @@ from gradsurgeon.report.comparison.alignment import (
 )
 from gradsurgeon.report.comparison.order import is_inside, parent_of
 
-_LAST, _FIRST = 3, 5
+_LAST = 3
+_FIRST = 5
 # A module adds to a difference if so many times as much goes out as came in: a projection can be several times too
 # small.
-_ADDS, _MODULES, _GROWS = 10.0, 8, 2.0
+_ADDS = 10.0
+_MODULES = 8
+_GROWS = 2.0
 _STATES = {
     MISSING_IN_RUN: "missing in the run",
     MISSING_IN_REFERENCE: "missing in the reference",
@@ -66,20 +69,6 @@ class StepDifference(NamedTuple):
 def tensor_of(pairs: Pairs, at: int) -> TensorDifference:
     cell = pairs.cells[at]
     kind = pairs.kind(at)
-    alike = pairs.cells[pairs.like(at, "kind", "name")]
-    more = [] if kind.tensor == kind.base else [kind.tensor]
-    for key, word in (("call", "call"), ("part", "micro-batch")):
-        if number := int(alike[key].max()):
-            more.append(f"{word} {cell[key] + 1} of {number + 1}")
-    if alike["rank"].any():
-        more.append(f"rank {cell['rank']}")
-    text = pairs.text(at)
-    if more:
-        text += f" ({', '.join(more)})"
-    why = _STATES.get(int(cell["state"]), "")
-    if not why and np.isinf(cell["distance"]):
-        is_finite = np.isfinite(cell["values"][0, :3]).all()
-        why = f"non-finite in the {'reference' if is_finite else 'run'}"
     return TensorDifference(
         name=pairs.name(at),
         tensor=kind.tensor,
@@ -90,82 +79,145 @@ def tensor_of(pairs: Pairs, at: int) -> TensorDifference:
         rank=int(cell["rank"]),
         distance=float(cell["distance"]),
         tolerance=float(cell["limit"]),
-        why=why,
-        text=text,
+        why=_why_no_distance(cell),
+        text=_text_of(pairs, at),
     )
 
 
+def _text_of(pairs: Pairs, at: int) -> str:
+    """Return what to call a tensor, with what tells it from others of its kind and name."""
+    cell = pairs.cells[at]
+    kind = pairs.kind(at)
+    alike = pairs.cells[pairs.like(at, "kind", "name")]
+    details = []
+    if kind.tensor != kind.base:
+        details.append(kind.tensor)
+    for key, word in (("call", "call"), ("part", "micro-batch")):
+        last = int(alike[key].max())
+        if last:
+            details.append(f"{word} {cell[key] + 1} of {last + 1}")
+    if alike["rank"].any():
+        details.append(f"rank {cell['rank']}")
+    text = pairs.text(at)
+    if details:
+        text += f" ({', '.join(details)})"
+    return text
+
+
+def _why_no_distance(cell: Any) -> str:
+    state = int(cell["state"])
+    if state != BOTH:
+        return _STATES[state]
+    if not np.isinf(cell["distance"]):
+        return ""
+    if np.isfinite(cell["values"][0, :3]).all():
+        return "non-finite in the reference"
+    return "non-finite in the run"
+
+
 def border_of(pairs: Pairs) -> tuple[list[int], list[int]]:
+    """Return the places of the last tensors that agree, and of the first that do not."""
     apart = np.flatnonzero(pairs.apart)
     if not len(apart):
         return [], []
     border = apart[0]
     agree = np.flatnonzero(~pairs.cells["undecided"][:border])
-    here = apart[pairs.cells["step"][apart] == pairs.cells["step"][border]].tolist()
-    here = [at for at in here if pairs.kind(at).phase == pairs.kind(border).phase]
-    if not of_modules(pairs.cells).any():
-        # The gradients all part, whatever module is wrong: those of its own weights part most.
-        here = [at for at in here if pairs.kind(at) == pairs.kind(border)]
-        here.sort(key=lambda at: -pairs.ratio[at])
-    return agree[-_LAST:].tolist(), here[:_FIRST]
+    # The gradients all part, whatever module is wrong: those of its own weights part most.
+    has_modules = of_modules(pairs.cells).any()
+    key = "phase" if has_modules else "kind"
+    same = pairs.like(border, "step", key)
+    first = apart[same[apart]].tolist()
+    if not has_modules:
+        ratio = pairs.ratio
+        first.sort(key=ratio.__getitem__, reverse=True)
+    return agree[-_LAST:].tolist(), first[:_FIRST]
 
 
 def inside_of(pairs: Pairs, border: int) -> str:
-    kind, name = pairs.kind(border), pairs.name(border)
+    """Return the innermost module around the first difference whose input agrees, empty if there is none."""
+    kind = pairs.kind(border)
+    if kind.phase != "forward":
+        return ""
+    name = pairs.name(border)
     inputs = pairs.of_base("input") & pairs.like(border, "step", "rank", "part")
-    agree: dict[str, bool] = {}
     unlike = pairs.apart | pairs.cells["undecided"]
+    agree: dict[str, bool] = {}
     for at in np.flatnonzero(inputs).tolist():
-        fine = not unlike[at]
-        agree[pairs.name(at)] = agree.get(pairs.name(at), True) and fine
+        module = pairs.name(at)
+        if unlike[at]:
+            agree[module] = False
+        else:
+            agree.setdefault(module, True)
     around = name if kind.base == "output" else parent_of(name, agree)
     while around and not agree.get(around):
         around = parent_of(around, agree)
-    return around if kind.phase == "forward" else ""
+    return around
+
+
+class _Added(NamedTuple):
+    """A module that adds to a difference, and how far its input was apart at least."""
+
+    module: ModuleDifference
+    start: float
 
 
 def modules_of(pairs: Pairs, border: int) -> list[ModuleDifference]:
-    same = pairs.like(border, "step", "rank", "part") & ~pairs.cells["undecided"]
-    came: dict[tuple[str, int], float] = {}
-    # In the order of inputs: the module, and how far its input was apart at least.
-    added: dict[tuple[str, int], tuple[ModuleDifference, float]] = {}
+    """Return the modules that add most to the difference in the pass of the border, in the order of their inputs."""
+    cells = pairs.cells
+    same = pairs.like(border, "step", "rank", "part") & ~cells["undecided"]
     apart = pairs.apart
-    for at in np.flatnonzero(same & (pairs.cells["state"] == BOTH)).tolist():
+    came: dict[tuple[str, int], float] = {}
+    added: dict[tuple[str, int], _Added] = {}
+    for at in np.flatnonzero(same & (cells["state"] == BOTH)).tolist():
         base = pairs.kind(at).base
-        key = pairs.name(at), int(pairs.cells["call"][at])
-        distance = float(pairs.cells["distance"][at])
+        name = pairs.name(at)
+        key = name, int(cells["call"][at])
+        distance = float(cells["distance"][at])
         if base == "input":
             came[key] = max(distance, came.get(key, 0.0))
         elif base == "output" and key in came and apart[at]:
-            start = max(came[key], float(pairs.cells["limit"][at]), 1e-30)
-            known = added[key][0].went_out if key in added else 0.0
-            if distance >= _ADDS * start and distance > known:
-                added[key] = ModuleDifference(key[0], came[key], distance), start
+            start = max(came[key], float(cells["limit"][at]), 1e-30)
+            module = ModuleDifference(name, came[key], distance)
+            is_largest = key not in added or distance > added[key].module.went_out
+            if distance >= _ADDS * start and is_largest:
+                added[key] = _Added(module, start)
 
-    inner = []
-    for key, (module, start) in added.items():
-        # A module inside adds the difference if no more came into it.
-        has_cause_inside = any(
-            is_inside(other.name, module.name)
-            and other.name != module.name
-            and other.came_in < _ADDS * start
-            for other, _ in added.values()
-        )
-        if not has_cause_inside:
-            inner.append(key)
-    inner.sort(key=lambda key: -added[key][0].went_out / added[key][1])
-    order = list(came)
-    return [added[key][0] for key in sorted(inner[:_MODULES], key=order.index)]
+    def times(key: tuple[str, int]) -> float:
+        return added[key].module.went_out / added[key].start
+
+    inner = [key for key in added if not _has_cause_inside(added[key], added.values())]
+    inner.sort(key=times, reverse=True)
+    most = inner[:_MODULES]
+    most.sort(key=list(came).index)
+    return [added[key].module for key in most]
+
+
+def _has_cause_inside(addition: _Added, others: Iterable[_Added]) -> bool:
+    """Tell whether a module inside adds the difference, as no more came into it."""
+    name = addition.module.name
+    for other in others:
+        inner = other.module
+        is_within = is_inside(inner.name, name) and inner.name != name
+        if is_within and inner.came_in < _ADDS * addition.start:
+            return True
+    return False
 
 
 def steps_of(pairs: Pairs) -> Iterator[StepDifference]:
-    cells, apart = pairs.cells, pairs.apart
+    cells = pairs.cells
+    all_apart = pairs.apart
+    is_finite = np.isfinite(cells["distance"])
     for step in np.unique(cells["step"]).tolist():
-        here = cells["step"] == step
-        far = cells["distance"][here & apart & np.isfinite(cells["distance"])]
-        compared, number = int((here & ~cells["undecided"]).sum()), int((here & apart).sum())
-        median = float(np.median(far)) if len(far) else 0.0
-        yield StepDifference(step, compared, number, median, far.max(initial=0.0).item())
+        is_in_step = cells["step"] == step
+        apart = is_in_step & all_apart
+        compared = is_in_step & ~cells["undecided"]
+        distances = cells["distance"][apart & is_finite]
+        median = 0.0
+        largest = 0.0
+        if len(distances):
+            median = float(np.median(distances))
+            largest = float(distances.max())
+        yield StepDifference(step, int(compared.sum()), int(apart.sum()), median, largest)
 
 
 def growth_of(steps: Sequence[StepDifference]) -> str:
@@ -173,10 +225,17 @@ def growth_of(steps: Sequence[StepDifference]) -> str:
     if len(medians) < 2:  # noqa: PLR2004 # to compare
         return ""
     times = medians[-1] / medians[0]
-    return "grows" if times > _GROWS else "shrinks" if times * _GROWS < 1 else "stays"
+    if times > _GROWS:
+        return "grows"
+    if times * _GROWS < 1:
+        return "shrinks"
+    return "stays"
 
 
 def largest_of(pairs: Pairs) -> int:
     """Return the tensor with the largest ratio of distance and tolerance, -1 if rounding decides all."""
     decided = np.flatnonzero(~pairs.cells["undecided"])
-    return int(decided[np.argmax(pairs.ratio[decided])]) if len(decided) else -1
+    if not len(decided):
+        return -1
+    ratios = pairs.ratio[decided]
+    return int(decided[ratios.argmax()])

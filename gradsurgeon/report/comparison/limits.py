@@ -32,8 +32,9 @@ def settle(pairs: Pairs, rule: Tolerance) -> list[str]:
     text = f"step {cell['step']}, {printable(pairs.text(first))}"
     if len(kinks) > 1:
         text += f" and {len(kinks) - 1} more"
+    elements = int(cell["numel"])
     return [
-        f"{text}: the distance {cell['distance']:.2g} is that of a few of {int(cell['numel']):,} elements at a kink, as of "
+        f"{text}: the distance {cell['distance']:.2g} is that of a few of {elements:,} elements at a kink, as of "
         f"ReLU; no other step repeats it, and what comes after it was judged by {rule.times:g} times as much"
     ]
 
@@ -67,8 +68,8 @@ def _carry_on(pairs: Pairs, times: float, *, is_known: bool) -> Iterator[int]:
         if cell["undecided"]:
             continue
         if cell["distance"] > cell["limit"]:
-            have_parted = have_parted or not _is_kink(pairs, at)
-            if have_parted:
+            if have_parted or not _is_kink(pairs, at):
+                have_parted = True
                 continue
             cell["limit"] = times * cell["distance"]
             is_known = False
@@ -86,7 +87,10 @@ def _of_weights(pairs: Pairs, step: int) -> tuple[float, dict[str, float]]:
     norms = np.nan_to_num(weights["norm"])
     distances = np.minimum(weights["distance"], 1.0)
     whole = np.sqrt((norms**2).sum())
-    together = float(np.sqrt(((distances * norms) ** 2).sum()) / whole) if whole else 0.0
+    together = 0.0
+    if whole:
+        apart = distances * norms
+        together = float(np.sqrt((apart**2).sum()) / whole)
     modules: dict[str, float] = {}
     for name, distance in zip(weights["name"].tolist(), distances.tolist(), strict=True):
         module = pairs.names[name].rpartition(".")[0]
@@ -101,7 +105,8 @@ def _is_kink(pairs: Pairs, at: int) -> bool:
     """
     cell = pairs.cells[at]
     distance = cell["distance"]
-    if cell["phase"] != "backward" or cell["state"] != BOTH or not np.isfinite(distance):
+    has_distance = cell["state"] == BOTH and np.isfinite(distance)
+    if cell["phase"] != "backward" or not has_distance:
         return False
     most = min(_SHARE, _ELEMENTS / np.sqrt(cell["numel"]))
     is_switched = distance <= most and cell["shift"] <= distance**2
@@ -114,19 +119,17 @@ def _is_repeated(pairs: Pairs, at: int) -> bool:
     Later steps begin with other weights, which alone move elements over the kink.
     """
     cells = pairs.cells
+    steps = cells["step"]
+    distances = cells["distance"]
     same = pairs.like(at, "kind", "name", "rank", "part", "call")
     if same.sum() == 1:
         return True
-    for later in np.flatnonzero(same & (cells["step"] > cells["step"][at])).tolist():
-        far = cells["distance"][later]
-        begun = int(np.searchsorted(cells["step"], cells["step"][later]))
-        before = cells[begun:later]
-        came = before["distance"][~before["undecided"] & np.isfinite(before["distance"])]
-        usual = max(
-            cells["limit"][later],
-            cells["distance"][at] / _ONCE,
-            _SPREAD * np.sqrt(came.max(initial=0.0)),
-        )
-        if far > usual:
+    by_kink = distances[at] / _ONCE
+    is_judged = ~cells["undecided"] & np.isfinite(distances)
+    for later in np.flatnonzero(same & (steps > steps[at])).tolist():
+        begin = int(np.searchsorted(steps, steps[later]))
+        before = distances[begin:later][is_judged[begin:later]]
+        by_spread = _SPREAD * np.sqrt(before.max(initial=0.0))
+        if distances[later] > max(cells["limit"][later], by_kink, by_spread):
             return True
     return False

@@ -20,23 +20,25 @@ def models_of(source: RunOrPath, stack: ExitStack) -> dict[str, StoredRun]:
     Further models without records were never used.
     """
     run = source if isinstance(source, StoredRun) else stack.enter_context(open_run(source))
-    found = {_title(run): run}
+    models = {_title(run): run}
     for folder in runs_inside(run.path):
         inner = stack.enter_context(open_run(folder))
         name = _name_inside(folder.relative_to(run.path), _title(inner))
-        if name and any(inner):
-            found[name] = inner
-    return found
+        has_records = any(inner)
+        if name and has_records:
+            models[name] = inner
+    return models
 
 
 def _title(run: StoredRun) -> str:
     model = section(run.meta, "model")
-    return str(model.get("title") or model.get("origin") or "")
+    title = model.get("title") or model.get("origin")
+    return str(title or "")
 
 
 def _name_inside(place: Path, title: str) -> str:
     """Return the name of a further model, or of one of another process; none for a folder that a person named."""
-    processes = [*place.parts]
+    processes = list(place.parts)
     if processes[-1] == title:
         processes.pop()
     if all(map(_PROCESS.fullmatch, processes)):
@@ -48,9 +50,9 @@ def counterparts(
     models: Mapping[str, StoredRun], others: Mapping[str, StoredRun]
 ) -> dict[str, StoredRun]:
     """Return the models of other runs by the same names; the first models go together if they have none."""
-    found = {name: others[name] for name in models if name in others}
+    same = {name: others[name] for name in models if name in others}
     first = next(iter(models))
     other = next(iter(others))
-    if first not in found and other not in found:
-        found[first] = others[other]
-    return found
+    if first not in same and other not in same:
+        same[first] = others[other]
+    return same

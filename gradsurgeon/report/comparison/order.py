@@ -27,27 +27,34 @@ def parent_of(name: str, known: Mapping[str, object]) -> str:
 
 
 def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
-    """Return the names in an order that respects all chains and nesting; the model's order breaks ties."""
+    """Return the names in an order that respects all chains and nesting; the model's order breaks ties.
+
+    Chains may have other names, which count for nothing.
+    """
     places = {name: place for place, name in enumerate(names)}
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for name in names:
+        sorter.add(name)
         above = parent_of(name, places)
-        sorter.add(name, *filter(None, [above]))
+        if above:
+            sorter.add(name, above)
     for chain in chains:
-        for first, second in pairwise(chain):
+        known = [name for name in chain if name in places]
+        for first, second in pairwise(known):
             sorter.add(second, first)
     with suppress(CycleError):
         sorter.prepare()
-    found: dict[str, None] = {}
+    ordered: dict[str, None] = {}
     ready: list[int] = []
     while sorter.is_active():
         for name in sorter.get_ready():
             heapq.heappush(ready, places[name])
         name = names[heapq.heappop(ready)]
-        found[name] = None
+        ordered[name] = None
         sorter.done(name)
-    # Chains of different steps can contradict each other.
-    return list(found | dict.fromkeys(names))
+    # Chains of different steps can contradict each other: the names in a circle come last.
+    ordered.update(dict.fromkeys(names))
+    return list(ordered)
 
 
 def _walk(names: Sequence[str]) -> Iterator[tuple[bool, str]]:
@@ -58,7 +65,8 @@ def _walk(names: Sequence[str]) -> Iterator[tuple[bool, str]]:
             yield True, stack.pop()
         yield False, name
         stack.append(name)
-    yield from ((True, name) for name in reversed(stack))
+    while stack:
+        yield True, stack.pop()
 
 
 def forward_order(
@@ -70,39 +78,57 @@ def forward_order(
     output whose numbers equal those of its input.
     """
     keys: dict[Event, _Key] = {}
-    for place, (is_output, name) in enumerate(_walk([name for name in order if calls[name] == 1])):
+    once = [name for name in order if calls[name] == 1]
+    for place, (is_output, name) in enumerate(_walk(once)):
         keys[is_output, name, 0] = (place,)
     for number, root in enumerate(order):
         count = calls[root]
-        if count == 1 or calls.get(parent_of(root, calls)) == count:
+        parent = parent_of(root, calls)
+        if count == 1 or calls.get(parent) == count:
             continue  # it has its place, or goes with the module around it
         inside = [name for name in order if calls[name] == count and is_inside(name, root)]
+        walk = list(_walk(inside))
         last: _Key = (-1,)
         for call in range(count):
-            start = _anchor(root, call, keys, numbers) or _usual(root, call, order, keys)
+            start = _anchor(root, call, keys, numbers)
+            if start is None:
+                start = _usual(root, call, order, keys)
             last = max(start, last)
-            for place, (is_output, name) in enumerate(_walk(inside)):
+            for place, (is_output, name) in enumerate(walk):
                 keys[is_output, name, call] = (*last, 1, number, call, place)
             last = keys[True, root, call]
-    return {event: place for place, event in enumerate(sorted(keys, key=keys.__getitem__))}
+    events = sorted(keys, key=keys.__getitem__)
+    return {event: place for place, event in enumerate(events)}
 
 
 def _usual(root: str, call: int, order: Sequence[str], keys: Mapping[Event, _Key]) -> _Key:
     """Return a likely place: after the module before it, or at the end of the module around it."""
+    start: _Key = (-1,)
     if call == 0:
         place = order.index(root)
-        before = order[place - 1] if place else ""
-        return keys.get((not is_inside(root, before), before, 0), (-1,))
-    end = keys.get((True, parent_of(root, dict.fromkeys(order)), 0), (float("inf"),))
-    return max((key for key in keys.values() if key < end), default=(-1,))
+        if place == 0:
+            return start
+        before = order[place - 1]
+        return keys.get((not is_inside(root, before), before, 0), start)
+    parent = parent_of(root, dict.fromkeys(order))
+    end = keys.get((True, parent, 0), (float("inf"),))
+    for key in keys.values():
+        if start < key < end:
+            start = key
+    return start
 
 
 def _anchor(
     root: str, call: int, keys: Mapping[Event, _Key], numbers: Mapping[Event, Numbers]
 ) -> _Key | None:
     """Return the key of the output that a call takes, by its numbers; `None` if they equal no others."""
-    came = numbers.get((False, root, call), (0.0,))
-    if not came[0]:
+    taken = numbers.get((False, root, call), (0.0,))
+    if not taken[0]:
         return None
-    after = [key for event, key in keys.items() if event[0] and numbers.get(event) == came]
-    return max(after, default=None)
+    anchor = None
+    for event, key in keys.items():
+        is_output = event[0]
+        is_same = is_output and numbers.get(event) == taken
+        if is_same and (anchor is None or key > anchor):
+            anchor = key
+    return anchor

@@ -24,7 +24,8 @@ STATS = ("l2", "projection_1", "projection_2", "numel")
 _NEEDED = frozenset(STATS[:3])
 # Step, kind and name of a tensor, the rank, and the number of the row among those of the same tensor and step.
 KEYS = ("step", "kind", "rank", "name", "row")
-_CELL = np.dtype([*((key, np.int64) for key in KEYS), ("values", np.float64, len(STATS))])
+KEY_FIELDS = [(key, np.int64) for key in KEYS]
+_CELL = np.dtype([*KEY_FIELDS, ("values", np.float64, len(STATS))])
 _WORDS = {
     "output.grad": "output gradient of {}",
     "input.grad": "input gradient of {}",
@@ -46,8 +47,12 @@ class Kind(NamedTuple):
     @property
     def base(self) -> str:
         """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
-        ends = re.match(r"(input|output)\b", self.tensor)
-        return ends[0] + ".grad" * self.tensor.endswith(".grad") if ends else self.tensor
+        match = re.match(r"(input|output)\b", self.tensor)
+        if match is None:
+            return self.tensor
+        if self.tensor.endswith(".grad"):
+            return f"{match[0]}.grad"
+        return match[0]
 
     @property
     def of_modules(self) -> bool:
@@ -55,9 +60,9 @@ class Kind(NamedTuple):
 
     @property
     def phase(self) -> str:
-        if self.of_modules:
-            return "backward" if self.base.endswith(".grad") else "forward"
-        return "gradient" if self.tensor == "grad" else "update"
+        if not self.of_modules:
+            return "gradient" if self.tensor == "grad" else "update"
+        return "backward" if self.base.endswith(".grad") else "forward"
 
     @property
     def is_final(self) -> bool:
@@ -66,8 +71,9 @@ class Kind(NamedTuple):
 
     def at(self, path: str) -> "Kind":
         """Return the kind of the tensors at a path inside what a module takes or returns, such as `input[0]`."""
-        grad = ".grad" * self.tensor.endswith(".grad")
-        return Kind(f"{self.tensor.removesuffix('.grad')}{path}{grad}", self.point)
+        if self.tensor.endswith(".grad"):
+            return Kind(f"{self.tensor.removesuffix('.grad')}{path}.grad", self.point)
+        return Kind(f"{self.tensor}{path}", self.point)
 
     def text(self, name: str) -> str:
         text = _WORDS.get(self.base, f"{self.base} of {{}}").format(name)
@@ -118,10 +124,7 @@ def stripped(name: str) -> str:
 
 def read(run: StoredRun, words: Words, rename: Callable[[str], str]) -> Reading:
     """Return the fingerprints of a run, by other names; `words` gets its kinds and names. Raises `RecordError` without any."""
-    groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
-    for series in run:
-        key = series.key
-        groups.setdefault((key.rule, series.rank, key.point, key.names), {})[key.stat] = series
+    groups = _groups(run)
     lowest = dict(of_lowest_ranks(run))
     bound: dict[int, set[int]] = {}
     parts = [np.empty(0, _CELL)]
@@ -129,64 +132,97 @@ def read(run: StoredRun, words: Words, rename: Callable[[str], str]) -> Reading:
     for rule in run.rules:
         kind = Kind(str(rule.get("tensor") or "grad"), str(rule.get("point") or ""))
         number = words.of_kind(kind)
-        mine = [one for of, one in groups.items() if of[0] == rule["id"] and one.keys() >= _NEEDED]
-        if not mine or number in bound:
+        groups_of_rule = groups.get(rule["id"])
+        if groups_of_rule is None or number in bound:
             continue
         names = _compared(run.names_of(rule["id"]), rename)
         bound[number] = set(map(words.of_name, names.values()))
-        for group in mine:
+        for group in groups_of_rule:
             first = group["l2"]
-            width = len(first.key.names)
-            chain: dict[str, None] = {}
-            kinds = np.zeros(width, np.int64)
-            numbers = np.full(width, -1)
+            columns = range(len(first.key.names))
+            rank = first.rank
             repeated: Collection[int] = ()
             if not kind.of_modules:  # each rank has the same gradient, or a part of it
-                repeated = lowest.get(first, range(width))
-            for column, name in enumerate(first.key.names):
+                rank = 0
+                repeated = lowest.get(first, columns)
+            chain: dict[str, None] = {}
+            kinds = np.zeros(len(columns), np.int64)
+            numbers = np.full(len(columns), -1)
+            for column in columns:
+                name = first.key.names[column]
                 owner = _owner(name, names) if kind.of_modules else name
                 if owner not in names or column in repeated:
                     continue
-                kinds[column] = words.of_kind(kind.at(name[len(owner) :]))
-                numbers[column] = words.of_name(names[owner])
-                bound.setdefault(int(kinds[column]), set()).add(int(numbers[column]))
+                inner_kind = words.of_kind(kind.at(name[len(owner) :]))
+                owner_number = words.of_name(names[owner])
+                kinds[column] = inner_kind
+                numbers[column] = owner_number
+                bound.setdefault(inner_kind, set()).add(owner_number)
                 chain[names[owner]] = None
             if kind.base == "input":
                 chains.append(list(chain))
-            parts.append(_cells(group, kinds, numbers, first.rank if kind.of_modules else 0))
+            parts.append(_cells(group, kinds, numbers, rank))
     cells = np.concatenate(parts)
     if not len(cells):
         raise RecordError(
             f"{printable(str(run.path))}: has no fingerprints to compare, which are `l2` and `projection` of one rule; "
             "record it with the rules `gradsurgeon:fingerprint@1`"
         )
-    cells = cells[np.lexsort([cells[key] for key in reversed(KEYS[:-1])])]
-    here, begins = np.arange(len(cells)), starts(cells)
-    cells["row"] = here - np.maximum.accumulate(np.where(begins, here, 0))
+    _sort(cells)
     return Reading(str(run.path), run.meta, cells, bound, chains, _dtypes(run, rename))
+
+
+def _groups(run: StoredRun) -> dict[str, list[dict[str, StoredSeries]]]:
+    """Return the series of fingerprints by statistic, for each rule."""
+    groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
+    for series in run:
+        key = series.key
+        group = groups.setdefault((key.rule, series.rank, key.point, key.names), {})
+        group[key.stat] = series
+    by_rule: dict[str, list[dict[str, StoredSeries]]] = {}
+    for (rule, *_), group in groups.items():
+        if group.keys() >= _NEEDED:
+            by_rule.setdefault(rule, []).append(group)
+    return by_rule
+
+
+def _sort(cells: Any) -> None:
+    """Sort cells by `KEYS`, and number the rows of one tensor and step."""
+    order = np.lexsort([cells["name"], cells["rank"], cells["kind"], cells["step"]])
+    cells[:] = cells[order]
+    places = np.arange(len(cells))
+    first = np.where(starts(cells), places, 0)
+    cells["row"] = places - np.maximum.accumulate(first)
 
 
 def _owner(name: str, modules: Mapping[str, str]) -> str:
     """Return the module of a tensor: a path behind the name of a module tells one of several tensors."""
-    end = len(name)
-    while end > 0 and name[:end] not in modules:
-        end = max(name.rfind(".", 0, end), name.rfind("[", 0, end))
-    return name[:end] if end > 0 else name
+    owner = name
+    while owner and owner not in modules:
+        end = max(owner.rfind("."), owner.rfind("["), 0)
+        owner = owner[:end]
+    return owner or name
 
 
 def _dtypes(run: StoredRun, rename: Callable[[str], str]) -> dict[str, str]:
+    """Return the dtypes of parameters by the names that are compared."""
     dtypes = {}
     for param in section(run.meta, "model").get("params", ()):
-        if "dtype" in param:
-            for name in (param["name"], *param.get("aliases", ())):
-                dtypes[rename(stripped(name))] = str(param["dtype"])
+        if "dtype" not in param:
+            continue
+        dtype = str(param["dtype"])
+        for name in (param["name"], *param.get("aliases", ())):
+            dtypes[rename(stripped(name))] = dtype
     return dtypes
 
 
 def names_in(runs: Iterable[StoredRun]) -> set[str]:
     """Return the names that the rules of some runs are bound to, without the segments that wrappers add."""
-    names = {name for run in runs for rule in run.rules for name in run.names_of(rule["id"])}
-    return set(map(stripped, names))
+    names: set[str] = set()
+    for run in runs:
+        for rule in run.rules:
+            names.update(map(stripped, run.names_of(rule["id"])))
+    return names
 
 
 def renaming(
@@ -200,25 +236,34 @@ def renaming(
         document = source.parse(json.dumps(dict(renamed)), "<names>")
     else:
         document = source.read(renamed)
-    names = document.data
     if document.problems:
         raise RuleFileError(document.problems)
+    names = document.data
     if not isinstance(names, Mapping) or not names:
         _refuse(document.place(()), "the file has no names", _HINT)
-    for name, value in names.items():
-        if not isinstance(value, str) or not value:
+    for name, new_name in names.items():
+        if not isinstance(new_name, str) or not new_name:
             _refuse(document.place((name,)), f"the new name of `{name}` is no text", _HINT)
-        for where, known, one in (("reference", old, name), ("run", new, value)):
-            if not any(is_inside(each, one) for each in known):
-                hint = did_you_mean(one, {*known, *(each.rpartition(".")[0] for each in known)})
-                message = f"the {where} has no name that is `{one}`, or begins with `{one}.`"
-                _refuse(document.key_place((name,)), message, hint)
+        place = document.key_place((name,))
+        _check_known(name, old, "reference", place)
+        _check_known(new_name, new, "run", place)
 
     def rename(name: str) -> str:
-        prefix = max((one for one in names if is_inside(name, one)), key=len, default="")
-        return f"{names[prefix]}{name[len(prefix) :]}" if prefix else name
+        prefix = max((known for known in names if is_inside(name, known)), key=len, default=None)
+        if prefix is None:
+            return name
+        return f"{names[prefix]}{name.removeprefix(prefix)}"
 
     return rename
+
+
+def _check_known(name: str, known: Collection[str], which: str, place: Place) -> None:
+    """Refuse a name that no name of a run is, or begins with."""
+    if any(is_inside(longer, name) for longer in known):
+        return
+    parents = [longer.rpartition(".")[0] for longer in known]
+    hint = did_you_mean(name, {*known, *parents})
+    _refuse(place, f"the {which} has no name that is `{name}`, or begins with `{name}.`", hint)
 
 
 def _refuse(place: Place, message: str, hint: str) -> NoReturn:
@@ -226,18 +271,24 @@ def _refuse(place: Place, message: str, hint: str) -> NoReturn:
 
 
 def starts(cells: Any) -> Flags:
-    first = np.ones(len(cells), bool)
-    first[1:] = np.any([np.diff(cells[key]) != 0 for key in KEYS[:-1]], axis=0)
-    return first
+    """Tell which cells are the first of a tensor and step."""
+    is_first = np.zeros(len(cells), bool)
+    is_first[:1] = True
+    for key in KEYS[:-1]:
+        is_first[1:] |= np.diff(cells[key]) != 0
+    return is_first
 
 
 def _compared(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
     """Return the name under which each tensor is compared; a wrapper stands for the module inside it."""
-    found: dict[str, str] = {}
+    compared: dict[str, str] = {}
+    used = {""}
     for name in names:
-        found.setdefault(rename(stripped(name)), name)
-    found.pop("", None)
-    return {old: new for new, old in found.items()}
+        new_name = rename(stripped(name))
+        if new_name not in used:
+            used.add(new_name)
+            compared[name] = new_name
+    return compared
 
 
 def _cells(group: Mapping[str, StoredSeries], kinds: Ints, names: Ints, rank: int) -> Any:
@@ -246,7 +297,9 @@ def _cells(group: Mapping[str, StoredSeries], kinds: Ints, names: Ints, rank: in
     rows = min(len(group[stat]) for stat in _NEEDED)
     if not rows:
         return np.empty(0, _CELL)
-    read = {stat: arrays(list(one.stored(0, rows)), len(names)) for stat, one in group.items()}
+    read = {}
+    for stat, series in group.items():
+        read[stat] = arrays(list(series.stored(0, rows)), len(names))
     steps, _, present = read["l2"]
     lines, columns = np.nonzero(present & (names >= 0))
     cells = np.zeros(len(lines), _CELL)
@@ -254,7 +307,12 @@ def _cells(group: Mapping[str, StoredSeries], kinds: Ints, names: Ints, rank: in
     cells["kind"] = kinds[columns]
     cells["rank"] = rank
     cells["name"] = names[columns]
+    values = cells["values"]
+    values[:] = np.nan
     for place, stat in enumerate(STATS):
-        there = stat in read and len(read[stat][0]) == rows
-        cells["values"][:, place] = read[stat][1][lines, columns] if there else np.nan
+        if stat not in read:
+            continue
+        of_steps, numbers, _ = read[stat]
+        if len(of_steps) == rows:
+            values[:, place] = numbers[lines, columns]
     return cells

@@ -16,17 +16,22 @@ from gradsurgeon.records.store.layout import section
 from gradsurgeon.report.comparison.reading import Reading
 from gradsurgeon.report.spikes import Flags, Floats, Ints
 
-_TIMES, _EPS, _FLOOR = 10.0, 8, 8 * 2.0**-23  # records are float32
+_TIMES = 10.0
+_EPS = 8
+_FLOOR = 8 * 2.0**-23  # records are float32
 _COARSE = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 # Noise that is as large as the rounding of half precision: ten times it would hide most faults.
-_GROSS, _GROSS_TIMES = 2.0**-10, 4.0
+_GROSS = 2.0**-10
+_GROSS_TIMES = 4.0
 DECIDED_BY_ROUNDING = 0.1
 # The share of inputs and outputs that noise leaves alone if it rounds away.
 _MOST = 0.5
 # A gradient so many times smaller than the median seems to be what rounding leaves of a sum.
-_VANISHING, _VANISHING_EPS = 1e-5, 4
+_VANISHING = 1e-5
+_VANISHING_EPS = 4
 # Distances that rounding can reach, of float32 and of bfloat16, which autocast uses and no run tells.
-BOUND, AUTOCAST = 1e-3, 2.0**-7
+BOUND = 1e-3
+AUTOCAST = 2.0**-7
 # Without noise runs: float32 sums of some thousand elements differ by up to 30 eps on other kernels. Half precision
 # rounds the result alone, so its kernels differ by 1 eps.
 _ULPS = 64.0
@@ -35,7 +40,8 @@ CARRIED = 16.0
 # A parameter's gradient is a sum over the batch, in which much cancels.
 _CANCELLED = 10.0
 # Layers carry a difference on: at once it becomes a hundred times as large only by another computation.
-_JUMP, _FAR = 100.0, 0.01
+_JUMP = 100.0
+_FAR = 0.01
 # Runs that rounding parts are not nearer to each other than by so many times.
 _ALIKE = 10.0
 # In later steps the weights of a noise run differ by more than rounding.
@@ -53,11 +59,15 @@ class Tolerance(NamedTuple):
 
 def distances(run: Floats, reference: Floats) -> Floats:
     """Return the relative distance of tensors by norms and projections, infinite if one alone is non-finite."""
-    bad = ~np.isfinite(run).all(axis=1), ~np.isfinite(reference).all(axis=1)
+    is_bad = ~np.isfinite(run).all(axis=1)
+    is_bad_in_reference = ~np.isfinite(reference).all(axis=1)
+    norms = np.maximum(run[:, 0], reference[:, 0])
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = np.abs(run - reference).max(axis=1) / np.maximum(run[:, 0], reference[:, 0])
-    found = np.where((run == reference).all(axis=1) | (bad[0] & bad[1]), 0.0, found)
-    return np.where(bad[0] != bad[1], np.inf, found)
+        relative = np.asarray(np.abs(run - reference).max(axis=1) / norms)
+    are_equal = (run == reference).all(axis=1)
+    relative[are_equal | is_bad] = 0.0
+    relative[is_bad != is_bad_in_reference] = np.inf
+    return relative
 
 
 def noise_of(noise: Floats, reference: Floats) -> Floats:
@@ -69,18 +79,21 @@ def noise_of(noise: Floats, reference: Floats) -> Floats:
         shifts = np.abs(noise - reference[:, None]) / reference[:, None, :1]
         known = np.isfinite(shifts).all(axis=2)
         shifts[~known] = 0.0
-        squares = (shifts[..., 1:] ** 2).mean(axis=2).sum(axis=1) / known.sum(axis=1)
-    return np.asarray(np.maximum(np.sqrt(squares), shifts[..., 0].max(axis=1)))
+        squares = (shifts[..., 1:] ** 2).mean(axis=2)
+        mean_squares = squares.sum(axis=1) / known.sum(axis=1)
+    of_norms = shifts[..., 0].max(axis=1)
+    return np.asarray(np.maximum(np.sqrt(mean_squares), of_norms))
 
 
 def vanishing(norms: Floats, groups: Ints, dtype: str) -> Floats:
     """Return 1 for gradients that seem to be rounding alone, by the norms of their group, and 0 for others."""
-    times = max(_VANISHING, _VANISHING_EPS * eps_of(dtype))
-    found = np.zeros(len(norms))
+    share = max(_VANISHING, _VANISHING_EPS * eps_of(dtype))
+    drift = np.zeros(len(norms))
     for group in np.unique(groups):
-        here = groups == group
-        found[here] = norms[here] < times * np.median(norms[here])
-    return found
+        is_in_group = groups == group
+        of_group = norms[is_in_group]
+        drift[is_in_group] = of_group < share * np.median(of_group)
+    return drift
 
 
 def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
@@ -88,22 +101,28 @@ def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: 
 
     Adam divides a gradient by its size, so it makes a full step of a gradient that is rounding alone.
     """
-    found = drift.copy()
-    known, of = np.unique(tensors, return_inverse=True)
-    theirs = np.zeros(len(known))
+    lifted_drift = drift.copy()
+    unique, numbers = np.unique(tensors, return_inverse=True)
+    of_gradients = np.zeros(len(unique))
     decided = gradient & (drift > DECIDED_BY_ROUNDING)
-    np.fmax.at(theirs, of[decided], drift[decided])  # accumulated and final
-    found[update] = np.fmax(found[update], theirs[of[update]])
+    # A tensor has an accumulated and a final gradient.
+    np.fmax.at(of_gradients, numbers[decided], drift[decided])
+    lifted_drift[update] = np.fmax(drift[update], of_gradients[numbers[update]])
     for group in np.unique(groups):
-        here = groups == group
-        if np.isfinite(drift[here]).any():
-            found[here] = np.fmax(found[here], np.nanmedian(drift[here]))
-    return np.nan_to_num(found)
+        is_in_group = groups == group
+        of_group = drift[is_in_group]
+        if np.isfinite(of_group).any():
+            lifted_drift[is_in_group] = np.fmax(lifted_drift[is_in_group], np.nanmedian(of_group))
+    return np.nan_to_num(lifted_drift)
 
 
 def coarsest(dtypes: Iterable[str]) -> str:
     """Return the dtype that rounds most; finer ones count as `float32`, the dtype of records."""
-    return max(("float32", *(one for one in dtypes if one in _COARSE)), key=eps_of)
+    coarse = "float32"
+    for dtype in dtypes:
+        if eps_of(dtype) > eps_of(coarse):
+            coarse = dtype
+    return coarse
 
 
 def eps_of(dtype: str) -> float:
@@ -112,9 +131,14 @@ def eps_of(dtype: str) -> float:
 
 def floors(names: Iterable[str], of_modules: Flags, dtypes: Sequence[Mapping[str, str]]) -> Floats:
     """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
-    widest = eps_of(coarsest(dtype for of in dtypes for dtype in of.values()))
-    own = [eps_of(coarsest(of.get(name, "") for of in dtypes)) for name in names]
-    return _EPS * np.where(of_modules, widest, np.array(own))
+    eps_of_names: dict[str, float] = {}
+    for dtype_of in dtypes:
+        for name, dtype in dtype_of.items():
+            eps_of_names[name] = max(eps_of(dtype), eps_of_names.get(name, 0.0))
+    eps = eps_of("float32")
+    widest = max(eps_of_names.values(), default=eps)
+    own = np.array([eps_of_names.get(name, eps) for name in names])
+    return _EPS * np.where(of_modules, widest, own)
 
 
 def remedy_for(dtype: str) -> str:
@@ -126,20 +150,23 @@ def remedy_for(dtype: str) -> str:
 def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
     """Return the rule, by how far noise takes inputs and outputs in the first step of a model of some dtype."""
     drift = drift[np.isfinite(drift)]
-    equal = float(np.mean(drift == 0)) if len(drift) else 1.0
-    # A deep model carries any noise far: its first layers show how large the noise was.
-    low = np.quantile(drift, 0.25) if len(drift) else 0.0
+    equal = 1.0
+    low = 0.0
+    if len(drift):
+        equal = float(np.mean(drift == 0))
+        # A deep model carries any noise far: its first layers show how large the noise was.
+        low = float(np.quantile(drift, 0.25))
     measured = f"times the distance of noise runs, {low:.1g} in the first layers"
     if low >= _GROSS:
         text = f"{_GROSS_TIMES:g} {measured}, as by half precision: only gross faults can be told"
         return Tolerance("gross-noise", _GROSS_TIMES, _FLOOR, text)
-    kind, text = "noise", f"{_TIMES:g} {measured}"
-    if equal >= _MOST:
-        kind = "noise" if dtype == "float32" else "rounded-away"
-        text = (
-            f"the rounding of {dtype}: most inputs and outputs of the noise runs equal the reference bit for bit, "
-            f"so noise of this size rounds away; {remedy_for(dtype)}"
-        )
+    if equal < _MOST:
+        return Tolerance("noise", _TIMES, _FLOOR, f"{_TIMES:g} {measured}")
+    kind = "noise" if dtype == "float32" else "rounded-away"
+    text = (
+        f"the rounding of {dtype}: most inputs and outputs of the noise runs equal the reference bit for bit, "
+        f"so noise of this size rounds away; {remedy_for(dtype)}"
+    )
     return Tolerance(kind, _TIMES, _FLOOR, text)
 
 
@@ -155,22 +182,27 @@ def by_rounding(dtype: str = "float32") -> Tolerance:
 
 def grown(steps: Ints, phases: Any, floors: Floats) -> Floats:
     """Return the limits of tensors in order without noise runs: rounding adds up like a random walk."""
-    found = np.maximum(_ULPS * eps_of("float32"), floors / _EPS)
+    limits = np.maximum(_ULPS * eps_of("float32"), floors / _EPS)
+    is_gradient = phases == "gradient"
     for step in np.unique(steps):
-        here = np.flatnonzero(steps == step)
-        depths = np.where(phases[here] == "gradient", len(here), 1.0 + np.arange(len(here)))
-        found[here] *= np.where(phases[here] == "update", 1.0, np.sqrt(depths))
-    found[phases == "gradient"] *= _CANCELLED
-    return found
+        places = np.flatnonzero(steps == step)
+        depths = 1.0 + np.arange(len(places))
+        # A gradient has the rounding of the whole step, an update no more than its gradient.
+        depths[is_gradient[places]] = len(places)
+        depths[phases[places] == "update"] = 1.0
+        limits[places] *= np.sqrt(depths)
+    limits[is_gradient] *= _CANCELLED
+    return limits
 
 
 def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) -> None:
     """Refuse a noise run that is the run, the reference or another noise run, by `RecordError`."""
-    known = {os.path.realpath(one.path) for one in (run, reference)}
-    for one in noise:
-        if (path := os.path.realpath(one.path)) in known:
+    known = {os.path.realpath(run.path), os.path.realpath(reference.path)}
+    for repetition in noise:
+        path = os.path.realpath(repetition.path)
+        if path in known:
             what = "is the run or the reference, or is given twice"
-            _refuse(one, what, "give each noise run once, none of which is compared")
+            _refuse(repetition, what, "give each noise run once, none of which is compared")
         known.add(path)
 
 
@@ -182,29 +214,46 @@ def refuse_unlike(
     No tensor is of the forward pass if the first step is late, as weights differ there.
     """
     first = cells[forward]
-    reference, *others = np.moveaxis(first["values"][:, 1:, :3], 1, 0)
-    finite = np.isfinite(reference).all(axis=1)
-    # Where rounding decides, noise runs differ from each other; another script differs alike in all.
-    spread = np.zeros(len(first))
-    if len(noise) > 1:
-        pairs = combinations([reference, *others], 2)
-        spread = np.min([distances(*both) for both in pairs], axis=0)
-    for one, numbers, here in zip(noise, others, first["found"].T[2:], strict=True):
-        known = np.flatnonzero(here & finite)
-        far = distances(numbers[known], reference[known])
-        before = np.concatenate([[0.0], np.maximum.accumulate(far)])[: len(far)]
+    values = first["values"][:, :, :3]
+    reference = values[:, 1]
+    is_finite = np.isfinite(reference).all(axis=1)
+    spread = _spread(values, len(noise))
+    for number, repetition in enumerate(noise, 2):
+        places = np.flatnonzero(first["found"][:, number] & is_finite)
+        far = distances(values[places, number], reference[places])
+        before = np.maximum.accumulate(far)
+        before = np.concatenate([[0.0], before])[: len(far)]
         # The first tensor that noise moves shows how large the noise is.
-        rules = section(one.meta, "plan").get("rules", ())
-        begin = DECIDED_BY_ROUNDING if any(rule["action"] == "perturb" for rule in rules) else _FAR
+        begin = DECIDED_BY_ROUNDING if _perturbs(repetition) else _FAR
         limit = np.where(before == 0, begin, np.maximum(_FAR, _JUMP * before))
-        strange = np.flatnonzero((far > limit) & (_ALIKE * spread[known] < far))
+        is_apart_from_noise = _ALIKE * spread[places] < far
+        strange = np.flatnonzero((far > limit) & is_apart_from_noise)
         if len(strange):
             at = strange[0]
-            place = text_of(np.flatnonzero(forward)[known[at]])
+            place = text_of(np.flatnonzero(forward)[places[at]])
             moved = f"differs from the reference by {far[at]:.2g} at the {place}"
             rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
-            _refuse(one, f"{moved}, {rounding}", "make noise runs by the script of the reference")
+            remedy = "make noise runs by the script of the reference"
+            _refuse(repetition, f"{moved}, {rounding}", remedy)
 
 
-def _refuse(one: Reading, what: str, do: str) -> None:
-    raise RecordError(f"noise run {printable(one.path)}: {what}; {do}")
+def _spread(values: Floats, noise_runs: int) -> Floats:
+    """Return the least distance between any two of the reference and its noise runs; 0 with one noise run.
+
+    Where rounding decides, noise runs differ from each other; another script differs alike in all.
+    """
+    if noise_runs == 1:
+        return np.zeros(len(values))
+    pairs = combinations(range(1, 2 + noise_runs), 2)
+    apart = [distances(values[:, one], values[:, other]) for one, other in pairs]
+    return np.asarray(np.min(apart, axis=0))
+
+
+def _perturbs(repetition: Reading) -> bool:
+    """Tell whether a rule of a noise run makes the noise."""
+    rules = section(repetition.meta, "plan").get("rules", ())
+    return any(rule["action"] == "perturb" for rule in rules)
+
+
+def _refuse(repetition: Reading, what: str, remedy: str) -> None:
+    raise RecordError(f"noise run {printable(repetition.path)}: {what}; {remedy}")
