@@ -50,71 +50,95 @@ class MatchedRules:
         """Yield the obstacles of one rule; without ``alone``, another model may have the missing names."""
         rule = self.rules[rule_id]
         match = self.matches[rule_id]
-        texts = [*match.undecided]
-        if not texts and match.is_for and rule.target != "tensors":
+        if match.undecided:
+            texts = list(match.undecided)
+        elif match.is_for and rule.target != "tensors":
             if alone:
                 yield from _shortfalls(rule, match.things, self.matcher.names[rule.target])
             texts = [*_cannot_act(rule, match, self.matcher.manifest), *self._clashes[rule_id]]
-        yield from (Obstacle("cannot-act", ("id",), text) for text in texts)
+        else:
+            return
+        for text in texts:
+            yield Obstacle("cannot-act", ("id",), text)
 
     @cached_property
     def _clashes(self) -> Mapping[str, list[str]]:
-        found: dict[str, list[str]] = {rule: [] for rule in self.rules}
-        combining = [one for one in self.rules.values() if isinstance(one, LossRule) and one.edits]
-        for number, rule in enumerate(combining):
-            for other in combining[:number]:
+        """By rule id, the complaints about gradients that an earlier rule combines too."""
+        clashes: dict[str, list[str]] = {}
+        combining: list[Rule] = []
+        for rule_id, rule in self.rules.items():
+            clashes[rule_id] = []
+            if not isinstance(rule, LossRule) or not rule.edits:
+                continue
+            names = self.matches[rule_id].names
+            for other in combining:
                 taken = self.matches[other.id].members
-                shared = [name for name in self.matches[rule.id].names if name in taken]
-                if not shared or not _meet(other, rule):
-                    continue
-                found[rule.id].append(
-                    f"{other.id} combines the gradients of {shorten_names(shared)} already, and they can be "
-                    "combined once: leave them out of one of the two by `exclude`, or give the two `steps` that do not meet"
-                )
-        return found
+                shared = [name for name in names if name in taken]
+                if shared and _meet(other, rule):
+                    clashes[rule_id].append(
+                        f"{other.id} combines the gradients of {shorten_names(shared)} already, and they can be "
+                        "combined once: leave them out of one of the two by `exclude`, or give the two `steps` that do not meet"
+                    )
+            combining.append(rule)
+        return clashes
 
 
 def _meet(first: Rule, second: Rule) -> bool:
+    if first.target != second.target:
+        return False
     # `input` is every tensor among the arguments of a module, so it includes `input[0]`.
-    paths = zip(first.ref.path, second.ref.path, strict=False)
-    same = first.target == second.target and all(one == other for one, other in paths)
-    return same and first.steps.meets(second.steps)
+    common = min(len(first.ref.path), len(second.ref.path))
+    if first.ref.path[:common] != second.ref.path[:common]:
+        return False
+    return first.steps.meets(second.steps)
 
 
-def complaint(rules: RuleSet, rule: Rule, found: Obstacle) -> str:
-    # The text of `no-match` ends with the names that may be meant.
-    hint = "; correct the pattern or the `expect`" if found.kind == "expect" else ""
-    return f"{rules.place_to_correct(rule.id, *found.at)}: rule {rule.id}: {found.text}{hint}"
+def complaint(rules: RuleSet, rule: Rule, obstacle: Obstacle) -> str:
+    place = rules.place_to_correct(rule.id, *obstacle.at)
+    text = f"{place}: rule {rule.id}: {obstacle.text}"
+    if obstacle.kind == "expect":
+        text += "; correct the pattern or the `expect`"
+    return text  # the text of `no-match` ends with the names that may be meant
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
+    """Return complaints about rules that match too little in all the models together."""
     complaints: list[str] = []
-    matchers = {title: Matcher(one) for title, one in models.items()}
-    together: dict[tuple[str, ...], dict[str, NameIndex]] = {}
+    matchers = {title: Matcher(manifest) for title, manifest in models.items()}
+    indexes: dict[tuple[str, ...], dict[str, NameIndex]] = {}
     for rule in rules.rules:
         if rule.target == "tensors":
             continue
-        matches = {title: matcher.match(rule) for title, matcher in matchers.items()}
-        titles = tuple(title for title, match in matches.items() if match.is_for)
-        if titles not in together:
-            together[titles] = _together([models[title] for title in titles], titles)
-        things = [thing for title in titles for thing in matches[title].things]
-        owners = [title for title in titles for _ in matches[title].things]
-        names = together[titles][rule.target]
-        short = _shortfalls(rule, things, names, owners if len(titles) > 1 else ())
-        complaints += [complaint(rules, rule, found) for found in short]
+        titles: list[str] = []
+        things: list[Thing] = []
+        owners: list[str] = []
+        for title, matcher in matchers.items():
+            match = matcher.match(rule)
+            if match.is_for:
+                titles.append(title)
+                things += match.things
+                owners += [title] * len(match.things)
+        if len(titles) == 1:
+            owners = []
+        key = tuple(titles)
+        if key not in indexes:
+            indexes[key] = _joint_indexes({title: models[title] for title in titles})
+        short = _shortfalls(rule, things, indexes[key][rule.target], owners)
+        complaints += [complaint(rules, rule, shortfall) for shortfall in short]
     return complaints
 
 
-def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, NameIndex]:
-    origin = ", ".join(titles)
-    whole = Manifest(
-        origin=origin,
-        params=tuple(param for one in models for param in one.params),
-        modules=tuple(module for one in models for module in one.modules),
-    )
-    several = len(models) > 1
-    return name_indexes(whole, f"the models {printable(origin)}" if several else "the model")
+def _joint_indexes(models: Mapping[str, Manifest]) -> dict[str, NameIndex]:
+    params: list[Param] = []
+    modules: list[ModuleEntry] = []
+    for manifest in models.values():
+        params += manifest.params
+        modules += manifest.modules
+    origin = ", ".join(models)
+    owner = "the model"
+    if len(models) > 1:
+        owner = f"the models {printable(origin)}"
+    return name_indexes(Manifest(origin, tuple(params), tuple(modules)), owner)
 
 
 def _shortfalls(
@@ -123,30 +147,47 @@ def _shortfalls(
     if not matched and not rule.optional:
         yield Obstacle("no-match", (rule.target,), names.no_match(rule))
     if rule.expect is not None and rule.expect.params != len(matched):
-        found = f"matched {len(matched)}{examples(matched, owners)}"
-        text = f"expected {count(rule.expect.params, 'parameter')}, {found}"
+        expected = count(rule.expect.params, "parameter")
+        text = f"expected {expected}, matched {len(matched)}{examples(matched, owners)}"
         yield Obstacle("expect", ("expect", "params"), text)
 
 
 def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
-    params = [thing for thing in match.things if isinstance(thing, Param)]
-    if lazy := [param for param in params if param.shape is None]:
+    params: list[Param] = []
+    lazy: list[Param] = []
+    complex_params: list[Param] = []
+    sparse: list[Param] = []
+    for thing in match.things:
+        if isinstance(thing, ModuleEntry):
+            continue
+        params.append(thing)
+        if thing.shape is None:
+            lazy.append(thing)
+        if thing.dtype.startswith("complex"):
+            complex_params.append(thing)
+        if thing.sparse:
+            sparse.append(thing)
+    if lazy:
         yield (
             f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "
             "run one forward pass before applying rules"
         )
-    complex_ones = [param for param in params if param.dtype.startswith("complex")]
-    if complex_ones and (reason := rule.complex_problem()):
-        yield f"{reason}{examples(complex_ones)}; leave them out by `exclude` or `where`"
-    sparse = [param for param in params if param.sparse]
+    complex_problem = rule.complex_problem()
+    if complex_params and complex_problem:
+        yield f"{complex_problem}{examples(complex_params)}; leave them out by `exclude` or `where`"
     if sparse and (isinstance(rule, LossRule) or not rule.keeps_zero):
         yield (
             f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}: the rule would make them "
             "dense, or has to tell losses apart there; leave them out by `exclude`, or include 0 in the bounds"
         )
     yield from _unreachable(rule, params, manifest)
-    modules = (thing for thing in match.things if isinstance(thing, ModuleEntry))
-    if scripted := [module for module in modules if "ScriptModule" in module.module_type]:
+    yield from _scripted(match)
+
+
+def _scripted(match: Match) -> Iterator[str]:
+    modules = [thing for thing in match.things if isinstance(thing, ModuleEntry)]
+    scripted = [module for module in modules if "ScriptModule" in module.module_type]
+    if scripted:
         yield (
             f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "
             "module around them, leave them out by `exclude`, or train the model without torch.jit; rules on "
@@ -156,8 +197,11 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
 
 def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Iterator[str]:
     of_losses = isinstance(rule, LossRule)
-    if flat := manifest.flat_params:
-        how = f"this one acts on {_ON_MODULES}" if of_losses else "rules act at `step`"
+    flat = manifest.flat_params
+    if flat:
+        how = "rules act at `step`"
+        if of_losses:
+            how = f"this one acts on {_ON_MODULES}"
         yield (
             f"FullyShardedDataParallel keeps {len(flat)} parameters flat{examples(flat)}: their "
             "gradients pass no hook and have no whole norm; shard the model with "
@@ -172,9 +216,13 @@ def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Ite
         )
     if of_losses or rule.point != "backward":
         return
-    later = next((f"use `at: {point}`" for point in rule.points if point != "backward"), "")
-    hint = later or "leave them out by `exclude`"
+    hint = "leave them out by `exclude`"
+    later_points = [point for point in rule.points if point != "backward"]
+    if later_points:
+        hint = f"use `at: {later_points[0]}`"
     for kind, reason in _SPREAD.items():
-        found = [param for param in spread if param.sharding == kind]
-        if found and (kind == "fully_shard" or rule.measures):
-            yield f"{len(found)} parameters are divided by {kind}{examples(found)}: {reason}; {hint}"
+        if kind != "fully_shard" and not rule.measures:
+            continue
+        divided = [param for param in spread if param.sharding == kind]
+        if divided:
+            yield f"{len(divided)} parameters are divided by {kind}{examples(divided)}: {reason}; {hint}"

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from gradsurgeon.actions import CheckRule, LossRule, Moment, Rule, TrapRule
+from gradsurgeon.actions import CheckRule, LossRule, Moment, Rule, Steps, TrapRule
 from gradsurgeon.common import _html, _live
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.manifest import Manifest
@@ -86,12 +86,15 @@ class Plan:
     @_live.uncollected()
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Per tensor, such as ``conv1 output.grad``, its rules in order of effect."""
-        names = {rule.id: [one.name for one in self.of(rule.id)] for rule in self.rules.rules}
+        names = {}
+        for rule in self.rules.rules:
+            names[rule.id] = [binding.name for binding in self.of(rule.id)]
         chains = chains_of(self.rules.rules, names)
-        place = {param.name: number for number, param in enumerate(self.manifest.params)}
-        return {
-            key: chains[key] for key in sorted(chains, key=lambda key: place.get(key, len(place)))
-        }
+        in_model_order = {}
+        for param in self.manifest.params:
+            if param.name in chains:
+                in_model_order[param.name] = chains.pop(param.name)
+        return in_model_order | chains
 
     def of(self, rule_id: str) -> tuple[Binding, ...]:
         """Return the bindings of one rule."""
@@ -105,9 +108,11 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
+        lines = [_head(self), "", *_rules(self), "", *_chains(self)]
         doubts = [f"  {text}" for text in _doubts(self)]
-        to_know = ["", "to know", *doubts] if doubts else []
-        return "\n".join([_head(self), "", *_rules(self), "", *_chains(self), *to_know])
+        if doubts:
+            lines += ["", "to know", *doubts]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return _html.pre(str(self))
@@ -118,53 +123,57 @@ class Plan:
         Entries of ``rules`` with the action `conflict` or `combine` also have ``losses``, a list of names that is empty
         on modules, and ``method``, which is ``None`` of `conflict`.
         """
-        rules = []
-        for rule in self.rules.rules:
-            bound = self.of(rule.id)
-            names = [binding.name for binding in bound]
-            of_losses = (
-                {"losses": list(rule.losses or ()), "method": getattr(rule, "method", None)}
-                if isinstance(rule, LossRule)
-                else {}
-            )
-            rules.append(
-                {
-                    "id": rule.id,
-                    "action": rule.action,
-                    **of_losses,
-                    "tensor": str(rule.ref),
-                    "point": rule.point,
-                    "hook": hook_of(rule),
-                    "params": names if rule.target == "params" else [],
-                    "modules": names if rule.target == "modules" else [],
-                    "elements": sum(binding.numel for binding in bound),
-                    "warnings": list(self.rule_warnings.get(rule.id, ())),
-                }
-            )
         return {
             "version": 1,
             "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
-            "rules": rules,
+            "rules": [self._rule_entry(rule) for rule in self.rules.rules],
             "chains": {name: list(chain) for name, chain in self.chains.items()},
             "warnings": list(self.warnings),
         }
 
+    def _rule_entry(self, rule: Rule) -> dict[str, Any]:
+        bound = self.of(rule.id)
+        entry: dict[str, Any] = {"id": rule.id, "action": rule.action}
+        if isinstance(rule, LossRule):
+            entry["losses"] = list(rule.losses or ())
+            entry["method"] = getattr(rule, "method", None)
+        entry["tensor"] = str(rule.ref)
+        entry["point"] = rule.point
+        entry["hook"] = hook_of(rule)
+        entry["params"] = []
+        entry["modules"] = []
+        if rule.target != "tensors":
+            entry[rule.target] = [binding.name for binding in bound]
+        entry["elements"] = sum(binding.numel for binding in bound)
+        entry["warnings"] = list(self.rule_warnings.get(rule.id, ()))
+        return entry
+
+
+_MODULE_HOOKS = {
+    ("output", True): "hook on the output",
+    ("output", False): "forward hook",
+    ("input", True): "view of the input",
+    ("input", False): "forward pre-hook",
+}
+
 
 def hook_of(rule: Rule) -> str:
     if isinstance(rule, LossRule):
-        return "gradsurgeon.backward" if rule.target == "params" else "fork of the input"
+        if rule.target == "params":
+            return "gradsurgeon.backward"
+        return "fork of the input"
     if isinstance(rule, CheckRule):
         return "around passes and updates"
     if rule.target == "params":
         hook = _HOOKS[rule.point]
     elif rule.target == "tensors":
         hook = "tag"
-    elif rule.ref.side == "output":
-        hook = "hook on the output" if rule.ref.grad else "forward hook"
     else:
-        hook = "view of the input" if rule.ref.grad else "forward pre-hook"
-    before = _HOOKS["step"]
-    return f"{hook}, {before}" if isinstance(rule, TrapRule) and hook != before else hook
+        hook = _MODULE_HOOKS[rule.ref.side, rule.ref.grad]
+    before_update = _HOOKS["step"]
+    if isinstance(rule, TrapRule) and hook != before_update:
+        hook += f", {before_update}"
+    return hook
 
 
 def _head(plan: Plan) -> str:
@@ -180,25 +189,32 @@ def _rules(plan: Plan) -> Iterator[str]:
     rows = [("rule", "action", "at", "hook", "binds", "elements", "steps")]
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
+        hook = bound[0].hook if bound else "-"
+        binds = count(len(bound), NOUNS[rule.target])
         dormant = sum(binding.dormant for binding in bound)
-        # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
-        frozen = f" ({dormant} without requires_grad)" if dormant else ""
-        steps = rule.steps
-        last = "" if steps.to is None else steps.to - 1  # a range names its last number everywhere
-        window = "" if (steps.from_, steps.to) == (0, None) else f"{steps.from_}..{last}"
-        every = f" every {steps.every}" if steps.every > 1 else ""
+        if dormant:
+            # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
+            binds += f" ({dormant} without requires_grad)"
+        elements = "-"
+        if rule.target == "params":
+            elements = f"{sum(binding.numel for binding in bound):,}"
         rows.append(
-            (
-                rule.id,
-                rule.action,
-                rule.point,
-                bound[0].hook if bound else "-",
-                f"{count(len(bound), NOUNS[rule.target])}{frozen}",
-                f"{sum(binding.numel for binding in bound):,}" if rule.target == "params" else "-",
-                f"{window}{every}".strip() or "all",
-            )
+            (rule.id, rule.action, rule.point, hook, binds, elements, _steps_text(rule.steps))
         )
     yield from grid(rows, right=frozenset({4, 5}))
+
+
+def _steps_text(steps: Steps) -> str:
+    parts = []
+    if steps.to is not None:
+        parts.append(f"{steps.from_}..{steps.to - 1}")  # a range names its last number everywhere
+    elif steps.from_:
+        parts.append(f"{steps.from_}..")
+    if steps.every > 1:
+        parts.append(f"every {steps.every}")
+    if not parts:
+        return "all"
+    return " ".join(parts)
 
 
 def _chains(plan: Plan) -> Iterator[str]:
@@ -225,5 +241,6 @@ def _chains(plan: Plan) -> Iterator[str]:
 
 def _doubts(plan: Plan) -> Iterator[str]:
     for rule in plan.rules.rules:
-        yield from (f"{rule.id}: {text}" for text in plan.rule_warnings.get(rule.id, ()))
+        for text in plan.rule_warnings.get(rule.id, ()):
+            yield f"{rule.id}: {text}"
     yield from plan.warnings

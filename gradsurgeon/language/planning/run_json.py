@@ -4,6 +4,7 @@ import platform
 from datetime import UTC, datetime
 from typing import Any
 
+from gradsurgeon.language.planning.manifest import Param
 from gradsurgeon.language.planning.plan import Plan
 from gradsurgeon.language.schema import VERSION
 from gradsurgeon.records.store.layout import job, job_size
@@ -32,18 +33,15 @@ def describe(
 def about(plan: Plan) -> dict[str, Any]:
     """Return rules and model as `run.json` has them."""
     rules = plan.rules
-    params = []
-    for param in plan.manifest.params:
-        frozen = {} if param.requires_grad else {"requires_grad": False, "numel": param.numel}
-        dtype = {} if param.dtype == "float32" else {"dtype": param.dtype}
-        params.append({"name": param.name, "aliases": list(param.aliases), **dtype, **frozen})
     roles = {}
     for rule in rules.rules:
-        roles[rule.id] = {
-            # A trap that cuts gradients edits them.
-            "role": "edit" if rule.edits else rule.role,
-            "stats": list(getattr(rule, "stats", ())),
-        }
+        # A trap that cuts gradients edits them.
+        role = "edit" if rule.edits else rule.role
+        roles[rule.id] = {"role": role, "stats": list(getattr(rule, "stats", ()))}
+    aliases = {}
+    for module in plan.manifest.modules:
+        for alias in module.aliases:
+            aliases[alias] = module.name
     return {
         "rules": {
             "file": rules.file,
@@ -54,11 +52,19 @@ def about(plan: Plan) -> dict[str, Any]:
         "model": {
             "origin": plan.manifest.origin,
             "title": plan.subject,
-            "params": params,
-            "aliases": {
-                alias: module.name for module in plan.manifest.modules for alias in module.aliases
-            },
+            "params": [_param_entry(param) for param in plan.manifest.params],
+            "aliases": aliases,
         },
         "plan": plan.to_dict(),
         "roles": roles,
     }
+
+
+def _param_entry(param: Param) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": param.name, "aliases": list(param.aliases)}
+    if param.dtype != "float32":
+        entry["dtype"] = param.dtype
+    if not param.requires_grad:
+        entry["requires_grad"] = False
+        entry["numel"] = param.numel
+    return entry

@@ -15,16 +15,20 @@ _Row = tuple[tuple[str, ...], ...]  # for each position of a number, all its val
 
 
 def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}s"
 
 
 def grid(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        if number in right:
+            columns.append([cell.rjust(width) for cell in column])
+        else:
+            columns.append([cell.ljust(width) for cell in column])
+    for cells in zip(*columns, strict=True):
         yield "  " + "  ".join(cells).rstrip()
 
 
@@ -32,10 +36,17 @@ def abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
     """Return the names with runs of equal layers folded: ``h.{0..11}.attn.weight``."""
     shown = []
     for text, members in fold_names(names).items():
-        tied = [alias for name in members for alias in aliases.get(name, ())]
-        shown.append(printable(text) + f" (tied to {shorten_names(tied)})" * bool(tied))
+        tied: list[str] = []
+        for name in members:
+            tied += aliases.get(name, ())
+        shown_text = printable(text)
+        if tied:
+            shown_text += f" (tied to {shorten_names(tied)})"
+        shown.append(shown_text)
     more = len(shown) - _SHOWN
-    return ", ".join(shown[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+    if more > 0:
+        return f"{', '.join(shown[:_SHOWN])}, and {more} more"
+    return ", ".join(shown)
 
 
 def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
@@ -48,29 +59,38 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     groups: dict[tuple[str, ...], dict[_Row, list[str]]] = {}
     for name in names:
         parts = _NUMBER.split(name)
-        numbers = tuple((number,) for number in parts[1::2])
-        groups.setdefault(tuple(parts[::2]), {})[numbers] = [name]
+        texts = tuple(parts[::2])
+        row = tuple((number,) for number in parts[1::2])
+        groups.setdefault(texts, {})[row] = [name]
     folded: dict[str, list[str]] = {}
     for texts, rows in groups.items():
         for row, members in _merge(rows, columns=len(texts) - 1).items():
-            ranges = [*map(_range, row), ""]
-            text = "".join(a + b for a, b in zip(texts, ranges, strict=True))
+            pieces = [texts[0]]
+            for numbers, between in zip(row, texts[1:], strict=True):
+                pieces += [_range(numbers), between]
+            text = "".join(pieces)
             # Distinct names may have equal numbers: 1 and 01.
             folded.setdefault(text, []).extend(members)
     return folded
 
 
 def _merge(rows: dict[_Row, list[str]], columns: int) -> dict[_Row, list[str]]:
+    """Join rows that differ in one column, for each column in turn."""
     for column in range(columns):
         alike: dict[_Row, list[_Row]] = {}
         for row in rows:
-            alike.setdefault((*row[:column], *row[column + 1 :]), []).append(row)
-        rows = {
-            (*rest[:column], tuple(n for row in group for n in row[column]), *rest[column:]): [
-                name for row in group for name in rows[row]
-            ]
-            for rest, group in alike.items()
-        }
+            rest = row[:column] + row[column + 1 :]
+            alike.setdefault(rest, []).append(row)
+        merged: dict[_Row, list[str]] = {}
+        for rest, group in alike.items():
+            numbers: list[str] = []
+            names: list[str] = []
+            for row in group:
+                numbers += row[column]
+                names += rows[row]
+            joined = (*rest[:column], tuple(numbers), *rest[column:])
+            merged[joined] = names
+        rows = merged
     return rows
 
 
@@ -79,9 +99,12 @@ def _range(texts: tuple[str, ...]) -> str:
     if len(texts) == 1:
         return texts[0]
     numbers = sorted(map(int, texts))
-    consecutive = numbers[-1] - numbers[0] == len(numbers) - 1
-    if consecutive and not any(text != "0" and text.startswith("0") for text in texts):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    first = numbers[0]
+    last = numbers[-1]
+    is_padded = any(text != "0" and text.startswith("0") for text in texts)
+    if last - first == len(numbers) - 1 and not is_padded:
+        return f"{{{first}..{last}}}"
     pieces = sorted(texts, key=int)
-    more = len(pieces) > _MAX_PIECES
-    return f"{{{','.join(pieces[:_MAX_PIECES])}{',...' if more else ''}}}"
+    if len(pieces) > _MAX_PIECES:
+        pieces[_MAX_PIECES:] = ["..."]
+    return f"{{{','.join(pieces)}}}"
