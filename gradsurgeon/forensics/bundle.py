@@ -32,6 +32,7 @@ _LONGEST = 300
 _NO_WEIGHTS = "the bundle has no weights, so the replay used the weights of the new model"
 _OTHER_MODEL = "this may not be the model of the bundle: its modules differ"
 # The parts of a step and of a call that are in a bundle as they are.
+_FACE_PARTS = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
 _KEPT_NUMBERS = ("dropped", "passes", "updated")
 _STEP_NAMES = ("modules", "rested", "bad")
 _CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled")
@@ -42,86 +43,122 @@ def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagn
     if not failed.kept.calls or failed.divided:
         return diagnosis
     try:
-        return replace(diagnosis, bundle=str(_write(failed, diagnosis, folder)))
+        place = _write(failed, diagnosis, folder)
     except Exception as error:  # noqa: BLE001 # whatever a disk or a tensor raises: the diagnosis stays
         why = reason_of(error)
         if isinstance(error, _bounded_load.RefusedError):
             why = f"the model was given more than tensors, plain values, lists, tuples and dicts: {why}"
-    return replace(diagnosis, no_bundle=why)
+        return replace(diagnosis, no_bundle=why)
+    return replace(diagnosis, bundle=str(place))
 
 
 def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
     """Write a bundle into a folder under a new name; return its path. After an error there is no part of it."""
     document = _document(failed)
-    shown = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
-    face = {**{key: document[key] for key in shown}, "diagnosis": str(diagnosis).splitlines()}
+    face = {part: document[part] for part in _FACE_PARTS}
+    face["diagnosis"] = str(diagnosis).splitlines()
     folder.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
+    unfinished = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
     try:
-        (made / _FACE).write_text(json.dumps(face, indent=1), encoding="utf-8")
-        torch.save(Copied(document, _on_host).value, made / STEP)
-        _bounded_load.check(made / STEP, _MOST_BYTES)
+        (unfinished / _FACE).write_text(json.dumps(face, indent=1), encoding="utf-8")
+        torch.save(Copied(document, _on_host).value, unfinished / STEP)
+        _bounded_load.check(unfinished / STEP, _MOST_BYTES)
         # `mkdtemp` lets nobody else read.
-        made.chmod(folder.stat().st_mode & 0o777)
-        name = f"trap-step{failed.step}-rank{failed.rank}"
-        number = 1
-        while (place := folder / (f"{name}-{number}" if number > 1 else name)).exists():
-            number += 1
-        return made.rename(place)
+        unfinished.chmod(folder.stat().st_mode & 0o777)
+        return unfinished.rename(_free_place(folder, failed))
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _free_place(folder: Path, failed: FailedStep) -> Path:
+    name = f"trap-step{failed.step}-rank{failed.rank}"
+    place = folder / name
+    number = 1
+    while place.exists():
+        number += 1
+        place = folder / f"{name}-{number}"
+    return place
 
 
 def _document(failed: FailedStep) -> dict[str, Any]:
     called = failed.called
-    params = (param for module in called.values() for param in module.parameters())
-    weights = {
-        name: dict((*module.named_parameters(), *module.named_buffers()))
-        for name, module in called.items()
-    }
-    size = sum(t.numel() * t.element_size() for named in weights.values() for t in named.values())
-    return {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "gradsurgeon": VERSION,
         "torch": str(torch.__version__),
-        "device": next((param.device.type for param in params), "cpu"),
+        "device": _device_of(called.values()).type,
         "step": failed.step,
         "rank": failed.rank,
-        "scale": None if failed.scale is None else float(failed.scale),
-        **{name: getattr(failed, name) for name in _STEP_NAMES},
-        **{name: getattr(failed.kept, name) for name in _KEPT_NUMBERS},
-        "losses": {
-            number: (loss.value, [(n.name, n.readable_values(), n.made_of) for n in loss.nodes])
-            for number, loss in failed.kept.losses.items()
-        },
-        "calls": [_written(call) for call in failed.kept.calls],
-        "weights": None if size > MAX_BYTES else weights,
-        "trees": {name: _tree_of(module) for name, module in called.items()},
+        "scale": failed.scale_number,
     }
+    for name in _STEP_NAMES:
+        document[name] = getattr(failed, name)
+    for name in _KEPT_NUMBERS:
+        document[name] = getattr(failed.kept, name)
+    document["losses"] = _losses_for_file(failed.kept)
+    document["calls"] = [_call_for_file(call) for call in failed.kept.calls]
+    document["weights"] = _weights_for_file(called)
+    document["trees"] = {name: _tree_of(module) for name, module in called.items()}
+    return document
 
 
-def _written(call: KeptCall) -> dict[str, Any]:
-    module = call.module()
+def _losses_for_file(kept: KeptStep) -> dict[int, tuple[Tensor | None, list[Any]]]:
+    losses = {}
+    for number, loss in kept.losses.items():
+        nodes = [(node.name, node.readable_values(), node.made_of) for node in loss.nodes]
+        losses[number] = (loss.value, nodes)
+    return losses
+
+
+def _weights_for_file(called: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]] | None:
+    """Return parameters and buffers by name of each called module, ``None`` if they are too large for a file."""
+    weights = {}
+    size = 0
+    for name, module in called.items():
+        tensors: dict[str, Tensor] = dict(module.named_parameters())
+        tensors.update(module.named_buffers())
+        for tensor in tensors.values():
+            size += tensor.numel() * tensor.element_size()
+        weights[name] = tensors
+    if size > MAX_BYTES:
+        return None
+    return weights
+
+
+def _call_for_file(call: KeptCall) -> dict[str, Any]:
+    parts: dict[str, Any] = {"name": call.name}
+    for part in _CALL_PARTS:
+        parts[part] = getattr(call, part)
     random = call.random
-    modules = [] if module is None else module.named_modules()
-    return {
-        "name": call.name,
-        **{part: getattr(call, part) for part in _CALL_PARTS},
-        "random": (random.torch, random.python, random.numpy),
-        "autocast": call.autocast,
-        "training": {name: inner.training for name, inner in modules},
-    }
+    parts["random"] = (random.torch, random.python, random.numpy)
+    parts["autocast"] = call.autocast
+    training = {}
+    module = call.module()
+    if module is not None:
+        for name, inner in module.named_modules():
+            training[name] = inner.training
+    parts["training"] = training
+    return parts
+
+
+def _device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """Return the device of the first parameter."""
+    for module in modules:
+        for param in module.parameters():
+            return param.device
+    return torch.device("cpu")
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     if _torch.is_freed(tensor):
         raise ValueError("a tensor of the step has no numbers any more")
     part = tensor.detach().resolve_conj().resolve_neg().cpu()
-    # A file has whole storages: nothing of a large one that a small tensor is a part of.
-    whole = part.untyped_storage().nbytes() if part.layout == torch.strided else part.nbytes
-    if not part.nbytes <= whole <= 2 * part.nbytes:
-        part = part.clone(memory_format=torch.contiguous_format)
+    if part.layout == torch.strided:
+        # `torch.save` writes whole storages. A part of a large storage is copied before.
+        storage_bytes = part.untyped_storage().nbytes()
+        if not part.nbytes <= storage_bytes <= 2 * part.nbytes:
+            part = part.clone(memory_format=torch.contiguous_format)
     return part.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -130,15 +167,17 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
     folder = Path(place)
     check(folder)
     try:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = _device_of([model])
         document = _bounded_load.load(folder / STEP, _MOST_BYTES, device)
         return _step_in(document, model, device.type)
     except GradSurgeonError:
         raise
     except Exception as error:
         # A file from elsewhere can make anything fail.
-        kind = "" if isinstance(error, _bounded_load.RefusedError) else f"{type(error).__name__}: "
-        why = printable(f"{kind}{error}"[:_LONGEST])
+        why = str(error)
+        if not isinstance(error, _bounded_load.RefusedError):
+            why = f"{type(error).__name__}: {why}"
+        why = printable(why[:_LONGEST])
         raise GradSurgeonError(
             f"{printable(str(folder))} is no bundle, or it is damaged: {why}"
         ) from error
@@ -156,7 +195,9 @@ def _step_in(
         raise ValueError(f"it has another format than {FORMAT}")
     if len(document["calls"]) > MOST_CALLS:
         raise ValueError(f"a step has at most {MOST_CALLS} calls")
-    doubts = [] if document["weights"] else [_NO_WEIGHTS]
+    doubts = []
+    if not document["weights"]:
+        doubts.append(_NO_WEIGHTS)
     modules = named_modules(model)
     calls = []
     for entry in document["calls"]:
@@ -169,10 +210,14 @@ def _step_in(
         if document["trees"].get(name) != _tree_of(module):
             doubts.append(_OTHER_MODEL)
         calls.append(_call_in(document, entry, module, device))
-    losses = {int(number): _loss(*loss) for number, loss in document["losses"].items()}
+    losses = {}
+    for number, (value, nodes) in document["losses"].items():
+        losses[int(number)] = _loss_in(value, nodes)
     numbers: dict[str, Any] = {name: int(document[name]) for name in _KEPT_NUMBERS}
     names: dict[str, Any] = {name: tuple(map(str, document[name])) for name in _STEP_NAMES}
-    scale = None if document["scale"] is None else torch.tensor(float(document["scale"]))
+    scale = None
+    if document["scale"] is not None:
+        scale = torch.tensor(float(document["scale"]))
     kept = KeptStep(calls, losses, **numbers)
     failed = FailedStep(kept, int(document["step"]), int(document["rank"]), scale, **names)
     return failed, tuple(dict.fromkeys(doubts))
@@ -185,34 +230,45 @@ def _call_in(
     name = str(entry["name"])
     made_on = str(document["device"])
     states, *host = entry["random"]
-    known = {d: one.cpu() for d, one in states.items() if torch.device(d).type in ("cpu", device)}
-    autocast = {
-        device if kind == made_on else kind: (bool(enabled), dtype)
-        for kind, (enabled, dtype) in entry["autocast"].items()
-        if kind in ("cpu", made_on)
-    }
+    device_states = {}
+    for place, state in states.items():
+        if torch.device(place).type in ("cpu", device):
+            device_states[place] = state.cpu()
+    autocast = {}
+    for kind, (enabled, dtype) in entry["autocast"].items():
+        if kind == made_on:
+            autocast[device] = (bool(enabled), dtype)
+        elif kind == "cpu":
+            autocast[kind] = (bool(enabled), dtype)
+    weights = {}
+    if document["weights"]:
+        weights = document["weights"].get(name, {})
     return KeptCall(
         module=lambda: module,
         name=name,
-        random=RandomState(known, *host),
+        random=RandomState(device_states, *host),
         autocast=autocast,
-        weights=(document["weights"] or {}).get(name, {}),
+        weights=weights,
         training=entry["training"],
         **{part: entry[part] for part in _CALL_PARTS},
     )
 
 
-def _loss(value: Any, nodes: Iterable[Any]) -> KeptLoss:
+def _loss_in(value: Any, nodes: Iterable[Any]) -> KeptLoss:
     if value is not None and value.dim():
         raise ValueError("a loss is one number")
-    made = [
-        LossNode(str(name)[:_LONGEST], saved, list(map(int, made_of)))
-        for name, saved, made_of in nodes
-    ]
-    return KeptLoss(value, made)
+    loss_nodes = []
+    for name, saved, made_of in nodes:
+        node = LossNode(str(name)[:_LONGEST], saved, [int(index) for index in made_of])
+        loss_nodes.append(node)
+    return KeptLoss(value, loss_nodes)
 
 
 def _tree_of(module: nn.Module) -> dict[str, object]:
-    shapes = {name: list(param.shape) for name, param in module.named_parameters()}
-    kinds = {name: type(one).__name__ for name, one in module.named_modules()}
-    return {**shapes, **kinds}
+    """Return the shapes of the parameters and the types of the modules, by name."""
+    tree: dict[str, object] = {}
+    for name, param in module.named_parameters():
+        tree[name] = list(param.shape)
+    for name, inner in module.named_modules():
+        tree[name] = type(inner).__name__
+    return tree

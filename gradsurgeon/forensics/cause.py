@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from operator import itemgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -124,53 +125,76 @@ def cause_of_call(
     The script may write over the inputs later, so this is called right after the operation. ``lost`` is the sentence
     on a constant among the inputs that the format rounded to zero.
     """
-    devices = {tensor.device for tensor in call.tensors if tensor.device.type != "cpu"}
-    kind = next(iter(devices)).type if devices else "cuda"
     wider = ""
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng([device.index or 0 for device in devices], device_type=kind),
-        ):
-            found = _cause_of_result(call, index)
-            if found.fault == "overflow":
+        with torch.no_grad(), _random_states_kept(call):
+            judged = _cause_of_result(call, index)
+            if judged.fault == "overflow":
                 wider = _wider_format(call, index)
     except Exception as error:  # noqa: BLE001 # any operation may raise anything
-        found = cause("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
-    if found.fault == "mathematics" and lost:
-        return cause("underflow", *found.evidence, lost)
-    if found.fault == "overflow" and (grown := _growth(history)):
-        found = replace(found, evidence=(*found.evidence, grown))
-    advice = found.advice
+        judged = cause("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
+    if judged.fault == "mathematics" and lost:
+        return cause("underflow", *judged.evidence, lost)
+    evidence = judged.evidence
+    if judged.fault == "overflow":
+        evidence += _growth(history)
+    advice = judged.advice
     # The remedies clamp, which complex numbers cannot.
     if not any(tensor.is_complex() for tensor in call.tensors):
-        advice = _remedy(found.fault, call.name, node) or advice
-    return replace(found, advice=advice.replace("{wider}", wider and f", or run it in {wider}"))
+        remedy = _remedy(judged.fault, call.name, node)
+        if remedy:
+            advice = remedy
+    if wider:
+        wider = f", or run it in {wider}"
+    return Cause(judged.fault, evidence, advice.replace("{wider}", wider))
+
+
+def _random_states_kept(call: Call) -> AbstractContextManager[None]:
+    """Return a context that restores the random states of the host and of the devices of a call."""
+    device_type = "cuda"
+    indices = set()
+    for tensor in call.tensors:
+        device = tensor.device
+        if device.type != "cpu":
+            device_type = device.type
+            indices.add(device.index or 0)
+    return torch.random.fork_rng(indices, device_type=device_type)
 
 
 def _cause_of_result(call: Call, index: int) -> Cause:
-    results = [_result(call, index) for _ in range(_REPEATS)]
-    finite = [nonfinite_kind(result) for result in results].count("")
+    finite = 0
+    for _ in range(_REPEATS):
+        result = _result(call, index)
+        if not nonfinite_kind(result):
+            finite += 1
     if finite:
         text = f"repeated on the same numbers, the result is finite {finite} of {_REPEATS} times"
         return cause("transient", text)
-    formats = _IN_DOUBLE if any(map(is_real, call.tensors)) else _INTEGERS_IN_DOUBLE
+    formats = _INTEGERS_IN_DOUBLE
+    if any(is_real(tensor) for tensor in call.tensors):
+        formats = _IN_DOUBLE
     wide = _attempt(call, index, formats=formats)
     if wide is None:
         return cause("unknown", "the operation is not there in float64")
-    if kind := nonfinite_kind(wide):
-        text = f"in {_name(wide.dtype)} the result is {facts(wide).kind} as well"
-        # Smaller numbers do not leave a pole at zero. Beside any other pole the result is moderate.
-        beside = _attempt(call, index, formats=formats, factor=1 - 1e-6)
-        smaller = _attempt(call, index, formats=formats, factor=1e-3)
-        pole = _is_finite(beside) and _largest(beside) < _HUGE
-        if kind == "Inf" and not pole and _is_finite(smaller):
-            return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
-        return cause("mathematics", text)
-    return _of_format(call, index, results[0].dtype, wide)
+    kind = nonfinite_kind(wide)
+    if not kind:
+        return _cause_of_format(call, index, result.dtype, wide)
+    text = f"in {_name(wide.dtype)} the result is {facts(wide).kind} as well"
+    if kind == "Inf" and _overflows_double(call, index, formats):
+        return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
+    return cause("mathematics", text)
 
 
-def _of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -> Cause:
+def _overflows_double(call: Call, index: int, formats: Mapping[torch.dtype, torch.dtype]) -> bool:
+    """Tell an overflow from a pole. Smaller numbers do not leave a pole at zero; beside others the result is moderate."""
+    beside = _attempt(call, index, formats=formats, factor=1 - 1e-6)
+    smaller = _attempt(call, index, formats=formats, factor=1e-3)
+    if _is_finite(beside) and _largest(beside) < _HUGE:
+        return False
+    return _is_finite(smaller)
+
+
+def _cause_of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -> Cause:
     limit = torch.finfo(dtype).max
     name = _name(dtype)
     largest = _largest(wide)
@@ -179,8 +203,9 @@ def _of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -> Caus
         return cause("overflow", f"{text}; {name} holds numbers up to {limit:.4g}")
     fits = f"{name} (up to {limit:.4g})"
     within = f"{text}: inside the operation a number was too large for {fits}"
-    if large := _too_large_inside(call, index, limit):
-        return cause("overflow", within, large)
+    squares = _too_large_inside(call, index, limit)
+    if squares:
+        return cause("overflow", within, squares)
     other = _by_another_kernel(call, index)
     if _is_finite(other):
         another = (
@@ -198,9 +223,10 @@ def _wider_format(call: Call, index: int) -> str:
     for formats in (_IN_SINGLE, _IN_DOUBLE):
         if dtype not in formats or not _is_finite(_attempt(call, index, formats=formats)):
             continue
-        name = _name(formats[dtype])
-        # The range of bfloat16 is that of float32.
-        return "bfloat16 or float32" if (dtype, name) == (torch.float16, "float32") else name
+        # bfloat16 has the range of float32.
+        if dtype == torch.float16 and formats is _IN_SINGLE:
+            return "bfloat16 or float32"
+        return _name(formats[dtype])
     return ""
 
 
@@ -210,9 +236,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _too_large_inside(call: Call, index: int, limit: float) -> str:
     """Return a sentence on inputs whose squares are too large for a format, if smaller ones are fine."""
-    given = [elements(t) for t in call.tensors if is_real(t) and t.numel()]
-    largest = max(map(_largest, given), default=0.0)
-    squares = largest * largest * max((max(t.shape, default=1) for t in given), default=1)
+    given = [elements(tensor) for tensor in call.tensors if is_real(tensor) and tensor.numel()]
+    largest = max([_largest(values) for values in given], default=0.0)
+    longest = max([max(values.shape, default=1) for values in given], default=1)
+    squares = largest * largest * longest
     if not squares > limit or not _is_finite(_attempt(call, index, factor=1 / largest)):
         return ""
     return f"the inputs reach {largest:.4g}, and a sum of their squares can reach {squares:.4g}"
@@ -222,8 +249,9 @@ def _by_another_kernel(call: Call, index: int) -> Tensor | None:
     from torch._decomp import decomposition_table  # noqa: PLC0415 # takes a while, and only here
 
     other = None
-    if (written := decomposition_table.get(call.func)) is not None:
-        other = _attempt(call, index, func=written)
+    decomposed = decomposition_table.get(call.func)
+    if decomposed is not None:
+        other = _attempt(call, index, func=decomposed)
     if other is None and any(tensor.device.type != "cpu" for tensor in call.tensors):
         other = _attempt(call, index, device=torch.device("cpu"))
     return other
@@ -234,9 +262,12 @@ def _attempt(call: Call, index: int, **options: Any) -> Tensor | None:
         result = _result(call, index, **options)
     except Exception:  # noqa: BLE001 # it does not accept these arguments
         return None
+    if not is_real(result):
+        return None
     formats = options.get("formats")
-    is_other = formats and result.dtype not in formats.values()
-    return None if is_other or not is_real(result) else result
+    if formats and result.dtype not in formats.values():
+        return None
+    return result
 
 
 def _result(
@@ -250,18 +281,24 @@ def _result(
 ) -> Tensor:
     """Repeat an operation on copies of its arguments, in other formats, scaled by a factor, or in another way."""
 
-    def fresh(value: Any) -> Any:
+    def converted(value: Any) -> Any:
         if isinstance(value, Tensor):
             part = _dist.local(value.detach())
             part = part.to(device, formats.get(part.dtype), copy=True)
-            return part.mul_(factor) if factor != 1.0 and is_real(part) else part
-        if isinstance(value, torch.device):
-            return device or value
+            if factor != 1.0 and is_real(part):
+                part.mul_(factor)
+            return part
+        if isinstance(value, torch.device) and device is not None:
+            return device
         # Some operations take the dtype of the result as an argument.
-        return formats.get(value, value) if isinstance(value, torch.dtype) else value
+        if isinstance(value, torch.dtype):
+            return formats.get(value, value)
+        return value
 
-    args, kwargs = tree_map(fresh, (call.args, call.kwargs))
-    return tensors_of((func or call.func)(*args, **kwargs))[index]
+    args, kwargs = tree_map(converted, (call.args, call.kwargs))
+    if func is None:
+        func = call.func
+    return tensors_of(func(*args, **kwargs))[index]
 
 
 def _is_finite(result: Tensor | None) -> TypeGuard[Tensor]:
@@ -272,28 +309,39 @@ def _largest(tensor: Tensor) -> float:
     return float(elements(tensor).abs().max())
 
 
-def _growth(history: Sequence[tuple[str, float]]) -> str:
-    known = [(label, value) for label, value in history if value > 0]
-    if not known:
-        return ""
-    first, low = min(known, key=lambda one: one[1])
-    last, high = known[-1]
+def _growth(history: Sequence[tuple[str, float]]) -> tuple[str, ...]:
+    """Return a sentence on numbers that grew before the operation, or nothing."""
+    magnitudes = [(label, value) for label, value in history if value > 0]
+    if not magnitudes:
+        return ()
+    first, low = min(magnitudes, key=itemgetter(1))
+    last, high = magnitudes[-1]
     if high < _GROWN * max(low, 1.0):
-        return ""
+        return ()
     return (
-        f"the largest magnitude grew from {low:.3g} ({first}) to {high:.3g} ({last}) right before"
+        f"the largest magnitude grew from {low:.3g} ({first}) to {high:.3g} ({last}) right before",
     )
 
 
 def _remedy(fault: Fault, operation: str, node: str) -> str:
+    """Return the remedy for an operation, or for the operation whose derivative the node computes."""
     name = operation.rpartition(".")[2]
-    if fault == "mathematics":
-        made_by = re.fullmatch(r"(?P<name>\w+?)Backward\d*", node)
-        maker = made_by["name"] if made_by else ""
-        return _of(maker, _BACKWARD) or _of(maker, _FORWARD) or _of(name, _FORWARD)
-    return _of(name, _OVERFLOW) if fault == "overflow" else ""
+    if fault == "overflow":
+        return _remedy_in(_OVERFLOW, name)
+    if fault != "mathematics":
+        return ""
+    derivative = re.fullmatch(r"(?P<name>\w+?)Backward\d*", node)
+    if derivative:
+        for table in (_BACKWARD, _FORWARD):
+            remedy = _remedy_in(table, derivative["name"])
+            if remedy:
+                return remedy
+    return _remedy_in(_FORWARD, name)
 
 
-def _of(name: str, table: Mapping[str, str]) -> str:
+def _remedy_in(table: Mapping[str, str], name: str) -> str:
     key = name.replace("_", "").lower()
-    return next((remedy for names, remedy in table.items() if re.fullmatch(names, key)), "")
+    for names, remedy in table.items():
+        if re.fullmatch(names, key):
+            return remedy
+    return ""

@@ -29,12 +29,14 @@ def fingerprint(tensor: Tensor) -> Fingerprint | None:
 
     A small tensor is its own sample, unless a view would keep a larger one alive.
     """
-    if (held := readable(tensor)) is None:
+    held = readable(tensor)
+    if held is None:
         return None
     part = _numbers.values(held)
+    shape = tuple(tensor.shape)
     if part.numel() <= SAMPLE and part.untyped_storage().nbytes() == part.nbytes:
-        return tuple(tensor.shape), part.flatten()
-    return tuple(tensor.shape), sample(part)
+        return shape, part.flatten()
+    return shape, sample(part)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -69,12 +71,15 @@ class KeptCall:
 
     @property
     def prefix(self) -> str:
-        return "" if self.name == "." else f"{self.name}."
+        if self.name == ".":
+            return ""
+        return f"{self.name}."
 
     def forget_overwritten(self) -> None:
         """Drop the outputs that the script has written to since: no replay can be compared with them."""
-        now = {path: _torch.writes(kept) for path, (_, kept) in self.outputs.items()}
-        self.outputs = {p: kept for p, kept in self.outputs.items() if now[p] == self.versions[p]}
+        for path, (_, sampled) in list(self.outputs.items()):
+            if _torch.writes(sampled) != self.versions[path]:
+                del self.outputs[path]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,19 +110,18 @@ class KeptStep:
 
     @property
     def bytes(self) -> int:
-        calls = [call.bytes for call in self.calls]
-        return sum(calls) + sum([loss.bytes for loss in self.losses.values()])
+        total = 0
+        for call in self.calls:
+            total += call.bytes
+        for loss in self.losses.values():
+            total += loss.bytes
+        return total
 
     def keep_loss(self, graph: BackwardGraph) -> None:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
         after = max([call.last_node for call in self.calls])
         nodes = graph.nodes_after(after, _MOST_NODES)
-        saved = list[Any]()
-        for value in (value for node in nodes for value in node.saved.values()):
-            # Some nodes keep several tensors in a tuple.
-            saved += value if type(value) is tuple else (value,)
-        size = sum([x.nbytes for x in saved if isinstance(x, Tensor)])
-        loss = KeptLoss(graph.loss, nodes, size)
+        loss = KeptLoss(graph.loss, nodes, sum([_saved_bytes(node) for node in nodes]))
         if self.bytes + loss.bytes <= MAX_BYTES:
             self.losses[self.passes + 1] = loss
 
@@ -129,6 +133,17 @@ class KeptStep:
         while self.calls and (len(self.calls) > MOST_CALLS or total > MAX_BYTES):
             total -= self.calls.pop(0).bytes
             self.dropped += 1
+
+
+def _saved_bytes(node: LossNode) -> int:
+    total = 0
+    for value in node.saved.values():
+        # Some nodes keep several tensors in a tuple.
+        values = value if type(value) is tuple else (value,)
+        for saved in values:
+            if isinstance(saved, Tensor):
+                total += saved.nbytes
+    return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,18 +165,30 @@ class FailedStep:
     rested: tuple[str, ...] = ()
 
     @property
+    def scale_number(self) -> float | None:
+        """The scale as a number. Waits for the device."""
+        if self.scale is None:
+            return None
+        return float(self.scale)
+
+    @property
     def called(self) -> dict[str, nn.Module]:
-        found = ((call.name, call.module()) for call in self.kept.calls)
-        return {name: module for name, module in found if module is not None}
+        modules = {}
+        for call in self.kept.calls:
+            module = call.module()
+            if module is not None:
+                modules[call.name] = module
+        return modules
 
     @property
     def divided(self) -> bool:
         """Whether parameters are divided over ranks, so that no rank can run the step again alone."""
-        return any(map(_is_divided, self.called.values()))
+        return any(_is_divided(module) for module in self.called.values())
 
 
 def _is_divided(model: nn.Module) -> bool:
-    if any(_dist.is_divided(param) for param in model.parameters()):
-        return True
+    for param in model.parameters():
+        if _dist.is_divided(param):
+            return True
     # Between passes `fully_shard` may leave parameters whole, but gathers them in each forward pass.
     return any("FSDPModule" in class_names(module) for module in model.modules())

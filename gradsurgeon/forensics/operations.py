@@ -67,19 +67,25 @@ class Call:
         return self.written.get(id(tensor), tensor)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors among the arguments, each with the name of its argument."""
         schema = getattr(self.func, "_schema", None)
-        names = [] if schema is None else [argument.name for argument in schema.arguments]
+        names = []
+        if schema is not None:
+            names = [argument.name for argument in schema.arguments]
         for name, value in [*zip(names, self.args, strict=False), *self.kwargs.items()]:
             if isinstance(value, Tensor):
                 yield name, value
             elif isinstance(value, list | tuple):
-                items = enumerate(value)
-                yield from ((f"{name}[{n}]", item) for n, item in items if isinstance(item, Tensor))
+                for index, item in enumerate(value):
+                    if isinstance(item, Tensor):
+                        yield f"{name}[{index}]", item
 
 
 def name_of(func: Any) -> str:
     schema = getattr(func, "_schema", None)
-    return str(func if schema is None else schema.name).replace("::", ".")
+    if schema is None:
+        return str(func).replace("::", ".")
+    return str(schema.name).replace("::", ".")
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
@@ -89,15 +95,29 @@ def tensors_of(*values: Any) -> list[Tensor]:
 def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     """Measure a tensor. Waits for its device."""
     values = elements(tensor)
-    nan, inf, minus_inf = (
-        int(where_is(values, kind).sum()) if is_real(values) else 0 for kind in KINDS
-    )
-    finite = values[values.isfinite()] if nan or inf or minus_inf else values
-    low, high = ends(finite) if finite.numel() else (None, None)
+    counts = dict.fromkeys(KINDS, 0)
+    if is_real(values):
+        for kind in KINDS:
+            counts[kind] = int(where_is(values, kind).sum())
+    finite = values
+    if any(counts.values()):
+        finite = values[values.isfinite()]
+    low = None
+    high = None
+    if finite.numel():
+        low, high = ends(finite)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    shape = tuple(tensor.shape)
+    infinite = counts["Inf"] + counts["-Inf"]
     return TensorFacts(
-        name, shape, dtype, low, high, nan, inf + minus_inf, values.numel(), minus_inf
+        name,
+        tuple(tensor.shape),
+        dtype,
+        low,
+        high,
+        counts["NaN"],
+        infinite,
+        values.numel(),
+        counts["-Inf"],
     )
 
 
@@ -106,9 +126,13 @@ def elements(tensor: Tensor) -> Tensor:
     part = _dist.local(tensor.detach())
     if _torch.is_freed(part):
         return part.new_empty(0)
-    if part.layout != torch.strided:
-        part = part.coalesce().values() if part.layout == torch.sparse_coo else part.values()
-    return torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+    if part.layout == torch.sparse_coo:
+        part = part.coalesce().values()
+    elif part.layout != torch.strided:
+        part = part.values()
+    if part.is_complex():
+        return torch.view_as_real(part.resolve_conj())
+    return part
 
 
 def is_real(tensor: Tensor) -> bool:
@@ -125,12 +149,17 @@ def ends(values: Tensor) -> tuple[float, float]:
 
 def nonfinite_kind(tensor: Tensor) -> str:
     """Return ``NaN``, ``Inf`` or nothing, and NaN if there are both. Waits for the device."""
-    if not is_real(tensor) or tensor.is_meta or not (values := elements(tensor)).numel():
+    if not is_real(tensor) or tensor.is_meta:
+        return ""
+    values = elements(tensor)
+    if not values.numel():
         return ""
     low, high = ends(values)
     if math.isnan(low) or math.isnan(high):
         return "NaN"
-    return "Inf" if math.isinf(low) or math.isinf(high) else ""
+    if math.isinf(low) or math.isinf(high):
+        return "Inf"
+    return ""
 
 
 def kinds_in(tensor: Tensor) -> list[Kind]:
@@ -144,7 +173,9 @@ def kinds_in(tensor: Tensor) -> list[Kind]:
 def where_is(values: Tensor, kind: Kind) -> Tensor:
     if kind == "NaN":
         return values.isnan()
-    return values.isposinf() if kind == "Inf" else values.isneginf()
+    if kind == "Inf":
+        return values.isposinf()
+    return values.isneginf()
 
 
 @dataclass(slots=True, eq=False)
@@ -189,9 +220,12 @@ class ModuleCalls:
         """Return the module that runs, or the module that built the running node, if any."""
         if self.running:
             return self.running[-1][0]
-        number = -1 if node is None else node._sequence_nr()  # noqa: SLF001 # no public name
-        found = (place for place, first, end in self.done if first <= number < end)
-        return next(found, ("", ""))
+        if node is not None:
+            number = node._sequence_nr()  # noqa: SLF001 # no public name
+            for place, first, end in self.done:
+                if first <= number < end:
+                    return place
+        return ("", "")
 
 
 def _next_node() -> int:
@@ -205,9 +239,18 @@ def lines_here() -> tuple[Line, ...]:
 
 def lines_of_node(node: Any) -> tuple[Line, ...]:
     """Return the lines that built a node of the graph: anomaly mode keeps them with the node."""
-    frames = map(_FRAME.match, node.metadata.get("traceback_") or ())
-    found = [(f["file"], int(f["line"]), f["function"]) for f in frames if f is not None]
-    return _of_script(Line(*one, linecache.getline(*one[:2]).strip()) for one in found)
+    frames = node.metadata.get("traceback_")
+    if not frames:
+        return ()
+    lines = []
+    for frame in frames:
+        parts = _FRAME.match(frame)
+        if parts is not None:
+            file = parts["file"]
+            number = int(parts["line"])
+            text = linecache.getline(file, number).strip()
+            lines.append(Line(file, number, parts["function"], text))
+    return _of_script(lines)
 
 
 def _of_script(lines: Iterable[Line]) -> tuple[Line, ...]:

@@ -11,7 +11,7 @@ import pdb  # noqa: T100 # the user asked for it
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -77,12 +77,13 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
     def seed(self, what: Seed, name: str, tensor: Tensor) -> NonfiniteSource | None:
         """Note a tensor if it is non-finite before the operations begin, or between them."""
         with _disable_current_modes():
-            if not (kind := nonfinite_kind(tensor)):
+            kind = nonfinite_kind(tensor)
+            if not kind:
                 return None
             mask = what in ("input", "buffer") or (what == "weight" and not tensor.requires_grad)
             intended = kind == "Inf" and mask and name.rpartition(".")[2] not in _STATISTICS
             source = held(self._moment(), what, name, facts(tensor, name), intended=intended)
-            self.memory.remember(tensor, {one: [source] for one in kinds_in(tensor)})
+            self.memory.remember(tensor, dict.fromkeys(kinds_in(tensor), (source,)))
         return source
 
     def source_of(self, tensor: Tensor) -> NonfiniteSource | None:
@@ -90,13 +91,17 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 # no public name
             return None
         with _disable_current_modes():
-            if not (kinds := kinds_in(tensor)):
+            kinds = kinds_in(tensor)
+            if not kinds:
                 return None
-            if known := first_to_blame(self.memory.sources(tensor, kinds[0])):
+            known = first_to_blame(self.memory.sources(tensor, kinds[0]))
+            if known is not None:
                 return known
-            meant = kinds[0] != "NaN" and not self.memory.known_about(tensor).made
-            where = "literal" if meant else "unknown"
-            return held(self._when, where, "", facts(tensor), intended=meant)
+            where = "unknown"
+            intended = kinds[0] != "NaN" and not self.memory.known_about(tensor).made
+            if intended:
+                where = "literal"
+            return held(self._when, where, "", facts(tensor), intended=intended)
 
     def __torch_dispatch__(
         self,
@@ -106,58 +111,71 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        named = kwargs or {}
+        if kwargs is None:
+            kwargs = {}
         name = name_of(func)
         if name.startswith(_COLLECTIVE):
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
-            out = func(*args, **named)
+            out = func(*args, **kwargs)
             self.memory.add_own(tensors_of(out), empty=True)
             return out
-        schema = getattr(func, "_schema", None)
-        written = [] if schema is None else _written(schema, args, named)
+        written = _written(func, args, kwargs)
+        # An operation is judged by what it was given, so tensors are copied before it writes over them.
+        copies: dict[int, Tensor] = {}
+        originals: dict[int, Tensor] = {}
         for tensor in written:
             self.memory.protect(tensor)
-        # An operation is judged by what it was given, and not by what it has left.
-        copies = {id(t): copy for t in written if (copy := self._before(t)) is not None}
-        originals = {id(copies[id(t)]): t for t in written if id(t) in copies}
-        given = (args, named)
+            copy = self._before(tensor)
+            if copy is not None and id(tensor) not in copies:
+                copies[id(tensor)] = copy
+                originals[id(copy)] = tensor
+        given = (args, kwargs)
         if copies:
             given = tree_map(lambda value: copies.get(id(value), value), given)
-        out = func(*args, **named)
-        shown = [] if schema is None else [result.alias_info for result in schema.returns]
-        if any(alias is not None and not alias.is_write for alias in shown):  # a view
+        out = func(*args, **kwargs)
+        if _returns_view(func):
             return out
         outputs = tensors_of(out)
         self.memory.add_own(outputs)
-        outputs += [t for t in written if not any(t is output for output in outputs)]
+        returned = {id(output) for output in outputs}
+        outputs += [tensor for tensor in written if id(tensor) not in returned]
         self._follow(Call(func, *given, originals), outputs, written)
         return out
 
     def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         magnitudes = []
         saves = any(word in call.stem for word in _SAVES) and "backward" not in call.stem
-        for number, output in enumerate(outputs):
-            if not is_real(output) or output.is_meta or not (values := elements(output)).numel():
+        for index, output in enumerate(outputs):
+            if not is_real(output) or output.is_meta:
+                continue
+            values = elements(output)
+            if not values.numel():
                 continue
             low, high = ends(values)
-            if math.isfinite(low) and math.isfinite(high):
-                self.memory.forget(output)
-                if not (saves and number):
-                    magnitudes.append(max(abs(low), abs(high)))
-            else:
-                birth = cache(partial(self._birth, call, output, number))
-                sources = {
-                    kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)
-                }
-                self.memory.remember(output, sources)
+            if not (math.isfinite(low) and math.isfinite(high)):
+                self._remember(call, output, index)
+                continue
+            self.memory.forget(output)
+            if index == 0 or not saves:
+                magnitudes.append(max(abs(low), abs(high)))
         for tensor in written:
             self.memory.known_about(tensor).unwritten = False
         self.memory.follow_lost_constants(call, outputs)
         if magnitudes and call.stem not in _COPIES:
+            label = call.name
             module = self._modules.place(_torch.current_node())[0]
-            label = call.name if module in ("", ROOT) else f"{module}: {call.name}"
+            if module not in ("", ROOT):
+                label = f"{module}: {label}"
             self._history.append((label, max(magnitudes)))
+
+    def _remember(self, call: Call, output: Tensor, index: int) -> None:
+        """Note the sources of a non-finite output."""
+        birth = cache(partial(self._birth, call, output, index))
+        sources: dict[Kind, list[NonfiniteSource]] = {}
+        for kind in kinds_in(output):
+            sources[kind] = self._of_kind(kind, call, output, birth)
+        self.memory.remember(output, sources)
 
     def _before(self, tensor: Tensor) -> Tensor | None:
         """Return a copy of a tensor that an operation writes into; zeros for unwritten memory."""
@@ -165,37 +183,47 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None
         copy = tensor.detach().clone()
-        return torch.zeros_like(copy) if self.memory.known_about(tensor).unwritten else copy
+        if self.memory.known_about(tensor).unwritten:
+            return torch.zeros_like(copy)
+        return copy
 
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], NonfiniteSource]
     ) -> list[NonfiniteSource]:
-        taken, fresh = taken_from(call, output, kind)
-        infinite = [one for one in taken if one[1] != "NaN"]
-        known = [self._known(call, *one) for one in taken if kind != "NaN" or one[1] == "NaN"]
-        found = [source for sources in known for source in sources]
-        of_script = not all(known)
+        inputs, fresh = taken_from(call, output, kind)
+        infinite = []
+        sources = []
+        of_script = False
+        for tensor, input_kind in inputs:
+            if input_kind != "NaN":
+                infinite.append((tensor, input_kind))
+                if kind == "NaN":
+                    continue
+            known = self._known(call, tensor, input_kind)
+            sources += known
+            if not known:
+                of_script = True
         if kind == "NaN":
             if infinite:
-                found.append(self._of_infinities(call, infinite, birth))
+                sources.append(self._of_infinities(call, infinite, birth))
             if fresh or of_script:
-                found.append(birth())
+                sources.append(birth())
         elif of_script or (fresh and (call.nonfinite_numbers or not call.tensors)):
             # The script wrote or holds the number: a mask.
             when = self._moment()
             lines = lines_here()
-            found.append(held(when, "literal", call.name, facts(output), lines, intended=True))
+            sources.append(held(when, "literal", call.name, facts(output), lines, intended=True))
         elif fresh:
-            found.append(birth())
-        return found
+            sources.append(birth())
+        return sources
 
     def _known(self, call: Call, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of a non-finite tensor; none if the script holds the tensor."""
-        place = call.passed(tensor)
-        found = self.memory.sources(place, kind)
-        if not found and self.memory.known_about(place).made:
-            found = [held(self._moment(), "unknown", call.name, facts(tensor))]
-        return found
+        passed = call.passed(tensor)
+        sources = self.memory.sources(passed, kind)
+        if not sources and self.memory.known_about(passed).made:
+            sources = [held(self._moment(), "unknown", call.name, facts(tensor))]
+        return sources
 
     def _of_infinities(
         self,
@@ -204,85 +232,122 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         birth: Callable[[], NonfiniteSource],
     ) -> NonfiniteSource:
         """Return the infinity to blame for a NaN, or the operation if all infinities were masks."""
-        found = [(source, kind) for t, kind in infinite for source in self._known(call, t, kind)]
-        masks = [source for source, kind in found if source.may_mask(kind)]
-        # An infinite input may be a mask or a mistake: its use decides.
-        faults = [
-            source
-            for source, kind in found
-            if not source.may_mask(kind)
-            and (not source.intended or source.diagnosis.where == "input")
-        ]
-        hides = any(word in call.name for word in _MASKED) and "backward" not in call.name
-        blamed = faults or ([] if hides else masks)
+        masks = []
+        faults = []
+        for tensor, kind in infinite:
+            for source in self._known(call, tensor, kind):
+                if source.may_mask(kind):
+                    masks.append(source)
+                # An infinite input may be a mask or a mistake: its use decides.
+                elif not source.intended or source.diagnosis.where == "input":
+                    faults.append(source)
+        takes_masks = any(word in call.name for word in _MASKED) and "backward" not in call.name
+        blamed = faults
+        if not faults and not takes_masks:
+            blamed = masks
         if not blamed:
             return birth()
         first = min(blamed, key=lambda source: source.when)
         if not first.is_operation:
             # A mask that makes a NaN was none, or was misused.
             return replace(first, intended=False)
-        others = [one.diagnosis for one in masks if not one.constant and one.when != first.when]
-        rival = next((one for one in others if one.operation), None)
-        if rival is None or not faults or hides:
+        if not faults or takes_masks:
             return first
-        return replace(first, rival=" at ".join(map(str, (rival.operation, *rival.lines[-1:]))))
+        rival = _rival(first, masks)
+        if not rival:
+            return first
+        return replace(first, rival=rival)
 
-    def _birth(self, call: Call, output: Tensor, number: int) -> NonfiniteSource:
+    def _birth(self, call: Call, output: Tensor, index: int) -> NonfiniteSource:
         node = _torch.current_node()
+        node_name = ""
+        if node is not None:
+            node_name = node.name()
         module, module_type = self._modules.place(node)
-        backward = node is not None and not self._modules.running
-        lines = lines_here() or (lines_of_node(node) if backward else ())
+        lines = lines_here()
+        where = "forward"
+        differentiated = ""
+        if node is not None and not self._modules.running:
+            where = "backward"
+            differentiated = node_name
+            if not lines:
+                lines = lines_of_node(node)
         when = self._moment()
         measured = facts(output)
         inputs = dict(call.named())
         if when == self._stop_at:
             _stand_at(call.name, lines, {"inputs": inputs, "output": output})
-        name = "" if node is None else node.name()
         diagnosis = replace(
             BLANK,
             what=measured.kind or "NaN",
-            where="backward" if backward else "forward",
+            where=where,
             module=module,
             module_type=module_type,
             operation=call.name,
-            node=name,
+            node=node_name,
             lines=lines,
             inputs=tuple(facts(tensor, argument) for argument, tensor in inputs.items()),
             output=measured,
             history=tuple(self._history),
-            cause=self._cause(call, number, name if backward else ""),
+            cause=self._cause(call, index, differentiated),
         )
-        constant = not backward and not any(tensor.requires_grad for tensor in inputs.values())
-        return NonfiniteSource(when, diagnosis, constant=constant)
+        trained = any(tensor.requires_grad for tensor in inputs.values())
+        return NonfiniteSource(when, diagnosis, constant=where == "forward" and not trained)
 
-    def _cause(self, call: Call, number: int, node: str) -> Cause:
-        if any(map(math.isnan, call.nonfinite_numbers)):
+    def _cause(self, call: Call, index: int, differentiated: str) -> Cause:
+        """Return the cause of a result; ``differentiated`` names the node that backward runs, if it runs one."""
+        if any(math.isnan(number) for number in call.nonfinite_numbers):
             return cause("bad input", f"the script itself passes the number NaN to {call.name}")
         for name, tensor in call.named():
-            if (
-                nonfinite_kind(tensor) == "NaN"
-                and not self.memory.known_about(call.passed(tensor)).made
-            ):
+            if nonfinite_kind(tensor) != "NaN":
+                continue
+            if not self.memory.known_about(call.passed(tensor)).made:
                 return cause(
                     "bad input",
                     f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "
                     "made (an attribute, a global, a constant, an array of numpy)",
                 )
         lost = self.memory.lost_constant(call)
-        return cause_of_call(call, number, node, history=tuple(self._history), lost=lost)
+        return cause_of_call(call, index, differentiated, history=tuple(self._history), lost=lost)
 
     def _moment(self) -> int:
         self._when += 1
         return self._when
 
 
-def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+def _rival(first: NonfiniteSource, masks: Iterable[NonfiniteSource]) -> str:
+    """Return operation and line of a mask that may be to blame instead of ``first``."""
+    for mask in masks:
+        if mask.is_operation and not mask.constant and mask.when != first.when:
+            rival = mask.diagnosis.operation
+            if mask.diagnosis.lines:
+                rival += f" at {mask.diagnosis.lines[-1]}"
+            return rival
+    return ""
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the arguments that an operation writes into."""
+    tensors: list[Tensor] = []
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return tensors
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += tensors_of(given)
-    return found
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(args):
+            tensors += tensors_of(args[position])
+        else:
+            tensors += tensors_of(kwargs.get(argument.name))
+    return tensors
+
+
+def _returns_view(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    aliases = [result.alias_info for result in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
@@ -296,7 +361,9 @@ def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any])
     known = frame.f_locals
     for name, value in {"operation": operation, **scope}.items():
         known.setdefault(name, value)
-    at = lines[-1] if lines else "no line of the script"
+    at = "no line of the script"
+    if lines:
+        at = str(lines[-1])
     print(f"{operation} at {at}: see operation, {', '.join(scope)} (`q` to go on)")  # noqa: T201 # the user asked for it
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()

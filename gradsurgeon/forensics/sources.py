@@ -18,6 +18,7 @@ from gradsurgeon.forensics.operations import (
     kinds_in,
     lines_here,
     nonfinite_kind,
+    tensors_of,
     where_is,
 )
 from gradsurgeon.tensors import _dist
@@ -106,30 +107,45 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tenso
     The second value tells whether finite numbers alone made some of these elements. Elementwise operations are
     compared by element, others as a whole. Waits for the device.
     """
-    read = [(t, mask) for t, mask in _read(call) if is_real(t) and nonfinite_kind(t)]
-    if not read:
+    inputs = [(t, mask) for t, mask in _read(call) if is_real(t) and nonfinite_kind(t)]
+    if not inputs:
         return [], True
-    if _is_elementwise(call, [output, *(tensor for tensor, _ in read)]):
-        left = there = where_is(output, kind)
-        found: list[tuple[Tensor, Kind]] = []
-        # An infinity beside a NaN has not made the NaN.
-        kinds: tuple[tuple[Kind, ...], ...] = (("NaN",), ("Inf", "-Inf"))
-        for same in kinds:
-            places = [
-                (t, one, where_is(t, one) & (there if mask is None else there & mask))
-                for one in same
-                for t, mask in read
-            ]
-            if any(place.shape != there.shape for *_, place in places):
-                break
-            found += [(t, one) for t, one, place in places if bool((place & left).any())]
-            for *_, place in places:
-                left = left & ~place
-        else:
-            return found, bool(left.any())
-    whole = [(tensor, one) for tensor, _ in read for one in kinds_in(tensor)]
+    if _is_elementwise(call, [output, *(tensor for tensor, _ in inputs)]):
+        by_element = _taken_by_element(inputs, where_is(output, kind))
+        if by_element is not None:
+            return by_element
+    whole = [(tensor, one) for tensor, _ in inputs for one in kinds_in(tensor)]
     alike = [(tensor, one) for tensor, one in whole if (one == "NaN") == (kind == "NaN")]
-    return alike or whole, False
+    if alike:
+        return alike, False
+    return whole, False
+
+
+def _taken_by_element(
+    inputs: Iterable[tuple[Tensor, Tensor | None]], result: Tensor
+) -> tuple[list[tuple[Tensor, Kind]], bool] | None:
+    """Return inputs as `taken_from` does, by a mask of the result; ``None`` if shapes differ.
+
+    An infinity beside a NaN has not made the NaN.
+    """
+    unexplained = result
+    taken: list[tuple[Tensor, Kind]] = []
+    kinds: tuple[tuple[Kind, ...], ...] = (("NaN",), ("Inf", "-Inf"))
+    for alike in kinds:
+        explained = []
+        for kind in alike:
+            for tensor, mask in inputs:
+                place = where_is(tensor, kind) & result
+                if mask is not None:
+                    place = place & mask
+                if place.shape != result.shape:
+                    return None
+                if bool((place & unexplained).any()):
+                    taken.append((tensor, kind))
+                explained.append(place)
+        for place in explained:
+            unexplained = unexplained & ~place
+    return taken, bool(unexplained.any())
 
 
 def _is_elementwise(call: Call, tensors: Iterable[Tensor]) -> bool:
@@ -151,7 +167,8 @@ def _read(call: Call) -> Iterator[tuple[Tensor, Tensor | None]]:
             yield args[2], args[1]
     else:
         kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
-        yield from ((tensor, None) for tensor in replace(call, kwargs=kwargs).tensors)
+        for tensor in tensors_of(call.args, kwargs):
+            yield tensor, None
 
 
 class _Entry(NamedTuple):
@@ -188,28 +205,37 @@ class Memory:
         for tensor in tensors:
             known = self.known_about(tensor)
             known.made = True
-            known.unwritten = known.unwritten or empty
+            if empty:
+                known.unwritten = True
 
     def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[NonfiniteSource]]) -> None:
         """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""
         self.forget(tensor)
         _, first, end = place_of(tensor)
-        self.known_about(tensor).entries += [
-            _Entry(first, end, kind, source)
-            for kind, made_by in sources.items()
-            for source in dict.fromkeys(made_by)
-        ]
+        entries = self.known_about(tensor).entries
+        for kind, made_by in sources.items():
+            for source in dict.fromkeys(made_by):
+                entries.append(_Entry(first, end, kind, source))
 
     def forget(self, tensor: Tensor) -> None:
-        if (entries := self.known_about(tensor).entries) and tensor.is_contiguous():
+        entries = self.known_about(tensor).entries
+        if entries and tensor.is_contiguous():
             _, first, end = place_of(tensor)
-            entries[:] = [e for e in entries if not (first <= e.first and e.end <= end)]
+            entries[:] = [e for e in entries if e.first < first or end < e.end]
 
     def sources(self, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
         _, first, end = place_of(tensor)
-        there = [e for e in self.known_about(tensor).entries if e.first < end and first < e.end]
-        return [e.source for e in there if e.kind == kind] or [e.source for e in there]
+        of_kind = []
+        of_any_kind = []
+        for entry in self.known_about(tensor).entries:
+            if entry.first < end and first < entry.end:
+                of_any_kind.append(entry.source)
+                if entry.kind == kind:
+                    of_kind.append(entry.source)
+        if of_kind:
+            return of_kind
+        return of_any_kind
 
     def protect(self, tensor: Tensor) -> None:
         """Copy the memory that an operation is about to write to, unless the replay made it."""
@@ -224,16 +250,25 @@ class Memory:
                     _bytes(known.storage).copy_(known.before)
 
     def follow_lost_constants(self, call: Call, outputs: Iterable[Tensor]) -> None:
-        lost_input = self.lost_constant(call) if call.stem in _KEEP_ZERO else ""
+        lost_input = ""
+        if call.stem in _KEEP_ZERO:
+            lost_input = self.lost_constant(call)
         for output in outputs:
-            lost = (lost_input or _rounded(call, output)) if output.is_floating_point() else ""
-            self.known_about(output).lost = (
-                lost if lost and bool((elements(output) == 0).any()) else ""
-            )
+            lost = ""
+            if output.is_floating_point():
+                lost = lost_input
+                if not lost:
+                    lost = _rounded(call, output)
+            if lost and not bool((elements(output) == 0).any()):
+                lost = ""
+            self.known_about(output).lost = lost
 
     def lost_constant(self, call: Call) -> str:
-        constants = (self.known_about(call.passed(tensor)).lost for tensor in call.tensors)
-        return next(filter(None, constants), "")
+        for tensor in call.tensors:
+            lost = self.known_about(call.passed(tensor)).lost
+            if lost:
+                return lost
+        return ""
 
     def known_about(self, tensor: Tensor) -> _Known:
         storage = place_of(tensor)[0]
@@ -251,23 +286,35 @@ def _rounded(call: Call, output: Tensor) -> str:
         return ""
     limits = torch.finfo(output.dtype)
     smallest = limits.smallest_normal * limits.eps
-    leaves = tree_leaves((call.args, call.kwargs))
-    # The dispatcher passes some numbers as tensors.
-    tensors = [one for one in leaves if isinstance(one, Tensor) and not one.dim() and one.is_cpu]
-    numbers = [one for one in leaves if isinstance(one, float)]
-    numbers += [one.item() for one in tensors if one.is_floating_point()]
-    number = next((n for n in numbers if 0 < abs(n) <= smallest / 2), None)
-    if number is None:
-        return ""
-    dtype = str(output.dtype).removeprefix("torch.")
-    lines = lines_here()
-    return (
-        f"{dtype} rounds the constant {number:g} to 0, as the smallest number that it holds is "
-        f"{smallest:.1e}: {call.name}{f' at {lines[-1]}' if lines else ''}"
-    )
+    for number in _constants(call):
+        if 0 < abs(number) <= smallest / 2:
+            dtype = str(output.dtype).removeprefix("torch.")
+            text = (
+                f"{dtype} rounds the constant {number:g} to 0, as the smallest number that it holds is "
+                f"{smallest:.1e}: {call.name}"
+            )
+            lines = lines_here()
+            if lines:
+                text += f" at {lines[-1]}"
+            return text
+    return ""
+
+
+def _constants(call: Call) -> list[float]:
+    numbers = []
+    tensors = []
+    for argument in tree_leaves((call.args, call.kwargs)):
+        if isinstance(argument, float):
+            numbers.append(argument)
+        # The dispatcher passes some numbers as tensors.
+        elif isinstance(argument, Tensor) and not argument.dim() and argument.is_cpu:
+            tensors.append(argument)
+    numbers += [tensor.item() for tensor in tensors if tensor.is_floating_point()]
+    return numbers
 
 
 def place_of(tensor: Tensor) -> tuple[Any, int, int]:
+    """Return the storage of a tensor, and the bytes of it from which and to which the tensor reaches."""
     part = _dist.local(tensor.detach())
     if part.layout == torch.sparse_coo:
         part = part._values()  # noqa: SLF001 # no copy
@@ -275,5 +322,10 @@ def place_of(tensor: Tensor) -> tuple[Any, int, int]:
         part = part.values()
     size = part.element_size()
     first = int(part.storage_offset()) * size
-    reach = sum((int(n) - 1) * int(by) for n, by in zip(part.shape, part.stride(), strict=True))
-    return part.untyped_storage(), first, first + (reach + 1) * size if part.numel() else first
+    end = first
+    if part.numel():
+        last = 0
+        for length, stride in zip(part.shape, part.stride(), strict=True):
+            last += (int(length) - 1) * int(stride)
+        end += (last + 1) * size
+    return part.untyped_storage(), first, end
