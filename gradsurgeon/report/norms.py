@@ -152,7 +152,7 @@ def ranks_that_differ(
     return min(differences).sentence if differences else ""
 
 
-class _Difference(NamedTuple):
+class _NormDifference(NamedTuple):
     """Where the norms of two ranks part, the earliest first."""
 
     step: int
@@ -160,7 +160,7 @@ class _Difference(NamedTuple):
     sentence: str
 
 
-def _first_difference(lower: Part, higher: Part) -> _Difference | None:
+def _first_difference(lower: Part, higher: Part) -> _NormDifference | None:
     """Return the first difference between two ranks, `None` if there is none."""
     start = max(lower.skipped, higher.skipped)
     alike = 0
@@ -186,6 +186,6 @@ def _first_difference(lower: Part, higher: Part) -> _Difference | None:
             if start and not alike:
                 since = f"at step {step} or before"
             sentence = f"ranks differ {since}: the norm of {name} is {norm} and {other_norm}"
-            return _Difference(step, alike, sentence)
+            return _NormDifference(step, alike, sentence)
         alike += length
     return None

@@ -243,7 +243,7 @@ ELSEWHERE = "in a command, before the script, or in a call that the script makes
 NOT_DRIVEN = {
     "distributed/ranks.py:Ranks.refuse_uneven": RANKS,
     "forensics/bundle.py:_on_host": CAUGHT,
-    "forensics/bundle.py:_loss": ELSEWHERE,
+    "forensics/bundle.py:_loss_in": ELSEWHERE,
     "forensics/bundle.py:_step_in": ELSEWHERE,
     "forensics/bundle.py:check": ELSEWHERE,
     "forensics/bundle.py:read": ELSEWHERE,

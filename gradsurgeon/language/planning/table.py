@@ -60,7 +60,7 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         parts = _NUMBER.split(name)
         texts = tuple(parts[::2])
-        row = tuple((number,) for number in parts[1::2])
+        row: _Row = tuple((number,) for number in parts[1::2])
         groups.setdefault(texts, {})[row] = [name]
     folded: dict[str, list[str]] = {}
     for texts, rows in groups.items():
