@@ -60,13 +60,13 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         parts = _NUMBER.split(name)
         texts = tuple(parts[::2])
-        row = tuple((number,) for number in parts[1::2])
+        row: _Row = tuple((number,) for number in parts[1::2])
         groups.setdefault(texts, {})[row] = [name]
     folded: dict[str, list[str]] = {}
     for texts, rows in groups.items():
-        for row, members in _merge(rows, columns=len(texts) - 1).items():
+        for merged_row, members in _merge(rows, columns=len(texts) - 1).items():
             pieces = [texts[0]]
-            for numbers, between in zip(row, texts[1:], strict=True):
+            for numbers, between in zip(merged_row, texts[1:], strict=True):
                 pieces += [_range(numbers), between]
             text = "".join(pieces)
             # Distinct names may have equal numbers: 1 and 01.
