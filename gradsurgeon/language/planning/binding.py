@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.common import _live
-from gradsurgeon.common.match import compile_pattern
+from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import BindError, printable
-from gradsurgeon.language.planning.manifest import Manifest, ModuleEntry, Param
-from gradsurgeon.language.planning.matching import Match, Matcher, Thing
+from gradsurgeon.language.planning.manifest import Manifest, Param
+from gradsurgeon.language.planning.matching import Match, Matcher, Thing, quoted
 from gradsurgeon.language.planning.obstacles import MatchedRules, complaint
 from gradsurgeon.language.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.language.planning.table import count
@@ -27,8 +27,10 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: boo
     matched = MatchedRules(rules, matcher)
     refused: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
-        if obstacles := list(matched.obstacles(rule.id, alone=alone)):
-            refused[rule.id] = tuple(complaint(rules, rule, found) for found in obstacles)
+        obstacles = matched.obstacles(rule.id, alone=alone)
+        complaints = [complaint(rules, rule, obstacle) for obstacle in obstacles]
+        if complaints:
+            refused[rule.id] = tuple(complaints)
     if refused and not lenient:
         raise BindError([text for texts in refused.values() for text in texts])
     bindings: list[Binding] = []
@@ -39,7 +41,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: boo
             bindings += _bindings(rule, match)
             warnings[rule.id] = tuple(_warnings_on(rule, match, matcher))
     plan = Plan(rules, manifest, tuple(bindings), warnings, refused=refused)
-    notes = map(printable, manifest.notes)
+    notes = [printable(note) for note in manifest.notes]
     return replace(plan, warnings=(*_cost(plan), *_graph_breaks(plan), *notes))
 
 
@@ -53,9 +55,11 @@ def _bindings(rule: Rule, match: Match) -> Iterator[Binding]:
         for text in match.names:
             yield Binding(rule_id, text, (), tensor, point, hook)
     for thing in match.things:
-        numel, dormant = (
-            (0, False) if isinstance(thing, ModuleEntry) else (thing.numel, not thing.requires_grad)
-        )
+        numel = 0
+        dormant = False
+        if isinstance(thing, Param):
+            numel = thing.numel
+            dormant = not thing.requires_grad
         yield Binding(rule_id, thing.name, thing.aliases, tensor, point, hook, numel, dormant)
 
 
@@ -71,8 +75,10 @@ def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
             yield from _remarks(rule, match.things)
             # The notes describe an effect, and a rule without a match has none.
             yield from rule.notes
+        elif rule.optional:
+            yield "matches nothing (optional)"
         else:
-            yield "matches nothing (optional)" if rule.optional else NO_MATCH
+            yield NO_MATCH
 
 
 def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
@@ -96,10 +102,14 @@ def _graph_breaks(plan: Plan) -> Iterator[str]:
 
 
 def _cost(plan: Plan) -> Iterator[str]:
-    rules = [rule for rule in plan.rules.rules if isinstance(rule, LossRule) and rule.losses]
-    matched = {binding.name for rule in rules for binding in plan.of(rule.id)}
+    matched: set[str] = set()
+    losses: set[str] = set()
+    for rule in plan.rules.rules:
+        bound = plan.of(rule.id)
+        if bound and isinstance(rule, LossRule) and rule.losses:
+            matched.update(binding.name for binding in bound)
+            losses.update(rule.losses)
     params = [param for param in plan.manifest.params if param.name in matched]
-    losses = dict.fromkeys(name for rule in rules if plan.of(rule.id) for name in rule.losses or ())
     if params:
         elements = count(sum(param.numel for param in params), "element")
         yield (
@@ -109,12 +119,15 @@ def _cost(plan: Plan) -> Iterator[str]:
 
 
 def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
+    """Return a warning about patterns of curves that match no recorded tensor."""
     rules = [rule for rule in plan.rules.rules if isinstance(rule, ObserverRule)]
     if any(rule.target != "params" for rule in rules):
         return ""
-    names = [binding.name for rule in rules for binding in plan.of(rule.id)]
-    astray = [text for text in patterns if not any(map(compile_pattern(text).matches, names))]
-    if not astray:
+    names: list[str] = []
+    for rule in rules:
+        names += [binding.name for binding in plan.of(rule.id)]
+    unmatched = [text for text in patterns if not select([compile_pattern(text)], names)]
+    if not unmatched:
         return ""
-    shown = ", ".join(f'"{printable(text)}"' for text in astray)
+    shown = ", ".join(map(quoted, unmatched))
     return f"names={shown} matches no tensor that a rule records, and gives no curve"

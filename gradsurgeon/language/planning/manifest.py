@@ -110,13 +110,13 @@ class Manifest:
     @cached_property
     def flat_params(self) -> tuple[Param, ...]:
         """The parameters that FullyShardedDataParallel keeps flat."""
-        return tuple(one for one in self.params if one.sharding == "FullyShardedDataParallel")
+        return tuple(param for param in self.params if param.sharding == "FullyShardedDataParallel")
 
     @cached_property
     def lacks_classes(self) -> bool:
         """Whether the source of the names lacks classes, as a file of weights does."""
         things: tuple[Param | ModuleEntry, ...] = (*self.params, *self.modules)
-        return any(not one.module_type for one in things)
+        return not all(thing.module_type for thing in things)
 
 
 def is_scripted(kind: Collection[str]) -> bool:
@@ -136,12 +136,12 @@ def _names_of(kind: type) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _transparent(kind: type) -> frozenset[str]:
     """Return the names of children that a wrapper only wraps."""
-    return frozenset(
-        segment
-        for base in kind.__mro__
-        if base.__module__.partition(".")[0] in _THEIR_PACKAGES
-        for segment in _WRAPPERS.get(base.__name__, ())
-    )
+    segments: set[str] = set()
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in _THEIR_PACKAGES:
+            segments |= _WRAPPERS.get(base.__name__, set())
+    return frozenset(segments)
 
 
 def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -150,8 +150,10 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
         if child is None:
             continue
-        step = "" if key in transparent else key
-        yield from walk(child, f"{prefix}.{step}" if prefix and step else prefix or step)
+        path = prefix
+        if key not in transparent:
+            path = f"{prefix}.{key}" if prefix else key
+        yield from walk(child, path)
 
 
 def unwrapped(model: Any) -> Any:
@@ -194,11 +196,11 @@ def named_modules(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> dict[str,
 
 
 def _modules(names: Mapping[str, Any]) -> Iterator[ModuleEntry]:
-    found: dict[int, tuple[Any, list[str]]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, module in names.items():
-        found.setdefault(id(module), (module, []))[1].append(name)
-    for module, own in found.values():
-        yield ModuleEntry(own[0], tuple(own[1:]), class_names(module))
+        names_by_id.setdefault(id(module), []).append(name)
+    for name, *aliases in names_by_id.values():
+        yield ModuleEntry(name, tuple(aliases), class_names(names[name]))
 
 
 def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
@@ -206,7 +208,7 @@ def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
     ids: set[int] = set()
     for _, module in tree:
         if "FSDPModule" in class_names(module):
-            ids.update(id(one) for one in module.modules())
+            ids.update(map(id, module.modules()))
     return ids
 
 
@@ -222,11 +224,16 @@ def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
 def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
     first = group[0]
     tensor = first.owner._parameters[first.key]  # noqa: SLF001
-    types = {name: None for slot in group for name in class_names(slot.owner)}
-    names = list(dict.fromkeys(slot.name for slot in group))
+    # Dictionaries, because they keep the order and drop repeated names.
+    names: dict[str, None] = {}
+    types: dict[str, None] = {}
+    for slot in group:
+        names[slot.name] = None
+        types |= dict.fromkeys(class_names(slot.owner))
+    name, *aliases = names
     return Param(
-        name=names[0],
-        aliases=tuple(names[1:]),
+        name=name,
+        aliases=tuple(aliases),
         shape=None if "UninitializedTensorMixin" in class_names(tensor) else tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         requires_grad=tensor.requires_grad,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain
 
 from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.common.match import compile_pattern, segments, select, suggest, without_zeros
@@ -42,23 +41,33 @@ class NameIndex:
             return {text: self._named[text]} if text in self._named else {}
         # If a segment of the pattern is known, only the names that have it are compared.
         names = self._names
-        choices = segments(text, len(names))
-        known = [[self._having.get(one, []) for one in choice] for choice in choices]
-        if known:
-            fewest = min(known, key=lambda places: sum(map(len, places)))
-            names = [names[place] for place in sorted({*chain(*fewest)})]
-        return {names[place]: self._named[names[place]] for place in select([pattern], names)}
+        candidates = []
+        for choice in segments(text, len(names)):
+            places: list[int] = []
+            for segment in choice:
+                places += self._having.get(segment, ())
+            candidates.append(places)
+        if candidates:
+            fewest = min(candidates, key=len)
+            names = [names[place] for place in sorted(set(fewest))]
+        matched = [names[place] for place in select([pattern], names)]
+        return {name: self._named[name] for name in matched}
 
     @cached_property
     def _having(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        """By segment, the places of the names that have it."""
+        having: dict[str, list[int]] = {}
         for place, name in enumerate(self._names):
             for segment in name.split("."):
-                found.setdefault(without_zeros(segment), []).append(place)
-        return found
+                having.setdefault(without_zeros(segment), []).append(place)
+        return having
 
     def _under(self, texts: Sequence[str]) -> dict[str, Thing]:
-        return {thing.name: thing for text in texts for thing in self.hits(text).values()}
+        things = {}
+        for text in texts:
+            for thing in self.hits(text).values():
+                things[thing.name] = thing
+        return things
 
     def _hint(self, text: str) -> str:
         self._hints -= 1
@@ -75,20 +84,22 @@ class NameIndex:
         return [thing for thing in things if not self._failed(rule.where, thing)]
 
     def doubts(self, rule: Rule) -> list[str]:
-        several = rule.patterns if len(rule.patterns) > 1 else ()
-        doubts = [
-            f"pattern {quoted(text)} matches nothing; {self._hint(text)}"
-            for text in several
-            if not self.hits(text)
-        ]
+        doubts = []
+        if len(rule.patterns) > 1:
+            missed = [text for text in rule.patterns if not self.hits(text)]
+            doubts += [
+                f"pattern {quoted(text)} matches nothing; {self._hint(text)}" for text in missed
+            ]
         kept = set(self._under(rule.patterns))
         for text in rule.exclude:
             hits = self.hits(text)
-            dropped = {one.name: one for one in hits.values() if one.name in kept}
+            excluded = {thing.name: thing for thing in hits.values()}
+            dropped = {name: thing for name, thing in excluded.items() if name in kept}
             if not dropped:
                 doubts.append(f"exclude {quoted(text)} removes nothing from the match")
             for thing in dropped.values():
-                if others := [name for name in thing.names if name not in hits]:
+                others = [name for name in thing.names if name not in hits]
+                if others:
                     what = "tensor" if isinstance(thing, Param) else "module"
                     shown = printable(", ".join(others))
                     doubts.append(f"exclude {quoted(text)} also removes {shown}: the same {what}")
@@ -174,8 +185,9 @@ class Matcher:
         return self._matches[key]
 
     def _match(self, rule: Rule) -> Match:
-        if texts := _undecided(rule, self.manifest):
-            return Match(undecided=tuple(texts))
+        undecided = _undecided(rule, self.manifest)
+        if undecided:
+            return Match(undecided=tuple(undecided))
         if not is_for(rule, self.manifest):
             return Match(is_for=False)
         if rule.target == "tensors":
@@ -213,7 +225,9 @@ def chains_of(
     """Return, per tensor, the ids of its rules in order of effect."""
     chains: dict[str, list[str]] = {}
     for rule in in_order(rules):
-        suffix = "" if rule.target == "params" else f" {rule.ref}"
+        suffix = ""
+        if rule.target != "params":
+            suffix = f" {rule.ref}"
         for name in names[rule.id]:
             chains.setdefault(name + suffix, []).append(rule.id)
     return {key: tuple(chain) for key, chain in chains.items()}
@@ -221,10 +235,12 @@ def chains_of(
 
 def examples(things: Sequence[Thing], owners: Sequence[str] = ()) -> str:
     """Return the first names in parentheses, each behind its owner if owners are given."""
+    if not things:
+        return ""
     names = [thing.name for thing in things]
     if owners:
         names = [f"{owner}: {name}" for owner, name in zip(owners, names, strict=True)]
-    return f" ({shorten_names(names)})" if names else ""
+    return f" ({shorten_names(names)})"
 
 
 def quoted(text: str) -> str:

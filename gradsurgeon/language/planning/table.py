@@ -64,9 +64,9 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
         groups.setdefault(texts, {})[row] = [name]
     folded: dict[str, list[str]] = {}
     for texts, rows in groups.items():
-        for row, members in _merge(rows, columns=len(texts) - 1).items():
+        for merged_row, members in _merge(rows, columns=len(texts) - 1).items():
             pieces = [texts[0]]
-            for numbers, between in zip(row, texts[1:], strict=True):
+            for numbers, between in zip(merged_row, texts[1:], strict=True):
                 pieces += [_range(numbers), between]
             text = "".join(pieces)
             # Distinct names may have equal numbers: 1 and 01.
