@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurgeon.common.diagnosis import Diagnosis
+from gradsurgeon.common.diagnosis import Certainty, Diagnosis
 from gradsurgeon.forensics.cause import cause, cause_of_call
-from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptLoss
+from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
 from gradsurgeon.forensics.replay import INPUT, Replayed, WatchTags, input_name, replay
 from gradsurgeon.forensics.sources import BLANK, NonfiniteSource, held
@@ -83,12 +83,20 @@ def diagnose(
     elif kept.dropped:
         reasons = [_TOO_LARGE.format(kept.dropped)]
     if not kept.calls:
-        return replace(blank, reasons=tuple(reasons) or (_NO_CALL,))
+        if not reasons:
+            reasons = [_NO_CALL]
+        return replace(blank, reasons=tuple(reasons))
     if failed.divided:
-        return diagnose_inputs(failed) or replace(blank, reasons=(_DIVIDED,))
+        of_input = diagnose_inputs(failed)
+        if of_input is not None:
+            return of_input
+        return replace(blank, reasons=(_DIVIDED,))
     reasons += doubts
-    if (blamed := _search(failed, reasons, watch_tags)) is None:
-        return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))
+    blamed = _search(failed, reasons, watch_tags)
+    if blamed is None:
+        if not reasons:
+            reasons = [_FINITE]
+        return replace(blank, reasons=tuple(dict.fromkeys(reasons)))
     replayed, source = blamed
     if debugger and source.is_operation:
         replay(replayed.call, watch_tags, stop_at=source.when)
@@ -116,39 +124,41 @@ def _search(
     outside: tuple[Replayed, NonfiniteSource] | None = None
     for call in failed.kept.calls:
         replayed = replay(call, watch_tags)
+        error = replayed.error
         if call.iterators:
             reasons.append(_ITERATOR.format(", ".join(call.iterators)))
-        elif (error := replayed.error) is not None:
+            continue
+        if error is not None:
             why = str(error).partition("\n")[0][:_LONGEST]
             reasons.append(f"the replay raised {type(error).__name__}: {why}")
-        elif "other" in replayed.compared and not failed.kept.updated:
+            continue
+        if "other" in replayed.compared and not failed.kept.updated:
             reasons.append(_DIFFERENT)
-        elif (source := _to_blame(replayed, failed)) is not None:
-            if not source.is_outside:
-                return replayed, source
-            # Another call may have sent the gradient back.
-            outside = outside or (replayed, source)
+            continue
+        source = _to_blame(replayed, failed)
+        if source is None:
+            continue
+        if not source.is_outside:
+            return replayed, source
+        # Another call may have sent the gradient back.
+        if outside is None:
+            outside = (replayed, source)
     return outside
 
 
 def _to_blame(replayed: Replayed, failed: FailedStep) -> NonfiniteSource | None:
-    blamed = [
-        source
-        for name, source in replayed.gradients.items()
+    blamed = []
+    for name, source in replayed.gradients.items():
         # The gradient of an input goes back to another call.
-        if not failed.bad or name in failed.bad or name.startswith(INPUT)
-    ]
+        if not failed.bad or name in failed.bad or name.startswith(INPUT):
+            blamed.append(source)
     if any(source.is_outside for source in blamed):
         # A non-finite output may have made the loss non-finite, and so the gradient that came back.
-        loss = failed.kept.losses.get(replayed.call.number)
-        made = None if loss is None else _source_in(loss)
-        # The script may have meant an infinity of which the loss made NaN.
-        by_loss = made is not None and made.is_operation and made.repeated
-        blamed += [
-            source
-            for path, (kind, source) in replayed.outputs.items()
-            if path in replayed.returned and (kind == "NaN" or not by_loss)
-        ]
+        made_by_loss = _is_made_by_loss(failed.kept.losses.get(replayed.call.number))
+        for path, (kind, source) in replayed.outputs.items():
+            # The script may have meant an infinity of which the loss made NaN.
+            if path in replayed.returned and (kind == "NaN" or not made_by_loss):
+                blamed.append(source)
     blamed = [source for source in blamed if not source.intended]
     if not blamed:
         # A trap on modules can trip without a non-finite gradient.
@@ -156,12 +166,23 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> NonfiniteSource | None:
     return min(blamed, key=lambda source: source.when, default=None)
 
 
+def _is_made_by_loss(loss: KeptLoss | None) -> bool:
+    """Tell whether an operation of the loss, when repeated, made it non-finite."""
+    if loss is None:
+        return False
+    source = _source_in(loss)
+    return source is not None and source.is_operation and source.repeated
+
+
 def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> Iterator[str]:
     call = replayed.call
     diagnosis = source.diagnosis
     if replayed.compared & {"near", "other"}:
-        yield _UPDATED if failed.kept.updated else _CLOSE
-    elif not ("equal" in replayed.compared or _has_moved_alike(replayed, failed)):
+        if failed.kept.updated:
+            yield _UPDATED
+        else:
+            yield _CLOSE
+    elif "equal" not in replayed.compared and not _has_moved_alike(replayed, failed):
         yield _NOTHING_FINITE
     if source.is_outside:
         yield _OUTSIDE
@@ -169,10 +190,7 @@ def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> 
         yield _UNSEEN
     if source.rival:
         yield f"{source.rival} made an infinity at the same elements, and may be the cause instead"
-    infinite = any(kind != "NaN" and one is source for kind, one in replayed.outputs.values())
-    # Nobody means a number that is too large for its format.
-    is_overflow = diagnosis.cause is not None and diagnosis.cause.fault == "overflow"
-    if replayed.returned and infinite and not is_overflow:
+    if replayed.returned and _may_be_meant(replayed, source):
         yield _INFINITE
     if call.compiled:
         yield _COMPILED
@@ -180,41 +198,76 @@ def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> 
         yield f"rules that edit tensors of modules did not act in the replay: {', '.join(failed.rested)}"
 
 
+def _may_be_meant(replayed: Replayed, source: NonfiniteSource) -> bool:
+    """Tell whether a source made an infinite output. Nobody means a number that is too large for its format."""
+    why = source.diagnosis.cause
+    if why is not None and why.fault == "overflow":
+        return False
+    return any(kind != "NaN" and made is source for kind, made in replayed.outputs.values())
+
+
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
+    """Tell whether the replay changed a buffer as the call did."""
     call = replayed.call
-    calls = failed.kept.calls
-    later = calls[calls.index(call) + 1 :]
-    following = next((one.buffers for one in later if one.name == call.name), {})
-    then = {**dict(failed.called[call.name].named_buffers()), **call.weights, **following}
+    kept_after = _buffers_after(call, failed)
     for name, before in call.buffers.items():
         after = replayed.buffers.get(name, before)
         # A counter of calls would be equal after any call.
-        if after.is_floating_point() and after.shape == before.shape == then[name].shape:
+        if not after.is_floating_point() or after.shape != before.shape:
+            continue
+        kept = kept_after[name]
+        if kept.shape == after.shape:
             changed = (after != before) & after.isfinite()
-            if bool(changed.any()) and torch.equal(after[changed], then[name][changed]):
+            if bool(changed.any()) and torch.equal(after[changed], kept[changed]):
                 return True
     return False
+
+
+def _buffers_after(call: KeptCall, failed: FailedStep) -> dict[str, Tensor]:
+    """Return the buffers after a call: those before the next call of the module, else those of the module now."""
+    buffers = dict(failed.called[call.name].named_buffers())
+    buffers.update(call.weights)
+    calls = failed.kept.calls
+    for later in calls[calls.index(call) + 1 :]:
+        if later.name == call.name:
+            buffers.update(later.buffers)
+            break
+    return buffers
 
 
 def _diagnosis_of(
     replayed: Replayed, source: NonfiniteSource, failed: FailedStep, reasons: tuple[str, ...]
 ) -> Diagnosis:
     call = replayed.call
-    loss = failed.kept.losses.get(call.number) if source.is_outside else None
-    diagnosis = ((loss and _source_in(loss)) or source).diagnosis
+    diagnosis = source.diagnosis
+    loss_value = None
+    loss_nodes: tuple[str, ...] = ()
+    loss = failed.kept.losses.get(call.number)
+    if source.is_outside and loss is not None:
+        inside_loss = _source_in(loss)
+        if inside_loss is not None:
+            diagnosis = inside_loss.diagnosis
+        if loss.value is not None:
+            loss_value = float(loss.value)
+        loss_nodes = tuple(node.name for node in loss.nodes)
     module = diagnosis.module
     module_type = diagnosis.module_type
     name = diagnosis.name
-    if module and call.prefix:
-        module = call.name if module == "." else call.prefix + module
+    if module == "." and call.prefix:
+        module = call.name
+    elif module:
+        module = call.prefix + module
     if diagnosis.where == "input":
         module = call.name
         module_type = type(call.module()).__name__
     if diagnosis.where in ("weight", "buffer"):
         name = call.prefix + name
+    certainty: Certainty = "reproduced"
+    if reasons:
+        certainty = "partial"
     return replace(
         diagnosis,
-        certainty="partial" if reasons else "reproduced",
+        certainty=certainty,
         reasons=reasons,
         step=failed.step,
         rank=failed.rank,
@@ -223,9 +276,9 @@ def _diagnosis_of(
         module=module,
         module_type=module_type,
         name=name,
-        scale=None if failed.scale is None else float(failed.scale),
-        loss=None if loss is None or loss.value is None else float(loss.value),
-        loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),
+        scale=failed.scale_number,
+        loss=loss_value,
+        loss_nodes=loss_nodes,
     )
 
 
@@ -235,67 +288,85 @@ def _source_in(loss: KeptLoss) -> NonfiniteSource | None:
         # The script may mean an infinity, but never NaN.
         is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
         for node in loss.nodes:
-            bad = _nonfinite(node)
-            if not bad and (made := _repeated(node, loss)) is not None:
-                return made
-            if bad := {n: t for n, t in bad.items() if not is_nan or nonfinite_kind(t) == "NaN"}:
-                return _of_first(node, bad, loss)
+            nonfinite = _nonfinite_in(node)
+            if not nonfinite:
+                repeated = _repeated(node, loss)
+                if repeated is not None:
+                    return repeated
+            for name, tensor in nonfinite.items():
+                if not is_nan or nonfinite_kind(tensor) == "NaN":
+                    return _source_at(node, name, tensor, loss)
     except Exception:  # noqa: BLE001 # a bundle may hold anything
         return None
     return None
 
 
-def _of_first(node: LossNode, bad: Mapping[str, Tensor], loss: KeptLoss) -> NonfiniteSource | None:
-    result = _tensors(node).get("result")
+def _source_at(node: LossNode, name: str, tensor: Tensor, loss: KeptLoss) -> NonfiniteSource | None:
+    """Return the source of a non-finite tensor that a node keeps by name."""
+    result = _tensors_in(node).get("result")
     if result is not None and nonfinite_kind(result):
         return _made(node, loss, result)
     # Its input was non-finite: the node before it made that, unless that node had non-finite inputs, too.
-    name, tensor = next(iter(bad.items()))
-    maker = dict(enumerate(node.made_of)).get(_PLACES.get(name, -1), -1)
+    edge = _PLACES.get(name)
+    if edge is None or edge >= len(node.made_of):
+        return None
+    maker = node.made_of[edge]
     if maker == NO_GRAPH:
         return held(0, "loss input", f"{name} of {node.name}", facts(tensor, name))
-    if maker < 0 or _nonfinite(loss.nodes[maker]):
+    if maker < 0 or _nonfinite_in(loss.nodes[maker]):
         return None
     return _made(loss.nodes[maker], loss, tensor)
 
 
-def _tensors(node: LossNode) -> dict[str, Tensor]:
-    return {
-        name: value for name, value in node.readable_values().items() if isinstance(value, Tensor)
-    }
+def _tensors_in(node: LossNode) -> dict[str, Tensor]:
+    values = node.readable_values()
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _nonfinite(node: LossNode) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in _tensors(node).items() if nonfinite_kind(tensor)}
+def _nonfinite_in(node: LossNode) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in _tensors_in(node).items() if nonfinite_kind(tensor)}
 
 
 def _repeated(node: LossNode, loss: KeptLoss) -> NonfiniteSource | None:
     """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
-    func, names = _AGAIN.get(node.name, (None, ()))
+    if node.name not in _AGAIN:
+        return None
+    func, names = _AGAIN[node.name]
     kept = node.readable_values()
     args = tuple(kept.get(name) for name in names)
     # Nodes keep no numbers, and no tensors that need no gradient.
-    if func is None or any(argument is None for argument in args):
+    if any(argument is None for argument in args):
         return None
     with torch.no_grad():
         result = func(*args)
-    return _made(node, loss, result, Call(func, args, {})) if nonfinite_kind(result) else None
+    if not nonfinite_kind(result):
+        return None
+    return _made(node, loss, result, Call(func, args, {}))
 
 
 def _made(
     node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None
 ) -> NonfiniteSource:
     measured = facts(result)
-    alike = [one for one in loss.nodes if one.name == node.name]
-    number = f", number {alike.index(node) + 1} of {len(alike)}" if len(alike) > 1 else ""
+    label = node.name
+    alike = [other for other in loss.nodes if other.name == node.name]
+    if len(alike) > 1:
+        label += f", number {alike.index(node) + 1} of {len(alike)}"
+    kept = _tensors_in(node)
+    kept.pop("result", None)
+    operation = node.name
+    why = cause("unknown", _NOT_KEPT)
+    if call is not None:
+        operation = call.name
+        why = cause_of_call(call, 0)
     diagnosis = replace(
         BLANK,
         what=measured.kind,
         where="forward",
-        operation=node.name if call is None else call.name,
-        node=f"{node.name}{number}",
-        inputs=tuple(facts(t, name) for name, t in _tensors(node).items() if name != "result"),
+        operation=operation,
+        node=label,
+        inputs=tuple(facts(tensor, name) for name, tensor in kept.items()),
         output=measured,
-        cause=cause("unknown", _NOT_KEPT) if call is None else cause_of_call(call, 0),
+        cause=why,
     )
     return NonfiniteSource(0, diagnosis, repeated=call is not None)

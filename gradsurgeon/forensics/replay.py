@@ -52,29 +52,24 @@ class Replayed:
 def replay(call: KeptCall, watch_tags: WatchTags, *, stop_at: int = 0) -> Replayed:
     """Run a call and its backward pass again; open `pdb` at the birth with the moment ``stop_at``."""
     module = call.module()
-    found = Replayed(call)
+    replayed = Replayed(call)
     if module is None or call.iterators:
-        return found
+        return replayed
     try:
         with _one_at_a_time, undisturbed(module, call.random), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _run(module, found, watch_tags, stop_at)
+            _run(module, replayed, watch_tags, stop_at)
     except Exception as error:  # noqa: BLE001 # the code of the script may raise anything
-        found.error = error
-    return found
+        replayed.error = error
+    return replayed
 
 
-def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int) -> None:
-    call = found.call
+def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: int) -> None:
+    call = replayed.call
     modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
-    own = {**dict(module.named_parameters()), **call.weights}
-    params = {
-        name: own[name].detach().requires_grad_(own[name].requires_grad)
-        for name, _ in module.named_parameters()
-    }
-    then = {**dict(module.named_buffers()), **call.weights, **call.buffers}
-    buffers = {name: then[name].detach().clone() for name, _ in module.named_buffers()}
+    params = _params_then(module, call)
+    buffers = _buffers_then(module, call)
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
     args, kwargs = Copied((call.args, call.kwargs), _own_copy).value
@@ -89,14 +84,12 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
         for _, tensor in tensors_in(output):
             source = provenance.source_of(tensor)
             if source is not None and not source.intended:
-                found.modules.setdefault(name, source)
+                replayed.modules.setdefault(name, source)
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
-    known = _canonical_names(module)
-    leaves |= {
-        call.prefix + known.get(id(param), name): params[name]
-        for name, param in module.named_parameters()
-    }
+    canonical_names = _canonical_names(module)
+    for name, param in module.named_parameters():
+        leaves[call.prefix + canonical_names.get(id(param), name)] = params[name]
     with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
         # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(exchanged(module, {**params, **buffers}))
@@ -105,14 +98,26 @@ def _run(module: nn.Module, found: Replayed, watch_tags: WatchTags, stop_at: int
         with provenance:
             output = module(*args, **kwargs)
         outputs = dict(tensors_in(output))
-        for path, kept in call.outputs.items():
-            found.compared |= _compared(kept, outputs.get(path))
-        for path, tensor in outputs.items():
-            if (source := provenance.source_of(tensor)) is not None:
-                found.outputs[path] = nonfinite_kind(tensor), source
-        _go_back(found, outputs, leaves, provenance)
+        _judge_outputs(replayed, outputs, provenance)
+        _run_backward(replayed, outputs, leaves, provenance)
         # Checkpoints change buffers once more in the backward pass, as they did in the step.
-        found.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
+        replayed.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
+
+
+def _params_then(module: nn.Module, call: KeptCall) -> dict[str, Tensor]:
+    params = {}
+    for name, param in module.named_parameters():
+        weight = call.weights.get(name, param)
+        params[name] = weight.detach().requires_grad_(weight.requires_grad)
+    return params
+
+
+def _buffers_then(module: nn.Module, call: KeptCall) -> dict[str, Tensor]:
+    buffers = {}
+    for name, buffer in module.named_buffers():
+        weight = call.weights.get(name, buffer)
+        buffers[name] = call.buffers.get(name, weight).detach().clone()
+    return buffers
 
 
 def _canonical_names(module: nn.Module) -> dict[int, str]:
@@ -130,39 +135,58 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+def _judge_outputs(
+    replayed: Replayed, outputs: Mapping[Path, Tensor], provenance: Provenance
+) -> None:
+    """Compare the outputs with those of the call, and note the sources of non-finite ones."""
+    for path, kept in replayed.call.outputs.items():
+        replayed.compared |= _compared(kept, outputs.get(path))
+    for path, tensor in outputs.items():
+        source = provenance.source_of(tensor)
+        if source is not None:
+            replayed.outputs[path] = (nonfinite_kind(tensor), source)
+
+
 def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[Literal["equal", "near", "other"]]:
     """Compare an output with the output of the call; return nothing if no finite number can be compared."""
-    now = None if tensor is None else fingerprint(tensor)
-    if now is None or now[0] != kept[0]:
+    now = None
+    if tensor is not None:
+        now = fingerprint(tensor)
+    kept_shape, kept_sample = kept
+    if now is None or now[0] != kept_shape:
         return {"other"}
-    other = kept[1]
-    sample = now[1].to(other.dtype)  # A later hook may have cast the output.
-    if torch.equal(sample.nan_to_num(7.0), other.nan_to_num(7.0)):
-        return {"equal"} if bool(sample.isfinite().any()) else set()
-    near = torch.allclose(sample, other, rtol=1e-3, atol=1e-5, equal_nan=True)
-    return {"near" if near else "other"}
+    sample = now[1].to(kept_sample.dtype)  # A later hook may have cast the output.
+    if torch.equal(sample.nan_to_num(7.0), kept_sample.nan_to_num(7.0)):
+        if bool(sample.isfinite().any()):
+            return {"equal"}
+        return set()
+    if torch.allclose(sample, kept_sample, rtol=1e-3, atol=1e-5, equal_nan=True):
+        return {"near"}
+    return {"other"}
 
 
-def _go_back(
-    found: Replayed,
+def _run_backward(
+    replayed: Replayed,
     outputs: Mapping[Path, Tensor],
     named: Mapping[str, Tensor],
     provenance: Provenance,
 ) -> None:
-    driven = {
-        path: grad
-        for path, grad in found.call.grads.items()
-        if path in outputs and outputs[path].grad_fn is not None
-    }
+    """Run the backward pass from the kept gradients of the outputs to parameters and inputs."""
+    grads = {}
+    inner: set[Any] = set()
+    for path, grad in replayed.call.grads.items():
+        if path in outputs and outputs[path].grad_fn is not None:
+            grads[path] = grad
+            inner |= _nodes_below(outputs[path].grad_fn)
     # The gradient of an output that another output was made of contains the gradient through it.
-    inner = set().union(*(_nodes_below(outputs[path].grad_fn) for path in driven))
-    driven = {path: grad for path, grad in driven.items() if outputs[path].grad_fn not in inner}
+    driven = {path: grad for path, grad in grads.items() if outputs[path].grad_fn not in inner}
     leaves = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
-    if not (driven and leaves):
+    if not driven or not leaves:
         return
     for path, grad in driven.items():
-        if provenance.seed("output gradient", _spelled(path).lstrip("."), grad) is not None:
-            found.returned.add(path)
+        source = provenance.seed("output gradient", _spelled(path).lstrip("."), grad)
+        if source is not None:
+            replayed.returned.add(path)
     with provenance:
         # No watch sees this pass, and only the copies get gradients. A reentrant checkpoint refuses that.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
@@ -175,8 +199,11 @@ def _go_back(
             accumulate_grad=True,
         )
     for name, leaf in leaves.items():
-        if leaf.grad is not None and (source := provenance.source_of(leaf.grad)) is not None:
-            found.gradients[name] = source
+        if leaf.grad is None:
+            continue
+        source = provenance.source_of(leaf.grad)
+        if source is not None:
+            replayed.gradients[name] = source
 
 
 def _nodes_below(start: Any) -> set[Any]:
@@ -203,14 +230,23 @@ def _as_then(call: KeptCall) -> Iterator[None]:
 
 
 def _spelled(path: Sequence[int | str]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    text = ""
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f".{step}"
+    return text
 
 
 def input_name(module: nn.Module, path: Path) -> str:
     """Return the name of a tensor among the arguments: ``x``, or ``batch.image[0]``."""
     keyword, first, *rest = path
-    if keyword == 0 and isinstance(first, int):
-        named = parameters_of(module.forward)[first : first + 1]
-        first = next((one.name for one in named if one.kind is not one.VAR_POSITIONAL), first)
-    head = first if isinstance(first, str) else f"argument {first}"
+    head = f"argument {first}"
+    if isinstance(first, str):
+        head = first
+    elif keyword == 0:
+        for param in parameters_of(module.forward)[first : first + 1]:
+            if param.kind is not param.VAR_POSITIONAL:
+                head = param.name
     return f"{head}{_spelled(rest)}"
