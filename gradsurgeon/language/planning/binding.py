@@ -105,8 +105,10 @@ def _cost(plan: Plan) -> Iterator[str]:
     matched: set[str] = set()
     losses: set[str] = set()
     for rule in plan.rules.rules:
+        if not isinstance(rule, LossRule) or not rule.losses:
+            continue
         bound = plan.of(rule.id)
-        if bound and isinstance(rule, LossRule) and rule.losses:
+        if bound:
             matched.update(binding.name for binding in bound)
             losses.update(rule.losses)
     params = [param for param in plan.manifest.params if param.name in matched]

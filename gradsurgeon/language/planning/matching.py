@@ -63,11 +63,7 @@ class NameIndex:
         return having
 
     def _under(self, texts: Sequence[str]) -> dict[str, Thing]:
-        things = {}
-        for text in texts:
-            for thing in self.hits(text).values():
-                things[thing.name] = thing
-        return things
+        return {thing.name: thing for text in texts for thing in self.hits(text).values()}
 
     def _hint(self, text: str) -> str:
         self._hints -= 1
@@ -93,8 +89,7 @@ class NameIndex:
         kept = set(self._under(rule.patterns))
         for text in rule.exclude:
             hits = self.hits(text)
-            excluded = {thing.name: thing for thing in hits.values()}
-            dropped = {name: thing for name, thing in excluded.items() if name in kept}
+            dropped = {thing.name: thing for thing in hits.values() if thing.name in kept}
             if not dropped:
                 doubts.append(f"exclude {quoted(text)} removes nothing from the match")
             for thing in dropped.values():
