@@ -314,7 +314,7 @@ class EventLog:
     def never_fired(self) -> list[tuple[str, int, str]]:
         """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
         never = []
-        for rule in self.silent:
+        for rule in tuple(self.silent):
             tally = self._tallies[rule]
             if tally.matched and rule not in self._optional:
                 never.append((rule, tally.quiet, tally.cause))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsurgeon.actions import CheckRule
 from gradsurgeon.distributed.ranks import FINE
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
@@ -46,9 +47,11 @@ class Controller:
         self._model = weakref.ref(model)
         self.context = context
         self._kept = KeptCalls(lambda: context.paused)
-        self._facts = ModelFacts(context, model, self._kept)
+        # What checks know of the model; `None` without checks.
+        self._facts: ModelFacts | None = None
+        if any(isinstance(rule, CheckRule) for rule in context.rules):
+            self._facts = ModelFacts(context, model, self._kept)
         self.effects = effects_of(context, plan, self._facts)
-        self._checks = self.effects.on_params("check")
         self._agreement = RankAgreement(context, self.effects)
         self.training = Training(context, self.effects, self._kept)
         on_losses = [one for one in self.effects.on_params("losses") if isinstance(one, LossEffect)]
@@ -150,7 +153,7 @@ class Controller:
         return self.manual.active or not self.expects_update()
 
     def _end_pass(self, done: BackwardPass) -> None:
-        if self._checks:
+        if self._facts is not None:
             self._facts.passed(done)
         self.training.pass_is_over(done)
         for counter in self.context.counters.among(done.indices):
@@ -169,7 +172,7 @@ class Controller:
         """Let the due effects act right before an update: traps decide, then rules at `step` edit."""
         context = self.context
         counter = step.counter
-        if step.due is NOTHING_DUE:
+        if step.due is NOTHING_DUE or context.is_paused:
             step.due = self.effects.due(counter)
         due = step.due
         if context.mode == "act":
@@ -186,8 +189,7 @@ class Controller:
             for bound in due.before_edits:
                 bound.effect.before_edits(step, bound, None)
             return GOES_ON
-        is_resting = context.is_paused or due is NOTHING_DUE
-        if is_resting and not step.inside:
+        if due is NOTHING_DUE and not step.inside:
             return self.training.traps.rest(counter, heard, moved=step.has_moved)
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
@@ -198,10 +200,8 @@ class Controller:
         context = self.context
         counter = step.counter
         step.took_place = took_place and not step.skipped
-        if context.is_paused:
-            step.due = NOTHING_DUE
         self.training.after_update(step)
-        if self._checks:
+        if self._facts is not None:
             self._facts.updated(counter)
         if took_place:
             self._count_due(counter)

@@ -91,8 +91,6 @@ class Effect:
         self.may_overflow = rule.may_overflow
         self.stats: Sequence[str] = ()
         self.moment: str = rule.point
-        # Rows on their way are told apart by the identity of their keys, so each counter has keys of its own.
-        self._keys: dict[tuple[StepCounter, tuple[int, ...]], Mapping[str, tuple[Key, ...]]] = {}
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:  # noqa: ARG002 # of derived effects
         """Act on one tensor, out of place: autograd may share it. Return the tensor that takes its place."""
@@ -148,19 +146,15 @@ class Effect:
         return tuple([index for index in self.indices if counters[index] is counter])
 
     def bound_to(self, counter: StepCounter) -> Bound:
-        indices = self.owned(counter)
-        if (counter, indices) not in self._keys:
-            self._keys[counter, indices] = self._new_keys(indices)
-        return Bound(self, counter, indices, self._keys[counter, indices])
-
-    def _new_keys(self, indices: tuple[int, ...]) -> Mapping[str, tuple[Key, ...]]:
+        """Return it on its parameters of a counter, with new keys: rows on their way are told apart by their keys' identity."""
         rule = self.rule
+        indices = self.owned(counter)
         names = tuple([self.context.names[index] for index in indices])
         keys = {}
         for stat in self.stats:
             columns = columns_of(stat)
             keys[stat] = tuple([Key(rule.id, column, rule.point, names) for column in columns])
-        return keys
+        return Bound(self, counter, indices, keys)
 
     @property
     def needs_all(self) -> bool:

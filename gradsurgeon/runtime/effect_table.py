@@ -65,8 +65,8 @@ _EFFECTS: Mapping[type, Any] = {
 }
 
 
-def effects_of(context: Context, plan: Plan, facts: ModelFacts) -> Effects:
-    """Return the effects of all rules; ``facts`` are for checks."""
+def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effects:
+    """Return the effects of all rules; ``facts`` are for checks, if there are any."""
     index_of = {name: index for index, name in enumerate(context.names)}
     effects: dict[str, Effect] = {}
     for rule in in_order(plan.rules.rules):
@@ -76,6 +76,7 @@ def effects_of(context: Context, plan: Plan, facts: ModelFacts) -> Effects:
         if rule.target == "params":
             indices = tuple([index_of[name] for name in names])
         if isinstance(compiled, Examination):
+            assert facts is not None  # noqa: S101 # a check rule compiled to it
             effect: Effect = CheckEffect(rule, context, indices, compiled, facts)
         else:
             effect = _maker(compiled)(rule, context, indices, compiled)

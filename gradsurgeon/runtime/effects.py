@@ -60,17 +60,10 @@ class Effects:
         ]
         # Whether an effect on parameters acts in every step.
         self.any_always = len(self._schedules) < len(self._on_params)
-        self._having: dict[str, list[Effect]] = {}
         self._bound: dict[StepCounter, list[Bound]] = {}
         self._due: dict[tuple[StepCounter, int, tuple[bool, ...]], Due] = {}
         # The version of the counters for which these hold.
         self._version = -1
-
-    def having(self, method: str) -> list[Effect]:
-        """Return the effects on parameters that do something in a method."""
-        if method not in self._having:
-            self._having[method] = [one for one in self._on_params if one.has(method)]
-        return self._having[method]
 
     def __getitem__(self, rule: str) -> Effect:
         return self._by_rule[rule]
@@ -89,27 +82,26 @@ class Effects:
         return [effect for effect in self.all if isinstance(effect, Trap)]
 
     def on_params(self, *moments: str) -> list[Effect]:
-        """Return the effects on parameters that act at some moments, at all moments if none is given."""
-        if not moments:
-            return self._on_params
+        """Return the effects on parameters that act at some moments."""
         return [effect for effect in self._on_params if effect.moment in moments]
 
     @property
     def armed(self) -> Sequence[int]:
-        """The parameters whose gradients matter; without any, those by which an optimizer counts steps."""
+        """The parameters whose gradients matter to an effect."""
         effects = [effect for effect in self._on_params if effect.moment != "updated"]
         indices = {index for effect in effects for index in effect.indices}
         return sorted(indices)
 
     @property
     def watched(self) -> Sequence[int]:
+        # Without any, their optimizer still counts the steps.
         return self.armed or range(len(self.context.names))
 
     def due(self, counter: StepCounter) -> Due:
         """Return the effects that are due for a counter in its next update; none in a pause."""
         context = self.context
         refusals = context.refusals
-        # As `paused` says, without a call: this is asked several times in each step.
+        # The same as `paused`, without a call: hooks ask this several times in each step.
         if context.is_paused or refusals.over or (refusals.lenient and _torch.is_capturing()):
             return NOTHING_DUE
         if self._version != context.counters.version:
@@ -173,7 +165,7 @@ class Effects:
 
     def conclude(self) -> None:
         """Let checks tell what they know so far. More may come."""
-        for effect in self.having("at_end"):
+        for effect in self._on_params:
             effect.at_end()
 
     def mention_flags(self) -> None:

@@ -214,8 +214,7 @@ class OptimizerWatch:
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
-            asks = self._effects.due(update.counter).asks_host
-            if not (asks or self._effects.searches or _torch.is_host(overflow)):
+            if not (update.due.asks_host or self._effects.searches or _torch.is_host(overflow)):
                 # The optimizer checks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)

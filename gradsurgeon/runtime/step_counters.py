@@ -85,7 +85,7 @@ class StepCounters:
 
     @property
     def latest(self) -> int:
-        return max((counter.step for counter in self._of), default=self.common.step)
+        return max((counter.step for counter in self.all), default=self.common.step)
 
     def begin(self, indices: Iterable[int]) -> int:
         """Return the first number of a counter for tensors that no optimizer has owned yet."""
@@ -95,7 +95,7 @@ class StepCounters:
         """Resume from the numbers of tensors; tensors without a number begin with the latest."""
         self._resumed = dict(steps)
         self.common.step, self.start = common, latest
-        for counter in set(self._of):
+        for counter in self.all:
             if counter is not self.common:
                 counter.step = self.begin(counter.indices)
 

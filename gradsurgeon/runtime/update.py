@@ -41,6 +41,8 @@ class DueUpdate:
         self.passes = passes
         self.heard = heard
         self.overflow = overflow
+        # The norms that traps search, once they were measured.
+        self.norms: Norms = ()
         self._searched: Sequence[int] = ()
         self._norms: Norms = ()
         self._evidence: GradientEvidence | None = None

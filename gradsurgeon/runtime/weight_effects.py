@@ -34,11 +34,9 @@ class RecordWeights(Effect):
         # Of a script that updates weights by hand no update is known.
         if update.optimizer() is None:
             return
-        samples = {}
-        for index in bound.indices if self._of_changes else ():
-            param = self.context.parameters.param(index)
-            if param is not None:
-                samples[index] = _sample(param)
+        samples: dict[int, Tensor] = {}
+        if self._of_changes:
+            samples = {index: _sample(param) for index, param in self._params_of(bound)}
         self._before[bound.counter] = samples
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
@@ -46,15 +44,18 @@ class RecordWeights(Effect):
         if before is None or not update.took_place:
             return
         there = {}
-        for index in bound.indices:
-            param = self.context.parameters.param(index)
-            if param is not None and (index in before or not self._of_changes):
+        for index, param in self._params_of(bound):
+            if index in before or not self._of_changes:
                 there[index] = param.detach()
         if not there:
             return
         with torch.no_grad():
             self._record(bound, there, before)
         self.log.count_fired(self.rule.id, bound.counter.step, len(there))
+
+    def _params_of(self, bound: Bound) -> list[tuple[int, Tensor]]:
+        params = zip(bound.indices, self.context.parameters.params(bound.indices), strict=True)
+        return [(index, param) for index, param in params if param is not None]
 
     def _record(
         self, bound: Bound, params_by_index: dict[int, Tensor], before: dict[int, Tensor]

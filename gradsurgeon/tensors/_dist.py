@@ -44,11 +44,11 @@ def is_used() -> bool:
     return bool(distributed.is_available() and distributed.is_initialized())
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
+PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    if type(tensor) in _PLAIN:  # this runs for every gradient in every step
+    if type(tensor) in PLAIN:  # this runs for every gradient in every step
         return False
     # Code that has made a DTensor has imported this; other code need not pay for the import.
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -56,7 +56,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
-    return not set(map(type, tensors)) <= _PLAIN and any(map(is_sharded, tensors))
+    return not set(map(type, tensors)) <= PLAIN and any(map(is_sharded, tensors))
 
 
 def local(tensor: Tensor) -> Tensor:

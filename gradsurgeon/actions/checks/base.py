@@ -18,9 +18,6 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 _MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
 
 
-_PLAIN = {Tensor, nn.Parameter}
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One fault: its place, what was seen, and the remedy.
@@ -128,7 +125,7 @@ class Moment:
 
 
 def _local_parts(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-    if set(map(type, tensors.values())) <= _PLAIN:  # nearly always
+    if set(map(type, tensors.values())) <= _dist.PLAIN:  # nearly always
         return tensors
     return {index: _dist.local(tensor) for index, tensor in tensors.items()}
 
