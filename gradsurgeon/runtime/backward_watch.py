@@ -89,7 +89,8 @@ class BackwardWatch:
             if not self._concerns(running):
                 return
             indices = self._changed(before)
-        seen, self.seen = self.seen, Seen()
+            # Still under the lock: the first pass of another thread may begin right after it.
+            seen, self.seen = self.seen, Seen()
         order, divided = tuple(dict.fromkeys(seen.order)), False
         if order:
             # A sharded model has other parameters when a pass begins: only hooks see its gradients.
@@ -124,7 +125,7 @@ class BackwardWatch:
         if before is not None and _dist.world() > 1:
             with lock:
                 indices = self._changed(before).union(self.seen.order)
-            self.seen = Seen()
+                self.seen = Seen()
             self._events.backward_failed(BackwardPass((*indices,), averaging=averaging))
 
     def _concerns(self, running: RunningPass) -> bool:

@@ -129,7 +129,19 @@ class ParamHooks:
 
     def arm(self) -> None:
         for index in self._armed:
-            self.rearm(index)
+            # Another thread may be in a backward pass: it must not meet a parameter whose hooks are off for a moment.
+            if not self._is_armed(index):
+                self.rearm(index)
+
+    def _is_armed(self, index: int) -> bool:
+        """Tell whether the parameter now under the name has its hooks, all of them."""
+        param = self._context.parameters.param(index)
+        if param is None:
+            return False
+        handles = self._handles.get(index, [])
+        if (index in self._effects) + (_dist.world() > 1) != len(handles):
+            return False
+        return all(_torch.is_hook_of(param, handle) for handle in handles)
 
     def rearm(self, index: int) -> bool:
         """Put the hooks on the parameter now under the name; tell whether there is a parameter."""

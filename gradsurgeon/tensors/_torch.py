@@ -294,17 +294,29 @@ def preserving_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[Non
     return cast("AbstractContextManager[None]", preserve(tuple(tensors)))
 
 
+# Where a parameter keeps its hooks.
+_HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def is_hook_of(param: Tensor, handle: RemovableHandle) -> bool:
+    """Return whether the hook of a handle is on ``param`` now: not removed, and not on a tensor that it replaced."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is None or handle.id not in hooks:
+        return False
+    return any(getattr(param, table, None) is hooks for table in _HOOK_TABLES)
+
+
 def reinstall_hooks(param: Tensor) -> None:
     """Reactivate the hooks of a parameter after its content was swapped with another tensor."""
     # A swap keeps the tables, but torch no longer calls them; assigning a table makes torch install it again.
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for table in _HOOK_TABLES:
         if (hooks := getattr(param, table, None)) is not None:
             setattr(param, table, hooks)
 
 
 def forget_empty_hooks(param: Tensor) -> None:
     """Drop the empty hook tables that removed hooks leave behind on ``param``."""
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for table in _HOOK_TABLES:
         if getattr(param, table, None) is not None and not getattr(param, table):
             setattr(param, table, None)
 

@@ -108,6 +108,20 @@ def test_models_in_threads_train_and_are_recorded_as_one_after_the_other() -> No
         assert found == alone
 
 
+def test_hooks_stay_where_they_are_while_another_thread_steps() -> None:
+    # A pass that runs meanwhile would meet a parameter without its rules.
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    second = torch.optim.SGD(other.parameters(), 0.1)
+    with gradsurgeon.apply(model, RULES):
+        hooks: Any = model.weight._backward_hooks
+        before = list(hooks)
+        other(torch.ones(1, 2)).sum().backward()
+        thread = threading.Thread(target=second.step)
+        thread.start()
+        thread.join()
+        assert list(hooks) == before
+
+
 _GRAD: Any = torch.Tensor.grad
 
 
