@@ -237,7 +237,7 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
     """Yield the examples of an action as rules, each with its effect as comments."""
     examples: list[tuple[Mapping[str, Any], list[str]]] = []
     for example in rule.EXAMPLES:
-        options = {"params": "*", **example.options}
+        options: Mapping[str, Any] = {"params": "*", **example.options}
         examples.append((options, list(_effect(example))))
     if not examples:
         # No single gradient can show the effect.
@@ -248,10 +248,11 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
         yield f"- id: example-{number}"
         yield f"  action: {rule.name()}"
         for key, value in options.items():
-            text = written(value)
             if key in TARGETS:
-                text = json.dumps(value)  # patterns are always quoted
-            yield f"  {key}: {text}"
+                # Patterns are always quoted.
+                yield f"  {key}: {json.dumps(value)}"
+            else:
+                yield f"  {key}: {written(value)}"
         yield from effect
 
 

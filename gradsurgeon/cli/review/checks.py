@@ -61,9 +61,9 @@ class LintContext:
             return False
         if not first.steps.meets(second.steps):
             return False
-        if any(_selects_all_of(first, second, text) for text in second.patterns):
+        if any(_covered_patterns(first, second)):
             return True
-        return any(_selects_all_of(second, first, text) for text in first.patterns)
+        return any(_covered_patterns(second, first))
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
@@ -71,17 +71,19 @@ class LintContext:
             return False
         if wide.when not in (None, narrow.when) or wide.steps not in (Steps(), narrow.steps):
             return False
-        return all(_selects_all_of(wide, narrow, text) for text in narrow.patterns)
+        return list(_covered_patterns(wide, narrow)) == list(narrow.patterns)
 
 
-def _selects_all_of(wide: Rule, narrow: Rule, text: str) -> bool:
-    """Tell whether ``wide`` certainly selects every name that ``narrow`` selects by ``text``, one of its patterns."""
+def _covered_patterns(wide: Rule, narrow: Rule) -> Iterator[str]:
+    """Yield the patterns of ``narrow`` by which it selects only names that ``wide`` certainly selects too."""
     # Each condition of the wide rule must also be a condition of the narrow one.
     if wide.where not in (Where(), narrow.where) or wide.model not in (None, narrow.model):
-        return False
+        return
     if not set(wide.exclude) <= set(narrow.exclude):
-        return False
-    return any(contains(pattern, text) for pattern in wide.patterns)
+        return
+    for text in narrow.patterns:
+        if any(contains(pattern, text) for pattern in wide.patterns):
+            yield text
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,8 +211,8 @@ def stops(rule: Rule) -> bool:
 
 def changed_options(old: Rule | None, new: Rule | None) -> tuple[OptionChange, ...]:
     """Return the options that differ; the given options of a rule that one side alone has."""
-    before = {} if old is None else _given(old)
-    after = {} if new is None else _given(new)
+    before = _given(old)
+    after = _given(new)
     changes = []
     if old is not None and new is not None and old.action != new.action:
         changes.append(OptionChange("action", old.action, new.action))
@@ -238,7 +238,9 @@ def _default(rule: Rule | None, name: str) -> object:
     return None
 
 
-def _given(rule: Rule) -> dict[str, Any]:
+def _given(rule: Rule | None) -> dict[str, Any]:
+    if rule is None:
+        return {}
     options = rule.model_dump(
         mode="json", by_alias=True, exclude_defaults=True, exclude={"id", "at", "tensor"}
     )

@@ -70,7 +70,8 @@ def _target(spec: str) -> Any:
 
 
 def _imported(name: str) -> Any:
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 # an entry of sys.path is a text
+    here = os.getcwd()  # noqa: PTH109 # an entry of sys.path is a text
+    if here not in sys.path:
         sys.path.insert(0, here)
     what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
     with _failing(what):
