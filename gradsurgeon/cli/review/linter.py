@@ -3,12 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.cli.review.checks import CHECKS, MAX_COMPARED, LintContext
 from gradsurgeon.errors import Problem, RuleFileError
 from gradsurgeon.language import schema, source
 from gradsurgeon.language.packs import PREFIX
-from gradsurgeon.language.schema import Inspection, Located, RuleSet, bounded
+from gradsurgeon.language.schema import Inspection, Located, bounded
 
 _COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\[([^\]\n]*)\]")
 
@@ -47,8 +46,11 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
             place = rules.place(finding.rule.id, *finding.at)
             message = finding.message
             if place.file.startswith(PREFIX):
+                within_pack = all(
+                    rules.place(rule.id).file == place.file for rule in finding.others
+                )
                 # Users cannot change a pack, but they can change what they include with it.
-                if _is_within(finding.others, place.file, rules):
+                if within_pack:
                     continue
                 place = rules.place_to_correct(finding.rule.id)
                 message = f"in this pack, {message}"
@@ -57,10 +59,6 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
         first = context.rules[len(context.compared)]
         message = f"over {MAX_COMPARED} patterns: the rules from here on are not compared"
         yield Problem(rules.place(first.id), "too-large", message, "", "warning")
-
-
-def _is_within(members: Iterable[Rule], file: str, rules: RuleSet) -> bool:
-    return all(rules.place(rule.id).file == file for rule in members)
 
 
 def _suppressed(sources: Iterable[Located]) -> Iterator[tuple[str, int, str]]:
