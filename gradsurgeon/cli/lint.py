@@ -43,11 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     form = arguments.format
     # A file that is named twice is linted once.
     files = list(dict.fromkeys(arguments.files))
-    found: list[Problem] = []
+    all_problems: list[Problem] = []
     for file in files:
-        found += review.lint(file)
-    # Files may share an include.
-    problems = list(dict.fromkeys(found))
+        all_problems += review.lint(file)
+    # Files that share an include have its problems in common.
+    problems = list(dict.fromkeys(all_problems))
     colour = output is None and is_terminal() and not os.environ.get("NO_COLOR")
     text = formats.write(problems, form, root=_workspace(), colour=colour)
     write_output(text, output)

@@ -76,17 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(folders)
     else:
         # The events alone tell whether a job fails, and need no numpy.
-        _print_texts(folders, by_events=bool(kinds) and not is_installed("numpy"))
+        _print_texts(folders, only_events=bool(kinds) and not is_installed("numpy"))
     # Otherwise the lines below could overtake the report.
     sys.stdout.flush()
     events: list[str] = []
     if kinds:
-        for place in _runs_of(folders):
+        for path in _runs_of(folders):
             title = ""
-            if [place] != folders:
-                title = f"{printable(str(place))}: "
+            if [path] != folders:
+                title = f"{printable(str(path))}: "
             try:
-                events += _event_counts(place, kinds, title)
+                events += _event_counts(path, kinds, title)
             except RecordError as error:
                 problems.append(str(error))
     for line in dict.fromkeys((*problems, *events)):
@@ -98,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _runs_of(folders: Sequence[Path]) -> list[Path]:
-    """Return each run with the runs inside it. A folder without any run is returned too: opening it fails, and says so."""
-    runs: list[Path] = []
+    """Return each run and the runs inside it; a folder without a run is itself returned, and opening it reports that."""
+    runs = []
     for folder in folders:
         inside = runs_inside(folder)
         if (folder / RUN_FILE).exists() or not inside:
@@ -108,13 +108,13 @@ def _runs_of(folders: Sequence[Path]) -> list[Path]:
     return runs
 
 
-def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
+def _write_page(folders: Sequence[Path], file: Path) -> list[str]:
     from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
 
     runs = _runs_of(folders)
-    problems = write_page(runs, place)
+    problems = write_page(runs, file)
     shown = count(len(runs) - len(problems), "run")
-    print(f"{printable(str(place))}: {shown}; open it in a browser")
+    print(f"{printable(str(file))}: {shown}; open it in a browser")
     return problems
 
 
@@ -128,13 +128,13 @@ def _print_json(folders: Sequence[Path]) -> None:
         print(json_text({**to_dict(summary(opened)), "inside": inside}, indent=2))
 
 
-def _print_texts(folders: Sequence[Path], *, by_events: bool) -> None:
+def _print_texts(folders: Sequence[Path], *, only_events: bool) -> None:
     for folder in folders:
         inside = runs_inside(folder)
         if (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:
                 report = summary(opened)
-                if by_events:
+                if only_events:
                     print(*report.head, *event_lines(report.events), sep="\n")
                 else:
                     print(report)
@@ -143,16 +143,16 @@ def _print_texts(folders: Sequence[Path], *, by_events: bool) -> None:
             print(f"{runs} inside {printable(str(folder))}, of other models or processes:")
         for run in inside:
             print(printable(f"  gradsurgeon report {shlex.quote(str(run))}"))
-    if by_events:
+    if only_events:
         print(
             "gradsurgeon: norms are not shown, which needs the library numpy: pip install 'gradsurgeon[report]'",
             file=sys.stderr,
         )
 
 
-def _event_counts(place: Path, kinds: Sequence[str], title: str) -> Iterator[str]:
+def _event_counts(path: Path, kinds: Sequence[str], title: str) -> Iterator[str]:
     """Yield, for each kind that the run has, the number of its events and the place of the first."""
-    with open_run(place) as run:
+    with open_run(path) as run:
         events = unread(run.recorded()).events
     # An event that several ranks note of a step counts once, as in the report.
     numbers = by_kind(events)

@@ -156,7 +156,7 @@ def _simple(part: Any, definitions: dict[str, Any]) -> Any:
         part = dict(part)
         name = part.pop("$ref").rpartition("/")[2]
         part = {**definitions[name], **part}
-    simple: dict[str, Any] = {}
+    simple = {}
     for key, value in part.items():
         if not _misleads(key, value):
             simple[key] = _simple(value, definitions)

@@ -25,13 +25,13 @@ _LEAST_SECONDS = 0.2  # a run is written once per second, and each look takes ti
 _HOME = "\x1b[H"
 _CLEAR_LINE = "\x1b[K"
 _CLEAR_BELOW = "\x1b[J"
-# A page is written anew after so many seconds at least, and so many times as long as it took to write.
+# The page is written again after this many seconds at least, and after this many times the seconds that writing took.
 _PAGE_SECONDS = 5.0
 _PAGE_SHARE = 20.0
-# So many rows of each series are in view; fewer of a very large model, down to what tells a spike.
+# The newest rows of each series are in view: fewer rows of a very large model, but enough to tell a spike.
 _ROWS_MOST = 256
 _ROWS_LEAST = 32
-_VALUES = 2**18
+_VALUES = 2**18  # values in view
 _WORST = 10  # rows of a table of norms
 _ROWS = 8  # rows of another table
 _EVENTS = 4  # traps, and as many other events: traps must not hide everything else
@@ -109,7 +109,7 @@ def newest_report(path: Path) -> Report:
 
 
 def _draw(report: Report, hint: str) -> None:
-    """Show a report in place of what is on the terminal; what does not fit is left out at the end."""
+    """Replace the content of the terminal by a report, and cut the end that does not fit."""
     columns, rows = shutil.get_terminal_size()
     lines = [*screen(report, columns)[: rows - 2], hint[:columns]]
     text = "".join(f"{line}{_CLEAR_LINE}\n" for line in lines)
@@ -121,7 +121,7 @@ def screen(report: Report, columns: int) -> list[str]:
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
     sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
     sections += [table.lines(columns, _WORST) for table in urgent]
-    sections.append(_wholes(report))
+    sections.append(_whole_gradients(report))
     sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]
     lines: list[str] = []
     for section in sections:
@@ -168,7 +168,7 @@ def _remarks(report: Report) -> Iterator[str]:
     yield from report.remarks
 
 
-def _wholes(report: Report) -> Iterator[str]:
+def _whole_gradients(report: Report) -> Iterator[str]:
     for whole in report.history.gradients:
         name = whole_name(whole, len(report.params))
         yield f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}"

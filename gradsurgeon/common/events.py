@@ -68,7 +68,7 @@ class RuleStatus:
 
 
 def settled(status: RuleStatus, pending: Mapping[str, int]) -> RuleStatus:
-    """Return a status without a pass that waits for its update: no rule acted in a step of that number."""
+    """Return a status whose last step is no step of a pass that still waits for its update."""
     last = status.last_step
     if last and last in pending.values():
         return replace(status, last_step=last - 1)

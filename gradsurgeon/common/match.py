@@ -92,7 +92,7 @@ def compile_pattern(text: str) -> Pattern:
         message = f"the lists in braces have more than {_MAX_CHOICES} combinations"
         raise PatternError(message, "write a list of patterns")
     # Each combination is an expression: a list in the middle would backtrack, or match wrongly.
-    expressions: list[str] = []
+    expressions = []
     for choice in itertools.product(*parts):
         pieces = itertools.chain(*choice)
         expressions.append(_join(pieces))
@@ -113,12 +113,14 @@ _SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
 
 
 def segments(text: str, most: int) -> Iterator[Sequence[str]]:
-    """Yield what a segment of each matching name is, for segments of a glob with at most so many possibilities."""
+    """Yield what a segment of a matching name can be, for each segment of a glob that has at most ``most`` possibilities."""
     if text.startswith("re:"):
         return
     for segment in _SEGMENT.findall(text):
-        numbers = _RANGE.fullmatch(segment[1:-1])
-        if numbers and segment[0] == "{":
+        numbers = None
+        if segment[0] == "{":
+            numbers = _RANGE.fullmatch(segment[1:-1])
+        if numbers:
             low = int(numbers[1])
             high = int(numbers[2])
             if high - low < most:
@@ -309,8 +311,9 @@ def _join(pieces: Iterable[str | None]) -> str:
     if len(chunks) == 1:
         return chunks[0]
     first, *middle, last = chunks
-    nearest_first = "".join(f"(?>.*?{chunk})" for chunk in middle)
-    return f"{first}{nearest_first}.*{last}"
+    # A chunk between two stars is matched at its first place only, so it never backtracks.
+    between = "".join(f"(?>.*?{chunk})" for chunk in middle)
+    return f"{first}{between}.*{last}"
 
 
 def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:

@@ -46,10 +46,10 @@ class LintContext:
         self._place = {rule.id: place for place, rule in enumerate(in_order(self.rules))}
         # The rules that are compared with each other: all of them, except in a huge file.
         self.compared: list[Rule] = []
-        patterns = 0
+        pattern_count = 0
         for rule in self.rules:
-            patterns += len(rule.patterns) + len(rule.exclude)
-            if patterns > MAX_COMPARED:
+            pattern_count += len(rule.patterns) + len(rule.exclude)
+            if pattern_count > MAX_COMPARED:
                 break
             self.compared.append(rule)
 
@@ -57,8 +57,7 @@ class LintContext:
         return self._place[first.id] < self._place[second.id]
 
     def overlap(self, first: Rule, second: Rule) -> bool:
-        if (first.target, first.ref) != (second.target, second.ref):
-            return False
+        """Tell whether both rules certainly act on a common tensor in a common step."""
         if not first.steps.meets(second.steps):
             return False
         if any(_covered_patterns(first, second)):
@@ -67,8 +66,6 @@ class LintContext:
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
-        if (wide.target, wide.ref) != (narrow.target, narrow.ref):
-            return False
         if wide.when not in (None, narrow.when) or wide.steps not in (Steps(), narrow.steps):
             return False
         return list(_covered_patterns(wide, narrow)) == list(narrow.patterns)
@@ -76,6 +73,8 @@ class LintContext:
 
 def _covered_patterns(wide: Rule, narrow: Rule) -> Iterator[str]:
     """Yield the patterns of ``narrow`` by which it selects only names that ``wide`` certainly selects too."""
+    if (wide.target, wide.ref) != (narrow.target, narrow.ref):
+        return
     # Each condition of the wide rule must also be a condition of the narrow one.
     if wide.where not in (Where(), narrow.where) or wide.model not in (None, narrow.model):
         return
@@ -230,7 +229,7 @@ def judged_before_edits(context: LintContext) -> Iterator[LintFinding]:
     for trap in context.compared:
         if not trap.judges_first:
             continue
-        above: list[Rule] = []
+        above = []
         for edit in context.compared:
             if not edit.edits or edit.judges_first or edit.point != trap.point:
                 continue

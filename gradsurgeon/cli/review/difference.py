@@ -46,9 +46,9 @@ class Difference:
     params: tuple[ChainChange, ...]  # in model order
     tensors: tuple[ChainChange, ...]  # of modules and tags, such as ``conv1 output.grad``
     covered: tuple[int, int]  # number of parameters with rules, before and after
-    # Parameters that rules edited, trapped or froze before, and none does now.
+    # Parameters that a rule edited, trapped or froze before, and no rule does now.
     lost: tuple[str, ...]
-    # Further parameters that a trap stopped or skipped steps for before, and none does now.
+    # Further parameters for which a trap stopped or skipped steps before, and no trap does now.
     untrapped: tuple[str, ...]
     # Why training newly ends before its first step, with the rule.
     obstacles: tuple[tuple[str, Obstacle], ...]
@@ -110,9 +110,9 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
     matcher = Matcher(manifest)
     before = MatchedRules(old, matcher)
     after = MatchedRules(new, matcher)
-    added: list[RuleChange] = []
-    removed: list[RuleChange] = []
-    changed: list[RuleChange] = []
+    added = []
+    removed = []
+    changed = []
     for rule_id in after.rules | before.rules:
         change = _rule_change(before, after, rule_id)
         if rule_id not in before.rules:
@@ -160,7 +160,7 @@ def _params_under(
     side: MatchedRules, is_wanted: Callable[[Rule], bool] | None = None
 ) -> frozenset[str]:
     """Return the parameters that any rule matches, or any wanted one."""
-    matched: list[frozenset[str]] = []
+    matched = []
     for rule in side.rules.values():
         if rule.target != "params":
             continue
@@ -188,13 +188,13 @@ def _new_obstacles(before: MatchedRules, after: MatchedRules) -> Iterator[tuple[
     for rule_id in after.rules:
         known: set[tuple[str, str]] = set()
         if rule_id in before.rules:
-            known.update(map(_key, before.obstacles(rule_id)))
+            known.update(map(_obstacle_key, before.obstacles(rule_id)))
         for obstacle in after.obstacles(rule_id):
-            if _key(obstacle) not in known:
+            if _obstacle_key(obstacle) not in known:
                 yield rule_id, obstacle
 
 
-def _key(obstacle: Obstacle) -> tuple[str, str]:
+def _obstacle_key(obstacle: Obstacle) -> tuple[str, str]:
     if obstacle.kind == "no-match":
         # A rule that matched nothing before is no news, whatever its pattern.
         return obstacle.kind, ""
@@ -210,9 +210,9 @@ def stops(rule: Rule) -> bool:
 
 
 def changed_options(old: Rule | None, new: Rule | None) -> tuple[OptionChange, ...]:
-    """Return the options that differ; the given options of a rule that one side alone has."""
-    before = _given(old)
-    after = _given(new)
+    """Return the options that differ, or the given options of a rule that only one side has."""
+    before = _given_options(old)
+    after = _given_options(new)
     changes = []
     if old is not None and new is not None and old.action != new.action:
         changes.append(OptionChange("action", old.action, new.action))
@@ -238,7 +238,7 @@ def _default(rule: Rule | None, name: str) -> object:
     return None
 
 
-def _given(rule: Rule | None) -> dict[str, Any]:
+def _given_options(rule: Rule | None) -> dict[str, Any]:
     if rule is None:
         return {}
     options = rule.model_dump(

@@ -28,7 +28,7 @@ def lint_rules(inspected: Inspection) -> list[Problem]:
         return order.get(place.file, len(order)), place.line, place.col
 
     suppressed = set(_suppressed(inspected.sources))
-    kept: list[Problem] = []
+    kept = []
     for problem in sorted(_problems_of_rules(inspected), key=position):
         place = problem.place
         if (place.file, place.line, problem.check) not in suppressed:
@@ -46,10 +46,10 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
             place = rules.place(finding.rule.id, *finding.at)
             message = finding.message
             if place.file.startswith(PREFIX):
+                # Users cannot change a pack, but they can change what they include with it.
                 within_pack = all(
                     rules.place(rule.id).file == place.file for rule in finding.others
                 )
-                # Users cannot change a pack, but they can change what they include with it.
                 if within_pack:
                     continue
                 place = rules.place_to_correct(finding.rule.id)

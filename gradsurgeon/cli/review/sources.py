@@ -95,7 +95,7 @@ def _ask(spec: str, *arguments: str) -> bytes:
     git = shutil.which("git", path=os.pathsep.join(filter(os.path.isabs, folders)))
     if git is None:
         raise _unreadable(spec, "git is not installed", _HINT)
-    variables: dict[str, str] = {}
+    variables = {}
     for key, value in os.environ.items():
         if key.startswith("GIT_") and not key.startswith(_KEPT_VARIABLES):
             continue
