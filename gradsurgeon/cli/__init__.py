@@ -30,7 +30,9 @@ _COMMANDS = {
     "compare": "Say where a run parts from a reference, step by step and tensor by tensor.",
     "export": "Write the records of a run, one value per line.",
 }
-_INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
+# As a shell reports SIGINT and SIGPIPE.
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A character that the terminal cannot show becomes an escape instead of a traceback.
             stream.reconfigure(errors="backslashreplace")
+    if argv is None:
+        argv = sys.argv[1:]
     try:
-        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -77,24 +81,25 @@ def fail(message: str) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    if argv[:1] == ["run"]:
+    if not argv:
+        _parser("").print_help(sys.stderr)
+        return 2
+    name = argv[0]
+    if name == "run":
         # The words after the script belong to the script, so `run` reads its own command line.
         from gradsurgeon.integrations.launcher import command  # noqa: PLC0415 # no other command needs it
 
         return command.main(argv[1:])
-    if argv and argv[0] in GONE:
-        return fail(refusal(argv[0]))
-    parser = _parser(argv[0] if argv else "")
-    if not argv:
-        parser.print_help(sys.stderr)
-        return 2
-    if argv[0] == "--version":
+    if name in GONE:
+        return fail(refusal(name))
+    if name == "--version":
         from gradsurgeon.language.schema import VERSION  # noqa: PLC0415 # `--help` needs no pydantic
 
         print(f"gradsurgeon {VERSION}")
         return 0
-    arguments = parser.parse_args(argv)
-    if modules := getattr(arguments, "modules", ()):
+    arguments = _parser(name).parse_args(argv)
+    modules = getattr(arguments, "modules", ())
+    if modules:
         from gradsurgeon.cli.review import model_loading  # noqa: PLC0415 # only `--import` needs it
 
         for module in modules:

@@ -42,4 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(comparison)
     else:
         print(comparison)
-    return 2 if comparison.largest is None else int(not comparison.alike)
+    if comparison.largest is None:
+        return 2
+    return int(not comparison.alike)

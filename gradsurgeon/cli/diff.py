@@ -25,7 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # The model comes last: building it takes long and may need much memory.
-    old, new = sources.rules_at(arguments.old), sources.rules_at(arguments.new)
+    old = sources.rules_at(arguments.old)
+    new = sources.rules_at(arguments.new)
     manifest = sources.manifest_of(arguments.params, arguments.model)
     compared = difference.compare(old, new, manifest)
     if arguments.format == "json":

@@ -12,8 +12,8 @@ from gradsurgeon.actions import TARGETS, Example, Rule, TargetKind, known_action
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_import
 from gradsurgeon.cli.review.checks import CHECKS
-from gradsurgeon.cli.review.formats import all_checks
-from gradsurgeon.cli.schema import rule_schema
+from gradsurgeon.cli.review.formats import CheckInfo, all_checks
+from gradsurgeon.cli.schema import rule_schema, summary_of
 from gradsurgeon.errors import did_you_mean, printable
 
 _WIDTH = 100
@@ -41,68 +41,92 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    name, checks = arguments.action, all_checks()
+    name = arguments.action
+    checks = all_checks()
     if name is None:
-        summaries = {action: _summary(rule) for action, rule in known_actions.items()}
-        summaries |= {check: checks[check].summary for check in sorted(checks)}
-        width = max(map(len, summaries))
-        page = [f"{key.ljust(width)}  {summary}" for key, summary in summaries.items()]
-        print("\n".join(page))
+        _print_summaries(checks)
         return 0
     if name in known_actions:
         rule = known_actions[name]
-        shared = options_table([(rule, key) for key in keys(rule, shared=True)])
-        page = [*action_page(rule), "", "**Options of every rule.**", "", *shared]
+        page = [*action_page(rule), "", "**Options of every rule.**", ""]
+        page += options_table([(rule, key) for key in keys(rule, shared=True)])
     elif name in checks:
         page = list(check_page(name))
     else:
         hint = did_you_mean(name, (*known_actions, *checks))
-        hint = hint or f"known: {', '.join(known_actions)}; without a name, a list of the checks"
+        if not hint:
+            hint = f"known: {', '.join(known_actions)}; without a name, a list of the checks"
         return fail(f"unknown action or check `{printable(name[:60])}` ({hint})")
     for line in page:
-        print(line if line.startswith(("|", " ")) else textwrap.fill(line, _WIDTH))
+        if line.startswith(("|", " ")):
+            print(line)
+        else:
+            print(textwrap.fill(line, _WIDTH))
     return 0
 
 
+def _print_summaries(checks: Mapping[str, CheckInfo]) -> None:
+    summaries = {action: summary_of(rule) for action, rule in known_actions.items()}
+    for check in sorted(checks):
+        summaries[check] = checks[check].summary
+    width = max(map(len, summaries))
+    for name, summary in summaries.items():
+        print(f"{name.ljust(width)}  {summary}")
+
+
 def action_page(rule: type[Rule]) -> Iterator[str]:
-    yield from (f"`{rule.name()}`", "", _summary(rule), *_sections(rule), "", _acts_on(rule))
-    if options := keys(rule, shared=False):
-        yield from ("", *options_table([(rule, key) for key in options], inner=True))
-    yield from ("", *_rule_file(_examples(rule)))
+    yield f"`{rule.name()}`"
+    yield ""
+    yield summary_of(rule)
+    yield from _sections(rule)
+    yield ""
+    yield _acts_on(rule)
+    own_options = [(rule, key) for key in keys(rule, shared=False)]
+    if own_options:
+        yield ""
+        yield from options_table(own_options, inner=True)
+    yield ""
+    yield from _rule_file(_examples(rule))
 
 
 def check_page(name: str) -> Iterator[str]:
-    about = all_checks()[name]
-    yield from (f"`{name}` ({about.severity})", "", about.summary)
+    info = all_checks()[name]
+    yield f"`{name}` ({info.severity})"
+    yield ""
+    yield info.summary
     if name not in CHECKS:
         return
     check = CHECKS[name]
     yield from _paragraphs(check.page.partition("\n")[2])
-    yield from ("", "Found:", "", *_rule_file(f"- {rule}" for rule in check.bad))
+    yield ""
+    yield "Found:"
+    yield ""
+    yield from _rule_file(f"- {rule}" for rule in check.bad)
 
 
-def _summary(described: type[Rule]) -> str:
-    return (described.__doc__ or "").partition("\n")[0]
-
-
-def _sections(described: type[Rule]) -> Iterator[str]:
-    body = inspect.cleandoc(described.__doc__ or "").partition("\n")[2]
+def _sections(rule: type[Rule]) -> Iterator[str]:
+    body = inspect.cleandoc(rule.__doc__ or "").partition("\n")[2]
     for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
         heading, _, text = section.partition("\n")
         yield from _paragraphs(f"**{heading}.** {text.strip()}")
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    for paragraph in filter(str.strip, text.split("\n\n")):
-        yield from ("", " ".join(paragraph.split()))
+    for paragraph in text.split("\n\n"):
+        words = paragraph.split()
+        if words:
+            yield ""
+            yield " ".join(words)
 
 
 def _acts_on(rule: type[Rule]) -> str:
-    targets = ", ".join(f"`{kind}`" for kind in rule.targets)
+    targets = ", ".join(f"`{target}`" for target in rule.targets)
     if not rule.takes_at:
         return f"Acts on {targets}. It has no `at`: it acts at a moment of its own."
-    default = "no default" if rule.needs_at else f"`{rule.points[0]}` by default"
     points = ", ".join(f"`{point}`" for point in rule.points)
+    default = f"`{rule.points[0]}` by default"
+    if rule.needs_at:
+        default = "no default"
     return f"Acts on {targets}; on parameters at {points} ({default})."
 
 
@@ -114,16 +138,22 @@ def options_table(
     for rule, key in options:
         branch = rule_schema(rule)
         info = branch["properties"][key]
-        default = _needed(rule, key) or _default(branch, key)
+        default = _needed(rule, key)
+        if not default:
+            default = _default(branch, key)
         rows.append((f"`{key}`", _type(info), default, _meaning(info)))
-        for name, one in info.get("properties", {}).items() if inner else ():
-            rows.append((f"`{name}` in `{key}`", _type(one), _default(info, name), _meaning(one)))
+        if not inner or "properties" not in info:
+            continue
+        for name, part in info["properties"].items():
+            option = f"`{name}` in `{key}`"
+            rows.append((option, _type(part), _default(info, name), _meaning(part)))
     yield from table(rows)
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for number, row in enumerate(rows):
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+        cells = [cell.replace("|", "\\|") for cell in row]
+        yield f"| {' | '.join(cells)} |"
         if number == 0:
             yield "|---" * len(row) + "|"
 
@@ -131,8 +161,16 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def keys(rule: type[Rule], *, shared: bool) -> list[str]:
     """Return the own options of an action, or the options that every rule shares; required ones come first."""
     branch = rule_schema(rule)
-    keys = [key for key in branch["properties"] if key != "action" and (key in _SHARED) is shared]
-    return sorted(keys, key=lambda key: key not in branch["required"])
+    required = []
+    others = []
+    for key in branch["properties"]:
+        if key == "action" or (key in _SHARED) is not shared:
+            continue
+        if key in branch["required"]:
+            required.append(key)
+        else:
+            others.append(key)
+    return required + others
 
 
 def _type(info: Mapping[str, Any]) -> str:
@@ -142,7 +180,7 @@ def _type(info: Mapping[str, Any]) -> str:
         return " | ".join(map(str, info["enum"]))
     if "anyOf" not in info:
         return _TYPES[info["type"]]
-    names = [_type(one) for one in info["anyOf"]]
+    names = [_type(choice) for choice in info["anyOf"]]
     if names == ["text", "list"]:
         return "pattern or list of patterns"
     return " or ".join(names)
@@ -160,55 +198,79 @@ def _meaning(info: Mapping[str, Any]) -> str:
 def _needed(rule: type[Rule], key: str) -> str:
     """Return when an option must be given, if that depends on others."""
     if key in rule.targets and len(rule.targets) > 1:
-        return f"one of {'three' if len(rule.targets) == len(TARGETS) else 'two'}"
+        if len(rule.targets) == len(TARGETS):
+            return "one of three"
+        return "one of two"
     needs: dict[TargetKind, str] = dict(rule.needs)
     if rule.needs_at:
         needs["params"] = "at"
     for target, option in needs.items():
         if key == option:
             return f"needed with {target}"
-    return "needed with modules" if key == "tensor" and "modules" in rule.targets else ""
+    if key == "tensor" and "modules" in rule.targets:
+        return "needed with modules"
+    return ""
 
 
 def _default(branch: Mapping[str, Any], key: str) -> str:
     if key in branch.get("required", ()):
         return "must be given"
     default = branch["properties"][key].get("default")
-    return "-" if default is None else written(default)
+    if default is None:
+        return "-"
+    return written(default)
 
 
 def _rule_file(rules: Iterable[str]) -> Iterator[str]:
-    yield from ("```yaml", "version: 1", "rules:")
-    yield from (f"  {line}" if line else "" for line in rules)
+    yield "```yaml"
+    yield "version: 1"
+    yield "rules:"
+    for line in rules:
+        if line:
+            yield f"  {line}"
+        else:
+            yield ""
     yield "```"
 
 
 def _examples(rule: type[Rule]) -> Iterator[str]:
-    # Without examples one gradient cannot show the effect.
-    shown = [({"params": "*", **one.options}, list(_effect(one))) for one in rule.EXAMPLES] or [
-        (_TARGET_EXAMPLES[kind], []) for kind in rule.targets
-    ]
-    for number, (options, effect) in enumerate(shown, 1):
-        yield from [""] * (number > 1)
+    """Yield the examples of an action as rules, each with its effect as comments."""
+    examples: list[tuple[Mapping[str, Any], list[str]]] = []
+    for example in rule.EXAMPLES:
+        options: Mapping[str, Any] = {"params": "*", **example.options}
+        examples.append((options, list(_effect(example))))
+    if not examples:
+        # No single gradient can show the effect.
+        examples = [(_TARGET_EXAMPLES[target], []) for target in rule.targets]
+    for number, (options, effect) in enumerate(examples, 1):
+        if number > 1:
+            yield ""
         yield f"- id: example-{number}"
         yield f"  action: {rule.name()}"
         for key, value in options.items():
-            # Patterns are always quoted.
-            yield f"  {key}: {json.dumps(value) if key in TARGETS else written(value)}"
+            if key in TARGETS:
+                # Patterns are always quoted.
+                yield f"  {key}: {json.dumps(value)}"
+            else:
+                yield f"  {key}: {written(value)}"
         yield from effect
 
 
 def _effect(example: Example) -> Iterator[str]:
-    given = example.losses or {"gradient": example.grad}
-    for name, grad in given.items():
-        yield f"  # {name}: {_numbers(grad)}"
+    gradients = example.losses
+    if gradients is None:
+        gradients = {"gradient": example.grad}
+    for name, gradient in gradients.items():
+        yield f"  # {name}: {_numbers(gradient)}"
     if example.expect is not None:
         yield f"  # becomes: {_numbers(example.expect)}"
     elif example.record is not None:
-        recorded = (f"{key} {one:g}" for key, one in example.record.items())
+        recorded = [f"{stat} {value:g}" for stat, value in example.record.items()]
         yield f"  # recorded: {', '.join(recorded)}"
+    elif example.trips:
+        yield "  # trips: yes"
     else:
-        yield f"  # trips: {'yes' if example.trips else 'no'}"
+        yield "  # trips: no"
 
 
 def _numbers(values: Sequence[float]) -> str:

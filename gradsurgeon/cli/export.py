@@ -20,7 +20,8 @@ from gradsurgeon.records.store.rank_file import COLUMNS, Chosen
 from gradsurgeon.records.store.run import StoredRun, chosen, nothing_fits, open_run
 
 # A spreadsheet takes a cell that begins so for a formula, unless an apostrophe is before it.
-_FORMULA, _TEXT = ("=", "+", "-", "@"), "'"
+_FORMULA = ("=", "+", "-", "@")
+_TEXT = "'"
 # An export begins with one of these; a file that begins otherwise is not overwritten.
 _FIRST = (",".join(COLUMNS).encode(), b'{"type": "value"', b'{"type": "event"')
 _EVENT = ("step", "rank", "rule", "kind", "name", "message")
@@ -43,62 +44,78 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     output = arguments.output
+    form = arguments.format
     with open_run(arguments.run) as opened, writing(output):
-        found = chosen(opened, arguments.name, arguments.stat, arguments.rule)
-        events = _events(opened, arguments) if arguments.format == "jsonl" else []
-        if not found and not events:
+        series = chosen(opened, arguments.name, arguments.stat, arguments.rule)
+        events: list[Event] = []
+        if form == "jsonl":
+            events += _events(opened, arguments)
+        if not series and not events:
             raise nothing_fits(opened)
-        write = _write_csv if arguments.format == "csv" else _write_jsonl
         if output is None:
-            write(sys.stdout, found, events)
+            _write(sys.stdout, form, series, events)
             return 0
         check_replaceable(Path(output), "export", *_FIRST)
         with replacing(Path(output)) as out:
-            write(out, found, events)
+            _write(out, form, series, events)
     return 0
 
 
-def _events(opened: StoredRun, arguments: argparse.Namespace) -> list[Event]:
-    """Return the events that fit by rule and name. An event has no statistic."""
-    pattern = None if arguments.name is None else compile_pattern(arguments.name)
-    return [
-        event
-        for event in opened.events
-        if arguments.rule in (None, event.rule)
-        and (pattern is None or (event.name and pattern.matches(event.name)))
-    ]
+def _events(opened: StoredRun, arguments: argparse.Namespace) -> Iterator[Event]:
+    """Yield the events that fit by rule and name. An event has no statistic."""
+    pattern = None
+    if arguments.name is not None:
+        pattern = compile_pattern(arguments.name)
+    for event in opened.events:
+        if arguments.rule not in (None, event.rule):
+            continue
+        if pattern is None or (event.name and pattern.matches(event.name)):
+            yield event
 
 
-def _write_csv(out: IO[str], chosen: Chosen, _events: Sequence[Event]) -> None:
+def _write(out: IO[str], form: str, series: Chosen, events: Sequence[Event]) -> None:
+    if form == "csv":
+        _write_csv(out, series)
+    else:
+        _write_jsonl(out, series, events)
+
+
+def _write_csv(out: IO[str], series: Chosen) -> None:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for step, rank, rule, point, stat, name, value in _rows(chosen):
+    for step, rank, rule, point, stat, name, value in _rows(series):
         texts = map(_cell, (rule, point, stat, name))
         writer.writerow((step, rank, *texts, digits(value)))
 
 
-def _write_jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
-    for *fields, value in _rows(chosen):
+def _write_jsonl(out: IO[str], series: Chosen, events: Sequence[Event]) -> None:
+    for *fields, value in _rows(series):
         numbers = dict(zip(COLUMNS, (*fields, json_number(value)), strict=True))
-        out.write(f"{json_text({'type': 'value', **numbers})}\n")
+        text = json_text({"type": "value", **numbers})
+        out.write(f"{text}\n")
     for event in events:
-        fields_of = {field: getattr(event, field) for field in _EVENT}
-        out.write(f"{json_text({'type': 'event', **fields_of})}\n")
+        entry = {"type": "event"}
+        for field in _EVENT:
+            entry[field] = getattr(event, field)
+        out.write(f"{json_text(entry)}\n")
 
 
-def _rows(chosen: Chosen) -> Iterator[tuple[int, int, str, str, str, str, float]]:
+def _rows(series: Chosen) -> Iterator[tuple[int, int, str, str, str, str, float]]:
     """Yield the fields of `COLUMNS` of each value."""
-    for series, columns in chosen:
-        rule, stat, point, names = series.key
-        for step, stored, absent in series.stored():
+    for stored_series, columns in series:
+        rule, stat, point, names = stored_series.key
+        rank = stored_series.rank
+        for step, stored, absent in stored_series.stored():
             values = array("f", stored)
             for column in columns:
                 if is_present(absent, column):
-                    yield step, series.rank, rule, point, stat, names[column], values[column]
+                    yield step, rank, rule, point, stat, names[column], values[column]
 
 
 @cache
 def _cell(text: str) -> str:
     """Return a text without control characters that no spreadsheet takes for a formula, in a form that can be reversed."""
     shown = printable(text.replace("\\", "\\\\"))
-    return f"{_TEXT}{shown}" if shown.startswith((*_FORMULA, _TEXT)) else shown
+    if shown.startswith((*_FORMULA, _TEXT)):
+        return f"{_TEXT}{shown}"
+    return shown

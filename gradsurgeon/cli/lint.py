@@ -4,13 +4,12 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
 from gradsurgeon.cli import review
-from gradsurgeon.cli.options import add_import, add_output, write_output
+from gradsurgeon.cli.options import add_import, add_output, is_terminal, write_output
 from gradsurgeon.cli.review import formats
 from gradsurgeon.errors import Problem, Severity, printable
 from gradsurgeon.language.planning.table import count
@@ -40,22 +39,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    output, form = arguments.output, arguments.format
+    output = arguments.output
+    form = arguments.format
     # A file that is named twice is linted once.
-    by_file = {file: review.lint(file) for file in dict.fromkeys(arguments.files)}
-    # Files may share an include.
-    problems = list(dict.fromkeys(chain.from_iterable(by_file.values())))
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    colour = output is None and sys.stdout.isatty() and not plain
+    files = list(dict.fromkeys(arguments.files))
+    all_problems: list[Problem] = []
+    for file in files:
+        all_problems += review.lint(file)
+    # Files that share an include have its problems in common.
+    problems = list(dict.fromkeys(all_problems))
+    colour = output is None and is_terminal() and not os.environ.get("NO_COLOR")
     text = formats.write(problems, form, root=_workspace(), colour=colour)
     write_output(text, output)
     # Programs that read these formats from stdout have no use for a summary.
     if output is not None or form not in ("json", "sarif"):
-        summary = _summary(by_file, problems)
-        print(summary + _UNSEEN * (form == "full" and summary.endswith("clean")), file=sys.stderr)
-    if any(problem.check == UNREADABLE for problem in problems):
-        return 2
-    return int(any(problem.severity in _FAILING[arguments.fail_on] for problem in problems))
+        summary = _summary(files, problems)
+        if form == "full" and not problems:
+            summary += _UNSEEN
+        print(summary, file=sys.stderr)
+    code = 0
+    for problem in problems:
+        if problem.check == UNREADABLE:
+            return 2
+        if problem.severity in _FAILING[arguments.fail_on]:
+            code = 1
+    return code
 
 
 def _workspace() -> Path:
@@ -65,14 +73,18 @@ def _workspace() -> Path:
     except OSError:
         here = Path("/")  # Without a working directory, paths are absolute.
     given = os.environ.get("GITHUB_WORKSPACE")
-    return Path(given) if given and here.is_relative_to(given) else here
+    if given and here.is_relative_to(given):
+        return Path(given)
+    return here
 
 
-def _summary(files: Collection[str], problems: Iterable[Problem]) -> str:
+def _summary(files: Sequence[str], problems: Iterable[Problem]) -> str:
     severities = Counter(problem.severity for problem in problems)
     if not severities:
         return f"{count(len(files), 'file')} clean"
     order = get_args(Severity)
     counts = [count(severities[name], name) for name in order if severities[name]]
-    what = printable(next(iter(files))) if len(files) == 1 else f"{len(files)} files"
-    return f"{what}: {', '.join(counts)}"
+    title = f"{len(files)} files"
+    if len(files) == 1:
+        title = printable(files[0])
+    return f"{title}: {', '.join(counts)}"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +83,11 @@ def writing(output: str | None) -> Iterator[None]:
         raise GradSurgeonError(
             f"cannot write {printable(output)}: {error.strerror or error}"
         ) from None
+
+
+def is_terminal() -> bool:
+    """Tell whether standard output is a terminal that understands escape sequences."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def print_json(answer: Any) -> None:

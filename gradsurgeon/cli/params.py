@@ -16,13 +16,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    manifest, output = sources.manifest_of(model=arguments.model), arguments.output
+    manifest = sources.manifest_of(model=arguments.model)
+    output = arguments.output
+    file = "standard output"
     if output is None:
         write_output(manifest_file.dumps(manifest), None)
     else:
+        file = printable(output)
         with writing(output):
             manifest_file.write(manifest, output)
     size = f"{count(len(manifest.params), 'parameter')}, {manifest.elements:,} elements"
-    about = f"{printable(manifest.origin)}, {size}, {manifest_file.to_dict(manifest)['hash']}"
-    print(f"{printable(output or 'standard output')}: {about}", file=sys.stderr)
+    digest = manifest_file.to_dict(manifest)["hash"]
+    print(f"{file}: {printable(manifest.origin)}, {size}, {digest}", file=sys.stderr)
     return 0

@@ -24,9 +24,14 @@ def run(arguments: argparse.Namespace) -> int:
         plan = planning.bind(rules, sources.manifest_of(arguments.params, arguments.model))
     except RuleFileError as error:
         print(error, file=sys.stderr)
-        return 2 if any(problem.check == UNREADABLE for problem in error.problems) else 1
+        if any(problem.check == UNREADABLE for problem in error.problems):
+            return 2
+        return 1
     except BindError as error:
         print(error, file=sys.stderr)
         return 1
-    (print_json if arguments.format == "json" else print)(plan)
+    if arguments.format == "json":
+        print_json(plan)
+    else:
+        print(plan)
     return 0

@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             model = model.to(arguments.device)
         except Exception as error:  # noqa: BLE001 # torch raises several kinds here
-            why = printable(str(error).partition("\n")[0][:200])
-            raise ModelError(f"--device {printable(arguments.device)}: {why}") from None
+            reason = printable(str(error).partition("\n")[0][:200])
+            raise ModelError(f"--device {printable(arguments.device)}: {reason}") from None
     diagnosis = api.replay(arguments.bundle, model, debugger=arguments.pdb)
     if arguments.pdb and not diagnosis.module and not diagnosis.lines:
         print("the replay blames no operation: there is no place to open the debugger at")

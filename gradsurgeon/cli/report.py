@@ -4,7 +4,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -58,9 +57,10 @@ def _kinds(text: str) -> list[str]:
     for kind in kinds:
         if kind not in known:
             hint = did_you_mean(kind, known)
-            meant = f" {hint}" if hint else ""
+            if hint:
+                hint += " "
             raise argparse.ArgumentTypeError(
-                f"`{printable(kind)}` is no kind of event;{meant} kinds: {', '.join(known)}"
+                f"`{printable(kind)}` is no kind of event; {hint}kinds: {', '.join(known)}"
             )
     return kinds
 
@@ -76,36 +76,45 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(folders)
     else:
         # The events alone tell whether a job fails, and need no numpy.
-        _print_texts(folders, by_events=bool(kinds) and not is_installed("numpy"))
-    # Otherwise what was found could overtake the report.
+        _print_texts(folders, only_events=bool(kinds) and not is_installed("numpy"))
+    # Otherwise the lines below could overtake the report.
     sys.stdout.flush()
-    found: list[str] = []
+    events: list[str] = []
     if kinds:
-        for place in chain.from_iterable(map(_runs_of, folders)):
-            where = "" if [place] == folders else f"{printable(str(place))}: "
+        for path in _runs_of(folders):
+            title = ""
+            if [path] != folders:
+                title = f"{printable(str(path))}: "
             try:
-                found += [f"{where}{line}" for line in _found(place, kinds)]
+                events += _event_counts(path, kinds, title)
             except RecordError as error:
                 problems.append(str(error))
-    for line in dict.fromkeys((*problems, *found)):
+    for line in dict.fromkeys((*problems, *events)):
         print(f"gradsurgeon: {line}", file=sys.stderr)
     # A run that cannot be read counts as a failure.
-    return 2 if problems else int(bool(found))
+    if problems:
+        return 2
+    return int(bool(events))
 
 
-def _runs_of(folder: Path) -> list[Path]:
-    """Return a run and those inside it, or those of a folder; of neither the folder, which then says so."""
-    inside = runs_inside(folder)
-    return [folder, *inside] if (folder / RUN_FILE).exists() or not inside else inside
+def _runs_of(folders: Sequence[Path]) -> list[Path]:
+    """Return each run and the runs inside it; a folder without a run is itself returned, and opening it reports that."""
+    runs = []
+    for folder in folders:
+        inside = runs_inside(folder)
+        if (folder / RUN_FILE).exists() or not inside:
+            runs.append(folder)
+        runs += inside
+    return runs
 
 
-def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
+def _write_page(folders: Sequence[Path], file: Path) -> list[str]:
     from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
 
-    runs = list(chain.from_iterable(map(_runs_of, folders)))
-    problems = write_page(runs, place)
+    runs = _runs_of(folders)
+    problems = write_page(runs, file)
     shown = count(len(runs) - len(problems), "run")
-    print(f"{printable(str(place))}: {shown}; open it in a browser")
+    print(f"{printable(str(file))}: {shown}; open it in a browser")
     return problems
 
 
@@ -115,40 +124,47 @@ def _print_json(folders: Sequence[Path]) -> None:
             "`--format json` prints one object, of one run: ask for one at a time"
         )
     with open_run(folders[0]) as opened:
-        inside = list(map(str, runs_inside(folders[0])))
+        inside = [str(run) for run in runs_inside(folders[0])]
         print(json_text({**to_dict(summary(opened)), "inside": inside}, indent=2))
 
 
-def _print_texts(folders: Sequence[Path], *, by_events: bool) -> None:
+def _print_texts(folders: Sequence[Path], *, only_events: bool) -> None:
     for folder in folders:
         inside = runs_inside(folder)
         if (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:
                 report = summary(opened)
-                text = "\n".join([*report.head, *event_lines(report.events)])
-                print(text if by_events else report)
+                if only_events:
+                    print(*report.head, *event_lines(report.events), sep="\n")
+                else:
+                    print(report)
         if inside:
-            of = f"{count(len(inside), 'run')} inside {printable(str(folder))}"
-            print(f"{of}, of other models or processes:")
-        for one in inside:
-            print(printable(f"  gradsurgeon report {shlex.quote(str(one))}"))
-    if by_events:
-        text = (
-            "norms are not shown, which needs the library numpy: pip install 'gradsurgeon[report]'"
+            runs = count(len(inside), "run")
+            print(f"{runs} inside {printable(str(folder))}, of other models or processes:")
+        for run in inside:
+            print(printable(f"  gradsurgeon report {shlex.quote(str(run))}"))
+    if only_events:
+        print(
+            "gradsurgeon: norms are not shown, which needs the library numpy: pip install 'gradsurgeon[report]'",
+            file=sys.stderr,
         )
-        print(f"gradsurgeon: {text}", file=sys.stderr)
 
 
-def _found(place: Path, kinds: Sequence[str]) -> Iterator[str]:
-    """Yield for each kind how many events a run has of it, and where the first is."""
-    with open_run(place) as run:
+def _event_counts(path: Path, kinds: Sequence[str], title: str) -> Iterator[str]:
+    """Yield, for each kind that the run has, the number of its events and the place of the first."""
+    with open_run(path) as run:
         events = unread(run.recorded()).events
     # An event that several ranks note of a step counts once, as in the report.
     numbers = by_kind(events)
     for kind in kinds:
         of_kind = [event for event in events if event.kind == kind]
-        if of_kind:
-            first = min(of_kind, key=lambda event: event.step)
-            rule = f"rule {printable(first.rule)}" if first.rule else ""
-            where = ", ".join(filter(None, (f"step {first.step}", rule, printable(first.name))))
-            yield f"{count(numbers[kind], f'{kind} event')}, first at {where}"
+        if not of_kind:
+            continue
+        first = min(of_kind, key=lambda event: event.step)
+        number = count(numbers[kind], f"{kind} event")
+        text = f"{title}{number}, first at step {first.step}"
+        if first.rule:
+            text += f", rule {printable(first.rule)}"
+        if first.name:
+            text += f", {printable(first.name)}"
+        yield text

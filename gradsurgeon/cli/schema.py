@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from gradsurgeon.actions import ACTIONS, TARGETS, Rule
@@ -30,6 +31,26 @@ _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
 
 def document_schema() -> dict[str, Any]:
     rules = {name: rule_schema(rule) for name, rule in ACTIONS.items()}
+    requires = {
+        "type": "string",
+        "description": 'Releases of gradsurgeon that may read the file, such as ">=0.1".',
+    }
+    packs = {"enum": [f"{PREFIX}{spec}" for spec in published()]}
+    file = {"type": "string", "minLength": 1, "pattern": _RELATIVE}
+    include = {
+        "type": "array",
+        "description": "Packs, as gradsurgeon:NAME@N, and files in the folder of this one or "
+        "below. Their rules come first.",
+        "minItems": 1,
+        "items": {"anyOf": [packs, file]},
+    }
+    references = [{"$ref": f"#/$defs/{name}"} for name in rules]
+    list_of_rules = {
+        "type": "array",
+        "description": "The rules; within one point they act in this order.",
+        "minItems": 1,
+        "items": {"oneOf": references},
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gradsurgeon rules",
@@ -37,31 +58,12 @@ def document_schema() -> dict[str, Any]:
         "type": "object",
         "properties": {
             "version": {"const": FORMAT, "description": "Version of the rule language."},
-            "requires": {
-                "type": "string",
-                "description": 'Releases of gradsurgeon that may read the file, such as ">=0.1".',
-            },
-            "include": {
-                "type": "array",
-                "description": "Packs, as gradsurgeon:NAME@N, and files in the folder of this one or "
-                "below. Their rules come first.",
-                "minItems": 1,
-                "items": {
-                    "anyOf": [
-                        {"enum": [f"{PREFIX}{spec}" for spec in published()]},
-                        {"type": "string", "minLength": 1, "pattern": _RELATIVE},
-                    ]
-                },
-            },
-            "rules": {
-                "type": "array",
-                "description": "The rules; within one point they act in this order.",
-                "minItems": 1,
-                "items": {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in rules]},
-            },
+            "requires": requires,
+            "include": include,
+            "rules": list_of_rules,
         },
         "required": ["version"],
-        "anyOf": [{"required": ["rules"]}, {"required": ["include"]}],
+        "anyOf": _each_required(("rules", "include")),
         "additionalProperties": False,
         "$defs": rules,
     }
@@ -70,80 +72,110 @@ def document_schema() -> dict[str, Any]:
 def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     schema = rule.model_json_schema()
     definitions = schema.pop("$defs", {})
-    given = {key: _simple(value, definitions) for key, value in schema["properties"].items()}
-    summary = (rule.__doc__ or "").partition("\n")[0]
-    unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
-    if rule.takes_at:
-        default = {} if rule.needs_at else {"default": rule.points[0]}
-        at = {"enum": list(rule.points), "description": given["at"]["description"], **default}
-        given["at"] = at
-    else:
-        unknown.add("at")
-    given["id"]["patternErrorMessage"] = _ID
+    summary = summary_of(rule)
+    # Editors offer the keys in this order.
+    options: dict[str, Any] = {"action": {"const": rule.name(), "description": summary}}
+    for key, option in schema["properties"].items():
+        if key != "action" and _has_option(rule, key):
+            options[key] = _simple(option, definitions)
+    options["id"]["patternErrorMessage"] = _ID
     # A list of words, which editors can offer, or a path.
     path = {"type": "string", "pattern": _TENSOR_PATH}
-    given["tensor"] = {**given["tensor"], "anyOf": [{"enum": _TENSORS}, path]}
-    # Editors offer the keys in this order.
-    given["action"] = {"const": rule.name(), "description": summary}
-    properties = {"action": given["action"], **given}
-    needed = [key for key in schema["required"] if key != "id"]
+    options["tensor"]["anyOf"] = [{"enum": _TENSORS}, path]
+    if rule.takes_at:
+        at = {"enum": list(rule.points), "description": options["at"]["description"]}
+        if not rule.needs_at:
+            at["default"] = rule.points[0]
+        options["at"] = at
+    required = ["id", "action"]
+    required += [key for key in schema["required"] if key != "id"]
+    if len(rule.targets) == 1:
+        required += rule.targets
     return {
         "title": rule.name(),
         "description": summary,
         "type": "object",
-        "properties": {key: one for key, one in properties.items() if key not in unknown},
-        "required": ["id", "action", *needed, *(rule.targets if len(rule.targets) == 1 else ())],
+        "properties": options,
+        "required": required,
         "additionalProperties": False,
-        **_together(rule),
+        **_conditions(rule),
     }
 
 
-def _together(rule: type[Rule]) -> dict[str, Any]:
+def summary_of(rule: type[Rule]) -> str:
+    return (rule.__doc__ or "").partition("\n")[0]
+
+
+def _has_option(rule: type[Rule], key: str) -> bool:
+    if key in TARGETS:
+        return key in rule.targets
+    if key == "at":
+        return rule.takes_at
+    return True
+
+
+def _conditions(rule: type[Rule]) -> dict[str, Any]:
+    """Return the parts of a schema that say which options need or exclude each other."""
     needs: dict[str, list[str]] = {}
     if "modules" in rule.targets:
         needs["modules"] = ["tensor"]
     if rule.needs_at:
         needs["params"] = ["at"]
     for target, option in rule.needs.items():
-        needs[target] = [*needs.get(target, ()), option]
+        needs.setdefault(target, []).append(option)
     conditions: dict[str, Any] = {}
     if len(rule.targets) > 1:
         # `oneOf` would be shorter, but editors then show neither the line nor the reason.
-        conditions["allOf"] = [{"anyOf": [{"required": [kind]} for kind in rule.targets]}]
-        conditions["dependentSchemas"] = {
-            kind: {"properties": dict.fromkeys(rule.targets[index:], False)}
-            for index, kind in enumerate(rule.targets[:-1], start=1)
-        }
+        conditions["allOf"] = [{"anyOf": _each_required(rule.targets)}]
+        exclusions = {}
+        for number, target in enumerate(rule.targets[:-1], 1):
+            others = rule.targets[number:]
+            exclusions[target] = {"properties": dict.fromkeys(others, False)}
+        conditions["dependentSchemas"] = exclusions
     if needs:
         conditions["dependentRequired"] = needs
     if rule.either:
-        conditions["anyOf"] = [{"required": [key]} for key in rule.either]
+        conditions["anyOf"] = _each_required(rule.either)
     return conditions
 
 
-def _simple(value: Any, definitions: dict[str, Any]) -> Any:
+def _each_required(keys: Iterable[str]) -> list[dict[str, list[str]]]:
+    return [{"required": [key]} for key in keys]
+
+
+def _simple(part: Any, definitions: dict[str, Any]) -> Any:
     """Return a part of a schema with references written out, and without parts that editors misread.
 
-    A rule file must not hold a key without a value, so `null` is no choice. A title derived from the name of a
-    key would hide the key in the list of completions.
+    A rule file must not hold a key without a value, so `null` is no choice.
     """
-    if isinstance(value, list):
-        return [_simple(one, definitions) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if "$ref" in value:
-        target = definitions[value["$ref"].rpartition("/")[2]]
-        value = {**target, **{key: one for key, one in value.items() if key != "$ref"}}
-    value = {
-        key: _simple(one, definitions)
-        for key, one in value.items()
-        if not (key == "title" and isinstance(one, str))
-        and not (key == "default" and (one is None or one == [] or isinstance(one, dict)))
-    }
-    choices = value.pop("anyOf", [])
-    kept = [choice for choice in choices if choice != {"type": "null"}]
-    if len(kept) == 1:
-        return {**kept[0], **value}
+    if isinstance(part, list):
+        return [_simple(item, definitions) for item in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        part = dict(part)
+        name = part.pop("$ref").rpartition("/")[2]
+        part = {**definitions[name], **part}
+    simple = {}
+    for key, value in part.items():
+        if not _misleads(key, value):
+            simple[key] = _simple(value, definitions)
+    choices = [choice for choice in simple.pop("anyOf", []) if choice != {"type": "null"}]
+    if len(choices) == 1:
+        return {**choices[0], **simple}
     # The schema of patterns is a choice itself, inside the choice between patterns and nothing.
-    kept = [one for choice in kept for one in choice.get("anyOf", [choice])]
-    return {"anyOf": kept, **value} if kept else value
+    flat: list[Any] = []
+    for choice in choices:
+        flat += choice.get("anyOf", [choice])
+    if flat:
+        return {"anyOf": flat, **simple}
+    return simple
+
+
+def _misleads(key: str, value: object) -> bool:
+    if key == "title":
+        # A title derived from the name of a key would hide the key in the list of completions.
+        return isinstance(value, str)
+    if key == "default":
+        return isinstance(value, dict) or value in (None, [])
+    return False

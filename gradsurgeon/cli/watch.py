@@ -1,16 +1,14 @@
 """``gradsurgeon watch``: the report of a run on one screen while it is being written. Never imports torch."""
 
 import argparse
-import os
 import shutil
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from gradsurgeon.cli.options import add_page, add_run, writing
+from gradsurgeon.cli.options import add_page, add_run, is_terminal, writing
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.run import open_run
@@ -27,11 +25,15 @@ _LEAST_SECONDS = 0.2  # a run is written once per second, and each look takes ti
 _HOME = "\x1b[H"
 _CLEAR_LINE = "\x1b[K"
 _CLEAR_BELOW = "\x1b[J"
-# A page is written anew after so many seconds at least, and so many times as long as it took to write.
-_PAGE_SECONDS, _PAGE_SHARE = 5.0, 20.0
-# So many rows of each series are in view; fewer of a very large model, down to what tells a spike.
-_ROWS_MOST, _ROWS_LEAST, _VALUES = 256, 32, 2**18
-_WORST, _ROWS = 10, 8  # rows of a table of norms, and of another table
+# The page is written again after this many seconds at least, and after this many times the seconds that writing took.
+_PAGE_SECONDS = 5.0
+_PAGE_SHARE = 20.0
+# The newest rows of each series are in view: fewer rows of a very large model, but enough to tell a spike.
+_ROWS_MOST = 256
+_ROWS_LEAST = 32
+_VALUES = 2**18  # values in view
+_WORST = 10  # rows of a table of norms
+_ROWS = 8  # rows of another table
 _EVENTS = 4  # traps, and as many other events: traps must not hide everything else
 
 
@@ -53,28 +55,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _seconds(text: str) -> float:
     with suppress(ValueError):
-        if _LEAST_SECONDS <= (seconds := float(text)) < float("inf"):
+        seconds = float(text)
+        if _LEAST_SECONDS <= seconds < float("inf"):
             return seconds
     raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {_LEAST_SECONDS}")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder, html = Path(arguments.run), arguments.html
-    on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    next_page, is_running = 0.0, True
+    folder = Path(arguments.run)
+    on_screen = is_terminal()
+    next_page = 0.0
+    is_running = True
     while is_running:
         report = _retried(folder)
         is_running = report.ended is not None and report.ended.state == "running"
+        hint = ""
+        reload_seconds = None  # The last page stays, and does not reload itself.
+        if is_running:
+            hint = f"Ctrl-C quits; every {arguments.every:g} s"
+            reload_seconds = _PAGE_SECONDS
         if on_screen:
-            _draw(report, f"Ctrl-C quits; every {arguments.every:g} s" * is_running)
+            _draw(report, hint)
         else:
             print(time.strftime("%Y-%m-%d %H:%M:%S"), report.head[-1], flush=True)
-        # The last page is there to stay, and does not reload itself.
-        if html is not None and (time.monotonic() >= next_page or not is_running):
-            begin = time.monotonic()
-            reload = _PAGE_SECONDS if is_running else None
-            with writing(html):
-                write_page([folder], Path(html), reload_seconds=reload)
+        begin = time.monotonic()
+        if arguments.html is not None and (begin >= next_page or not is_running):
+            with writing(arguments.html):
+                write_page([folder], Path(arguments.html), reload_seconds=reload_seconds)
             end = time.monotonic()
             next_page = end + max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
         if is_running:
@@ -102,7 +109,7 @@ def newest_report(path: Path) -> Report:
 
 
 def _draw(report: Report, hint: str) -> None:
-    """Show a report in place of what is on the terminal; what does not fit is left out at the end."""
+    """Replace the content of the terminal by a report, and cut the end that does not fit."""
     columns, rows = shutil.get_terminal_size()
     lines = [*screen(report, columns)[: rows - 2], hint[:columns]]
     text = "".join(f"{line}{_CLEAR_LINE}\n" for line in lines)
@@ -112,24 +119,28 @@ def _draw(report: Report, hint: str) -> None:
 def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
-    sections = [
-        _head(report),
-        _events(report),
-        _remarks(report),
-        *(table.lines(columns, _WORST) for table in urgent),
-        _wholes(report),
-        *(table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]),
-    ]
+    sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
+    sections += [table.lines(columns, _WORST) for table in urgent]
+    sections.append(_whole_gradients(report))
+    sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]
     lines: list[str] = []
-    for section in map(list, sections):
-        if section and lines:
-            lines.append("")
-        lines += [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in section]
+    for section in sections:
+        gap = bool(lines)
+        for line in section:
+            if gap:
+                lines.append("")
+                gap = False
+            if len(line) > columns:
+                lines.append(f"{line[: columns - 1]}…")
+            else:
+                lines.append(line)
     return lines
 
 
 def _head(report: Report) -> Iterator[str]:
-    step = "no step yet" if report.steps is None else f"step {report.steps[1]}"
+    step = "no step yet"
+    if report.steps is not None:
+        step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
     if report.ended is not None:
         yield from report.ended.lines
@@ -140,9 +151,13 @@ def _events(report: Report) -> Iterator[str]:
     counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
     yield f"events ({kinds.total():,}): {counts}".removesuffix(": ")
     edits = edits_of(report.rules)
-    newest = sorted(event_groups(report.events), key=lambda group: -group.steps[1])
-    trips = [group for group in newest if is_trip(group.first, edits)]
-    others = [group for group in newest if not is_trip(group.first, edits)]
+    trips = []
+    others = []
+    for group in sorted(event_groups(report.events), key=lambda group: -group.steps[1]):
+        if is_trip(group.first, edits):
+            trips.append(group)
+        else:
+            others.append(group)
     for group in (*trips[:_EVENTS], *others[:_EVENTS]):
         yield "  ".join(["", *islice(group.lines(), 2)])
 
@@ -153,7 +168,7 @@ def _remarks(report: Report) -> Iterator[str]:
     yield from report.remarks
 
 
-def _wholes(report: Report) -> Iterator[str]:
+def _whole_gradients(report: Report) -> Iterator[str]:
     for whole in report.history.gradients:
         name = whole_name(whole, len(report.params))
         yield f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}"

@@ -6,6 +6,6 @@ from gradsurgeon.errors import printable
 
 
 def pre(text: str) -> str:
-    """Return what shows a text as it is: every line is escaped, whoever wrote it."""
+    """Return HTML that shows a text unchanged: every line is escaped, whoever wrote it."""
     lines = (escape(printable(line)) for line in text.split("\n"))
     return f"<pre>{'<br>'.join(lines)}</pre>"

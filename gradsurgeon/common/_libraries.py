@@ -1,4 +1,4 @@
-"""Libraries that are imported where they are needed, and named with their extra where they are missing."""
+"""Imports optional libraries. The error names the extra that installs a missing one."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ def is_installed(name: str) -> bool:
 
 
 def library(name: str, extra: str, what: str) -> Any:
-    """Import a library that comes with an extra, which the error names if it is missing."""
+    """Return a library that comes with an extra; ``what`` needs it."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -29,7 +29,10 @@ def instances(kind: type[_T]) -> list[_T]:
 
 
 def derived(kind: type[Any]) -> list[type[Any]]:
-    return [kind, *(each for subclass in kind.__subclasses__() for each in derived(subclass))]
+    kinds = [kind]
+    for subclass in kind.__subclasses__():
+        kinds += derived(subclass)
+    return kinds
 
 
 @contextmanager

@@ -63,26 +63,33 @@ class TensorFacts:
 
     @property
     def finite(self) -> bool:
-        return not (self.nan or self.inf)
+        return not self.kind
 
     @property
     def kind(self) -> Literal["", "NaN", "Inf", "-Inf"]:
         """The worst kind of its elements: ``NaN``, ``Inf``, ``-Inf`` if all infinities are negative, or nothing."""
         if self.nan:
             return "NaN"
-        if self.inf:
-            return "-Inf" if self.inf == self.minus_inf else "Inf"
-        return ""
+        if not self.inf:
+            return ""
+        if self.inf == self.minus_inf:
+            return "-Inf"
+        return "Inf"
 
     def __str__(self) -> str:
         head = printable(f"{self.name} {list(self.shape)} {self.dtype}".lstrip())
-        counts = (("NaN", self.nan), ("Inf", self.inf - self.minus_inf), ("-Inf", self.minus_inf))
-        parts = [f"{count:,} of {self.numel:,} {kind}" for kind, count in counts if count]
+        counts = {"NaN": self.nan, "Inf": self.inf - self.minus_inf, "-Inf": self.minus_inf}
+        parts = [f"{count:,} of {self.numel:,} {kind}" for kind, count in counts.items() if count]
         if self.low is not None and self.high is not None:
-            same = self.low == self.high
-            span = f"{self.low:.4g}" if same else f"{self.low:.4g} to {self.high:.4g}"
-            parts.append(span if self.finite else f"else {span}")
-        return f"{head}: {', '.join(parts) or 'empty'}"
+            span = f"{self.low:.4g}"
+            if self.low != self.high:
+                span += f" to {self.high:.4g}"
+            if not self.finite:
+                span = f"else {span}"
+            parts.append(span)
+        if not parts:
+            return f"{head}: empty"
+        return f"{head}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +167,12 @@ class Diagnosis:
         """Yield the lines of the report."""
         if self.certainty == "not reproduced" or not self.where:
             yield "diagnosis: not reproduced, so no operation is blamed"
-            yield from (f"  because {printable(reason)}" for reason in self.reasons)
+            for reason in self.reasons:
+                yield f"  because {printable(reason)}"
         else:
             yield f"diagnosis ({self.certainty}): {self.headline}"
-            yield from (
-                f"  no more certain, because {printable(reason)}" for reason in self.reasons
-            )
+            for reason in self.reasons:
+                yield f"  no more certain, because {printable(reason)}"
             yield from self._evidence()
         if self.bundle:
             command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
@@ -174,46 +181,50 @@ class Diagnosis:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
 
     def _evidence(self) -> Iterator[str]:
-        for number, line in enumerate(reversed(self.lines)):
-            yield f"  {'called at' if number else 'at'} {line}"
+        verb = "at"
+        for line in reversed(self.lines):
+            yield f"  {verb} {line}"
+            verb = "called at"
         yield from (f"  in   {facts}" for facts in self.inputs)
         if self.output is not None:
-            yield f"  {'out' if self.operation else 'is'}  {self.output}"
+            role = "out" if self.operation else "is"
+            yield f"  {role}  {self.output}"
         if self.loss_nodes:
             yield f"  operations of the loss: {printable(', '.join(self.loss_nodes))}"
         if self.loss is not None and self.where == "output gradient":
-            moment = "backward" if math.isfinite(self.loss) else "forward"
-            yield f"  the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
+            direction = "backward" if math.isfinite(self.loss) else "forward"
+            yield f"  the loss is {self.loss:.4g}: look at the {direction} pass of these operations"
         if self.scale is not None:
             yield f"  the loss was scaled by {self.scale:g}"
         if self.cause is not None:
             yield f"  cause: {self.cause.fault}"
-            yield from (f"    {printable(evidence)}" for evidence in self.cause.evidence)
+            for evidence in self.cause.evidence:
+                yield f"    {printable(evidence)}"
             yield f"  to try: {self.cause.advice}"
         if self.history:
             yield "  largest magnitudes before it, the last one last:"
-            shown = [(printable(label), value) for label, value in self.history]
-            width = max(len(label) for label, _ in shown)
-            yield from (f"    {label:{width}}  {value:.3g}" for label, value in shown)
+            width = max(len(printable(label)) for label, _ in self.history)
+            for label, value in self.history:
+                yield f"    {printable(label):{width}}  {value:.3g}"
 
     @property
     def headline(self) -> str:
         """Where the number became non-finite, in one line."""
-        name = printable(self.name)
-        of = f" of {self.place}" if self.module else ""
+        place = ""
+        if self.module:
+            place = f" of {self.place}"
         if self.operation:
-            node = f" ({self.node})" if self.node not in ("", self.operation) else ""
-            outside = " outside of the model"
-            text = (
-                f"{self.what} born in the {self.where} pass{of or outside}: {self.operation}{node}"
-            )
+            if not place:
+                place = " outside of the model"
+            text = f"{self.what} born in the {self.where} pass{place}: {self.operation}"
+            if self.node not in ("", self.operation):
+                text += f" ({self.node})"
         else:
-            text = _HEADLINES[self.where].format(
-                what=self.what,
-                bare=name,
-                name=f" {name}" if name not in ("", self.where) else "",
-                of=of,
-            )
+            bare = printable(self.name)
+            name = ""
+            if bare not in ("", self.where):
+                name = f" {bare}"
+            text = _HEADLINES[self.where].format(what=self.what, bare=bare, name=name, of=place)
         if self.micro_batches > 1:
             text += f", micro-batch {self.micro_batch} of {self.micro_batches}"
         return text
@@ -221,5 +232,9 @@ class Diagnosis:
     @property
     def place(self) -> str:
         """The module with its class."""
-        name = "the root" if self.module == "." else printable(self.module)
-        return f"{name} ({self.module_type})" if self.module_type else name
+        name = printable(self.module)
+        if self.module == ".":
+            name = "the root"
+        if self.module_type:
+            name += f" ({self.module_type})"
+        return name

@@ -62,10 +62,14 @@ class RuleStatus:
         """The share of the actions that altered something, 0 before the first action; ``None`` if that is not counted."""
         if self.altered is None:
             return None
-        return self.altered / self.fired if self.fired else 0.0
+        if not self.fired:
+            return 0.0
+        return self.altered / self.fired
 
 
 def settled(status: RuleStatus, pending: Mapping[str, int]) -> RuleStatus:
-    """Return a status without a pass that waits for its update: no rule acted in a step of that number."""
+    """Return a status whose last step is no step of a pass that still waits for its update."""
     last = status.last_step
-    return replace(status, last_step=last - 1) if last and last in pending.values() else status
+    if last and last in pending.values():
+        return replace(status, last_step=last - 1)
+    return status

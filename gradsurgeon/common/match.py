@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 from gradsurgeon.errors import HintedError
 
 _MAX_TEXT = 500
-_MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and their characters
+_MAX_LIKELY = 50  # names that difflib compares
+_MAX_LENGTH = 120  # characters of a name that difflib compares
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
 # Most ways through a short name: three `.*` and a choice of eight. On the longest possible name of a file three
@@ -62,7 +63,9 @@ class Pattern:
 
     @property
     def is_literal(self) -> bool:
-        return not self.text.startswith("re:") and not set("*?[{") & set(self.text)
+        if self.text.startswith("re:"):
+            return False
+        return set("*?[{").isdisjoint(self.text)
 
 
 def _quiet() -> "warnings.catch_warnings[None]":
@@ -80,16 +83,20 @@ def compile_pattern(text: str) -> Pattern:
         expression = text.removeprefix("re:")
         _check_expression(expression)
         return Pattern(text, expression)
-    if wrong := next((char for char in text if char in "^$()|+\\"), None):
-        hint = 'regular expressions are written "re:..."'
-        raise PatternError(f"`{wrong}` has no meaning in a glob pattern", hint)
+    for char in text:
+        if char in "^$()|+\\":
+            hint = 'regular expressions are written "re:..."'
+            raise PatternError(f"`{char}` has no meaning in a glob pattern", hint)
     parts = list(_glob_parts(text))
     if math.prod(map(len, parts)) > _MAX_CHOICES:
         message = f"the lists in braces have more than {_MAX_CHOICES} combinations"
         raise PatternError(message, "write a list of patterns")
     # Each combination is an expression: a list in the middle would backtrack, or match wrongly.
-    choices = (_join(itertools.chain(*choice)) for choice in itertools.product(*parts))
-    return Pattern(text, f"(?s:{'|'.join(choices)})")
+    expressions = []
+    for choice in itertools.product(*parts):
+        pieces = itertools.chain(*choice)
+        expressions.append(_join(pieces))
+    return Pattern(text, f"(?s:{'|'.join(expressions)})")
 
 
 def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
@@ -106,14 +113,19 @@ _SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
 
 
 def segments(text: str, most: int) -> Iterator[Sequence[str]]:
-    """Yield what a segment of each matching name is, for segments of a glob with at most so many possibilities."""
-    for segment in () if text.startswith("re:") else _SEGMENT.findall(text):
-        if segment[0] == "{" and (numbers := _RANGE.fullmatch(segment[1:-1])):
+    """Yield what a segment of a matching name can be, for each segment of a glob that has at most ``most`` possibilities."""
+    if text.startswith("re:"):
+        return
+    for segment in _SEGMENT.findall(text):
+        numbers = None
+        if segment[0] == "{":
+            numbers = _RANGE.fullmatch(segment[1:-1])
+        if numbers:
             low = int(numbers[1])
             high = int(numbers[2])
             if high - low < most:
                 yield [str(number) for number in range(low, high + 1)]
-        elif not set("*?[]{}") & set(segment):
+        elif set("*?[]{}").isdisjoint(segment):
             yield [without_zeros(segment)]
 
 
@@ -147,8 +159,10 @@ def _ways(tree: Any, repeated: int = 0) -> int:
             count = max(1, repeated) * max(1, low)
             if count > _MAX_COUNT:
                 raise PatternError(f"something is repeated more than {_MAX_COUNT} times", _GLOB)
-            # What is optional is no repeat.
-            total *= _ways(body, count if high > 1 else repeated) * min(_SHORT, int(high) - low + 1)
+            # An optional part is no repeat.
+            inner = count if high > 1 else repeated
+            lengths = min(_SHORT, int(high) - low + 1)
+            total *= lengths * _ways(body, inner)
         elif name.startswith("GROUPREF"):
             raise PatternError("back-references are not allowed", _GLOB)
         elif name == "BRANCH":
@@ -166,26 +180,28 @@ def contains(wide: str, narrow: str) -> bool:
         return True
     if narrow == ".":  # the root, which no other pattern matches
         return False
-    return wide == "*" or (
-        compile_pattern(narrow).is_literal and compile_pattern(wide).matches(narrow)
-    )
+    if wide == "*":
+        return True
+    if not compile_pattern(narrow).is_literal:
+        return False
+    return compile_pattern(wide).matches(narrow)
 
 
 def _glob_parts(text: str) -> Iterator[_Options]:
     at = 0
     while at < len(text):
-        if text[at] == "{":
-            end = text.find("}", at)
-            if end < 0 or "{" in text[at + 1 : end]:
-                problem = "nested" if end > 0 else "not closed"
-                raise PatternError(
-                    f"`{{` at character {at + 1} is {problem}", "write one list {a,b}"
-                )
-            yield _braces(text[at + 1 : end])
-            at = end + 1
-        elif literal := _LITERAL.match(text, at):
+        literal = _LITERAL.match(text, at)
+        if literal:
             yield [[re.escape(literal[0])]]
             at = literal.end()
+        elif text[at] == "{":
+            end = text.find("}", at)
+            if end < 0 or "{" in text[at + 1 : end]:
+                problem = "not closed" if end < 0 else "nested"
+                message = f"`{{` at character {at + 1} is {problem}"
+                raise PatternError(message, "write one list {a,b}")
+            yield _braces(text[at + 1 : end])
+            at = end + 1
         else:
             piece, at = _glob_piece(text, at)
             yield [[piece]]
@@ -199,25 +215,35 @@ def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
     if char == "?":
         return ".", at + 1
     if char == "[":
-        negated = text[at + 1 : at + 2] == "!"
-        start = at + 1 + negated
-        end = text.find("]", start)
-        if end <= start:
-            problem = "is not closed" if end < 0 else "holds nothing"
-            raise PatternError(f"`[` at character {at + 1} {problem}", "write a set as [0-9]")
-        escaped = re.sub(r"[\\\[^&~|]", r"\\\g<0>", text[start:end])
-        piece = f"[{'^' * negated}{escaped}]"
-        try:
-            with _quiet():
-                re.compile(piece)
-        except re.error as error:
-            raise PatternError(f"[{text[start:end]}]: {error}", "write a set as [0-9]") from None
-        return piece, end + 1
+        return _set_piece(text, at)
     if char in "]}":
         raise PatternError(f"`{char}` at character {at + 1} closes nothing")
     if text[at : at + 2] == ", ":
         raise PatternError("a comma in a pattern", 'write a list of patterns: ["a.*", "b.*"]')
     return re.escape(char), at + 1
+
+
+def _set_piece(text: str, at: int) -> tuple[str, int]:
+    """Return the expression for the set of characters at ``at``, and the start of the next piece."""
+    hint = "write a set as [0-9]"
+    start = at + 1
+    negation = ""
+    if text.startswith("!", start):
+        negation = "^"
+        start += 1
+    end = text.find("]", start)
+    if end <= start:
+        problem = "is not closed" if end < 0 else "holds nothing"
+        raise PatternError(f"`[` at character {at + 1} {problem}", hint)
+    members = text[start:end]
+    escaped = re.sub(r"[\\\[^&~|]", r"\\\g<0>", members)
+    piece = f"[{negation}{escaped}]"
+    try:
+        with _quiet():
+            re.compile(piece)
+    except re.error as error:
+        raise PatternError(f"[{members}]: {error}", hint) from None
+    return piece, end + 1
 
 
 def _braces(body: str) -> _Options:
@@ -228,11 +254,10 @@ def _braces(body: str) -> _Options:
         raise PatternError(f"{{{body}}} is no range", f"write {{{body.replace('-', '..')}}}")
     if items == [""]:
         raise PatternError("braces {} with nothing in them", "write {a,b} or {0..11}")
-    if wrong := next(filter(_RANGE.fullmatch, items), None):
-        hint = "write a list of patterns"
-        raise PatternError(
-            f"the range {wrong} is in a list; a range needs its own braces, {{{wrong}}}", hint
-        )
+    for item in items:
+        if _RANGE.fullmatch(item):
+            message = f"the range {item} is in a list; a range needs its own braces, {{{item}}}"
+            raise PatternError(message, "write a list of patterns")
     options: _Options = []
     for item in items:
         pieces = []
@@ -241,11 +266,12 @@ def _braces(body: str) -> _Options:
             piece, at = _glob_piece(item, at)
             pieces.append(piece)
         options.append(pieces)
-    if None not in itertools.chain(*options) and len({len(pieces) for pieces in options}) == 1:
-        # Items of one length end at one place, so the group need not be tried again.
-        one_of = "|".join("".join(filter(None, pieces)) for pieces in options)
-        return [[f"(?>{one_of})"]]
-    return options
+    lengths = {len(pieces) for pieces in options}
+    if len(lengths) > 1 or None in itertools.chain(*options):
+        return options
+    # Items of one length end at one place, so the group need not be tried again.
+    alternatives = "|".join(map(_join, options))
+    return [[f"(?>{alternatives})"]]
 
 
 def _range(body: str) -> str:
@@ -266,12 +292,12 @@ def _range_regexes(low: int, high: int) -> Iterator[str]:
     while low <= high:
         # The largest block of numbers that differ in their last digits only: 130 to 199 is 1[3-9]\d.
         digits = 0
-        while low % 10 ** (digits + 1) == 0 and low and low + 10 ** (digits + 1) - 1 <= high:
+        while low and low % 10 ** (digits + 1) == 0 and low + 10 ** (digits + 1) - 1 <= high:
             digits += 1
         size = 10**digits
-        first = low // size % 10
+        leading, first = divmod(low // size, 10)
         last = min(9, first + (high - low + 1) // size - 1)
-        yield f"{low // size // 10 or ''}[{first}-{last}]" + "[0-9]" * digits
+        yield f"{leading or ''}[{first}-{last}]" + "[0-9]" * digits
         low += (last - first + 1) * size
 
 
@@ -282,11 +308,12 @@ def _join(pieces: Iterable[str | None]) -> str:
             chunks[-1] += piece
         elif chunks[-1] or len(chunks) == 1:
             chunks.append("")
-    first, *middle = chunks
-    if not middle:
-        return first
-    *middle, last = middle
-    return "".join([first, *(f"(?>.*?{chunk})" for chunk in middle), ".*", last])
+    if len(chunks) == 1:
+        return chunks[0]
+    first, *middle, last = chunks
+    # A chunk between two stars is matched at its first place only, so it never backtracks.
+    between = "".join(f"(?>.*?{chunk})" for chunk in middle)
+    return f"{first}{between}.*{last}"
 
 
 def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
@@ -298,8 +325,14 @@ def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
-    near = _closest(text.removeprefix("re:"), groups, limit)
-    return [group if len(groups[group]) > 1 else groups[group][0] for group in near]
+    near: list[str] = []
+    for group in _closest(text.removeprefix("re:"), groups, limit):
+        members = groups[group]
+        if len(members) == 1:
+            near += members
+        else:
+            near.append(group)
+    return near
 
 
 def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
@@ -307,7 +340,11 @@ def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
     # difflib is slow, so it gets only the names with the most common two-letter pieces.
     pieces = {wanted[at : at + 2] for at in range(max(1, len(wanted) - 1))}
     folded = {name[:_MAX_LENGTH].casefold(): name for name in known}
-    likely = nlargest(_MAX_LIKELY, folded, key=lambda name: sum(map(name.__contains__, pieces)))
+
+    def common_pieces(name: str) -> int:
+        return sum(map(name.__contains__, pieces))
+
+    likely = nlargest(_MAX_LIKELY, folded, key=common_pieces)
     return [folded[name] for name in get_close_matches(wanted, likely, n=limit, cutoff=0.6)]
 
 
@@ -315,12 +352,21 @@ def suggest(text: str, names: Sequence[str]) -> str:
     """Return a hint for a pattern that matches none of the names."""
     if not names:
         return "the model has no names to match"
-    parts = sorted({part for name in names for part in name.split(".")})
-    spelt = ".".join((*nearest(part, parts), part)[0] for part in text.split("."))
-    for attempt in (f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*", spelt):
+    for attempt in (f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*", _respelt(text, names)):
         with suppress(PatternError):
-            if count := len(select([compile_pattern(attempt)], names)):
-                return f'did you mean "{attempt}" (it matches {count})?'
-    if near := nearest(text, names):
+            matched = select([compile_pattern(attempt)], names)
+            if matched:
+                return f'did you mean "{attempt}" (it matches {len(matched)})?'
+    near = nearest(text, names)
+    if near:
         return f"closest names: {', '.join(near)}"
     return f"the model has {len(names)} names, such as {', '.join(names[:3])}"
+
+
+def _respelt(text: str, names: Iterable[str]) -> str:
+    """Return a pattern with the nearest known part in place of each part."""
+    known: set[str] = set()
+    for name in names:
+        known.update(name.split("."))
+    parts = sorted(known)
+    return ".".join([*nearest(part, parts, 1), part][0] for part in text.split("."))

@@ -4,7 +4,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from gradsurgeon.actions import Rule, Steps, TrapRule, Where, in_order
 from gradsurgeon.actions.scale import Scale
@@ -45,36 +44,45 @@ class LintContext:
     def __init__(self, rules: RuleSet) -> None:
         self.rules = rules.rules
         self._place = {rule.id: place for place, rule in enumerate(in_order(self.rules))}
-        sizes = accumulate(len(rule.patterns) + len(rule.exclude) for rule in self.rules)
         # The rules that are compared with each other: all of them, except in a huge file.
-        self.compared = self.rules[: sum(total <= MAX_COMPARED for total in sizes)]
+        self.compared: list[Rule] = []
+        pattern_count = 0
+        for rule in self.rules:
+            pattern_count += len(rule.patterns) + len(rule.exclude)
+            if pattern_count > MAX_COMPARED:
+                break
+            self.compared.append(rule)
 
     def acts_before(self, first: Rule, second: Rule) -> bool:
         return self._place[first.id] < self._place[second.id]
 
     def overlap(self, first: Rule, second: Rule) -> bool:
-        if (first.target, first.ref) != (second.target, second.ref):
+        """Tell whether both rules certainly act on a common tensor in a common step."""
+        if not first.steps.meets(second.steps):
             return False
-        shared = any(_selects_all_of(first, second, text) for text in second.patterns) or any(
-            _selects_all_of(second, first, text) for text in first.patterns
-        )
-        return shared and first.steps.meets(second.steps)
+        if any(_covered_patterns(first, second)):
+            return True
+        return any(_covered_patterns(second, first))
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
-        if (wide.target, wide.ref) != (narrow.target, narrow.ref):
-            return False
         if wide.when not in (None, narrow.when) or wide.steps not in (Steps(), narrow.steps):
             return False
-        return all(_selects_all_of(wide, narrow, text) for text in narrow.patterns)
+        return list(_covered_patterns(wide, narrow)) == list(narrow.patterns)
 
 
-def _selects_all_of(wide: Rule, narrow: Rule, text: str) -> bool:
-    """Tell whether ``wide`` certainly selects every name that ``narrow`` selects by ``text``, one of its patterns."""
-    # Each condition of the wide rule is also a condition of the narrow one.
-    conditions = wide.where in (Where(), narrow.where) and wide.model in (None, narrow.model)
-    out = set(wide.exclude) <= set(narrow.exclude)
-    return conditions and out and any(contains(pattern, text) for pattern in wide.patterns)
+def _covered_patterns(wide: Rule, narrow: Rule) -> Iterator[str]:
+    """Yield the patterns of ``narrow`` by which it selects only names that ``wide`` certainly selects too."""
+    if (wide.target, wide.ref) != (narrow.target, narrow.ref):
+        return
+    # Each condition of the wide rule must also be a condition of the narrow one.
+    if wide.where not in (Where(), narrow.where) or wide.model not in (None, narrow.model):
+        return
+    if not set(wide.exclude) <= set(narrow.exclude):
+        return
+    for text in narrow.patterns:
+        if any(contains(pattern, text) for pattern in wide.patterns):
+            yield text
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class LintFinding:
     at: tuple[str | int, ...]  # the option of the rule in its file, such as ``("steps", "every")``
     message: str
     hint: str
-    others: tuple[Rule, ...] = ()  # further rules that the finding is about
+    others: Sequence[Rule] = ()  # further rules that the finding is about
 
 
 _Find = Callable[[LintContext], Iterator[LintFinding]]
@@ -105,12 +113,13 @@ class LintCheck:
         return inspect.cleandoc(self.find.__doc__ or "")
 
 
-_checks: list[LintCheck] = []
+_checks: dict[str, LintCheck] = {}
 
 
 def _check(*bad: str, severity: Severity = "warning") -> Callable[[_Find], _Find]:
     def add(find: _Find) -> _Find:
-        _checks.append(LintCheck(find, severity, bad))
+        check = LintCheck(find, severity, bad)
+        _checks[check.id] = check
         return find
 
     return add
@@ -131,8 +140,8 @@ def number_prefix(context: LintContext) -> Iterator[LintFinding]:
     for rule in context.rules:
         for key in (rule.target, "exclude"):
             for index, text in enumerate(getattr(rule, key)):
-                number = None if text.startswith("re:") else _NUMBER.search(text)
-                if number is None:
+                number = _NUMBER.search(text)
+                if number is None or text.startswith("re:"):
                     continue
                 digits = number[1][:20]
                 message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"
@@ -152,8 +161,9 @@ def bound_on_contributions(context: LintContext) -> Iterator[LintFinding]:
     suppress the warning.
     """
     for rule in context.rules:
-        contribution = rule.target == "params" and rule.point == "backward"
-        if contribution and rule.takes_at and not rule.linear:
+        if rule.target != "params" or rule.point != "backward":
+            continue
+        if rule.takes_at and not rule.linear:
             message = (
                 f"{rule.action} at `backward` bounds the contribution of each backward pass: under "
                 "accumulation the sum can exceed the bound, and under DDP each rank bounds its own share"
@@ -191,11 +201,11 @@ def effective_order(context: LintContext) -> Iterator[LintFinding]:
     """
     edits = [rule for rule in context.compared if rule.edits]
     for index, rule in enumerate(edits):
-        later = tuple(
+        later = [
             other
             for other in edits[:index]
             if context.acts_before(rule, other) and context.overlap(other, rule)
-        )
+        ]
         if later:
             message = f"`{rule.id[:60]}` acts at `{rule.point}`, before {_listed(later)} above it in the file"
             hint = "put them in the order in which they act, or choose another `at`"
@@ -216,20 +226,19 @@ def judged_before_edits(context: LintContext) -> Iterator[LintFinding]:
     Put the trap above these edits: then it clips the gradient that it judged, and the edits see the result.
     Edits at `backward` act before the trap judges, wherever they are in the file.
     """
-    for rule in (rule for rule in context.compared if rule.judges_first):
-        above = tuple(
-            other
-            for other in context.compared
-            if other.edits
-            and not other.judges_first
-            and other.point == rule.point
-            and context.acts_before(other, rule)
-            and context.overlap(other, rule)
-        )
+    for trap in context.compared:
+        if not trap.judges_first:
+            continue
+        above = []
+        for edit in context.compared:
+            if not edit.edits or edit.judges_first or edit.point != trap.point:
+                continue
+            if context.acts_before(edit, trap) and context.overlap(edit, trap):
+                above.append(edit)
         if above:
-            message = f"`{rule.id[:60]}` judges the gradient before the edits of {_listed(above)} above it"
-            hint = f"put the {rule.name()} first"
-            yield LintFinding(rule, ("action",), message, hint, above)
+            message = f"`{trap.id[:60]}` judges the gradient before the edits of {_listed(above)} above it"
+            hint = f"put the {trap.name()} first"
+            yield LintFinding(trap, ("action",), message, hint, above)
 
 
 @_check('{id: clean, action: sanitize, params: "*"}', '{id: guard, action: nan-trap, params: "*"}')
@@ -244,14 +253,15 @@ def trap_after_sanitize(context: LintContext) -> Iterator[LintFinding]:
     elements, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
     """
     cleaners = [rule for rule in context.compared if rule.action in ("sanitize", "zero")]
-    # A trap that judges the final gradient expects it to be sanitized.
-    traps = (rule for rule in context.compared if isinstance(rule, TrapRule))
-    for trap in (rule for rule in traps if not rule.judges_first):
-        before = tuple(
-            rule
-            for rule in cleaners
-            if context.acts_before(rule, trap) and context.covers(rule, trap)
-        )
+    for trap in context.compared:
+        # A trap that judges the final gradient expects it to be sanitized.
+        if not isinstance(trap, TrapRule) or trap.judges_first:
+            continue
+        before = [
+            cleaner
+            for cleaner in cleaners
+            if context.acts_before(cleaner, trap) and context.covers(cleaner, trap)
+        ]
         if before:
             message = f"the trap never sees a NaN, because of {_listed(before)}"
             hint = "restrict that rule, or remove the trap"
@@ -278,6 +288,4 @@ def _listed(rules: Sequence[Rule]) -> str:
     return shorten_names([f"`{rule.id[:60]}`" for rule in rules])
 
 
-CHECKS: dict[str, LintCheck] = {
-    check.id: check for check in sorted(_checks, key=lambda one: one.id)
-}
+CHECKS = dict(sorted(_checks.items()))

@@ -1,6 +1,6 @@
 """Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,20 +46,24 @@ class Difference:
     params: tuple[ChainChange, ...]  # in model order
     tensors: tuple[ChainChange, ...]  # of modules and tags, such as ``conv1 output.grad``
     covered: tuple[int, int]  # number of parameters with rules, before and after
-    # Parameters that rules edited, trapped or froze before, and none does now.
+    # Parameters that a rule edited, trapped or froze before, and no rule does now.
     lost: tuple[str, ...]
-    # Further parameters that a trap stopped or skipped steps for before, and none does now.
+    # Further parameters for which a trap stopped or skipped steps before, and no trap does now.
     untrapped: tuple[str, ...]
     # Why training newly ends before its first step, with the rule.
     obstacles: tuple[tuple[str, Obstacle], ...]
 
     @property
     def in_effect(self) -> bool:
-        rules = self.added or self.removed or self.changed
-        return bool(rules or self.params or self.tensors)
+        return any((self.added, self.removed, self.changed, self.params, self.tensors))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form, version 1."""
+        covered_before, covered_after = self.covered
+        warnings = []
+        for rule_id, obstacle in self.obstacles:
+            warning = {"kind": obstacle.kind, "rule": rule_id, "detail": obstacle.text}
+            warnings.append(warning)
         return {
             "version": 1,
             "added": [_one_side(change, change.after) for change in self.added],
@@ -70,12 +74,9 @@ class Difference:
             "tensors": [chain._asdict() for chain in self.tensors],
             "lost_protection": self.lost,
             "lost_trap": self.untrapped,
-            "covered": {"before": self.covered[0], "after": self.covered[1]},
+            "covered": {"before": covered_before, "after": covered_after},
             "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
-            "warnings": [
-                {"kind": found.kind, "rule": rule, "detail": found.text}
-                for rule, found in self.obstacles
-            ],
+            "warnings": warnings,
             "in_effect": self.in_effect,
         }
 
@@ -85,12 +86,13 @@ def _scope(change: RuleChange) -> dict[str, Any]:
 
 
 def _one_side(change: RuleChange, match: Match) -> dict[str, Any]:
-    return {
-        **_scope(change),
-        "params": match.names if change.target == "params" else (),
-        "modules": match.names if change.target == "modules" else (),
-        "elements": match.elements,
-    }
+    side = _scope(change)
+    side["params"] = ()
+    side["modules"] = ()
+    if change.target != "tensors":
+        side[change.target] = match.names
+    side["elements"] = match.elements
+    return side
 
 
 def _both_sides(change: RuleChange) -> dict[str, Any]:
@@ -108,65 +110,95 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
     matcher = Matcher(manifest)
     before = MatchedRules(old, matcher)
     after = MatchedRules(new, matcher)
-    order = {param.name: position for position, param in enumerate(manifest.params)}
-    chains = []
-    for name in dict.fromkeys((*before.chains, *after.chains)):
-        chain = ChainChange(name, before.chains.get(name, ()), after.chains.get(name, ()))
-        if chain.before != chain.after:
-            chains.append(chain)
-    chains.sort(key=lambda chain: order.get(chain.name, len(order)))
+    added = []
+    removed = []
+    changed = []
+    for rule_id in after.rules | before.rules:
+        change = _rule_change(before, after, rule_id)
+        if rule_id not in before.rules:
+            added.append(change)
+        elif rule_id not in after.rules:
+            removed.append(change)
+        elif change.options:
+            changed.append(change)
+    order_before = [rule_id for rule_id in before.rules if rule_id in after.rules]
+    order_after = [rule_id for rule_id in after.rules if rule_id in before.rules]
+    param_names = [param.name for param in manifest.params]
+    tensor_names = dict.fromkeys((*before.chains, *after.chains))
+    for name in param_names:
+        tensor_names.pop(name, None)
     lost = _params_under(before, protects) - _params_under(after, protects)
-    untrapped = _params_under(before, stops) - _params_under(after, stops)
-    changes = [_rule_change(before, after, rule) for rule in (after.rules | before.rules)]
-    both = [rule for rule in after.rules if rule in before.rules]
+    untrapped = _params_under(before, stops) - _params_under(after, stops) - lost
     return Difference(
         old=old,
         new=new,
         manifest=manifest,
-        added=tuple(change for change in changes if change.id not in before.rules),
-        removed=tuple(change for change in changes if change.id not in after.rules),
-        changed=tuple(change for change in changes if change.id in both and change.options),
-        order_changed=both != [rule for rule in before.rules if rule in after.rules],
-        params=tuple(chain for chain in chains if chain.name in order),
-        tensors=tuple(chain for chain in chains if chain.name not in order),
+        added=tuple(added),
+        removed=tuple(removed),
+        changed=tuple(changed),
+        order_changed=order_before != order_after,
+        params=tuple(_chain_changes(before, after, param_names)),
+        tensors=tuple(_chain_changes(before, after, tensor_names)),
         covered=(len(_params_under(before)), len(_params_under(after))),
-        lost=tuple(sorted(lost, key=order.__getitem__)),
-        untrapped=tuple(sorted(untrapped - lost, key=order.__getitem__)),
+        lost=tuple(name for name in param_names if name in lost),
+        untrapped=tuple(name for name in param_names if name in untrapped),
         obstacles=tuple(_new_obstacles(before, after)),
     )
 
 
+def _chain_changes(
+    before: MatchedRules, after: MatchedRules, names: Iterable[str]
+) -> Iterator[ChainChange]:
+    for name in names:
+        old = before.chains.get(name, ())
+        new = after.chains.get(name, ())
+        if old != new:
+            yield ChainChange(name, old, new)
+
+
 def _params_under(
-    side: MatchedRules, wanted: Callable[[Rule], bool] = lambda _: True
+    side: MatchedRules, is_wanted: Callable[[Rule], bool] | None = None
 ) -> frozenset[str]:
-    rules = [rule for rule in side.rules.values() if rule.target == "params" and wanted(rule)]
-    return frozenset().union(*(side.matches[rule.id].members for rule in rules))
+    """Return the parameters that any rule matches, or any wanted one."""
+    matched = []
+    for rule in side.rules.values():
+        if rule.target != "params":
+            continue
+        if is_wanted is None or is_wanted(rule):
+            matched.append(side.matches[rule.id].members)
+    return frozenset().union(*matched)
 
 
-def _rule_change(before: MatchedRules, after: MatchedRules, rule: str) -> RuleChange:
-    old = before.rules.get(rule)
-    new = after.rules.get(rule)
-    shown = new or old
-    assert shown is not None  # noqa: S101 # the id is that of one side
+def _rule_change(before: MatchedRules, after: MatchedRules, rule_id: str) -> RuleChange:
+    old = before.rules.get(rule_id)
+    new = after.rules.get(rule_id)
+    rule = after.rules.get(rule_id, old)
+    assert rule is not None  # noqa: S101 # the id is from one of the sides
     return RuleChange(
-        id=rule,
-        action=shown.action,
-        target=shown.target,
+        id=rule_id,
+        action=rule.action,
+        target=rule.target,
         options=changed_options(old, new),
-        before=before.matches.get(rule, Match()),
-        after=after.matches.get(rule, Match()),
+        before=before.matches.get(rule_id, Match()),
+        after=after.matches.get(rule_id, Match()),
     )
 
 
 def _new_obstacles(before: MatchedRules, after: MatchedRules) -> Iterator[tuple[str, Obstacle]]:
-    for rule in after.rules:
-        known = set(map(_key, before.obstacles(rule))) if rule in before.rules else set()
-        yield from ((rule, found) for found in after.obstacles(rule) if _key(found) not in known)
+    for rule_id in after.rules:
+        known: set[tuple[str, str]] = set()
+        if rule_id in before.rules:
+            known.update(map(_obstacle_key, before.obstacles(rule_id)))
+        for obstacle in after.obstacles(rule_id):
+            if _obstacle_key(obstacle) not in known:
+                yield rule_id, obstacle
 
 
-def _key(found: Obstacle) -> tuple[str, str]:
-    # A rule that matched nothing before is no news, whatever its pattern.
-    return found.kind, "" if found.kind == "no-match" else found.text
+def _obstacle_key(obstacle: Obstacle) -> tuple[str, str]:
+    if obstacle.kind == "no-match":
+        # A rule that matched nothing before is no news, whatever its pattern.
+        return obstacle.kind, ""
+    return obstacle.kind, obstacle.text
 
 
 def protects(rule: Rule) -> bool:
@@ -178,37 +210,43 @@ def stops(rule: Rule) -> bool:
 
 
 def changed_options(old: Rule | None, new: Rule | None) -> tuple[OptionChange, ...]:
-    """Return the options that differ; the given options of a rule that one side alone has."""
-    before = {} if old is None else _given(old)
-    after = {} if new is None else _given(new)
+    """Return the options that differ, or the given options of a rule that only one side has."""
+    before = _given_options(old)
+    after = _given_options(new)
     changes = []
     if old is not None and new is not None and old.action != new.action:
         changes.append(OptionChange("action", old.action, new.action))
     for name in before | after:
-        one = before.get(name, _default(old, name))
-        other = after.get(name, _default(new, name))
-        if _unordered(one) != _unordered(other):
-            changes.append(OptionChange(name, one, other))
+        value_before = before.get(name, _default(old, name))
+        value_after = after.get(name, _default(new, name))
+        if _unordered(value_before) != _unordered(value_after):
+            changes.append(OptionChange(name, value_before, value_after))
     return tuple(changes)
 
 
 def _unordered(value: object) -> object:
     # The order of a list has no effect on what the rule selects.
-    return sorted(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return sorted(value)
+    return value
 
 
 def _default(rule: Rule | None, name: str) -> object:
     value = getattr(rule, name, None)
-    return value if isinstance(value, str | int | float) else None
+    if isinstance(value, str | int | float):
+        return value
+    return None
 
 
-def _given(rule: Rule) -> dict[str, Any]:
-    plain = rule.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    options = {
-        key: list(dict.fromkeys(value)) if isinstance(value, list) else value
-        for key, value in plain.items()
-        if key not in {"id", "at", "tensor"}
-    }
+def _given_options(rule: Rule | None) -> dict[str, Any]:
+    if rule is None:
+        return {}
+    options = rule.model_dump(
+        mode="json", by_alias=True, exclude_defaults=True, exclude={"id", "at", "tensor"}
+    )
+    for key, value in options.items():
+        if isinstance(value, list):
+            options[key] = list(dict.fromkeys(value))
     if rule.target != "params" or not rule.ref.grad:
         options["tensor"] = str(rule.ref)
     elif rule.takes_at:

@@ -2,13 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from gradsurgeon.cli.review.checks import CHECKS, READING_CHECKS
-from gradsurgeon.errors import Problem, Severity, printable
+from gradsurgeon.errors import Place, Problem, Severity, printable
 from gradsurgeon.language.schema import VERSION
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -20,48 +20,55 @@ _RESET = "\033[0m"
 def write(
     problems: Sequence[Problem], form: str, *, root: Path | None = None, colour: bool = False
 ) -> str:
-    base = root or Path.cwd()
-    if form in ("full", "concise"):
-        return "".join(f"{_for_people(problem, form, colour=colour)}\n" for problem in problems)
-    lines = {"json": _json, "github": _github, "sarif": _sarif}[form](problems, base)
-    return "".join(f"{line}\n" for line in lines)
+    if root is None:
+        root = Path.cwd()
+    if form == "json":
+        texts = [_json(problems)]
+    elif form == "sarif":
+        texts = [_sarif(problems, root)]
+    elif form == "github":
+        texts = [_github(problem, root) for problem in problems]
+    else:
+        texts = [_for_people(problem, form, colour=colour) for problem in problems]
+    return "".join(f"{text}\n" for text in texts)
 
 
 def _for_people(problem: Problem, form: str, *, colour: bool) -> str:
-    text = f"{problem.full()}\n" if form == "full" else problem.concise()
-    severity = problem.severity
-    lit = f" {_COLOURS[severity]}{severity}:{_RESET}"
-    return text.replace(f" {severity}:", lit, 1) if colour else text
+    text = problem.concise()
+    if form == "full":
+        text = f"{problem.full()}\n"
+    if colour:
+        severity = problem.severity
+        coloured = f" {_COLOURS[severity]}{severity}:{_RESET}"
+        text = text.replace(f" {severity}:", coloured, 1)
+    return text
 
 
-def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
+def _json(problems: Sequence[Problem]) -> str:
     entries = [problem.to_dict() for problem in problems]
-    yield json.dumps({"version": 1, "problems": entries}, indent=2)
+    return json.dumps({"version": 1, "problems": entries}, indent=2)
 
 
 # -- GitHub ---------------------------------------------------------------------------------------
 
 
-def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    for problem in problems:
-        place = problem.place
-        where: dict[str, object] = {"file": _path_from(root, place.file)}
-        if place.line:
-            end = place.col + max(1, place.width)
-            where |= {"line": place.line, "col": place.col, "endColumn": end}
-        where["title"] = problem.check
-        yield annotation(_WORDS[problem.severity], where, _message_and_hint(problem))
-
-
-def annotation(word: str, properties: Mapping[str, object], text: str) -> str:
+def _github(problem: Problem, root: Path) -> str:
     """Return a command such as ``error``, with escaped arguments that cannot end it."""
-    given = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
-    return f"::{word} {given}::{_data(text)}"
+    place = problem.place
+    properties: dict[str, object] = {"file": _path_from(root, place.file)}
+    if place.line:
+        properties["line"] = place.line
+        properties["col"] = place.col
+        properties["endColumn"] = _end_column(place)
+    properties["title"] = problem.check
+    arguments = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
+    return f"::{_WORDS[problem.severity]} {arguments}::{_data(_message_and_hint(problem))}"
 
 
 def _data(text: str) -> str:
-    lines = (printable(line) for line in text.replace("\r\n", "\n").split("\n"))
-    return "%0A".join(line.replace("%", "%25").replace("\r", "%0D") for line in lines)
+    # `printable` escapes every other control character.
+    lines = map(printable, text.replace("\r\n", "\n").split("\n"))
+    return "%0A".join(line.replace("%", "%25") for line in lines)
 
 
 def _property(text: str) -> str:
@@ -79,7 +86,13 @@ def _path_from(root: Path, file: str) -> str:
 
 
 def _message_and_hint(problem: Problem) -> str:
-    return f"{problem.message} ({problem.hint})" if problem.hint else problem.message
+    if not problem.hint:
+        return problem.message
+    return f"{problem.message} ({problem.hint})"
+
+
+def _end_column(place: Place) -> int:
+    return place.col + max(1, place.width)
 
 
 class CheckInfo(NamedTuple):
@@ -98,45 +111,45 @@ def all_checks() -> dict[str, CheckInfo]:
 # -- SARIF ----------------------------------------------------------------------------------------
 
 
-def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    # There are no fingerprints: GitHub computes those of a file that has none.
-    results = [
-        {
-            "ruleId": problem.check,
-            "level": problem.severity,
-            "message": {"text": _message(_message_and_hint(problem))},
-            "locations": [{"physicalLocation": _location(problem, root)}],
-        }
-        for problem in problems
-    ]
-    rules = [
-        {
+def _sarif(problems: Sequence[Problem], root: Path) -> str:
+    results = [_result(problem, root) for problem in problems]
+    rules = []
+    for check, info in all_checks().items():
+        rule = {
             "id": check,
-            "shortDescription": {"text": _message(about.summary)},
+            "shortDescription": {"text": _message(info.summary)},
             "help": {"text": f"More: gradsurgeon explain {check}"},
         }
-        for check, about in all_checks().items()
-    ]
+        rules.append(rule)
     driver = {"name": "gradsurgeon", "semanticVersion": VERSION, "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
-    yield json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
+    return json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+def _result(problem: Problem, root: Path) -> dict[str, object]:
+    # A result has no fingerprints: GitHub computes those of a file that has none.
+    return {
+        "ruleId": problem.check,
+        "level": problem.severity,
+        "message": {"text": _message(_message_and_hint(problem))},
+        "locations": [{"physicalLocation": _location(problem.place, root)}],
+    }
 
 
 def _message(text: str) -> str:
     return printable(text).replace("{", "{{").replace("}", "}}").replace("](", "\\](")
 
 
-def _location(problem: Problem, root: Path) -> dict[str, object]:
-    place = problem.place
-    shown = _path_from(root, place.file)
-    uri = quote(os.fsencode(shown), safe="/~")
-    if Path(shown).is_absolute():
-        uri = Path(shown).as_uri()
+def _location(place: Place, root: Path) -> dict[str, object]:
+    path = _path_from(root, place.file)
+    uri = quote(os.fsencode(path), safe="/~")
+    if Path(path).is_absolute():
+        uri = Path(path).as_uri()
     location: dict[str, object] = {"artifactLocation": {"uri": uri}}
     if place.line:
         location["region"] = {
             "startLine": place.line,
             "startColumn": place.col,
-            "endColumn": place.col + max(1, place.width),
+            "endColumn": _end_column(place),
         }
     return location

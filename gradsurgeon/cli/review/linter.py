@@ -21,19 +21,18 @@ def lint(path: str) -> list[Problem]:
 
 
 def lint_rules(inspected: Inspection) -> list[Problem]:
-    order = {one.file: index for index, one in enumerate(inspected.sources)}
+    order = {located.file: index for index, located in enumerate(inspected.sources)}
 
     def position(problem: Problem) -> tuple[int, int, int]:
         place = problem.place
         return order.get(place.file, len(order)), place.line, place.col
 
-    found = sorted(_problems_of_rules(inspected), key=position)
-    suppressed = _suppressed(one for one in inspected.sources if not one.file.startswith(PREFIX))
-    kept = [
-        problem
-        for problem in found
-        if (problem.place.file, problem.place.line, problem.check) not in suppressed
-    ]
+    suppressed = set(_suppressed(inspected.sources))
+    kept = []
+    for problem in sorted(_problems_of_rules(inspected), key=position):
+        place = problem.place
+        if (place.file, place.line, problem.check) not in suppressed:
+            kept.append(problem)
     return sorted(dict.fromkeys([*inspected.problems, *bounded(kept)]), key=position)
 
 
@@ -44,10 +43,14 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
     context = LintContext(rules)
     for check in CHECKS.values():
         for finding in check.find(context):
-            place, message = rules.place(finding.rule.id, *finding.at), finding.message
+            place = rules.place(finding.rule.id, *finding.at)
+            message = finding.message
             if place.file.startswith(PREFIX):
-                # Users cannot change a pack, but what they include together.
-                if all(rules.place(other.id).file == place.file for other in finding.others):
+                # Users cannot change a pack, but they can change what they include with it.
+                within_pack = all(
+                    rules.place(rule.id).file == place.file for rule in finding.others
+                )
+                if within_pack:
                     continue
                 place = rules.place_to_correct(finding.rule.id)
                 message = f"in this pack, {message}"
@@ -58,11 +61,15 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
         yield Problem(rules.place(first.id), "too-large", message, "", "warning")
 
 
-def _suppressed(sources: Iterable[Located]) -> set[tuple[str, int, str]]:
-    return {
-        (one.file, number, check)
-        for one in sources
-        for number, line in enumerate(one.text.removeprefix("\ufeff").split("\n"), 1)
-        if (comment := _COMMENT.search(line))
-        for check in re.findall(r"[^,\s]+", comment[1])
-    }
+def _suppressed(sources: Iterable[Located]) -> Iterator[tuple[str, int, str]]:
+    """Yield file, line and check of each suppression; a pack cannot suppress anything."""
+    for located in sources:
+        if located.file.startswith(PREFIX):
+            continue
+        lines = located.text.removeprefix("\ufeff").split("\n")
+        for number, line in enumerate(lines, 1):
+            comment = _COMMENT.search(line)
+            if comment is None:
+                continue
+            for check in re.findall(r"[^,\s]+", comment[1]):
+                yield located.file, number, check

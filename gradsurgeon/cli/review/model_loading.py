@@ -40,13 +40,13 @@ def import_module(name: str) -> Any:
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
+def _failing(message: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything
         lines = traceback.format_exception(type(error), error, _of_user(error))
         trace = "".join(lines).rstrip()
-        raise ModelError(f"{what}:\n{trace}") from None
+        raise ModelError(f"{message}:\n{trace}") from None
 
 
 def _of_user(error: BaseException) -> TracebackType | None:
@@ -70,10 +70,11 @@ def _target(spec: str) -> Any:
 
 
 def _imported(name: str) -> Any:
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 # an entry of sys.path is a text
+    here = os.getcwd()  # noqa: PTH109 # an entry of sys.path is a text
+    if here not in sys.path:
         sys.path.insert(0, here)
-    what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
-    with _failing(what):
+    message = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
+    with _failing(message):
         return importlib.import_module(name)
 
 

@@ -26,8 +26,10 @@ _VARIABLES = {
     "GIT_GRAFT_FILE": os.devnull,
 }
 _SETTINGS = (
+    "-c",
     "core.commitGraph=false",
     # A bare repository among the files of a clone would replace the real repository.
+    "-c",
     "safe.bareRepository=explicit",
 )
 _HINT = (
@@ -50,8 +52,9 @@ def rules_at(spec: str) -> RuleSet:
         return schema.validate(source.read(path))
     if path.startswith(("./", "../")):
         raise _unreadable(spec, "the path of a file in a commit begins at the top", _HINT)
-    files = schema.Files(partial(_find, ref), lambda target: _read(target.name, target.path))
-    return schema.validate(_read(f"{ref}:{path}", pathlib.Path(path)), files)
+    file = pathlib.Path(path)
+    top = packs.Included(f"{ref}:{path}", file, file.parent)
+    return schema.validate(_read(top), schema.Files(partial(_find, ref), _read))
 
 
 def split(spec: str) -> tuple[str | None, str]:
@@ -59,7 +62,9 @@ def split(spec: str) -> tuple[str | None, str]:
     if spec.startswith((".", "/", "\\")) or _DRIVE.match(spec):
         return None, spec
     ref, colon, path = spec.partition(":")
-    return (ref, path) if colon else (None, spec)
+    if not colon:
+        return None, spec
+    return ref, path
 
 
 def _find(ref: str, entry: str, folder: pathlib.Path) -> packs.Included:
@@ -71,11 +76,12 @@ def _find(ref: str, entry: str, folder: pathlib.Path) -> packs.Included:
     return packs.Included(f"{ref}:{target.as_posix()}", target, target.parent)
 
 
-def _read(name: str, path: pathlib.Path) -> source.Document:
+def _read(file: packs.Included) -> source.Document:
+    name = file.name
     if int(_ask(name, "cat-file", "-s", "--end-of-options", name)) > source.MAX_BYTES:
         raise _unreadable(name, f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
     raw = _ask(name, "cat-file", "blob", "--end-of-options", name)
-    return source.read(path, name, raw)
+    return source.read(file.path, name, raw)
 
 
 def _unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
@@ -89,15 +95,16 @@ def _ask(spec: str, *arguments: str) -> bytes:
     git = shutil.which("git", path=os.pathsep.join(filter(os.path.isabs, folders)))
     if git is None:
         raise _unreadable(spec, "git is not installed", _HINT)
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("GIT_") or key.startswith(_KEPT_VARIABLES)
-    }
+    variables = {}
+    for key, value in os.environ.items():
+        if key.startswith("GIT_") and not key.startswith(_KEPT_VARIABLES):
+            continue
+        variables[key] = value
+    variables |= _VARIABLES
     try:
         done = subprocess.run(  # noqa: S603 # no shell, and no argument of a user begins with a dash
-            (git, *(part for text in _SETTINGS for part in ("-c", text)), *arguments),
-            env=kept | _VARIABLES,
+            (git, *_SETTINGS, *arguments),
+            env=variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_SECONDS,
@@ -106,6 +113,6 @@ def _ask(spec: str, *arguments: str) -> bytes:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: a NUL
         raise _unreadable(spec, f"git cannot be run: {error}", _HINT) from None
     if done.returncode:
-        said = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
-        raise _unreadable(spec, f"git failed with exit code {done.returncode}: {said}", _HINT)
+        reason = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
+        raise _unreadable(spec, f"git failed with exit code {done.returncode}: {reason}", _HINT)
     return done.stdout

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from gradsurgeon.actions import written
 from gradsurgeon.cli.review.difference import Difference, Ids, OptionChange, RuleChange
@@ -19,7 +20,8 @@ def render(difference: Difference) -> str:
 def markdown(difference: Difference) -> str:
     """Return a difference as Markdown, in a fence that no text of a user can close."""
     text = render(difference)
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
     # A line that begins with `!` is coloured, too.
     text = re.sub("^(?:~ |(?=warning:))", "! ", text, flags=re.MULTILINE)
     return f"**Effect of the change: {_summary(difference)}.**\n\n{fence}diff\n{text}\n{fence}\n"
@@ -35,19 +37,22 @@ def _lines(difference: Difference) -> Iterator[str]:
         yield ""
     for rule, obstacle in difference.obstacles:
         yield f"warning: {_shown(rule)}: {_ENDS}. {_shown(obstacle.text)}"
-    if lost := difference.lost:
+    if difference.lost:
+        lost = count(len(difference.lost), "parameter")
         yield (
-            f"warning: {count(len(lost), 'parameter')} lost all protection: no rule edits, freezes or traps "
-            f"the gradient now: {_names(lost)}."
+            f"warning: {lost} lost all protection: no rule edits, freezes or traps "
+            f"the gradient now: {_names(difference.lost)}."
         )
-    if untrapped := difference.untrapped:
+    if difference.untrapped:
+        untrapped = count(len(difference.untrapped), "parameter")
         yield (
-            f"warning: no trap stops or skips a step of {count(len(untrapped), 'parameter')} any more: {_names(untrapped)}. "
+            f"warning: no trap stops or skips a step of {untrapped} any more: {_names(difference.untrapped)}. "
             "A non-finite gradient or a spike reaches the weights."
         )
     if difference.order_changed:
         yield "note: the rules are in another order in the file"
-    yield from (f"note: {_shown(note)}" for note in manifest.notes)
+    for note in manifest.notes:
+        yield f"note: {_shown(note)}"
     if difference.in_effect:
         yield ""
         yield from _rules(difference)
@@ -59,40 +64,47 @@ def _summary(difference: Difference) -> str:
         return "no difference in effect"
     rules = f"{len(difference.added)} added, {len(difference.removed)} removed, {len(difference.changed)} changed"
     covered = f"{_from_to(*difference.covered)} of {len(difference.manifest.params):,}"
-    lost = f"; {len(difference.lost):,} lost all protection" * bool(difference.lost)
-    return f"{rules}; {covered} parameters under rules{lost}"
+    summary = f"{rules}; {covered} parameters under rules"
+    if difference.lost:
+        summary += f"; {len(difference.lost):,} lost all protection"
+    return summary
 
 
 def _rules(difference: Difference) -> Iterator[str]:
-    for sign, changes in (
-        ("+", difference.added),
-        ("-", difference.removed),
-        ("~", difference.changed),
-    ):
+    by_sign = {"+": difference.added, "-": difference.removed, "~": difference.changed}
+    for sign, changes in by_sign.items():
         for change in changes:
             yield f"{sign} {change.id}  {change.action} on {_binds(change)}"
-            yield from (f"      {_option(option, sign)}" for option in change.options)
+            for option in change.options:
+                yield f"      {option.name}: {_values(option, sign)}"
 
 
 def _binds(change: RuleChange) -> str:
-    before, after = change.before, change.after
-    things = f"{_from_to(len(before.names), len(after.names))} {NOUNS[change.target]}s"
+    before = change.before
+    after = change.after
+    text = f"{_from_to(len(before.names), len(after.names))} {NOUNS[change.target]}s"
     if change.target == "params":
-        things += f" ({_from_to(before.elements, after.elements)} elements)"
-    return things
+        text += f" ({_from_to(before.elements, after.elements)} elements)"
+    return text
 
 
-def _option(option: OptionChange, sign: str) -> str:
-    absent = "always" if option.name in {"steps", "optional"} else "not given"
-    texts = [
+def _values(option: OptionChange, sign: str) -> str:
+    before = _value(option.name, option.before)
+    after = _value(option.name, option.after)
+    if sign == "+":
+        return after
+    if sign == "-":
+        return before
+    return f"{before} -> {after}"
+
+
+def _value(option: str, value: Any) -> str:
+    if value is None:
+        return "always" if option in {"steps", "optional"} else "not given"
+    if isinstance(value, list) and len(value) == 1:
         # A list of one pattern is a pattern.
-        _shown(written(value[0] if isinstance(value, list) and len(value) == 1 else value))
-        if value is not None
-        else absent
-        for value in (option.before, option.after)
-    ]
-    shown = {"+": texts[1], "-": texts[0]}.get(sign) or " -> ".join(texts)
-    return f"{option.name}: {shown}"
+        value = value[0]
+    return _shown(written(value))
 
 
 def _chains(difference: Difference) -> Iterator[str]:
@@ -108,8 +120,8 @@ def _chains(difference: Difference) -> Iterator[str]:
         yield f"  {_names(names)}"
         yield f"      before: {_chain(before)}"
         yield f"      now:    {_chain(after)}"
-    if (more := len(groups) - _CHAINS) > 0:
-        yield f"  and {more} other pairs of chains: `--format json` has all"
+    if len(groups) > _CHAINS:
+        yield f"  and {len(groups) - _CHAINS} other pairs of chains: `--format json` has all"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -121,11 +133,15 @@ def _chain(ids: Sequence[str]) -> str:
 
 
 def _from_to(before: int, after: int) -> str:
-    return f"{before:,}" if before == after else f"{before:,} -> {after:,}"
+    if before == after:
+        return f"{before:,}"
+    return f"{before:,} -> {after:,}"
 
 
 def _shown(text: str) -> str:
     """Return a user's text without the commands that GitHub reads in logs: `##[`, and `::` at the start of a line."""
     shown = printable(text).replace("##[", "#\\x23[")
     # GitHub ignores blanks before the command.
-    return shown.replace("::", "\\x3a:", 1) if shown.lstrip().startswith("::") else shown
+    if shown.lstrip().startswith("::"):
+        shown = shown.replace("::", "\\x3a:", 1)
+    return shown
