@@ -265,7 +265,7 @@ def _by_rows(grad: Tensor) -> Tensor:
     for flat in _flat_parts(grad):
         even = flat.numel() // _ROW * _ROW
         rows = flat[:even].view(-1, _ROW)
-        parts = (rows,)
+        parts: Sequence[Tensor] = (rows,)
         if flat.dtype in HALF:
             # Half precision is converted in parts that stay in the cache.
             parts = torch.split(rows, 256)

@@ -5,6 +5,7 @@ each `PATTERN`. The squared difference of two projections is in the mean the squ
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -106,7 +107,7 @@ def _of_whole(flat: Tensor) -> Tensor:
 def _row_sums(rows: Tensor, signs: Tensor) -> Tensor:
     if rows.dtype not in _numbers.HALF:
         return torch.mv(rows, signs.to(rows.dtype)).double()
-    parts = (rows,)
+    parts: Sequence[Tensor] = (rows,)
     if rows.is_cpu:
         parts = torch.split(rows, _AT_ONCE)
     return torch.cat([torch.mv(part.float(), signs) for part in parts]).double()
