@@ -80,13 +80,17 @@ def ids_ignored_by(wrapper: Any) -> set[int]:
     return {id(param) for name, param in named if name in ignored}
 
 
+def ids_of(params: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset([id(param) for param in params])
+
+
 def find(params: Iterable[Tensor]) -> None:
     """Search all live objects for wrappers of some parameters that the script used before the watch, or never."""
     if _dist.world() == 1:
         return
-    wanted = {id(param) for param in params}
+    wanted = ids_of(params)
     for wrapper in _live.instances(DistributedDataParallel):
-        if any(id(param) in wanted for param in wrapper.parameters()):
+        if not wanted.isdisjoint(ids_of(wrapper.parameters())):
             _note([wrapper])
 
 

@@ -88,7 +88,7 @@ class Ranks:
         return sorted(wrappers, key=_first_index)
 
     def _indices_inside(self, wrapper: Any) -> frozenset[int]:
-        inside = {id(param) for param in wrapper.parameters()}
+        inside = data_parallel.ids_of(wrapper.parameters())
         indices = [index for index, param in enumerate(self._params()) if id(param) in inside]
         return frozenset(indices)
 
@@ -180,10 +180,10 @@ class Ranks:
 
     def averaged(self) -> frozenset[int]:
         """Return the ids of the parameters that the next backward pass averages."""
-        ids: set[int] = set()
+        params: list[Tensor] = []
         for wrapper in self._reducing():
-            ids.update([id(param) for param in data_parallel.averaged_by(wrapper)])
-        return frozenset(ids)
+            params += data_parallel.averaged_by(wrapper)
+        return data_parallel.ids_of(params)
 
     def own(self, indices: Collection[int]) -> list[int]:
         """Return the parameters whose gradients no other rank shares; none in one process."""

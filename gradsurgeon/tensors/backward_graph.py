@@ -85,14 +85,16 @@ class BackwardGraph:
         made_of: dict[Any, list[Any]] = {}
         while pending:
             node = pending.pop()
+            if node is None or node in met:
+                continue
             made = node._sequence_nr()  # noqa: SLF001 # no public name
-            if node in met or made <= number or _is_leaf(node):
+            if made <= number or _is_leaf(node):
                 continue
             met[node] = made
             if len(met) > most:
                 return []
             made_of[node] = [source for source, _ in node.next_functions]
-            pending += [source for source in made_of[node] if source is not None]
+            pending += made_of[node]
         oldest_first = sorted(met, key=met.__getitem__)
         place_of: dict[Any, int] = {node: place for place, node in enumerate(oldest_first)}
         place_of[None] = NO_GRAPH
