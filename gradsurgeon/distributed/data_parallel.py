@@ -40,7 +40,8 @@ def forget() -> None:
 
 def _prepared(original: Callable[..., Any], reducer: object, *args: Any, **named: Any) -> Any:
     returned = original(reducer, *args, **named)
-    if reducer not in [wrapper.reducer for wrapper in list(_averages)]:
+    reducers = [wrapper.reducer for wrapper in list(_averages)]
+    if reducer not in reducers:
         _note(_live.instances(DistributedDataParallel))
     for wrapper in list(_averages):
         if wrapper.reducer is reducer:
@@ -79,20 +80,26 @@ def ids_ignored_by(wrapper: Any) -> set[int]:
     return {id(param) for name, param in named if name in ignored}
 
 
+def ids_of(params: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset([id(param) for param in params])
+
+
 def find(params: Iterable[Tensor]) -> None:
     """Search all live objects for wrappers of some parameters that the script used before the watch, or never."""
-    if _dist.world() > 1:
-        wanted = set(map(id, params))
-        wrappers = _live.instances(DistributedDataParallel)
-        _note(w for w in wrappers if not wanted.isdisjoint(map(id, w.parameters())))
+    if _dist.world() == 1:
+        return
+    wanted = ids_of(params)
+    for wrapper in _live.instances(DistributedDataParallel):
+        if not wanted.isdisjoint(ids_of(wrapper.parameters())):
+            _note([wrapper])
 
 
 def _note(wrappers: Iterable[Any]) -> None:
     for wrapper in wrappers:
         if wrapper not in _averages:
             # A reducer never averages a parameter that is frozen now, even if the script unfreezes it later.
-            params = [param for param in averaged_by(wrapper) if param.requires_grad]
-            _averages[wrapper] = frozenset(map(id, params))
+            ids = [id(param) for param in averaged_by(wrapper) if param.requires_grad]
+            _averages[wrapper] = frozenset(ids)
 
 
 def known() -> list[Any]:
@@ -105,8 +112,9 @@ def is_any_awaiting() -> bool:
 
 def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
     """Return the ids of the parameters that a wrapper averages in a pass that begins now and reaches some leaves."""
-    params = _averages[wrapper] if wrapper in _awaiting else frozenset()
-    return frozenset() if params.isdisjoint(leaves) else params
+    if wrapper not in _awaiting or _averages[wrapper].isdisjoint(leaves):
+        return frozenset()
+    return _averages[wrapper]
 
 
 def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) -> list[Any]:
@@ -114,15 +122,14 @@ def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) ->
     if not _awaiting:
         return []
     # A wrapper can get its gradients in several passes, and averages in the last of them.
-    over = [
-        wrapper
-        for wrapper in list(_awaiting)
-        if (failed or _is_reduced(wrapper)) and reaches(_averages[wrapper])
-    ]
-    _awaiting.difference_update(over)
-    for wrapper in over:
-        _passes[wrapper] = passes(wrapper) + 1
-    return over
+    averaged = []
+    for wrapper in list(_awaiting):
+        is_over = failed or _is_reduced(wrapper)
+        if is_over and reaches(_averages[wrapper]):
+            averaged.append(wrapper)
+            _awaiting.discard(wrapper)
+            _passes[wrapper] = passes(wrapper) + 1
+    return averaged
 
 
 def _is_reduced(wrapper: Any) -> bool:

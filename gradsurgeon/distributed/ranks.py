@@ -13,7 +13,10 @@ from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError, TrapErr
 from gradsurgeon.tensors import _dist
 
 # The severity for a step: all ranks follow the worst.
-FINE, OVERFLOWED, SKIP, RAISE = range(4)
+FINE = 0
+OVERFLOWED = 1
+SKIP = 2
+RAISE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,16 @@ class StopReason:
     kind: type[TrapError] = NonFiniteGradientError
 
     def error(self, step: int) -> TrapError:
+        bundle = None
+        if self.diagnosis is not None and self.diagnosis.bundle:
+            bundle = self.diagnosis.bundle
         return self.kind(
             self.text,
             rule=self.rule,
             step=step,
             rank=self.rank,
             name=self.name,
-            bundle=self.diagnosis.bundle or None if self.diagnosis else None,
+            bundle=bundle,
             diagnosis=self.diagnosis,
         )
 
@@ -77,39 +83,59 @@ class Ranks:
         self._search_once()
         for wrapper in data_parallel.known():
             if wrapper not in self._wrappers:
-                inside = {id(param) for param in wrapper.parameters()}
-                params = enumerate(self._params())
-                self._wrappers[wrapper] = frozenset(i for i, param in params if id(param) in inside)
-        having = [(wrapper, indices) for wrapper, indices in self._wrappers.items() if indices]
-        return sorted(having, key=lambda pair: min(pair[1]))
+                self._wrappers[wrapper] = self._indices_inside(wrapper)
+        wrappers = [(wrapper, indices) for wrapper, indices in self._wrappers.items() if indices]
+        return sorted(wrappers, key=_first_index)
+
+    def _indices_inside(self, wrapper: Any) -> frozenset[int]:
+        inside = data_parallel.ids_of(wrapper.parameters())
+        indices = [index for index, param in enumerate(self._params()) if id(param) in inside]
+        return frozenset(indices)
 
     def _search_once(self) -> None:
         if self._known:
             return
         self._known = True
-        params = {index: param for index, param in enumerate(self._params()) if param is not None}
+        params = self._params()
         # Later wrappers are noticed on their first call.
-        data_parallel.find(params.values())
+        data_parallel.find([param for param in params if param is not None])
         meshes: dict[_dist.Groups, list[int]] = {}
-        for index, param in params.items():
-            if groups := _dist.mesh_groups(param):
+        for index, param in enumerate(params):
+            if param is None:
+                continue
+            groups = _dist.mesh_groups(param)
+            if groups:
                 meshes.setdefault(groups, []).append(index)
         self._meshes = list(meshes.values())
 
     def shard_groups(self, param_indices: Sequence[int]) -> _dist.Groups:
         self._search_once()
-        wanted = set(param_indices) if self._meshes else set()
+        if not self._meshes:
+            return ()
+        wanted = set(param_indices)
         groups: list[Any] = []
         for indices in self._meshes:
-            first = next((index for index in indices if index in wanted), None)
-            if first is not None and (param := self._params()[first]) is not None:
-                groups += _dist.mesh_groups(param)
+            for index in indices:
+                if index in wanted:
+                    groups += self._mesh_groups(index)
+                    break
         return tuple(dict.fromkeys(groups))
+
+    def _mesh_groups(self, index: int) -> _dist.Groups:
+        param = self._params()[index]
+        if param is None:
+            return ()
+        return _dist.mesh_groups(param)
 
     def groups_of(self, wrappers: Sequence[Any], indices: Sequence[int]) -> _dist.Groups:
         # A parameter inside a wrapper counts, even if the wrapper was told to ignore it.
-        having = self.wrappers_of(indices) if wrappers else ()
-        return tuple(dict.fromkeys(one.process_group for one in having if one in wrappers))
+        if not wrappers:
+            return ()
+        groups: dict[Any, None] = {}
+        for wrapper in self.wrappers_of(indices):
+            if wrapper in wrappers:
+                groups[wrapper.process_group] = None
+        return tuple(groups)
 
     def wrappers_of(self, indices: Sequence[int]) -> list[Any]:
         return [wrapper for wrapper, held in self._live() if not held.isdisjoint(indices)]
@@ -117,15 +143,18 @@ class Ranks:
     def averaging(
         self, indices: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
-        groups: dict[Any, set[int]] = {}
+        """Return the first group that averages some parameters in a pass, with the ids of these parameters."""
+        groups: _dist.Groups = ()
+        ids: set[int] = set()
         for wrapper in self.wrappers_of(indices):
-            held = self._params()
+            params = self._params()
             averaged = data_parallel.averaged(wrapper, leaves)
-            if ids := averaged.intersection(id(held[index]) for index in indices):
-                groups.setdefault(wrapper.process_group, set()).update(ids)
-        for group, params in groups.items():
-            return (group,), frozenset(params)
-        return (), frozenset()
+            own = averaged.intersection([id(params[index]) for index in indices])
+            if own and not groups:
+                groups = (wrapper.process_group,)
+            if own and wrapper.process_group in groups:
+                ids |= own
+        return groups, frozenset(ids)
 
     def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:
         # Shapes are the same on all ranks. Names may differ, because each rank can have its own experts.
@@ -134,42 +163,57 @@ class Ranks:
         for wrapper in self.wrappers():
             if wrapper.process_group in groups:
                 shared += wrapper.parameters()
-        for param in (params[index] for indices in self._meshes for index in indices):
-            if param is not None and not set(groups).isdisjoint(_dist.mesh_groups(param)):
-                shared.append(param)
+        for indices in self._meshes:
+            for index in indices:
+                param = params[index]
+                if param is not None and not set(groups).isdisjoint(_dist.mesh_groups(param)):
+                    shared.append(param)
         return [tuple(param.shape) for param in shared]
 
     def _reducing(self) -> list[Any]:
         # `no_sync` turns the flag off.
-        return [one for one in self.wrappers() if one.require_backward_grad_sync]
+        return [wrapper for wrapper in self.wrappers() if wrapper.require_backward_grad_sync]
 
     @property
     def is_reducing(self) -> bool:
         return bool(self._reducing())
 
     def averaged(self) -> frozenset[int]:
-        params = (param for one in self._reducing() for param in data_parallel.averaged_by(one))
-        return frozenset(map(id, params))
+        """Return the ids of the parameters that the next backward pass averages."""
+        params: list[Tensor] = []
+        for wrapper in self._reducing():
+            params += data_parallel.averaged_by(wrapper)
+        return data_parallel.ids_of(params)
 
     def own(self, indices: Collection[int]) -> list[int]:
+        """Return the parameters whose gradients no other rank shares; none in one process."""
+        if not self.are_several:
+            return []
         averaged = self.averaged()
         params = self._params()
-        return [
-            index
-            for index in (indices if self.are_several else ())
-            if (param := params[index]) is not None
-            and param.requires_grad
-            and id(param) not in averaged
-            and not _dist.is_divided(param)
-        ]
+        own = []
+        for index in indices:
+            param = params[index]
+            if param is None or not param.requires_grad:
+                continue
+            if id(param) not in averaged and not _dist.is_divided(param):
+                own.append(index)
+        return own
+
+
+def _first_index(wrapper_and_indices: tuple[Any, frozenset[int]]) -> int:
+    _, indices = wrapper_and_indices
+    return min(indices)
 
 
 def largest(groups: _dist.Groups) -> _dist.Groups:
+    """Return the groups without those whose ranks another group contains."""
     if len(groups) < 2:  # noqa: PLR2004 # nearly always
         return groups
-    found: dict[Any, frozenset[int]] = {}
-    for group in sorted(groups, key=lambda one: -len(_dist.members(one))):
-        ranks = frozenset(_dist.members(group))
-        if not any(ranks <= other for other in found.values()):
-            found[group] = ranks
-    return tuple(group for group in groups if group in found)
+    ranks_of = {group: frozenset(_dist.members(group)) for group in groups}
+    largest: dict[Any, frozenset[int]] = {}
+    for group in sorted(groups, key=lambda group: -len(ranks_of[group])):
+        ranks = ranks_of[group]
+        if not any(ranks <= other for other in largest.values()):
+            largest[group] = ranks
+    return tuple([group for group in groups if group in largest])

@@ -3,7 +3,7 @@
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -81,35 +81,46 @@ class Replication:
 
     def replicas(self, indices: Sequence[int]) -> list[Replicas]:
         """Return which parameters of an update other ranks hold as well."""
-        found: list[Replicas] = []
+        replicas: list[Replicas] = []
         ranks = self._ranks()
         rest = list(indices)
-        # If several wrappers have a parameter, the one that averaged it last counts.
-        for wrapper in sorted(ranks.wrappers(), key=lambda one: -self._last.get(one, 0)):
+        # If several wrappers have a parameter, the wrapper that averaged it last counts.
+        for wrapper in sorted(ranks.wrappers(), key=self._last_pass, reverse=True):
             wrapped = ranks.inside(wrapper) - self._ignored_by(wrapper)
             own = [index for index in rest if index in wrapped]
             rest = [index for index in rest if index not in wrapped]
             if own and len(_dist.members(wrapper.process_group)) > 1:
-                found.append(self._of_wrapper(wrapper, own))
+                replicas.append(self._of_wrapper(wrapper, own))
+        replicas += self._outside_wrappers(rest)
+        return replicas
+
+    def _last_pass(self, wrapper: Any) -> int:
+        return self._last.get(wrapper, 0)
+
+    def _outside_wrappers(self, indices: Sequence[int]) -> Iterator[Replicas]:
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         params = self._params()
-        for index in rest:
-            if (param := params[index]) is not None:
+        for index in indices:
+            param = params[index]
+            if param is not None:
                 by_ranks.setdefault(_dist.holders(param), []).append(index)
         for holders, own in by_ranks.items():
             if len(holders) > 1:
                 key = f"by-hand/{self._hash(holders, own)}"
-                found.append(Replicas(key, own, holders, (0, self._passes)))
-        return found
+                yield Replicas(key, own, holders, (0, self._passes))
 
     def _of_wrapper(self, wrapper: Any, indices: Sequence[int]) -> Replicas:
         ranks = tuple(_dist.members(wrapper.process_group))
         if wrapper not in self._numbers:
             self._numbers[wrapper] = self._met[ranks]
             self._met[ranks] += 1
-        missed = {index: self._missed[index] for index in indices if index in self._missed}
-        known = self._averaged_by(wrapper)
-        missed |= {index: "unknown" for index in indices if index not in known}
+        averaged = self._averaged_by(wrapper)
+        missed: dict[int, Missed] = {}
+        for index in indices:
+            if index not in averaged:
+                missed[index] = "unknown"
+            elif index in self._missed:
+                missed[index] = self._missed[index]
         if "alone" in missed.values() or not data_parallel.averages_plainly(wrapper):
             self._unpromised.add(wrapper)
         return Replicas(
@@ -134,10 +145,13 @@ class Replication:
 
     def _hash(self, ranks: tuple[int, ...], indices: Sequence[int]) -> int:
         """Return a number that ranks have in common if they have these parameters in common."""
-        wanted = ranks, tuple(indices)
-        if wanted not in self._hashes:
+        key = (ranks, tuple(indices))
+        if key not in self._hashes:
             params = self._params()
-            shapes = [tuple(getattr(params[index], "shape", ())) for index in indices]
-            names = [self._names[index] for index in indices]
-            self._hashes[wanted] = zlib.crc32(repr((ranks, names, shapes)).encode())
-        return self._hashes[wanted]
+            names = []
+            shapes = []
+            for index in indices:
+                names.append(self._names[index])
+                shapes.append(tuple(getattr(params[index], "shape", ())))
+            self._hashes[key] = zlib.crc32(repr((ranks, names, shapes)).encode())
+        return self._hashes[key]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from gradsurgeon.language.planning import Plan, is_for, shortfalls
+from gradsurgeon.language.planning import Manifest, Plan, is_for, shortfalls
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors._channel import Channel, numbered
@@ -64,8 +64,10 @@ class Meeting:
         self, groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionInfo
     ) -> None:
         kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
-        # The ranks of a mesh belong to different groups each.
-        name = groups[0].group_name if len(groups) == 1 else ""
+        name = ""
+        if len(groups) == 1:
+            # Each rank of a mesh belongs to other groups, so several groups have no common name.
+            name = groups[0].group_name
         self._topic = f"sessions/{name}/{kind}"
         self._info = info
         self._enter(Channel(numbered(self._topic)))
@@ -85,16 +87,22 @@ class Meeting:
             return self._roll_of({self.channel.rank: self._info}, self._info.peers)
 
     def _roll(self, limit: float) -> Roll | None:
-        while (peers := self._peers(limit)) is not None:
+        while True:
+            peers = self._peers(limit)
+            if peers is None:
+                return None
             here = self.channel.present("met", peers, 0.0)
             closed = self.channel.agree(_CLOSED, here)
-            # A roll that was closed earlier belonged to another session: other ranks have had one more.
             if self.channel.rank in closed:
-                sessions = {rank: self.channel.get(f"met/{rank}") for rank in closed}
+                sessions = {rank: self._met(rank) for rank in closed}
                 return self._roll_of(sessions, peers)
+            # A roll that was closed earlier belonged to another session: other ranks have had one more.
             self._leave()
             self._enter(self.channel.at(numbered(self._topic)))
-        return None
+
+    def _met(self, rank: int) -> SessionInfo:
+        info: SessionInfo = self.channel.get(f"met/{rank}")
+        return info
 
     def _peers(self, limit: float) -> set[int] | None:
         """Return the ranks that share gradients, also through others. With a limit of 0 all of them must have come."""
@@ -102,23 +110,29 @@ class Meeting:
         more = set(self._info.peers)
         while not more <= peers:
             peers |= more
-            if not (limit or self.channel.is_met("met", peers)):
+            if not limit and not self.channel.is_met("met", peers):
                 return None
-            here = self.channel.present("met", peers, limit)
-            more = {peer for rank in here for peer in self.channel.get(f"met/{rank}").peers}
+            more = set()
+            for rank in self.channel.present("met", peers, limit):
+                more.update(self._met(rank).peers)
         return peers
 
     def _roll_of(self, sessions: dict[int, SessionInfo], peers: Iterable[int]) -> Roll:
         channel = self.channel
         channel.ranks = tuple(sessions)
-        # The rank that closed the roll may have known more peers.
-        wanted = set(peers).union(*(session.peers for session in sessions.values()))
+        wanted = set(peers)
+        others = []
+        for rank, session in sessions.items():
+            # The rank that closed the roll may have known more peers.
+            wanted.update(session.peers)
+            if (session.plan, session.step) != (self._info.plan, self._info.step):
+                others.append(rank)
         lacking = []
-        if absent := sorted(wanted.difference(sessions)):
+        absent = sorted(wanted.difference(sessions))
+        if absent:
             # They may come later, and must not take another session for this one.
             channel.keep(_CLOSED)
             lacking.append(unheard(absent))
-        others = [rank for rank, session in sessions.items() if session[:2] != self._info[:2]]
         if others:
             having = _dist.having(others)
             lacking.append(f"{having} other rules, mode or step than rank {channel.rank}")
@@ -136,7 +150,8 @@ class Meeting:
             return None
         if roll.lacking:
             self.channel.close()
-        return roll.lacking or roll.channel
+            return roll.lacking
+        return roll.channel
 
     def _absent(self) -> str:
         here = [self.channel.rank]
@@ -168,43 +183,68 @@ def lacking(
         return shortfalls(rules, models), {}
     channel = Channel(f"matched/{rules.sha256}")
     mine = _matched.setdefault(rules.sha256, {})
-    for rule in rules.rules:
-        for plan in plans.values():
-            names = [binding.name for binding in plan.of(rule.id)]
-            # Only rules with `expect` need the number of names; for other rules one name is enough.
-            most = None if rule.expect else 1
-            mine.setdefault(rule.id, set()).update(names[:most])
+    _add_names(mine, rules, plans)
     # A store that has failed must not end the script: no other rank can be asked then.
     with suppress(RuntimeError):
         channel.set(f"names/{channel.rank}", mine)
-    short = {
-        rule.id: shortfalls(replace(rules, rules=(rule,)), models)
-        for rule in rules.rules
-        if not (alone and rule.model) or any(is_for(rule, manifest) for manifest in models.values())
-    }
-    asked = [
-        rule for rule in rules.rules if short.get(rule.id) or (rule.expect and rule.id in short)
-    ]
+    short = _short(rules, models, alone=alone)
+    must_match = [rule for rule in rules.rules if rule.id in short]
+    asked = [rule for rule in must_match if short[rule.id] or rule.expect]
     if not asked:
         return [], {}
-    matched: dict[int, Names] = {channel.rank: mine}
-    every = range(_dist.world())
-    with suppress(RuntimeError):
-        here = channel.present("names", every, LIMIT)
-        matched = {rank: channel.get(f"names/{rank}") for rank in here}
-    absent = [rank for rank in every if rank not in matched]
-    silent = f"; {unheard(absent)}" if absent else ""
+    matched, silent = _matched_by_rank(channel, mine)
     errors: list[str] = []
     notes: dict[str, str] = {}
     for rule in asked:
-        by_rank = {rank: names[rule.id] for rank, names in matched.items() if names.get(rule.id)}
-        count = len(set().union(*by_rank.values()))
-        is_enough = by_rank or rule.optional
-        if not is_enough or (rule.expect and rule.expect.params != count):
-            other = f"{rules.place(rule.id)}: rule {rule.id}: {_OTHER_NUMBER}"
-            texts = short[rule.id] or [other]
+        having = [rank for rank, names in matched.items() if names.get(rule.id)]
+        everywhere = set[str]()
+        for rank in having:
+            everywhere |= matched[rank][rule.id]
+        count = len(everywhere)
+        is_missing = not having and not rule.optional
+        if is_missing or (rule.expect and rule.expect.params != count):
+            texts = short[rule.id]
+            if not texts:
+                texts = [f"{rules.place(rule.id)}: rule {rule.id}: {_OTHER_NUMBER}"]
             errors += [f"{text} (on all ranks together: {count}{silent})" for text in texts]
-        elif by_rank and not mine.get(rule.id):
+        elif having and not mine.get(rule.id):
             where = f"matches nothing on rank {channel.rank}"
-            notes[rule.id] = f"{where}; {_dist.having([*by_rank])} it"
+            notes[rule.id] = f"{where}; {_dist.having(having)} it"
     return errors, notes
+
+
+def _short(rules: RuleSet, models: Mapping[str, Manifest], *, alone: bool) -> dict[str, list[str]]:
+    """Return the errors of this rank by rule, without rules that may match nothing."""
+    short: dict[str, list[str]] = {}
+    for rule in rules.rules:
+        may_match_nothing = alone and rule.model
+        if may_match_nothing and not any(is_for(rule, manifest) for manifest in models.values()):
+            continue
+        short[rule.id] = shortfalls(replace(rules, rules=(rule,)), models)
+    return short
+
+
+def _matched_by_rank(channel: Channel, mine: Names) -> tuple[dict[int, Names], str]:
+    """Return the names that each rank has matched, and a text about ranks that did not answer in time."""
+    matched = {channel.rank: mine}
+    ranks = range(_dist.world())
+    # Without the store this rank knows only its own names.
+    with suppress(RuntimeError):
+        here = channel.present("names", ranks, LIMIT)
+        matched = {rank: channel.get(f"names/{rank}") for rank in here}
+    absent = [rank for rank in ranks if rank not in matched]
+    silent = ""
+    if absent:
+        silent = f"; {unheard(absent)}"
+    return matched, silent
+
+
+def _add_names(matched: Names, rules: RuleSet, plans: Mapping[str, Plan]) -> None:
+    for rule in rules.rules:
+        # Only rules with `expect` need the number of names; for other rules one name is enough.
+        most = None
+        if not rule.expect:
+            most = 1
+        for plan in plans.values():
+            names = [binding.name for binding in plan.of(rule.id)]
+            matched.setdefault(rule.id, set()).update(names[:most])

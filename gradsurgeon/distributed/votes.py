@@ -50,7 +50,8 @@ class Counter:
         self._host_name = hosts[channel.rank]
         here = [rank for rank, host in hosts.items() if host == self._host_name]
         self._here = len(here)
-        self._by_host = len(hosts) > MANY and 1 < len(set(hosts.values())) < len(hosts)
+        host_count = len(set(hosts.values()))
+        self._by_host = len(hosts) > MANY and 1 < host_count < len(hosts)
         self._owns = min(hosts) == channel.rank
         self.serves = self._by_host and min(here) == channel.rank
         # The server of this host, if there is one, and the key that this rank reads for its host.
@@ -62,10 +63,12 @@ class Counter:
         if not self._by_host:
             return
         key = f"host/{self._host_name}"
-        port = None if self.serves else self._channel.get(key)
-        self._host = _job_store.server(port, timedelta(seconds=limit))
+        patience = timedelta(seconds=limit)
         if self.serves:
+            self._host = _job_store.server(None, patience)
             self._channel.set(key, self._host.port)
+        else:
+            self._host = _job_store.server(self._channel.get(key), patience)
 
     def is_complete(self, value: int) -> bool:
         return voted(value) == self._number
@@ -81,24 +84,30 @@ class Counter:
         return self._channel.add(key, vote)
 
     def read(self, key: str) -> int:
+        if self._host is None:
+            return self._channel.add(key, 0)
         # If the serving rank of the host has finished and exited, the job's store has the host's sum.
         with suppress(RuntimeError):
-            if self._host is not None and (known := self._known(key)) is not None:
+            known = self._known(key)
+            if known is not None:
                 return known
         value = self._channel.add(key, 0)
-        if self._host is not None and self.is_complete(value):
+        if self.is_complete(value):
             with suppress(RuntimeError):
                 self._host.add(f"{key}/known", value)
         return value
 
     def _known(self, key: str) -> int | None:
         """Return the sum that the server of this host has, ``None`` if this rank has to ask for the host."""
-        if known := int(self._host.add(f"{key}/known", 0)):
+        known = int(self._host.add(f"{key}/known", 0))
+        if known:
             return known
         # The first rank that asks does so for its host, and keeps asking.
         if self._reading != key and self._host.add(f"{key}/reads", 1) == 1:
             self._reading = key
-        return None if self._reading == key else 0
+        if self._reading == key:
+            return None
+        return 0
 
     def forget(self, key: str) -> None:
         """Delete an old number from the server of this host."""
@@ -214,8 +223,9 @@ class Voter:
         return values
 
     def _object(self, number: int, objections: Sequence[Objection]) -> None:
-        is_guilty = any(objection.guilty for objection in objections)
-        kind = f"{number}/{'guilty' if is_guilty else 'other'}"
+        kind = f"{number}/other"
+        if any(objection.guilty for objection in objections):
+            kind = f"{number}/guilty"
         self.channel.own(kind)
         place = self.channel.add(kind, 1)
         if place <= _MOST:
@@ -225,7 +235,9 @@ class Voter:
         value = self._awaited(str(number), value)
         if value >= LATE:
             # The first rank that decides on a pass with a late vote decides for all.
-            own = "vote" if self._counter.is_complete(value) else "go"
+            own = "go"
+            if self._counter.is_complete(value):
+                own = "vote"
             if self.channel.agree(f"{number}/late", own) != "vote":
                 return _GO
             value = self.channel.add(str(number), 0)
@@ -237,14 +249,20 @@ class Voter:
 
     def _awaited(self, key: str, value: int) -> int:
         began = time.monotonic()
-        is_complete = self._counter.is_complete
-        while not is_complete(value) and not is_complete(value := self._counter.read(key)):
+        if self._counter.is_complete(value):
+            return value
+        while True:
+            value = self._counter.read(key)
+            if self._counter.is_complete(value):
+                return value
             waited = time.monotonic() - began
-            gone = self._gone() if waited > _LONGEST else []
+            gone: list[int] = []
+            if waited > _LONGEST:
+                gone = self._gone()
             if gone or waited > self._patience:
                 return self._given_up(key, gone, waited)
-            time.sleep(min(max(_SHORTEST, _SHARE * waited), _LONGEST))
-        return value
+            pause = max(_SHORTEST, _SHARE * waited)
+            time.sleep(min(pause, _LONGEST))
 
     def _given_up(self, key: str, gone: Sequence[int], waited: float) -> int:
         value = self.channel.add(key, LATE)

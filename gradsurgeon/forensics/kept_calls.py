@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.forensics.kept_step import KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning import ROOT, class_names, is_scripted, named_modules
-from gradsurgeon.tensors import _backward_calls, _torch
+from gradsurgeon.tensors import _backward_calls, _torch, _unsaved_hooks
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
@@ -66,13 +66,13 @@ class KeptCalls:
             # It comes before hooks of the script, which a replay runs as well.
             before = hooked.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
             for handle in (before, hooked.register_forward_hook(hook.after, always_call=True)):
-                _torch.leave_behind(handle)
+                _unsaved_hooks.leave_behind(handle)
                 self._handles.append(handle)
         self._forget()
 
     def detach(self) -> None:
         while self._handles:
-            _torch.take_off(self._handles.pop())
+            _unsaved_hooks.take_off(self._handles.pop())
         self._forget()
 
     def _forget(self) -> None:

@@ -16,7 +16,7 @@ from gradsurgeon.runtime.activation_rules import ActivationRules, DueOnTensor, N
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import ModuleEffects
 from gradsurgeon.runtime.shared_inputs import SharedInputs
-from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors import _unsaved_hooks
 from gradsurgeon.tensors._torch import uncompiled
 from gradsurgeon.tensors.structure import (
     Arguments,
@@ -236,10 +236,10 @@ class ModuleHooks:
             after = OutputHook(activations, name, effects.on_output)
             handles.append(module.register_forward_hook(after, with_kwargs=True))
         for handle in handles:
-            _torch.leave_behind(handle)
+            _unsaved_hooks.leave_behind(handle)
         return True
 
     def _take_off(self, name: str) -> None:
         _, handles = self._hooked.pop(name, (None, []))
         for handle in handles:
-            _torch.take_off(handle)
+            _unsaved_hooks.take_off(handle)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -52,21 +52,26 @@ def before(call: Before) -> Callable[[], None]:
 
 def around(context: Around, *, outermost: bool = False) -> Callable[[], None]:
     """Enter the context that a function returns for each pass, ``outermost`` before earlier ones; return a function that ends this."""
-    return _added(_around, context, 0 if outermost else len(_around))
+    place = len(_around)
+    if outermost:
+        place = 0
+    return _added(_around, context, place)
 
 
 def is_only_grad() -> bool:
     """Tell whether passes run, and all of them are `torch.autograd.grad` calls."""
-    return bool(_running) and not any(call.accumulates for call in _running)
+    if not _running:
+        return False
+    return not any(call.accumulates for call in _running)
 
 
-def _added(watching: list[Any], one: object, place: int) -> Callable[[], None]:
-    watching.insert(place, one)
+def _added(watching: list[Any], watcher: object, place: int) -> Callable[[], None]:
+    watching.insert(place, watcher)
     if not _installed:
         _installed.append(_install())
 
     def end() -> None:
-        watching.remove(one)
+        watching.remove(watcher)
         if not (_before or _around):
             _installed.pop().close()
 
@@ -121,15 +126,18 @@ def _end(stack: ExitStack) -> None:
     # Torch calls this function from a `finally`: if the traceback of the error begins there, the pass raised it.
     error = sys.exception()
     engine = sys._getframe(1)  # noqa: SLF001 # documented
-    trace = None if error is None else error.__traceback__
     try:
-        if error is None or trace is None or trace.tb_frame is not engine:
+        if error is None or not _begins_in(error.__traceback__, engine):
             stack.close()
         else:
-            stack.__exit__(type(error), error, trace)
+            stack.__exit__(type(error), error, error.__traceback__)
     except BaseException:
         _torch.forget_pass()
         raise
+
+
+def _begins_in(trace: TracebackType | None, frame: FrameType) -> bool:
+    return trace is not None and trace.tb_frame is frame
 
 
 def _entered(outputs: Sequence[Any], args: Sequence[Any], named: Mapping[str, Any]) -> ExitStack:

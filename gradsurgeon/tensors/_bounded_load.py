@@ -9,7 +9,7 @@ import pickletools
 import stat
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from math import prod
@@ -102,7 +102,10 @@ class _Sparing:
         self.tell = file.tell
 
     def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size if 0 <= size <= _MOST_READ_AT_ONCE else _MOST_READ_AT_ONCE + 1)
+        is_bounded = 0 <= size <= _MOST_READ_AT_ONCE
+        if not is_bounded:
+            size = _MOST_READ_AT_ONCE + 1
+        data = self._file.read(size)
         if len(data) > _MOST_READ_AT_ONCE:
             raise RefusedError("its list of members or its pickle is too long")
         return data
@@ -113,30 +116,42 @@ class _Sparing:
 
 def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]]:
     members = archive.infolist()
-    if (number := len(members)) > MOST_MEMBERS:
+    number = len(members)
+    if number > MOST_MEMBERS:
         raise RefusedError(f"it has {number:,} members, and at most {MOST_MEMBERS:,} are read")
-    if any(
-        m.compress_type != zipfile.ZIP_STORED or m.compress_size != m.file_size for m in members
-    ):
-        raise RefusedError("it has compressed members, which `torch.save` never writes")
-    sizes = {member.filename: member.file_size for member in members}
+    sizes: dict[str, int] = {}
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+            raise RefusedError("it has compressed members, which `torch.save` never writes")
+        sizes[member.filename] = member.file_size
     root = next(iter(sizes), "").partition("/")[0]
     pickled = f"{root}/data.pkl"
-    data = f"{root}/data/"
-    # `torch.load` must find the members that are checked here, and no others. It ignores case.
-    is_plain = (
-        len({name.lower() for name in sizes}) == number
-        and all(name.startswith(f"{root}/") for name in sizes)
-        and min((member.header_offset for member in members), default=1) == 0
-        and sum(sizes.values()) <= size
-        and not archive.comment
-    )
-    if not is_plain or pickled not in sizes:
+    if pickled not in sizes or not _are_plain(archive, f"{root}/", size):
         raise RefusedError("its members are not as `torch.save` writes them")
     if sizes[pickled] > _MOST_READ_AT_ONCE:
         raise RefusedError("its pickle is too long")
-    tensors = {name.removeprefix(data): sizes[name] for name in sizes if name.startswith(data)}
+    data = f"{root}/data/"
+    tensors: dict[str, int] = {}
+    for name, member_size in sizes.items():
+        if name.startswith(data):
+            tensors[name.removeprefix(data)] = member_size
     return archive.read(pickled), tensors
+
+
+def _are_plain(archive: zipfile.ZipFile, root: str, size: int) -> bool:
+    """Tell whether `torch.load` finds the members that are checked here, and no others."""
+    names: set[str] = set()
+    offsets: list[int] = []
+    total = 0
+    for member in archive.infolist():
+        if not member.filename.startswith(root):
+            return False
+        names.add(member.filename.lower())  # `torch.load` ignores case
+        offsets.append(member.header_offset)
+        total += member.file_size
+    if len(names) < len(offsets) or min(offsets) != 0:
+        return False
+    return total <= size and not archive.comment
 
 
 def _count_opcodes(raw: bytes) -> None:
@@ -176,13 +191,13 @@ class _DryRun(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        known = self._known.get((module, name))
-        if known is None and module == "torch":
-            known = _STORAGES.get(name, getattr(torch, name, None))
-            known = known if isinstance(known, torch.dtype) else None
-        if known is None:
-            raise RefusedError(f"it holds objects that would run code ({module}.{name})"[:200])
-        return known
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if module == "torch":
+            dtype = _STORAGES.get(name, getattr(torch, name, None))
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        raise RefusedError(f"it holds objects that would run code ({module}.{name})"[:200])
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, numel = pid
@@ -197,12 +212,15 @@ class _DryRun(pickle.Unpickler):
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> None:
         grad, _, dtype = rest
         numbers = (offset, *size, *stride)
-        if any(type(n) is not int or n < 0 for n in numbers) or type(grad) is not bool:
+        are_sizes = all(type(number) is int and number >= 0 for number in numbers)
+        if not are_sizes or type(grad) is not bool:
             raise RefusedError("a tensor has sizes that are none")
         numel = prod(size)
         room = storage.numel * storage.dtype.itemsize // dtype.itemsize
-        reach = sum((n - 1) * by for n, by in zip(size, stride, strict=True))
-        if numel and offset + reach >= room:
+        last = offset
+        for length, step in zip(size, stride, strict=True):
+            last += (length - 1) * step
+        if numel and last >= room:
             raise RefusedError("a tensor reaches beyond its storage")
         self._left -= numel * dtype.itemsize
         if self._left < 0:
@@ -217,7 +235,9 @@ def _measure(content: Any) -> None:
         met += 1
         if met > MOST_VALUES or depth > DEEPEST:
             raise RefusedError("its structure is too large, too deep, or has no end")
+        parts: Iterable[Any] = ()
         if isinstance(value, dict):
-            pending += [(part, depth + 1) for pair in value.items() for part in pair]
+            parts = [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
-            pending += [(part, depth + 1) for part in value]
+            parts = value
+        pending += [(part, depth + 1) for part in parts]

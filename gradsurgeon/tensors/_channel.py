@@ -77,7 +77,9 @@ class Channel:
     ) -> None:
         self.topic = topic
         self._prefix = f"{_job_store.attempt()}/{topic}"
-        self._connection = connection or _job_store.connect()
+        if connection is None:
+            connection = _job_store.connect()
+        self._connection = connection
         self.ranks = tuple(ranks)
         self.rank = self._connection.rank
         self.age = 0
@@ -149,7 +151,10 @@ class Channel:
 
     def is_met(self, name: str, ranks: Iterable[int]) -> bool:
         """Tell whether some ranks have come to a meeting, or another rank has closed it."""
-        return self.check(*(f"{name}/{rank}" for rank in ranks)) or self.check(f"{name}/closed")
+        keys = [f"{name}/{rank}" for rank in ranks]
+        if self.check(*keys):
+            return True
+        return self.check(f"{name}/closed")
 
     def present(self, name: str, ranks: Iterable[int], limit: float) -> list[int]:
         """Return the ranks that come to a meeting within some seconds, or before another rank closes it."""
@@ -166,22 +171,24 @@ class Channel:
         """Return the messages of the ranks that come within some seconds, the same on all of them."""
         self.set(f"{name}/{self.rank}", message)
         here = self.present(name, ranks, limit)
-        return {rank: self.get(f"{name}/{rank}") for rank in self.agree(f"{name}/closed", here)}
+        agreed = self.agree(f"{name}/closed", here)
+        return {rank: self.get(f"{name}/{rank}") for rank in agreed}
 
     def go_on(self) -> None:
         """Grow older, and delete the keys of this rank that are old."""
         self.age += 1
-        old = [key for key, age in self._keys.items() if 0 < age <= self.age - KEPT]
-        for key in old:
-            self.request("delete_key", key)
-            del self._keys[key]
+        for key, age in list(self._keys.items()):
+            if 0 < age <= self.age - KEPT:
+                self.request("delete_key", key)
+                del self._keys[key]
 
     def close(self) -> None:
         """Leave. The last rank deletes all keys. If the store has gone first, no rank needs to know."""
         if self.is_over:
             return
         with suppress(RuntimeError):
-            self.request("set", f"left/{self.rank}", pickle.dumps((self._keys, self._posted)))
+            leftovers = (self._keys, self._posted)
+            self.request("set", f"left/{self.rank}", pickle.dumps(leftovers))
             if self.add("left", 1) == len(self.ranks):
                 self._sweep()
         self.is_over = True

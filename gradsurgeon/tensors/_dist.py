@@ -9,8 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,19 +23,29 @@ def rank() -> int:
         return int(torch.distributed.get_rank())
     # torchrun sets this variable before there is a process group, or without one.
     variable = os.environ.get("RANK", "")
-    return int(variable) if variable.isdecimal() else 0
+    if not variable.isdecimal():
+        return 0
+    return int(variable)
 
 
 def named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    numbers = ", ".join([str(rank) for rank in ranks])
+    if len(ranks) > 1:
+        return f"ranks {numbers}"
+    return f"rank {numbers}"
 
 
 def having(ranks: Sequence[int]) -> str:
-    return f"{named(ranks)} {'have' if len(ranks) > 1 else 'has'}"
+    verb = "has"
+    if len(ranks) > 1:
+        verb = "have"
+    return f"{named(ranks)} {verb}"
 
 
 def world() -> int:
-    return int(torch.distributed.get_world_size()) if is_used() else 1
+    if not is_used():
+        return 1
+    return int(torch.distributed.get_world_size())
 
 
 def is_used() -> bool:
@@ -45,6 +54,8 @@ def is_used() -> bool:
 
 
 PLAIN = {Tensor, torch.nn.Parameter}
+# Seconds that a collective waits by default.
+_PATIENCE = 600.0
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -56,7 +67,11 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
-    return not set(map(type, tensors)) <= PLAIN and any(map(is_sharded, tensors))
+    # Loops over the tensors take six times as long. Nearly always the types alone give the answer.
+    types = set(map(type, tensors))
+    if types <= PLAIN:
+        return False
+    return any(map(is_sharded, tensors))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -74,29 +89,35 @@ def places(tensor: Tensor) -> list[Tensor]:
     if not is_sharded(tensor):
         return []
     sharded: Any = tensor
-    found = []
+    mesh = sharded.device_mesh
+    indices = []
     for dim, size in enumerate(tensor.shape):
-        shape = [size if dim == other else 1 for other in range(tensor.dim())]
+        shape = [1] * tensor.dim()
+        shape[dim] = size
         index = torch.arange(size).view(shape)
-        for number, kind in enumerate(sharded.placements):
-            if kind.is_shard(dim):
-                mesh = sharded.device_mesh
+        for mesh_dim, placement in enumerate(sharded.placements):
+            if placement.is_shard(dim):
                 # No public name; it knows the order in which FSDP2 divides what tensor parallelism has divided.
-                chunks, _ = kind._split_tensor(  # noqa: SLF001
-                    index, mesh.size(number), with_padding=False, contiguous=True
+                chunks, _ = placement._split_tensor(  # noqa: SLF001
+                    index, mesh.size(mesh_dim), with_padding=False, contiguous=True
                 )
-                index = chunks[mesh.get_coordinate()[number]]
-        found.append(index.flatten())
-    return found
+                index = chunks[mesh.get_coordinate()[mesh_dim]]
+        indices.append(index.flatten())
+    return indices
 
 
 def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list(map(local, tensors)) if any_sharded(tensors) else list(tensors)
+    if not any_sharded(tensors):
+        return list(tensors)
+    return [local(tensor) for tensor in tensors]
 
 
 def is_partial(tensor: Tensor) -> bool:
     """Tell whether a tensor still awaits a sum over ranks, as sequence parallel layers leave it."""
-    return is_sharded(tensor) and any(kind.is_partial() for kind in cast("Any", tensor).placements)
+    if not is_sharded(tensor):
+        return False
+    sharded: Any = tensor
+    return any(placement.is_partial() for placement in sharded.placements)
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -106,7 +127,10 @@ def settled(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 # a DTensor exists, so torch has imported it
 
     sharded: Any = tensor
-    placements = [Replicate() if kind.is_partial() else kind for kind in sharded.placements]
+    placements = list(sharded.placements)
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_partial():
+            placements[mesh_dim] = Replicate()
     with torch.no_grad():
         complete: Tensor = sharded.redistribute(placements=placements)
     return complete
@@ -132,8 +156,11 @@ def spread(tensor: Tensor) -> Groups:
     if not is_sharded(tensor):
         return ()
     sharded: Any = tensor
-    kinds = enumerate(sharded.placements)
-    return tuple(sharded.device_mesh.get_group(place) for place, kind in kinds if kind.is_shard())
+    groups = []
+    for mesh_dim, placement in enumerate(sharded.placements):
+        if placement.is_shard():
+            groups.append(sharded.device_mesh.get_group(mesh_dim))
+    return tuple(groups)
 
 
 _sharing: weakref.WeakKeyDictionary[Any, dict[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
@@ -144,25 +171,31 @@ def sharing(tensor: Tensor) -> tuple[int, ...]:
     if not is_sharded(tensor):
         return ()
     sharded: Any = tensor
-    known = _sharing.setdefault(sharded.device_mesh, {})
-    if (
-        sharded.placements not in known
-    ):  # indexing a mesh takes longer than measuring a small tensor
-        known[sharded.placements] = _ranks_sharing(sharded.device_mesh, sharded.placements)
-    return known[sharded.placements]
+    mesh = sharded.device_mesh
+    placements = sharded.placements
+    # Indexing a mesh takes longer than measuring a small tensor.
+    known = _sharing.setdefault(mesh, {})
+    if placements not in known:
+        known[placements] = _ranks_sharing(mesh, placements)
+    return known[placements]
 
 
 def _ranks_sharing(mesh: Any, placements: Any) -> tuple[int, ...]:
     # Along the other dimensions all ranks hold the same elements.
-    ranks = _ranks_along(mesh, [kind.is_shard() for kind in placements])
-    return ranks if len(ranks) > 1 else ()
+    ranks = _ranks_along(mesh, [placement.is_shard() for placement in placements])
+    if len(ranks) == 1:
+        return ()
+    return ranks
 
 
-def _ranks_along(mesh: Any, dims: Sequence[bool]) -> tuple[int, ...]:
+def _ranks_along(mesh: Any, is_free: Sequence[bool]) -> tuple[int, ...]:
     """Return the ranks that differ from this one along some dimensions of a mesh alone, ascending; itself included."""
-    pairs = zip(mesh.get_coordinate(), dims, strict=True)
-    index = tuple(slice(None) if is_free else own for own, is_free in pairs)
-    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+    index = list(mesh.get_coordinate())
+    for mesh_dim, varies in enumerate(is_free):
+        if varies:
+            index[mesh_dim] = slice(None)
+    ranks = mesh.mesh[tuple(index)].flatten().tolist()
+    return tuple(sorted(ranks))
 
 
 def holders(tensor: Tensor) -> tuple[int, ...]:
@@ -172,11 +205,15 @@ def holders(tensor: Tensor) -> tuple[int, ...]:
     if not is_sharded(tensor):
         return tuple(range(world()))
     sharded: Any = tensor
-    return _ranks_along(sharded.device_mesh, [not kind.is_shard() for kind in sharded.placements])
+    is_copied = [not placement.is_shard() for placement in sharded.placements]
+    return _ranks_along(sharded.device_mesh, is_copied)
 
 
 def mesh_groups(tensor: Tensor) -> Groups:
-    return tuple(cast("Any", tensor).device_mesh.get_all_groups()) if is_sharded(tensor) else ()
+    if not is_sharded(tensor):
+        return ()
+    sharded: Any = tensor
+    return tuple(sharded.device_mesh.get_all_groups())
 
 
 def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
@@ -185,7 +222,9 @@ def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
     A group serves only the devices of its backends: NCCL cannot reduce a tensor on the host.
     """
     reduced = values.clone()
-    kind = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
+    kind = torch.distributed.ReduceOp.SUM
+    if op == "max":
+        kind = torch.distributed.ReduceOp.MAX
     for group in groups:
         reduced = reduced.to(_reducible_on(group, reduced.device))
         torch.distributed.all_reduce(reduced, op=kind, group=group)
@@ -210,7 +249,8 @@ def over_ranks(grads: Sequence[Tensor], parts: Tensor, merge: Callable[[Tensor],
     """
     places_of: dict[Groups, list[int]] = {}
     for place, grad in enumerate(grads):
-        places_of.setdefault(spread(grad), []).append(place)
+        groups = spread(grad)
+        places_of.setdefault(groups, []).append(place)
     merged = parts.new_empty(len(grads))
     for groups, places in places_of.items():
         index = torch.tensor(places, device=parts.device)
@@ -241,13 +281,14 @@ def members(group: Any) -> list[int]:
 
 def patience(groups: Groups) -> float:
     """Return the shortest time, in seconds, that the collectives of some groups wait for a rank."""
-    times = [timedelta(minutes=10)]
+    seconds: list[float] = []
     for group in groups:
         device = torch.device(_reducible_on(group, torch.device("cpu")))
         with suppress(AttributeError, RuntimeError):  # a third-party backend
             # There is no public name.
-            times.append(group._get_backend(device).options._timeout)  # noqa: SLF001 # see above
-    return min(times[1:] or times).total_seconds()
+            timeout = group._get_backend(device).options._timeout  # noqa: SLF001 # see above
+            seconds.append(timeout.total_seconds())
+    return min(seconds, default=_PATIENCE)
 
 
 def is_flattened(param: Tensor) -> bool:
@@ -256,4 +297,6 @@ def is_flattened(param: Tensor) -> bool:
 
 def is_divided(param: Tensor | None) -> bool:
     """Tell whether each rank has a part of a parameter, so autograd works on other tensors."""
-    return param is not None and (is_sharded(param) or is_flattened(param))
+    if param is None:
+        return False
+    return is_sharded(param) or is_flattened(param)

@@ -95,13 +95,15 @@ def is_hosted_here() -> bool:
 
 def attempt() -> str:
     """Return a key for this attempt of a job: an agent that restarts the ranks keeps its store."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return "/".join(["gradsurgeon", *(os.environ.get(name, "") for name in names)])
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return f"gradsurgeon/{run}/{restarts}"
 
 
 def server(port: int | None, limit: timedelta) -> Any:
     """Return a key-value store of this host: a new server in this process, or a client of one on a port."""
     distributed: Any = torch.distributed
-    return distributed.TCPStore(
-        "127.0.0.1", port or 0, None, port is None, limit, wait_for_workers=False
-    )
+    is_server = port is None
+    if port is None:
+        port = 0  # any free port
+    return distributed.TCPStore("127.0.0.1", port, None, is_server, limit, wait_for_workers=False)

@@ -27,8 +27,11 @@ def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
 
 
 def values(grad: Tensor) -> Tensor:
+    """Return the stored elements of a gradient of any layout, detached."""
     grad = grad.detach()
-    return grad if grad.layout == torch.strided else grad.coalesce().values()
+    if grad.layout == torch.strided:
+        return grad
+    return grad.coalesce().values()
 
 
 # On a CPU each call takes about 2 microseconds per tensor, however few elements it has. Up to this
@@ -50,44 +53,74 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     devices other than the host it is also non-finite if the sum of squares is. An empty gradient has norm 0.
     """
     with torch.no_grad():
-        largest = max(sizes := tuple(map(Tensor.numel, grads)))
-        joined = small(grads, sizes) if order == 2.0 and largest <= _FEW_FOR_NORM else None  # noqa: PLR2004 # l2
-        if joined is not None:
-            flat, lengths = joined
-            # A sequential float32 sum would lose digits.
-            return by_segments(flat.double().square(), "sum", lengths).sqrt_().float()
-        dense = [grad if grad.layout is torch.strided else values(grad) for grad in grads]
-        is_short = largest < _ROW or (largest < _MANY and all(map(Tensor.is_contiguous, dense)))
-        if is_short and len({grad.dtype for grad in dense}) == 1:
-            found = torch.stack(list(_each(dense, order))).float()
+        sizes = _sizes(grads)
+        largest = max(sizes)
+        if order == 2.0 and largest <= _FEW_FOR_NORM:  # noqa: PLR2004 # l2
+            joined_and_lengths = small(grads, sizes)
+            if joined_and_lengths is not None:
+                return _norms_of_segments(*joined_and_lengths)
+        dense = _all_strided(grads)
+        if _are_alike(dense, largest):
+            norms = torch.stack(_each(dense, order)).float()
         else:
-            found = torch.stack(_of_each_kind(dense, order)).float()
-        if _may_be_out_of_range(found, order):
-            for position, measured in enumerate(found.tolist()):
-                if math.isinf(measured) or measured < _TINY:
-                    found[position] = _scaled_norm(dense[position], order)
-        return found
+            norms = torch.stack(_of_each_kind(dense, order)).float()
+        if _may_be_out_of_range(norms, order):
+            for position, norm in enumerate(norms.tolist()):
+                if math.isinf(norm) or norm < _TINY:
+                    norms[position] = _scaled_norm(dense[position], order)
+        return norms
+
+
+def _sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    # A loop would take three times as long.
+    return tuple(map(Tensor.numel, tensors))
+
+
+def _norms_of_segments(flat: Tensor, lengths: Tensor) -> Tensor:
+    # A sequential float32 sum would lose digits.
+    squares = flat.double().square()
+    return by_segments(squares, "sum", lengths).sqrt_().float()
+
+
+def _all_strided(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    for grad in grads:
+        if grad.layout is not torch.strided:
+            return [values(grad) for grad in grads]
+    return grads
+
+
+def _are_alike(dense: Sequence[Tensor], largest: int) -> bool:
+    """Tell whether one call can measure all tensors: they have one dtype, and none is long."""
+    first_dtype = dense[0].dtype
+    for grad in dense:
+        if grad.dtype != first_dtype:
+            return False
+    return largest < _ROW or (largest < _MANY and all(map(Tensor.is_contiguous, dense)))
 
 
 def _of_each_kind(dense: Sequence[Tensor], order: float) -> list[Tensor]:
     kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
     for position, grad in enumerate(dense):
-        kinds.setdefault((_is_long(grad, order), grad.dtype), []).append(position)
+        kind = (_is_long(grad, order), grad.dtype)
+        kinds.setdefault(kind, []).append(position)
     by_position: dict[int, Tensor] = {}
     for (in_rows, _), positions in kinds.items():
-        alike = [dense[position] for position in positions]
-        measured = [_by_rows(grad) for grad in alike] if in_rows else _each(alike, order)
-        by_position.update(zip(positions, measured, strict=True))
+        if in_rows:
+            for position in positions:
+                by_position[position] = _by_rows(dense[position])
+        else:
+            alike = [dense[position] for position in positions]
+            by_position.update(zip(positions, _each(alike, order), strict=True))
     # Without an index, which would have to come from the host: a CUDA graph cannot wait for it.
     return [by_position[position].float() for position in range(len(dense))]
 
 
 def over(norms: Tensor, order: float) -> Tensor:
     """Return the norm over several tensors, given the norm of each. Shape ``[1]``."""
-    found: Tensor = torch.linalg.vector_norm(norms, order, keepdim=True)
-    if _may_be_out_of_range(found, order):
-        found = _scaled_norm(norms, order).reshape(1)
-    return found
+    norm: Tensor = torch.linalg.vector_norm(norms, order, keepdim=True)
+    if _may_be_out_of_range(norm, order):
+        return _scaled_norm(norms, order).reshape(1)
+    return norm
 
 
 # Squares of elements below about 1e-19 lose digits in float32, and below 1e-23 they vanish.
@@ -114,27 +147,30 @@ def _scaled_norm(grad: Tensor, order: float) -> Tensor:
         return largest.float()
     # In parts: a complete float64 copy could be too large.
     dtype = torch.promote_types(grad.dtype, torch.float64)
-    scaled = [
-        torch.linalg.vector_norm(piece.to(dtype) / largest, order)
-        for part in _flat_parts(grad)
-        for piece in torch.split(part, _MANY)
-    ]
-    found: Tensor = torch.linalg.vector_norm(torch.stack(scaled), order)
-    return (found * largest).float()
+    norms: list[Tensor] = []
+    for part in _flat_parts(grad):
+        for piece in torch.split(part, _MANY):
+            scaled = piece.to(dtype) / largest
+            norms.append(torch.linalg.vector_norm(scaled, order))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+    return (norm * largest).float()
 
 
 def norm(grad: Tensor, order: float = 2.0) -> Tensor:
-    if grad.layout == torch.strided and grad.numel():
-        # One call without lists. `detach` takes a third of the time of `torch.no_grad`.
-        dense = grad.detach()
-        alone: Tensor
-        if _is_long(dense, order):
-            alone = _by_rows(dense)
-        else:
-            alone = torch.linalg.vector_norm(dense, order, dtype=_widened(dense))
-        found = alone.float()
-        return _scaled_norm(dense, order) if _may_be_out_of_range(found, order) else found
-    return norms([grad], order)[0]
+    """Return the norm of a gradient of any layout as a 0-dim float32 tensor."""
+    if grad.layout != torch.strided or not grad.numel():
+        return norms([grad], order)[0]
+    # One call without lists. `detach` takes a third of the time of `torch.no_grad`.
+    dense = grad.detach()
+    norm: Tensor
+    if _is_long(dense, order):
+        norm = _by_rows(dense)
+    else:
+        norm = torch.linalg.vector_norm(dense, order, dtype=_widened(dense))
+    norm = norm.float()
+    if _may_be_out_of_range(norm, order):
+        return _scaled_norm(dense, order)
+    return norm
 
 
 def is_small(tensor: Tensor) -> bool:
@@ -150,41 +186,51 @@ def is_small(tensor: Tensor) -> bool:
 
 def small(grads: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor] | None:
     """Return small tensors on the host joined in their widest dtype, with their lengths; ``None`` for other tensors."""
-    sizes = sizes or tuple(map(Tensor.numel, grads))
-    if max(sizes) > _FEW or (flat := joined(grads, sum(sizes))) is None:
+    if not sizes:
+        sizes = _sizes(grads)
+    if max(sizes) > _FEW:
+        return None
+    flat = joined(grads, sum(sizes))
+    if flat is None:
         return None
     return flat, _torch.integers(sizes, flat.device)
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Tensor:
     # `torch.cat` takes half the time if no tensor needs a view, and twice the time if some do.
-    if set(map(Tensor.dim, tensors)) == {1}:
+    dims = set(map(Tensor.dim, tensors))
+    if dims == {1}:
         return torch.cat(list(tensors))
     # DDP fills its buckets with this function.
     return torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
 
 
 def joined(grads: Sequence[Tensor], count: int) -> Tensor | None:
+    """Return tensors on the host joined in their widest dtype, given the sum of their sizes; ``None`` for other tensors."""
     if not grads[0].is_cpu:
         return None
     try:
         flat = _flattened(grads)
     except (RuntimeError, NotImplementedError):  # some are sparse, or on other devices
         return None
-    if type(flat) is not Tensor or flat.dtype not in _WIDE or len(flat) != count:
-        return None
     # A single sparse tensor stays sparse.
-    return flat if flat.layout is torch.strided else None
+    is_plain = type(flat) is Tensor and flat.layout is torch.strided
+    if not is_plain or flat.dtype not in _WIDE or len(flat) != count:
+        return None
+    return flat
 
 
 _WIDE = {torch.float32, torch.float64}
 HALF = {torch.float16, torch.bfloat16}
+_REAL = _WIDE | HALF
 
 
 def _is_long(grad: Tensor, order: float) -> bool:
-    if order != 2.0 or not grad.is_cpu or grad.dtype not in _WIDE | HALF:  # noqa: PLR2004 # l2
+    if order != 2.0 or not grad.is_cpu or grad.dtype not in _REAL:  # noqa: PLR2004 # l2
         return False
-    return grad.numel() >= _MANY or (grad.numel() >= _ROW and not _is_dense(grad))
+    if grad.numel() >= _MANY:
+        return True
+    return grad.numel() >= _ROW and not _is_dense(grad)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -209,7 +255,8 @@ def _flat_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor.contiguous().view(-1)
     else:
         divisible = [dim for dim, size in enumerate(tensor.shape) if size > 1]
-        for half in tensor.chunk(2, max(divisible, key=tensor.stride)):
+        widest = max(divisible, key=tensor.stride)
+        for half in tensor.chunk(2, widest):
             yield from _flat_parts(half)
 
 
@@ -218,30 +265,39 @@ def _by_rows(grad: Tensor) -> Tensor:
     for flat in _flat_parts(grad):
         even = flat.numel() // _ROW * _ROW
         rows = flat[:even].view(-1, _ROW)
-        # Half precision is converted in parts that stay in the cache.
-        parts = torch.split(rows, 256) if flat.dtype in HALF else (rows,)
+        parts: Sequence[Tensor] = (rows,)
+        if flat.dtype in HALF:
+            # Half precision is converted in parts that stay in the cache.
+            parts = torch.split(rows, 256)
         of_rows += [torch.linalg.vector_norm(in_float32(part), dim=1) for part in parts]
-        of_rows.append(torch.linalg.vector_norm(in_float32(flat[even:])).view(1))
-    found: Tensor = torch.linalg.vector_norm(torch.cat(of_rows).double())
-    return found
+        rest = in_float32(flat[even:])
+        of_rows.append(torch.linalg.vector_norm(rest).view(1))
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(of_rows).double())
+    return norm
 
 
-def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
-    # torch refuses the maximum norm of an empty tensor.
+def _each(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     filled = list(grads)
-    if not all(map(Tensor.numel, grads)):
-        filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    for position, grad in enumerate(grads):
+        if not grad.numel():
+            # torch refuses the maximum norm of an empty tensor.
+            filled[position] = grad.new_zeros(1)
     # One call over the list, as in `clip_grad_norm_`; it has no public name.
-    return torch._foreach_norm(filled, order, dtype=_widened(grads[0]))  # noqa: SLF001
+    return list(torch._foreach_norm(filled, order, dtype=_widened(grads[0])))  # noqa: SLF001
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
+    """Return a half-precision tensor in float32, another tensor as it is."""
+    if tensor.dtype in HALF:
+        return tensor.float()
+    return tensor
 
 
 def _widened(grad: Tensor) -> torch.dtype | None:
     # float16 overflows at 65504, so its norm must be computed in float32.
-    return torch.float32 if grad.dtype in HALF else None
+    if grad.dtype in HALF:
+        return torch.float32
+    return None
 
 
 def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
@@ -249,23 +305,29 @@ def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
 
 
 def differs(old: Tensor, new: Tensor) -> Tensor:
-    return old.ne(new) & ~(old.isnan() & new.isnan())
+    """Tell for each element whether it differs; NaN does not differ from NaN."""
+    are_nan = old.isnan() & new.isnan()
+    return old.ne(new) & ~are_nan
 
 
 def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """Multiply gradients in place by a factor each, or all of them by one factor."""
     dtypes = {grad.dtype for grad in grads}
     is_cpu = [grad.is_cpu for grad in grads]
-    if not HALF.isdisjoint(dtypes) and any(is_cpu):
+    if any(is_cpu) and not HALF.isdisjoint(dtypes):
         for number, grad in enumerate(grads):
             # A multi-tensor call rounds the factor to half precision on the host: 1e5 would become infinite.
             grad.mul_(factors[number % len(factors)])
         return
-    by: Any = factors if len(set(factors)) > 1 else factors[0]
+    multiplier: Any = factors
+    if len(set(factors)) == 1:
+        multiplier = factors[0]
     if len(dtypes) == 1 and all(is_cpu):
-        # Of a number torch makes a tensor again for each gradient, which takes longer than to multiply.
-        ready = torch.tensor(by, dtype=grads[0].dtype, device="cpu")
-        by = ready.unbind() if ready.dim() else ready
-    torch._foreach_mul_(list(grads), by)  # the call has no public name
+        # From a number torch makes a tensor for each gradient, which takes longer than the multiplication.
+        multiplier = torch.tensor(multiplier, dtype=grads[0].dtype, device="cpu")
+        if multiplier.dim():
+            multiplier = multiplier.unbind()
+    torch._foreach_mul_(list(grads), multiplier)  # the call has no public name
 
 
 def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
@@ -274,15 +336,15 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
     for part in parts:
         kinds.setdefault((part.device, part.dtype), []).append(part)
     for (device, dtype), group in kinds.items():
-        there = factor.to(device)
+        factor_there = factor.to(device)
         if dtype is torch.float16:
             # CUDA would round a 0-dim factor to half precision; the kernel of `GradScaler` multiplies in float32.
             ignored = torch.zeros(1, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, ignored, there.float())
+            torch._amp_foreach_non_finite_check_and_unscale_(group, ignored, factor_there.float())
         elif dtype is torch.bfloat16:
-            _multiply_bfloat16_(group, there)
+            _multiply_bfloat16_(group, factor_there)
         else:
-            torch._foreach_mul_(group, there.reshape(()))  # there is no public name
+            torch._foreach_mul_(group, factor_there.reshape(()))  # there is no public name
 
 
 # Up to this many elements, a kernel of its own costs more than copying a tensor to where others are multiplied with it.
@@ -302,11 +364,14 @@ def _multiply_bfloat16_(parts: Sequence[Tensor], factor: Tensor) -> None:
     if joined:
         flat = torch.cat([part.reshape(-1) for part in joined]).mul_(factor)
         products: Sequence[Tensor] = torch.split(flat, [part.numel() for part in joined])
-        shaped = [product.view(part.shape) for part, product in zip(joined, products, strict=True)]
+        shaped = []
+        for part, product in zip(joined, products, strict=True):
+            shaped.append(product.view(part.shape))
         torch._foreach_copy_(joined, shaped)  # there is no public name
 
 
 def nonfinite(grad: Tensor) -> Tensor | int:
+    """Return the number of non-finite elements, as a number if the gradient is on the host."""
     elements = values(grad)
     if _torch.is_host(elements):
         # Nearly always all elements are finite, and one pass for their sum proves it.
@@ -319,8 +384,9 @@ def nonfinite(grad: Tensor) -> Tensor | int:
 def first_nonfinite(grad: Tensor) -> tuple[str, int]:
     """Return ``NaN`` or ``Inf`` and the number of such elements. Waits for the device."""
     elements = values(grad)
-    if nans := int(elements.isnan().sum()):
-        return "NaN", nans
+    nan_count = int(elements.isnan().sum())
+    if nan_count:
+        return "NaN", nan_count
     return "Inf", int(elements.isinf().sum())
 
 

@@ -4,8 +4,6 @@ Only this module and `_backward_calls` use private names of torch.
 """
 
 import sys
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -45,7 +43,9 @@ def forget_pass() -> None:
 
 
 def node_of(root: Node | Tensor) -> Node:
-    return get_gradient_edge(root).node if isinstance(root, Tensor) else root
+    if isinstance(root, Tensor):
+        return get_gradient_edge(root).node
+    return root
 
 
 class Accumulation:
@@ -60,17 +60,20 @@ class Accumulation:
     def runs(self, param: Tensor) -> bool:
         # Two threads may run passes: each thread uses the answer that it read itself.
         task = graph_task()
-        last = self._last
-        if last[0] != task:
-            try:
-                # The answer itself is useless: it is False for a leaf on which the script called `backward`.
-                torch._C._will_engine_execute_node(get_gradient_edge(param).node)  # noqa: SLF001
-            except RuntimeError:
-                last = (task, False)
-            else:
-                last = (task, True)
-            self._last = last
-        return last[1]
+        last_task, runs = self._last
+        if last_task != task:
+            runs = _will_run(param)
+            self._last = (task, runs)
+        return runs
+
+
+def _will_run(param: Tensor) -> bool:
+    try:
+        # The answer itself is useless: it is False for a leaf on which the script called `backward`.
+        torch._C._will_engine_execute_node(get_gradient_edge(param).node)  # noqa: SLF001
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_capturing() -> bool:
@@ -86,7 +89,9 @@ def is_capturing() -> bool:
 def is_control_flow(error: Exception) -> bool:
     """Return whether torch raises an error to leave code early, not to report a failure."""
     checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
-    return checkpoint is not None and isinstance(error, checkpoint._StopRecomputationError)  # noqa: SLF001 # no public name
+    if checkpoint is None:
+        return False
+    return isinstance(error, checkpoint._StopRecomputationError)  # noqa: SLF001 # no public name
 
 
 def device_failure(error: Exception) -> str:
@@ -107,13 +112,11 @@ def is_unreadable(tensor: Tensor) -> bool:
     It is on the meta device, in `torch.export`, `torch.func` or a batch, or its storage has been freed.
     """
     functorch = torch._C._functorch  # noqa: SLF001
-    return bool(
-        tensor.is_meta
-        or functorch.peek_interpreter_stack() is not None
-        or functorch.is_legacy_batchedtensor(tensor)
-        or (type(tensor) is not Tensor and _is_fake(tensor))
-        or is_freed(tensor)
-    )
+    if tensor.is_meta or functorch.peek_interpreter_stack() is not None:
+        return True
+    if functorch.is_legacy_batchedtensor(tensor) or _is_fake(tensor):
+        return True
+    return is_freed(tensor)
 
 
 def is_freed(tensor: Tensor) -> bool:
@@ -124,6 +127,8 @@ def is_freed(tensor: Tensor) -> bool:
 
 
 def _is_fake(tensor: Tensor) -> bool:
+    if type(tensor) is Tensor:
+        return False
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
@@ -145,12 +150,11 @@ def runs_script(node: Any, saved: str) -> bool:
 def lacks_operations(tensor: Tensor) -> bool:
     """Return whether torch has too few operations for a tensor: it is nested, masked, compressed or in float8."""
     masked: Any = sys.modules.get("torch.masked.maskedtensor.core")
-    return bool(
-        tensor.is_nested
-        or tensor.layout not in (torch.strided, torch.sparse_coo)
-        or (tensor.is_floating_point() and tensor.element_size() == 1)
-        or (masked is not None and isinstance(tensor, masked.MaskedTensor))
-    )
+    if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+        return True
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        return True
+    return masked is not None and isinstance(tensor, masked.MaskedTensor)
 
 
 def is_host(tensor: Tensor) -> bool:
@@ -182,7 +186,9 @@ class Arrival:
         self._event = event
 
     def done(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        if self._event is None:
+            return True
+        return bool(self._event.query())
 
     def wait(self) -> Sequence[Tensor]:
         if self._event is not None:
@@ -193,12 +199,11 @@ class Arrival:
 @lru_cache(maxsize=4096)
 def integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return numbers, such as positions or lengths, on a device. The host does not wait for the copy."""
-    with torch.inference_mode(
-        mode=False
-    ):  # code outside of inference mode uses the cached tensor too
+    # Code outside of inference mode uses the cached tensor also.
+    with torch.inference_mode(mode=False):
         # A copy from pageable memory would wait.
-        found = torch.tensor(numbers, device="cpu", pin_memory=device.type == "cuda")
-        return found.to(device, non_blocking=True)
+        on_host = torch.tensor(numbers, device="cpu", pin_memory=device.type == "cuda")
+        return on_host.to(device, non_blocking=True)
 
 
 def send(parts: Sequence[Tensor]) -> Arrival:
@@ -218,16 +223,24 @@ def send(parts: Sequence[Tensor]) -> Arrival:
 
 def writes(tensor: Tensor) -> int:
     """Return how often a tensor was written to, 0 for an inference tensor, which does not count writes."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 # no public name
+    if tensor.is_inference():
+        return 0
+    return tensor._version  # noqa: SLF001 # no public name
 
 
 def share_storage(grads: Sequence[Tensor]) -> list[bool]:
     """Return, for each gradient, whether another live tensor uses its storage; False for a sparse gradient."""
     # The tensor that a script passes as `backward(gradient=...)` can itself become ``.grad``.
-    strided, users = torch.strided, torch._C._storage_Use_Count  # noqa: SLF001
+    count_users = torch._C._storage_Use_Count  # noqa: SLF001
     # The tensor is one user. Its handle is another, in all releases only as long as it is held.
-    handles = [grad.untyped_storage() if grad.layout is strided else None for grad in grads]
-    return [handle is not None and users(handle._cdata) > 2 for handle in handles]  # noqa: PLR2004, SLF001
+    # All handles are held at once, because one tensor can be the gradient of two parameters.
+    handles = []
+    for grad in grads:
+        handle = None
+        if grad.layout is torch.strided:
+            handle = grad.untyped_storage()
+        handles.append(handle)
+    return [handle is not None and count_users(handle._cdata) > 2 for handle in handles]  # noqa: PLR2004, SLF001
 
 
 def stepping(optimizer: Optimizer) -> Optimizer | None:
@@ -242,7 +255,9 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
             theirs = vars(inner).get("_optimizer_step_pre_hooks")
             if table is None or theirs is table:
                 return stepping(inner)
-    return None if table is None else optimizer
+    if table is None:
+        return None
+    return optimizer
 
 
 def register_first_step_post_hook(
@@ -278,7 +293,7 @@ def register_first(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Re
     handle = register_hook(param, hook)
     table = cast("Any", param)._backward_hooks  # noqa: SLF001 # no public word
     # Torch reads the table at each call, so moving an entry to its front is enough.
-    others = {number: other for number, other in table.items() if number != handle.id}
+    others = {hook_id: other for hook_id, other in table.items() if hook_id != handle.id}
     if others:
         table.clear()
         table[handle.id] = hook
@@ -310,14 +325,16 @@ def reinstall_hooks(param: Tensor) -> None:
     """Reactivate the hooks of a parameter after its content was swapped with another tensor."""
     # A swap keeps the tables, but torch no longer calls them; assigning a table makes torch install it again.
     for table in _HOOK_TABLES:
-        if (hooks := getattr(param, table, None)) is not None:
+        hooks = getattr(param, table, None)
+        if hooks is not None:
             setattr(param, table, hooks)
 
 
 def forget_empty_hooks(param: Tensor) -> None:
     """Drop the empty hook tables that removed hooks leave behind on ``param``."""
     for table in _HOOK_TABLES:
-        if getattr(param, table, None) is not None and not getattr(param, table):
+        hooks = getattr(param, table, None)
+        if hooks is not None and not hooks:
             setattr(param, table, None)
 
 
@@ -369,43 +386,8 @@ def forget_compiled_code() -> bool:
     dropped = False
     with convert_frame.compile_lock:
         for reference in list(convert_frame.input_codes.seen):
-            if (code := reference()) is not None:
+            code = reference()
+            if code is not None:
                 dropped |= bool(eval_frame._debug_get_cache_entry_list(code))  # noqa: SLF001
                 eval_frame.reset_code(code)
     return dropped
-
-
-class _Copied:
-    """Reduces a table of hooks, for copies and saved files, to the entries of the script, as its ``__reduce__``."""
-
-    def __init__(self, table: OrderedDict[int, Any]) -> None:
-        self._table = weakref.ref(table)
-        self.ours: set[int] = set()
-
-    def __call__(self) -> tuple[Any, ...]:
-        table = self._table()
-        items = () if table is None else table.items()
-        theirs = [(number, entry) for number, entry in items if number not in self.ours]
-        return type(table), (), None, None, iter(theirs)
-
-
-def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
-    tables = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
-    return [table for table in tables if table is not None]
-
-
-def leave_behind(handle: RemovableHandle) -> None:
-    for table in _tables(handle):
-        copied = vars(table).setdefault("__reduce__", _Copied(table))
-        copied.ours.add(handle.id)
-
-
-def take_off(handle: RemovableHandle) -> None:
-    """Remove a hook from its module; the last hook of ours also removes the ``__reduce__`` of the table."""
-    tables = _tables(handle)
-    handle.remove()
-    for table in tables:
-        copied = vars(table)["__reduce__"]
-        copied.ours.discard(handle.id)
-        if not copied.ours:
-            del vars(table)["__reduce__"]

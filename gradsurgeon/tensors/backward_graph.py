@@ -4,7 +4,8 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, groupby
+from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -39,11 +40,12 @@ class LossNode:
 
     def readable_values(self) -> dict[str, Any]:
         """Return the saved values without tensors that cannot be read any more, such as parameters that FSDP has freed."""
-        return {
-            name: value
-            for name, value in self.saved.items()
-            if not isinstance(value, Tensor) or readable(value) is not None
-        }
+        values = {}
+        for name, value in self.saved.items():
+            is_freed = isinstance(value, Tensor) and readable(value) is None
+            if not is_freed:
+                values[name] = value
+        return values
 
 
 # The saved attributes by type of node, with their names. Listing the attributes takes longer than reading them.
@@ -53,18 +55,19 @@ _saved_names: dict[type, list[tuple[str, str]]] = {}
 def _saved(node: Any) -> dict[str, Any]:
     kind = type(node)
     if kind not in _saved_names:
-        names = [name for name in dir(node) if name.startswith(_SAVED)]
-        _saved_names[kind] = [(name, name.removeprefix(_SAVED)) for name in names]
-    found = {}
+        attributes = [attribute for attribute in dir(node) if attribute.startswith(_SAVED)]
+        names = [attribute.removeprefix(_SAVED) for attribute in attributes]
+        _saved_names[kind] = list(zip(attributes, names, strict=True))
+    values = {}
     for attribute, name in _saved_names[kind]:
         if _torch.runs_script(node, name):
             continue
         try:
-            found[name] = getattr(node, attribute)
+            values[name] = getattr(node, attribute)
         except RuntimeError:
             # torch refuses a tensor that the script has written into since; the backward pass refuses it also.
             continue
-    return found
+    return values
 
 
 @dataclass(slots=True, eq=False)
@@ -82,20 +85,24 @@ class BackwardGraph:
         made_of: dict[Any, list[Any]] = {}
         while pending:
             node = pending.pop()
+            if node is None or node in met:
+                continue
             made = node._sequence_nr()  # noqa: SLF001 # no public name
-            if node in met or made <= number or _is_leaf(node):
+            if made <= number or _is_leaf(node):
                 continue
             met[node] = made
             if len(met) > most:
                 return []
-            made_of[node] = [other for other, _ in node.next_functions]
-            pending += filter(None, made_of[node])
-        order = sorted(met, key=met.__getitem__)
-        place: dict[Any, int] = {None: NO_GRAPH, **dict(zip(order, count(), strict=False))}
-        return [
-            LossNode(node.name(), _saved(node), [place.get(other, -1) for other in made_of[node]])
-            for node in order
-        ]
+            made_of[node] = [source for source, _ in node.next_functions]
+            pending += made_of[node]
+        oldest_first = sorted(met, key=met.__getitem__)
+        place_of: dict[Any, int] = {node: place for place, node in enumerate(oldest_first)}
+        place_of[None] = NO_GRAPH
+        loss_nodes = []
+        for node in oldest_first:
+            places = [place_of.get(source, -1) for source in made_of[node]]
+            loss_nodes.append(LossNode(node.name(), _saved(node), places))
+        return loss_nodes
 
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves in the order in which their gradients were accumulated: the newest complete node of a device is first."""
@@ -107,33 +114,41 @@ class BackwardGraph:
 
     def nodes(self) -> Iterator[Any]:
         """Yield each node that a pass through the graph runs, in no particular order."""
-        return _walked(list(map(_torch.node_of, self.roots)), self.inner)
+        return _walked(_nodes_of(self.roots), self.inner)
 
     def groups(self) -> Iterator[list[Tensor]]:
         """Yield the leaves in the same order, grouped by node: compiled code is one node."""
         # Leaves come right after their node.
-        for is_node, run in groupby(self._visited(), lambda leaf: leaf is None):
-            if not is_node:
-                yield [leaf for leaf in run if leaf is not None]
+        leaves: list[Tensor] = []
+        for leaf in self._visited():
+            if leaf is not None:
+                leaves.append(leaf)
+            elif leaves:
+                yield leaves
+                leaves = []
+        if leaves:
+            yield leaves
 
     def _visited(self) -> Iterator[Tensor | None]:
         """Yield the leaves, and ``None`` for each other node, in the order in which the engine runs them."""
-        nodes = list(dict.fromkeys(map(_torch.node_of, self.roots)))
+        nodes = list(dict.fromkeys(_nodes_of(self.roots)))
         # The number of edges that lead to each node.
-        missing = Counter(to for node in _walked(nodes) for to, _ in node.next_functions)
+        missing = Counter(_ends_of_edges(nodes))
         moment = count()
         ready: list[tuple[int, int, Any]] = []
 
         def put(node: Any) -> None:
-            made = _AT_ONCE if _is_leaf(node) else node._sequence_nr()  # noqa: SLF001 # its priority
-            heapq.heappush(ready, (-made, next(moment), node))
+            heapq.heappush(ready, (-_priority(node), next(moment), node))
 
         for node in nodes:
             if not missing[node]:
                 put(node)
         while ready:
-            node = heapq.heappop(ready)[2]
-            yield node.variable if _is_leaf(node) else None
+            _, _, node = heapq.heappop(ready)
+            if _is_leaf(node):
+                yield node.variable
+            else:
+                yield None
             for inner in self.inner.get(node, ()):
                 yield from BackwardGraph(inner, self.inner)._visited()  # noqa: SLF001 # of its kind
             for following, _ in node.next_functions:
@@ -143,8 +158,12 @@ class BackwardGraph:
                         put(following)
 
 
+def _nodes_of(roots: Sequence[Root]) -> list[Node]:
+    return [_torch.node_of(root) for root in roots]
+
+
 def _walked(
-    nodes: Sequence[Any], inner: Mapping[Any, Sequence[Sequence[Root]]] | None = None
+    nodes: Sequence[Any], inner: Mapping[Any, Sequence[Sequence[Root]]] = MappingProxyType({})
 ) -> Iterator[Any]:
     """Yield each node that can be reached from some nodes, and from the roots of passes that ran inside of them."""
     pending = [*nodes]
@@ -152,11 +171,25 @@ def _walked(
     while pending:
         node = pending.pop()
         yield node
-        within = (inner or {}).get(node, ())
-        new = {following for following, _ in node.next_functions} - met
-        new |= {_torch.node_of(root) for roots in within for root in roots} - met
+        following = {source for source, _ in node.next_functions}
+        for roots in inner.get(node, ()):
+            following.update(_nodes_of(roots))
+        new = following - met
         met |= new
         pending += new
+
+
+def _ends_of_edges(nodes: Sequence[Any]) -> Iterator[Any]:
+    """Yield the node to which each edge leads, of all edges that can be reached from some nodes."""
+    for node in _walked(nodes):
+        for following, _ in node.next_functions:
+            yield following
+
+
+def _priority(node: Any) -> int:
+    if _is_leaf(node):
+        return _AT_ONCE
+    return int(node._sequence_nr())  # noqa: SLF001 # no public name
 
 
 def _is_leaf(node: Node) -> bool:
@@ -167,7 +200,13 @@ def roots_of(outputs: Sequence[Tensor | GradientEdge]) -> tuple[Root, ...]:
     """Return the nodes or leaves where a backward pass from tensors, or from graph edges, begins."""
     roots: list[Root] = []
     for output in outputs:
-        root = output.node if isinstance(output, GradientEdge) else output.grad_fn or output
+        root: Root
+        if isinstance(output, GradientEdge):
+            root = output.node
+        elif output.grad_fn is not None:
+            root = output.grad_fn
+        else:
+            root = output
         if not isinstance(root, Tensor) or root.requires_grad:
             roots.append(root)
     return tuple(roots)

@@ -28,7 +28,8 @@ class Contributions:
     ) -> None:
         self._grads = grads
         self._scale = scale
-        self._known: dict[tuple[tuple[object, ...], ...], Tensor] = {}
+        # By senders and tensor ids.
+        self._known: dict[tuple[tuple[str, ...], tuple[int, ...]], Tensor] = {}
 
     def products(
         self,
@@ -41,29 +42,46 @@ class Contributions:
         All rules with the same question share the answer. ``average`` maps some elements of all senders, ``[n, elements]``,
         to their average over ranks.
         """
-        key = (*senders,), (*map(id, tensors),)
-        if key not in self._known:
-            columns = [self._grads.get(key, {}) for key in key[1]]
-            rows = [[column.get(sender) for column in columns] for sender in senders]
-            self._known[key] = _inner_products(rows, tensors, average)
-            if self._scale is not None:
-                self._known[key] /= float(self._scale) ** 2
-        return self._known[key]
+        ids = tuple([id(tensor) for tensor in tensors])
+        key = (tuple(senders), ids)
+        if key in self._known:
+            return self._known[key]
+        rows = [self._grads_of(sender, ids) for sender in senders]
+        products = _inner_products(rows, tensors, average)
+        if self._scale is not None:
+            products /= float(self._scale) ** 2
+        self._known[key] = products
+        return products
+
+    def _grads_of(self, sender: str, tensor_ids: Sequence[int]) -> list[Tensor | None]:
+        grads = []
+        for tensor_id in tensor_ids:
+            by_sender = self._grads.get(tensor_id, {})
+            grads.append(by_sender.get(sender))
+        return grads
 
 
 def _inner_products(
     rows: _Rows, like: Sequence[Tensor], average: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
     sums: dict[torch.device, Tensor] = {}
-    # Averaging few large pieces takes less time than averaging many small ones.
-    chunk = _CHUNK if average is None else _CHUNK_ON_DEVICE
+    chunk = _CHUNK
+    if average is not None:
+        # Averaging few large pieces takes less time than averaging many small ones.
+        chunk = _CHUNK_ON_DEVICE
     for block in _blocks(rows, like, chunk):
-        block = (block if average is None else average(block)).double()  # noqa: PLW2901 # as precise
-        found = block @ block.T
-        sums[block.device] = sums[block.device] + found if block.device in sums else found
+        averaged = block
+        if average is not None:
+            averaged = average(block)
+        exact = averaged.double()
+        products = exact @ exact.T
+        device = exact.device
+        if device in sums:
+            products = sums[device] + products
+        sums[device] = products
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
-    for one in sums.values():
-        total += one.cpu()
+    for products in sums.values():
+        total += products.cpu()
     return total
 
 
@@ -74,10 +92,13 @@ def _blocks(rows: _Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tenso
     for place, tensor in enumerate(like):
         kind = (tensor.device, tensor.dtype)
         size = tensor.numel()
-        chunk = on_host if tensor.is_cpu else _CHUNK_ON_DEVICE
+        chunk = _CHUNK_ON_DEVICE
+        if tensor.is_cpu:
+            chunk = on_host
         if size > chunk:
-            flat = [torch.split(_flat(row[place], tensor), chunk) for row in rows]
-            yield from map(torch.stack, zip(*flat, strict=True))
+            pieces = [torch.split(_flat(row[place], tensor), chunk) for row in rows]
+            for alike in zip(*pieces, strict=True):
+                yield torch.stack(alike)
             continue
         if held.get(kind, 0) + size > chunk:
             yield _block(rows, like, small.pop(kind))
@@ -89,29 +110,37 @@ def _blocks(rows: _Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tenso
 
 
 def _block(rows: _Rows, like: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    return torch.stack([torch.cat([_flat(row[p], like[p]) for p in places]) for row in rows])
+    joined = []
+    for row in rows:
+        flat = [_flat(row[place], like[place]) for place in places]
+        joined.append(torch.cat(flat))
+    return torch.stack(joined)
 
 
-def _flat(row: Tensor | None, like: Tensor) -> Tensor:
-    if row is None:
-        row = torch.zeros_like(like)
-    if row.is_complex():
+def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
+    if grad is None:
+        grad = torch.zeros_like(like)
+    if grad.is_complex():
         # The inner product of two complex gradients is the inner product of their real and imaginary parts.
-        row = torch.view_as_real(row.resolve_conj())
-    return _numbers.in_float32(row.reshape(-1))
+        grad = torch.view_as_real(grad.resolve_conj())
+    return _numbers.in_float32(grad.reshape(-1))
 
 
 def pairs(senders: Sequence[str], known: Tensor) -> Iterator[tuple[str, tuple[float, float]]]:
     """Yield the name of each pair with cosine and ratio of norms, given the inner products; NaN if a gradient is zero."""
     products = known.tolist()
     for first, second in itertools.combinations(range(len(senders)), 2):
-        one = products[first][first]
-        other = products[second][second]
-        numbers = (math.nan, math.nan)
-        if one > 0 and other > 0 and math.isfinite(one + other):
-            cosine = products[first][second] / math.sqrt(one * other)
-            numbers = (max(-1.0, min(1.0, cosine)), math.sqrt(one / other))
-        yield f"{senders[first]}/{senders[second]}", numbers
+        first_square = products[first][first]
+        second_square = products[second][second]
+        cosine = math.nan
+        ratio = math.nan
+        are_nonzero = first_square > 0 and second_square > 0
+        if are_nonzero and math.isfinite(first_square + second_square):
+            cosine = products[first][second] / math.sqrt(first_square * second_square)
+            # Rounding may exceed 1.
+            cosine = max(-1.0, min(1.0, cosine))
+            ratio = math.sqrt(first_square / second_square)
+        yield f"{senders[first]}/{senders[second]}", (cosine, ratio)
 
 
 def weighted_sum(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -119,8 +148,8 @@ def weighted_sum(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> T
 
     The sum is taken in float32 or more, so half precision is rounded once, at the end.
     """
-    (first, one), *others = terms.items()
-    total = _numbers.in_float32(one) * weights.get(first, 1.0)
-    for name, term in others:
-        total.add_(_numbers.in_float32(term), alpha=weights.get(name, 1.0))
-    return total.to(one.dtype)
+    (first, first_term), *others = terms.items()
+    total = _numbers.in_float32(first_term) * weights.get(first, 1.0)
+    for sender, term in others:
+        total.add_(_numbers.in_float32(term), alpha=weights.get(sender, 1.0))
+    return total.to(first_term.dtype)

@@ -7,7 +7,6 @@ Those of sharded gradients take one collective: all ranks must call them with th
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from typing import TypeVar
 
@@ -24,12 +23,8 @@ Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 # A copy of a small tensor, or the `numbers` of another one.
 Kept = Tensor | tuple[Tensor, ...]
 
-# By the way of merging shards: the number of an empty shard, for a statistic without a `part` function, and the function.
-_MERGES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
-    "sum": (0.0, lambda parts: parts[..., 0].sum(0)),
-    "max": (-math.inf, lambda parts: parts[..., 0].amax(0)),
-    "min": (math.inf, lambda parts: parts[..., 0].amin(0)),
-}
+# The number of an empty shard, for a statistic without a `part` function, by the way of merging shards.
+_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +67,27 @@ def _norms_by_device(
     scale: Tensor | None,
 ) -> Norms:
     norms = []
-    for part, group in _by_device(indices, grads):
+    for group_indices, group in _by_device(indices, grads):
         values = measure(group, order)
         if scale is not None:
             values = values / scale.to(values.device)
-        norms.append((tuple(part), values))
+        norms.append((tuple(group_indices), values))
     return tuple(norms)
 
 
 def _by_device(
     items: Sequence[Item], tensors: Sequence[Tensor]
 ) -> list[tuple[Sequence[Item], Sequence[Tensor]]]:
-    if len(set(map(_device_of, tensors))) <= 1:
-        return [(items, tensors)] if tensors else []
+    if not tensors:
+        return []
+    # A loop would take three times as long.
+    devices = set(map(_device_of, tensors))
+    if len(devices) == 1:
+        return [(items, tensors)]
     groups: dict[torch.device, tuple[list[Item], list[Tensor]]] = {}
     for item, tensor in zip(items, tensors, strict=True):
-        part, group = groups.setdefault(tensor.device, ([], []))
-        part.append(item)
+        group_items, group = groups.setdefault(tensor.device, ([], []))
+        group_items.append(item)
         group.append(tensor)
     return list(groups.values())
 
@@ -100,24 +99,27 @@ def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
 
     def merge(parts: Tensor) -> Tensor:
         # Powers of float32 norms do not overflow in float64.
-        each = parts[..., 0]
-        return each.amax(0) if math.isinf(order) else (each**order).sum(0).pow(1.0 / order)
+        norms = parts[..., 0]
+        if math.isinf(order):
+            return norms.amax(0)
+        return (norms**order).sum(0).pow(1.0 / order)
 
     return _dist.over_ranks(settled, own[:, None], merge).float()
 
 
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """Return one statistic of each gradient. Shape ``[len(grads)]``, or ``[len(grads), k]`` if it has k columns; float32."""
-    if len({grad.device for grad in grads}) > 1:
+    if _are_on_several_devices(grads):
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
     with torch.no_grad():
-        if _dist.any_sharded(grads):
-            settled = [_dist.settled(grad) for grad in grads]
-            merged = _over_ranks(stat, settled)
-            if any(empty := [not grad.numel() for grad in settled]):
-                merged[torch.tensor(empty, device=merged.device)] = STATISTICS[stat].empty
-            return merged.float()
-        return _each(stat, grads)
+        if not _dist.any_sharded(grads):
+            return _each(stat, grads)
+        settled = [_dist.settled(grad) for grad in grads]
+        merged = _over_ranks(stat, settled)
+        empty = [not grad.numel() for grad in settled]
+        if any(empty):
+            merged[torch.tensor(empty, device=merged.device)] = STATISTICS[stat].empty
+        return merged.float()
 
 
 def _over_ranks(stat: str, settled: Sequence[Tensor]) -> Tensor:
@@ -126,7 +128,8 @@ def _over_ranks(stat: str, settled: Sequence[Tensor]) -> Tensor:
     if not STATISTICS[stat].columns:
         return _dist.over_ranks(settled, own, merge)
     columns = torch.split(own, 1, dim=1)
-    return torch.stack([_dist.over_ranks(settled, one, merge) for one in columns], dim=1)
+    merged = [_dist.over_ranks(settled, column, merge) for column in columns]
+    return torch.stack(merged, dim=1)
 
 
 def _each(stat: str, grads: Sequence[Tensor]) -> Tensor:
@@ -140,36 +143,63 @@ def of_kept(stats: Sequence[str], kept: Sequence[Kept]) -> Tensor:
 
     The result is on the host if they are on several devices.
     """
-    kinds: dict[torch.dtype | None, list[int]] = {}
-    for position, one in enumerate(kept):
-        kinds.setdefault(one.dtype if isinstance(one, Tensor) else None, []).append(position)
-    parts = []
-    for positions in kinds.values():
-        copies = [one for p in positions if isinstance(one := kept[p], Tensor)]
-        if copies:
-            with torch.no_grad():
-                rows = [_each(stat, copies).view(len(copies), -1).t() for stat in stats]
-            parts.append(torch.cat(rows))
+    measured: list[int] = []
+    numbers: list[Tensor] = []
+    # The copies, with their positions; copies of different dtypes are not measured together.
+    copies: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    for position, item in enumerate(kept):
+        if isinstance(item, Tensor):
+            positions, group = copies.setdefault(item.dtype, ([], []))
+            positions.append(position)
+            group.append(item)
         else:
-            found = _together(list(chain.from_iterable(kept[p] for p in positions)))
-            parts.append(torch.stack(found).view(len(positions), -1).t())
-    if len(parts) == 1:
-        return parts[0]
-    order = torch.tensor(list(chain.from_iterable(kinds.values())), device="cpu")
-    return torch.cat(_together(parts), dim=1)[:, order.argsort()]
+            measured.append(position)
+            numbers += item
+    order: list[int] = []
+    columns: list[Tensor] = []
+    for positions, group in copies.values():
+        order += positions
+        columns.append(_columns_of_copies(stats, group))
+    if measured:
+        order += measured
+        rows = torch.stack(_on_one_device(numbers)).view(len(measured), -1)
+        columns.append(rows.t())
+    if len(columns) == 1:
+        return columns[0]
+    joined = torch.cat(_on_one_device(columns), dim=1)
+    return joined[:, torch.tensor(order, device="cpu").argsort()]
 
 
-def _together(tensors: list[Tensor]) -> list[Tensor]:
-    return [one.cpu() for one in tensors] if len({one.device for one in tensors}) > 1 else tensors
+@torch.no_grad()
+def _columns_of_copies(stats: Sequence[str], copies: Sequence[Tensor]) -> Tensor:
+    rows = []
+    for stat in stats:
+        numbers = _each(stat, copies)
+        rows.append(numbers.view(len(copies), -1).t())
+    return torch.cat(rows)
+
+
+def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors as they are, or on the host if they are on several devices."""
+    if _are_on_several_devices(tensors):
+        return [tensor.cpu() for tensor in tensors]
+    return tensors
+
+
+def _are_on_several_devices(tensors: Sequence[Tensor]) -> bool:
+    return len(set(map(_device_of, tensors))) > 1
 
 
 def numbers(stats: Sequence[str], tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the numbers of all columns of some statistics of a plain gradient, as 0-dim float32 tensors."""
-    found: list[Tensor] = []
+    columns: list[Tensor] = []
     for stat in stats:
         number = statistic(stat, tensor)
-        found += number.unbind() if number.dim() else (number,)
-    return tuple(found)
+        if number.dim():
+            columns += number.unbind()
+        else:
+            columns.append(number)
+    return tuple(columns)
 
 
 def statistic(stat: str, grad: Tensor) -> Tensor:
@@ -185,7 +215,8 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
     if elements.numel() == 0:  # a sparse gradient without stored elements is all zero
         elements = elements.new_zeros(1)
     elements = _numbers.in_float32(elements)
-    return how.measure(elements, grad.numel() - elements.numel()).to(torch.float32)
+    missing = grad.numel() - elements.numel()
+    return how.measure(elements, missing).to(torch.float32)
 
 
 def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
@@ -194,27 +225,53 @@ def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
     ``stat`` is a statistic, or one of its columns.
     """
     merge = of_column(stat).merge
-    return _MERGES[merge][1] if isinstance(merge, str) else merge
+    if isinstance(merge, str):
+        return _MERGES[merge]
+    return merge
+
+
+def _summed(parts: Tensor) -> Tensor:
+    return parts[..., 0].sum(0)
+
+
+def _largest(parts: Tensor) -> Tensor:
+    return parts[..., 0].amax(0)
+
+
+def _smallest(parts: Tensor) -> Tensor:
+    return parts[..., 0].amin(0)
+
+
+_MERGES = {"sum": _summed, "max": _largest, "min": _smallest}
 
 
 def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """Return numbers for `merge_of`, from this rank's shard of each gradient. Shape ``[len(grads), k]``, float64."""
-    whole = STATISTICS[stat].whole
-    found = [_part(stat, _dist.local(grad)) if whole is None else whole(grad) for grad in grads]
-    return torch.stack(_together(found))
+    how = STATISTICS[stat]
+    parts = []
+    for grad in grads:
+        if how.whole is None:
+            parts.append(_part(stat, _dist.local(grad)))
+        else:
+            parts.append(how.whole(grad))
+    return torch.stack(_on_one_device(parts))
 
 
 def _part(stat: str, shard: Tensor) -> Tensor:
     how = STATISTICS[stat]
     if how.part is not None:
         numbers = how.part(_numbers.in_float32(shard.detach()))
-        return torch.stack(
-            [torch.as_tensor(one, dtype=torch.float64, device=shard.device) for one in numbers]
-        )
+        return torch.stack([_in_float64(number, shard.device) for number in numbers])
     if not shard.numel():
-        neutral = _MERGES[how.merge][0] if isinstance(how.merge, str) else 0.0
+        neutral = 0.0
+        if isinstance(how.merge, str):
+            neutral = _NEUTRAL[how.merge]
         return torch.full((1,), neutral, dtype=torch.float64, device=shard.device)
     return statistic(stat, shard).double()[None]
+
+
+def _in_float64(number: Tensor | float, device: torch.device) -> Tensor:
+    return torch.as_tensor(number, dtype=torch.float64, device=device)
 
 
 def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
@@ -230,13 +287,14 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
 def nonfinite(*several: Norms) -> list[list[int]]:
     """Return, for each argument, the tensors with a non-finite norm. Reads each device once."""
     bad: list[list[int]] = []
+    # For each tensor of norms, the list for its bad indices, and all its indices.
     parts: list[tuple[list[int], tuple[int, ...]]] = []
     measured: list[Tensor] = []
     for norms in several:
-        into: list[int] = []
-        bad.append(into)
+        bad_indices: list[int] = []
+        bad.append(bad_indices)
         for indices, values in norms:
-            parts.append((into, indices))
+            parts.append((bad_indices, indices))
             measured.append(values)
     for group, all_values in _by_device(parts, measured):
         # All numbers are read: asking the device which are bad would be a second wait.
@@ -244,16 +302,18 @@ def nonfinite(*several: Norms) -> list[list[int]]:
         # Nearly always all numbers are finite, and so is their sum.
         if math.isfinite(sum(numbers)):
             continue
-        rest = iter(numbers)
-        for into, indices in group:
-            into += [t for t, norm in zip(indices, rest, strict=False) if not math.isfinite(norm)]
+        remaining = iter(numbers)
+        for bad_indices, indices in group:
+            for index in indices:
+                if not math.isfinite(next(remaining)):
+                    bad_indices.append(index)
     return bad
 
 
 def picked(values: Tensor, measured: Sequence[int], wanted: Sequence[int]) -> Tensor:
     """Return the numbers of some tensors, given those of more. Does not wait for the device."""
-    place = {index: number for number, index in enumerate(measured)}
-    places = tuple([place[index] for index in wanted])
+    place_of = {index: place for place, index in enumerate(measured)}
+    places = tuple([place_of[index] for index in wanted])
     return values[_torch.integers(places, values.device)]
 
 
@@ -261,7 +321,7 @@ def among(norms: Norms, indices: Collection[int]) -> Norms:
     """Return the norms of some tensors, given those of more."""
     chosen = []
     for measured, values in norms:
-        wanted = tuple(index for index in measured if index in indices)
+        wanted = tuple([index for index in measured if index in indices])
         if wanted:
             chosen.append((wanted, picked(values, measured, wanted)))
     return tuple(chosen)
@@ -269,16 +329,17 @@ def among(norms: Norms, indices: Collection[int]) -> Norms:
 
 def as_dict(norms: Norms) -> dict[int, float]:
     """Return the norms as numbers by tensor. Waits for the device."""
-    return {
-        index: norm
-        for indices, values in norms
-        for index, norm in zip(indices, values.tolist(), strict=True)
-    }
+    by_index: dict[int, float] = {}
+    for indices, values in norms:
+        by_index.update(zip(indices, values.tolist(), strict=True))
+    return by_index
 
 
 def read(counts: Sequence[Tensor]) -> list[int]:
     """Return 0-dim counts or flags as numbers: one wait per device."""
     numbers: dict[int, int] = {}
-    for positions, group in _by_device(range(len(counts)), counts):
-        numbers.update(zip(positions, torch.stack(list(group)).tolist(), strict=True))
-    return [numbers[position] for position in range(len(counts))]
+    positions = range(len(counts))
+    for group_positions, group in _by_device(positions, counts):
+        values = torch.stack(list(group)).tolist()
+        numbers.update(zip(group_positions, values, strict=True))
+    return [numbers[position] for position in positions]

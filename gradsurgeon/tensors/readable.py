@@ -11,7 +11,7 @@ def readable(tensor: Tensor) -> Tensor | None:
     FSDP frees whole parameters between passes, and a read of freed memory ends the process. Other tensors wrap the
     result of a collective that is under way, or have no numbers at all, as on the meta device.
     """
-    part = tensor if type(tensor) is Tensor else _dist.local(tensor)
+    part = _dist.local(tensor)
     if _torch.is_wrapper(part) or _torch.is_unreadable(part):
         return None
     return part.detach()

@@ -33,6 +33,7 @@ def grad_cam(maps: Tensor, gradients: Tensor) -> Tensor:
             "Grad-CAM takes feature maps of shape (N, C, H, W) and their gradients, found "
             f"{list(maps.shape)} and {list(gradients.shape)}"
         )
-    maps, gradients = (tensor.detach().cpu().double() for tensor in (maps, gradients))
+    maps = maps.detach().cpu().double()
+    gradients = gradients.detach().cpu().double()
     weights = gradients.mean(dim=(2, 3), keepdim=True)
     return (weights * maps).sum(dim=1).clamp(min=0)

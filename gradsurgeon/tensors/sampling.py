@@ -15,9 +15,10 @@ SAMPLE = 1024
 
 @lru_cache(maxsize=256)
 def _places(numel: int, most: int, device: torch.device) -> Tensor:
-    # Drawn: a stride would meet the same column of a matrix again and again.
+    # Random places: a stride would meet the same column of a matrix again and again.
     generator = torch.Generator().manual_seed(numel)
-    return torch.randint(numel, (most,), generator=generator).to(device)
+    places = torch.randint(numel, (most,), generator=generator)
+    return places.to(device)
 
 
 def sample(tensor: Tensor, most: int = SAMPLE) -> Tensor:
@@ -26,15 +27,19 @@ def sample(tensor: Tensor, most: int = SAMPLE) -> Tensor:
     The places depend on the number of elements alone, and some may occur twice.
     """
     tensor = tensor.detach()
-    if tensor.numel() <= most:
+    numel = tensor.numel()
+    if numel <= most:
         return tensor.flatten().clone()
-    return torch.take(tensor, _places(tensor.numel(), most, tensor.device))
+    places = _places(numel, most, tensor.device)
+    return torch.take(tensor, places)
 
 
 @lru_cache(maxsize=16)
 def _signs(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(count)
-    return (torch.randint(2, (count,), generator=generator) * 2.0 - 1.0).to(device)
+    bits = torch.randint(2, (count,), generator=generator)
+    signs = bits * 2.0 - 1.0
+    return signs.to(device)
 
 
 def norms_and_sums(samples: Sequence[Tensor]) -> Tensor:
@@ -42,32 +47,46 @@ def norms_and_sums(samples: Sequence[Tensor]) -> Tensor:
 
     Two samples of equal norm have different sums, unless they are equal or the difference happens to cancel.
     """
-    reals = [torch.view_as_real(one) if one.is_complex() else one for one in samples]
-    rows = pad_sequence([real.flatten().float() for real in reals], batch_first=True)
-    sums = (rows * _signs(rows.shape[1], rows.device)).sum(1)
-    return torch.stack([torch.linalg.vector_norm(rows, dim=1), sums], 1)
+    flat_samples = []
+    for real in samples:
+        if real.is_complex():
+            real = torch.view_as_real(real)  # noqa: PLW2901 # the same numbers
+        flat_samples.append(real.flatten().float())
+    rows = pad_sequence(flat_samples, batch_first=True)
+    signs = _signs(rows.shape[1], rows.device)
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    sums = (rows * signs).sum(1)
+    return torch.stack([norms, sums], 1)
 
 
 def differing(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
     """Return the share of elements that differ, per pair of flat tensors. Shape ``[n]``, float32, on their device."""
-    pairs = zip(old, new, strict=True)
-    return torch.stack([_numbers.differs(*pair).float().mean() for pair in pairs])
+    shares = []
+    for before, after in zip(old, new, strict=True):
+        differs = _numbers.differs(before, after)
+        shares.append(differs.float().mean())
+    return torch.stack(shares)
 
 
 def largest(grad: Tensor) -> Tensor:
     """Return the places of the largest magnitudes in a gradient of any layout. Shape ``[k]``, int64."""
-    if grad.layout != torch.strided:
-        whole = grad.detach().coalesce()
-        rows = whole.indices()[0]
-        width = max(1, grad.numel() // max(1, grad.shape[0]))
-        rows = rows[: max(1, SAMPLE // width)]
-        return (rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)).flatten()
-    flat = grad.detach().abs().flatten()
-    return flat.topk(min(SAMPLE, flat.numel())).indices
+    if grad.layout == torch.strided:
+        flat = grad.detach().abs().flatten()
+        count = min(SAMPLE, flat.numel())
+        return flat.topk(count).indices
+    # A sparse gradient gives its first stored rows.
+    rows = grad.detach().coalesce().indices()[0]
+    width = max(1, grad.numel() // max(1, grad.shape[0]))
+    rows = rows[: max(1, SAMPLE // width)]
+    columns = torch.arange(width, device=rows.device)
+    places = rows.unsqueeze(1) * width + columns
+    return places.flatten()
 
 
-def by_device(indices: Iterable[int], of: Mapping[int, Tensor]) -> list[list[int]]:
+def by_device(indices: Iterable[int], tensors: Mapping[int, Tensor]) -> list[list[int]]:
+    """Return the indices of tensors in groups, one group per device."""
     groups: dict[torch.device, list[int]] = {}
     for index in indices:
-        groups.setdefault(of[index].device, []).append(index)
+        device = tensors[index].device
+        groups.setdefault(device, []).append(index)
     return list(groups.values())

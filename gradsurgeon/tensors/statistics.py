@@ -63,17 +63,64 @@ def add_statistic(name: str, statistic: Statistic) -> None:
 
 def columns_of(stat: str) -> tuple[str, ...]:
     how = STATISTICS.get(stat)
-    return (how and how.columns) or (stat,)
+    if how is None or not how.columns:
+        return (stat,)
+    return how.columns
 
 
 def of_column(column: str) -> Statistic:
     """Return the statistic that has a number of this name in records."""
-    found = (how for how in STATISTICS.values() if column in how.columns)
-    return STATISTICS[column] if column in STATISTICS else next(found)
+    if column in STATISTICS:
+        return STATISTICS[column]
+    return next(how for how in STATISTICS.values() if column in how.columns)
 
 
 def _late(room: str) -> Any:
+    """Return a module that needs torch."""
     return import_module(f"gradsurgeon.tensors.{room}")
+
+
+def _l1(elements: Tensor, _missing: int) -> Tensor:
+    return elements.abs().sum()
+
+
+def _l2(elements: Tensor, _missing: int) -> Tensor:
+    norm: Tensor = _late("_numbers").norm(elements)
+    return norm
+
+
+def _l2_of_parts(parts: Tensor) -> Tensor:
+    return parts[..., 0].square().sum(0).sqrt()
+
+
+def _linf(elements: Tensor, _missing: int) -> Tensor:
+    return elements.abs().amax()
+
+
+def _mean(elements: Tensor, missing: int) -> Tensor:
+    return elements.sum() / (elements.numel() + missing)
+
+
+def _min(elements: Tensor, missing: int) -> Tensor:
+    smallest = elements.amin()
+    if missing:
+        return smallest.clamp(max=0)
+    return smallest
+
+
+def _max(elements: Tensor, missing: int) -> Tensor:
+    largest = elements.amax()
+    if missing:
+        return largest.clamp(min=0)
+    return largest
+
+
+def _zeros(elements: Tensor, missing: int) -> Tensor:
+    return elements.numel() + missing - elements.count_nonzero()
+
+
+def _numel(elements: Tensor, missing: int) -> Tensor:
+    return elements.real.new_full((), elements.numel() + missing)
 
 
 def _std(elements: Tensor, missing: int) -> Tensor:
@@ -83,16 +130,22 @@ def _std(elements: Tensor, missing: int) -> Tensor:
     deviations = elements - mean
     if deviations.is_complex():
         deviations = deviations.abs()
-    return ((deviations.square_().sum() + missing * mean.abs().square()) / count).sqrt()
+    squares = deviations.square_().sum()
+    squares_of_missing = missing * mean.abs().square()
+    return ((squares + squares_of_missing) / count).sqrt()
 
 
 def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
-    count = _late("_numbers").nonfinite(elements)
-    return elements.real.new_full((), count) if isinstance(count, int) else count
+    count: Tensor | int = _late("_numbers").nonfinite(elements)
+    if isinstance(count, int):
+        return elements.real.new_full((), count)
+    return count
 
 
 def _mean_and_count(elements: Tensor) -> tuple[Tensor, int]:
-    return elements.double().sum() / max(1, elements.numel()), elements.numel()
+    count = elements.numel()
+    mean = elements.double().sum() / max(1, count)
+    return mean, count
 
 
 def _mean_of_parts(parts: Tensor) -> Tensor:
@@ -103,92 +156,77 @@ def _mean_of_parts(parts: Tensor) -> Tensor:
 def _deviation(elements: Tensor) -> tuple[Tensor, Tensor, int]:
     mean, count = _mean_and_count(elements)
     squares = (elements.double() - mean).square().sum()
-    return mean, (squares / max(1, count)).sqrt(), count
+    deviation = (squares / max(1, count)).sqrt()
+    return mean, deviation, count
 
 
 def _std_of_parts(parts: Tensor) -> Tensor:
     # Chan, Golub and LeVeque (1979): squared deviations of groups add up around the common mean.
     means, deviations, counts = parts.unbind(-1)
-    squares = deviations.square() + (means - _mean_of_parts(parts[..., ::2])).square()
+    mean = _mean_of_parts(parts[..., ::2])
+    squares = deviations.square() + (means - mean).square()
     return ((counts * squares).sum(0) / counts.sum(0)).sqrt()
 
 
-def _change_and_weight(pair: Tensor) -> tuple[Tensor, Tensor]:
-    before, after = pair
+def _change_and_weight(before_and_after: Tensor) -> tuple[Tensor, Tensor]:
+    before, after = before_and_after
     change, weight = _late("_numbers").norms([after - before, after])
     return change, weight
 
 
 def _over_weight(change: Tensor, weight: Tensor) -> Tensor:
-    # What did not change is 0 even of a weight that is 0.
+    # A weight of 0 that did not change has the ratio 0, not NaN.
     return (change / weight).where(change != 0, 0.0)
 
 
+def _ratio(before_and_after: Tensor, _missing: int) -> Tensor:
+    change, weight = _change_and_weight(before_and_after)
+    return _over_weight(change, weight)
+
+
 def _ratio_of_parts(parts: Tensor) -> Tensor:
-    return _over_weight(*parts.square().sum(0).sqrt().unbind(-1))
+    norms = parts.square().sum(0).sqrt()
+    change, weight = norms.unbind(-1)
+    return _over_weight(change, weight)
 
 
-def _moved(pair: Tensor) -> Tensor:
-    share: Tensor = _late("_numbers").differs(*pair).float().mean()
+def _moved(before_and_after: Tensor, _missing: int = 0) -> Tensor:
+    before, after = before_and_after
+    share: Tensor = _late("_numbers").differs(before, after).float().mean()
     return share
 
 
-def _moved_and_count(pair: Tensor) -> tuple[Tensor | float, int]:
-    count = pair.shape[1]
-    return _moved(pair) if count else 0.0, count
+def _moved_and_count(before_and_after: Tensor) -> tuple[Tensor | float, int]:
+    count = before_and_after.shape[1]
+    if not count:
+        return 0.0, 0
+    return _moved(before_and_after), count
+
+
+def _projections(tensor: Tensor, _missing: int = 0) -> Tensor:
+    projections: Tensor = _late("_projection").projections(tensor)
+    return projections
 
 
 STATISTICS: dict[str, Statistic] = {
-    "l1": Statistic(lambda elements, _: elements.abs().sum(), merge="sum", empty=0.0),
+    "l1": Statistic(_l1, merge="sum", empty=0.0),
     # One reduction of all gradients serves the trap and clipping also, if no gradient is sharded.
-    "l2": Statistic(
-        lambda elements, _: _late("_numbers").norm(elements),
-        merge=lambda parts: parts[..., 0].square().sum(0).sqrt(),
-        empty=0.0,
-    ),
-    "linf": Statistic(lambda elements, _: elements.abs().amax(), merge="max", empty=0.0),
-    "mean": Statistic(
-        lambda elements, missing: elements.sum() / (elements.numel() + missing),
-        merge=_mean_of_parts,
-        part=_mean_and_count,
-        real=True,
-    ),
+    "l2": Statistic(_l2, merge=_l2_of_parts, empty=0.0),
+    "linf": Statistic(_linf, merge="max", empty=0.0),
+    "mean": Statistic(_mean, merge=_mean_of_parts, part=_mean_and_count, real=True),
     "std": Statistic(_std, merge=_std_of_parts, part=_deviation),
-    "min": Statistic(
-        lambda elements, missing: elements.amin().clamp(max=0) if missing else elements.amin(),
-        merge="min",
-        real=True,
-    ),
-    "max": Statistic(
-        lambda elements, missing: elements.amax().clamp(min=0) if missing else elements.amax(),
-        merge="max",
-        real=True,
-    ),
-    "zeros": Statistic(
-        lambda elements, missing: elements.numel() + missing - elements.count_nonzero(),
-        merge="sum",
-        empty=0.0,
-    ),
+    "min": Statistic(_min, merge="min", real=True),
+    "max": Statistic(_max, merge="max", real=True),
+    "zeros": Statistic(_zeros, merge="sum", empty=0.0),
     "nonfinite": Statistic(_nonfinite, merge="sum", empty=0.0),
-    "numel": Statistic(
-        lambda elements, missing: elements.real.new_full((), elements.numel() + missing),
-        merge="sum",
-        empty=0.0,
-    ),
+    "numel": Statistic(_numel, merge="sum", empty=0.0),
     "projection": Statistic(
-        lambda elements, _: _late("_projection").projections(elements),
+        _projections,
         merge="sum",
         empty=0.0,
         columns=("projection_1", "projection_2"),
-        whole=lambda tensor: _late("_projection").projections(tensor),
+        whole=_projections,
     ),
-    "ratio": Statistic(
-        lambda pair, _: _over_weight(*_change_and_weight(pair)),
-        merge=_ratio_of_parts,
-        part=_change_and_weight,
-        of_update=True,
-    ),
-    "moved": Statistic(
-        lambda pair, _: _moved(pair), merge=_mean_of_parts, part=_moved_and_count, of_update=True
-    ),
+    "ratio": Statistic(_ratio, merge=_ratio_of_parts, part=_change_and_weight, of_update=True),
+    "moved": Statistic(_moved, merge=_mean_of_parts, part=_moved_and_count, of_update=True),
 }

@@ -31,18 +31,26 @@ def holds(value: tuple[Any, ...] | dict[str, Any], tensor: Tensor) -> bool:
     """Tell whether a structure contains a tensor, at any place that `tensors_in` visits."""
     if len(value) == 1 and isinstance(value, tuple) and isinstance(value[0], Tensor):
         return value[0] is tensor  # nearly all modules have one argument
-    return len(value) > 0 and any(inner is tensor for _, inner in tensors_in(value))
+    if not value:  # nearly all calls have no keyword arguments
+        return False
+    return any(inner is tensor for _, inner in tensors_in(value))
 
 
 def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
     if isinstance(value, Mapping):
         # A Hugging Face `ModelOutput` is both a mapping and a dataclass.
-        yield from ((key, item) for key, item in value.items() if isinstance(key, str | int))
+        for key, item in value.items():
+            if isinstance(key, str | int):
+                yield key, item
     elif isinstance(value, tuple | list):
         yield from enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (field.name for field in dataclasses.fields(value))
-        yield from ((name, getattr(value, name)) for name in fields)
+    elif _is_record(value):
+        for field in dataclasses.fields(value):
+            yield field.name, getattr(value, field.name)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def resolve(value: Any, path: Path) -> Path | None:
@@ -71,10 +79,12 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
     for path, tensor in new.items():
         steps.setdefault(path[0], {})[path[1:]] = tensor
     children = dict(_items(value))
-    changed = {step: with_tensors(children[step], inner) for step, inner in steps.items()}
+    changed: dict[Any, Any] = {}
+    for step, inner in steps.items():
+        changed[step] = with_tensors(children[step], inner)
     if isinstance(value, tuple):
         items = [changed.get(index, item) for index, item in enumerate(value)]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return _tuple_like(value, items)
     # Copied rather than constructed: the constructor of a script's class may need any arguments.
     out = copy.copy(value)
     for step, item in changed.items():
@@ -83,6 +93,12 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
         else:
             object.__setattr__(out, str(step), item)
     return out
+
+
+def _tuple_like(value: Any, items: list[Any]) -> Any:
+    if hasattr(value, "_make"):  # a named tuple
+        return value._make(items)
+    return type(value)(items)
 
 
 class Copied:
@@ -102,12 +118,14 @@ class Copied:
         if type(value) in _PLAIN:
             return value
         if id(value) in self._made:
-            return self._made[id(value)][1]
+            _, copied = self._made[id(value)]
+            return copied
         if isinstance(value, Tensor):
             if self._of_tensor is None:
                 return value
-            self._made[id(value)] = value, self._of_tensor(value)
-            return self._made[id(value)][1]
+            copied = self._of_tensor(value)
+            self._made[id(value)] = (value, copied)
+            return copied
         if isinstance(value, Iterator):
             self.iterators.append(type(value).__name__)
         elif depth <= _DEEPEST:
@@ -117,18 +135,20 @@ class Copied:
     def _of_container(self, value: Any, depth: int) -> Any:
         if isinstance(value, tuple):
             items = [self._copy(item, depth) for item in value]
-            if all(new is old for new, old in zip(items, value, strict=True)):
+            is_unchanged = all(new is old for new, old in zip(items, value, strict=True))
+            if is_unchanged:
                 return value
-            return value._make(items) if hasattr(value, "_make") else type(value)(items)
-        is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
-        if not (is_record or isinstance(value, list | deque | MutableMapping | MutableSet)):
+            return _tuple_like(value, items)
+        is_container = isinstance(value, list | deque | MutableMapping | MutableSet)
+        if not is_container and not _is_record(value):
             return value
         try:
             # Copied rather than constructed: the constructor of a script's class may need any arguments.
             out = copy.copy(value)
-            self._made[id(value)] = value, out
+            self._made[id(value)] = (value, out)
             for step, item in _children(value):
-                if (new := self._copy(item, depth)) is item:
+                new = self._copy(item, depth)
+                if new is item:
                     continue
                 if isinstance(value, list | deque | MutableMapping):
                     out[step] = new
@@ -136,7 +156,7 @@ class Copied:
                     object.__setattr__(out, step, new)
         except Exception:  # noqa: BLE001 # a class of the script may raise anything
             out = value
-            self._made[id(value)] = value, value
+            self._made[id(value)] = (value, value)
         return out
 
 
@@ -152,15 +172,24 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return "a tensor"
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step, _ in _items(value)]
-    return f"a {type(value).__name__} with {', '.join(steps[:8]) or 'nothing in it'}"
+    steps = []
+    for step, _ in _items(value):
+        if isinstance(step, int):
+            steps.append(f"[{step}]")
+        else:
+            steps.append(f".{step}")
+    content = "nothing in it"
+    if steps:
+        content = ", ".join(steps[:8])
+    return f"a {type(value).__name__} with {content}"
 
 
 def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a forward pass without ``self``; it may be a ``torch.jit`` method."""
     if isinstance(forward, torch.ScriptMethod):
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return [inspect.Parameter(one.name, kind) for one in forward.schema.arguments[1:]]
+        arguments = forward.schema.arguments[1:]
+        return [inspect.Parameter(argument.name, kind) for argument in arguments]
     return list(inspect.signature(forward).parameters.values())
 
 
@@ -170,7 +199,11 @@ class Arguments:
         self._kwargs = kwargs
         # An instance may shadow `forward` with a function of any signature; scripted modules only have their own.
         of_class = getattr(type(module), "forward", None)
-        self._forward = module.forward if of_class is None else MethodType(of_class, module)
+        self._forward: Callable[..., Any]
+        if of_class is None:
+            self._forward = module.forward
+        else:
+            self._forward = MethodType(of_class, module)
         self.named: dict[int | str, Any] = dict(enumerate(args))
         self.named.update(kwargs)
 
@@ -178,9 +211,12 @@ class Arguments:
         """Return a path with its first step as this call spells it."""
         if not path:
             # A tensor that is the only one has the name of the module.
-            paths = [path for path, _ in tensors_in(self.named)]
-            return paths[0] if len(paths) == 1 else ()
-        names = [one.name for one in parameters_of(self._forward)]
+            tensors = list(tensors_in(self.named))
+            if len(tensors) != 1:
+                return ()
+            only_path, _ = tensors[0]
+            return only_path
+        names = [parameter.name for parameter in parameters_of(self._forward)]
         first = path[0]
         if isinstance(first, str) and first in names[: len(self._args)]:
             first = names.index(first)
@@ -190,5 +226,6 @@ class Arguments:
 
     def exchange(self, new: Mapping[Path, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         whole = with_tensors(self.named, new)
-        args = tuple(whole[index] for index in range(len(self._args)))
-        return args, {key: whole[key] for key in self._kwargs}
+        args = tuple([whole[index] for index in range(len(self._args))])
+        kwargs = {key: whole[key] for key in self._kwargs}
+        return args, kwargs
