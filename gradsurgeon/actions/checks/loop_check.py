@@ -99,8 +99,10 @@ class LoopCheck(Check):
             used = owner.used
             owner.used = {}
             grads = starting.grads
-            owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
-            owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
+            for index, (places, values) in used.items():
+                if _is_kept(grads.get(index), places, values):
+                    owner.kept.add(index)
+            owner.kept = {index for index in owner.kept if _any_of(grads, (index,))}
             # The script has cleared what came of a loss that it did not like.
             if self._lost and not _any_of(grads, owner.sampled):
                 self._lost.clear()
@@ -108,15 +110,17 @@ class LoopCheck(Check):
 
     def after_pass(self, done: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
-            if owner.looks and (flag := _any_of(done.grads, owner.sampled)) is not None:
-                owner.came = flag if owner.came is None else owner.came | flag
+            if owner.looks:
+                _note_new_gradients(owner, done)
             if owner.clips:
                 owner.sizes_after_pass = _sizes(done.grads, owner.indices)
-        if (is_evaluated := done.model.is_evaluated()) is not None:
+        is_evaluated = done.model.is_evaluated()
+        if is_evaluated is not None:
             self._modes.add(is_evaluated)
-        if done.loss is not None:
-            lost = done.loss.isfinite().logical_not().float()
-            done.later(torch.stack([lost, done.loss.float()]), partial(self._judge_loss, done))
+        loss = done.loss
+        if loss is not None:
+            is_lost = loss.isfinite().logical_not().float()
+            done.later(torch.stack([is_lost, loss.float()]), partial(self._judge_loss, done))
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
@@ -127,13 +131,9 @@ class LoopCheck(Check):
         if owner.looks:
             owned = [index for index in update.indices if index in update.groups]
             owner.indices = owned
-            owner.sampled = owned[:: max(1, len(owned) // _MOST_SAMPLED)][:_MOST_SAMPLED]
-            if owner.came is not None:
-                there = _any_of(update.grads, owner.sampled)
-                now = torch.zeros_like(owner.came) if there is None else there
-                update.later(
-                    torch.stack([owner.came, now]), partial(self._judge_gone, owner, update)
-                )
+            stride = max(1, len(owned) // _MOST_SAMPLED)
+            owner.sampled = owned[::stride][:_MOST_SAMPLED]
+            _look_for_gone(owner, update)
             yield from _stale(owner, update)
         lost = self._lost
         self._lost = []
@@ -148,76 +148,134 @@ class LoopCheck(Check):
         owner.came = None
         owner.sizes_after_pass = ()
         if owner.looks:
-            for index in owner.sampled:
-                grad = update.grads.get(index)
-                if grad is not None and grad.layout == torch.strided and grad.numel():
-                    at = largest(grad)
-                    owner.used[index] = at, torch.take(grad, at)
+            for index, grad in _dense_grads(update.grads, owner.sampled).items():
+                places = largest(grad)
+                owner.used[index] = (places, torch.take(grad, places))
         return ()
 
     def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
-        lost, loss = seen.tolist()
-        grads = [done.grads[t] for t in done.indices if t in done.grads] if lost else ()
-        # A NaN that is in the gradients as well is the trap's to tell.
-        if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
-            value, remedy = ("NaN", _NOTHING) if math.isnan(loss) else (f"{loss:g}", _GROWN)
-            text = _LOSS.format(step=done.step, maker=_maker(done), value=value, remedy=remedy)
-            self._lost.append(Finding("loss", text, step=done.step))
+        is_lost, loss = seen.tolist()
+        # The trap reports a NaN that is in the gradients also.
+        if not is_lost or not _all_finite(done):
+            return ()
+        value = f"{loss:g}"
+        remedy = _GROWN
+        if math.isnan(loss):
+            value = "NaN"
+            remedy = _NOTHING
+        text = _LOSS.format(step=done.step, maker=_maker(done), value=value, remedy=remedy)
+        self._lost.append(Finding("loss", text, step=done.step))
         return ()
-
-    def _judge_gone(self, owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Finding]:
-        came, there = seen.tolist()
-        # The sampled parameters may be cleared on purpose: then other gradients are there.
-        others = None if there or not came else _any_of(update.grads, update.indices)
-        gone = came and not there and (others is None or not bool(others))
-        owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0
-        if owner.gone_in_a_row == IN_A_ROW:
-            yield Finding("gone", _GONE.format(step=update.step), (owner.sampled[0],))
 
     def _mode(self, update: Update) -> Iterator[Finding]:
         modes = self._modes
         self._modes = set()
         count = update.evaluations
         if False in modes:
-            self._has_returned |= self._has_trained and count != self._before
+            if self._has_trained and count != self._before:
+                self._has_returned = True
             self._has_trained = True
             self._evaluated = []
             self._before = count
         elif modes and self._has_trained:
             if not self._evaluated:
                 # Without an evaluation the script has changed the mode for training itself.
-                self._is_meant = self._has_returned or (count is not None and count == self._before)
+                was_evaluated = count is None or count != self._before
+                self._is_meant = self._has_returned or not was_evaluated
             self._evaluated.append(update.step)
             if len(self._evaluated) == IN_A_ROW and not self._is_meant:
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
 
 
+def _all_finite(done: Pass) -> bool:
+    for index in done.indices:
+        grad = done.grads.get(index)
+        if grad is not None and not bool(_numbers.values(grad).isfinite().all()):
+            return False
+    return True
+
+
 def _maker(done: Pass) -> str:
     """Return the operation that made the loss, such as ``nll_loss``; multiplying by a number made none."""
-    node: Any = done.graph.roots[0] if done.graph is not None else None
-    while (
-        isinstance(node, Node) and node.name() in _BY_A_NUMBER and node.next_functions[1][0] is None
-    ):
+    if done.graph is None:
+        return ""
+    node: Any = done.graph.roots[0]
+    while _is_times_number(node):
         node = node.next_functions[0][0]
     if not isinstance(node, Node):
         return ""
-    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", node.name().partition("Backward")[0]).lower()
+    operation = node.name().partition("Backward")[0]
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", operation).lower()
     return f" (made by `{name}`)"
 
 
+def _is_times_number(node: Any) -> bool:
+    if not isinstance(node, Node) or node.name() not in _BY_A_NUMBER:
+        return False
+    return node.next_functions[1][0] is None
+
+
 def _any_of(grads: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor | None:
-    flags = [_numbers.values(grads[t]).any() for t in indices if t in grads]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
+    """Return whether some gradients have an element other than 0; ``None`` if none of these gradients is there."""
+    flags = [_numbers.values(grads[index]).any() for index in indices if index in grads]
+    if not flags:
+        return None
+    device = flags[0].device
+    return torch.stack([flag.to(device) for flag in flags]).any()
 
 
-def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
-    return grad is not None and bool(old.any()) and torch.equal(torch.take(grad, at), old)
+def _dense_grads(grads: Mapping[int, Tensor], indices: Sequence[int]) -> dict[int, Tensor]:
+    """Return those gradients that are dense and have elements. A rank may hold no element of a gradient."""
+    dense = {}
+    for index in indices:
+        grad = grads.get(index)
+        if grad is not None and grad.layout == torch.strided and grad.numel():
+            dense[index] = grad
+    return dense
+
+
+def _note_new_gradients(owner: _LoopState, done: Pass) -> None:
+    came = _any_of(done.grads, owner.sampled)
+    if owner.came is None:
+        owner.came = came
+    elif came is not None:
+        owner.came = owner.came | came
+
+
+def _look_for_gone(owner: _LoopState, update: Update) -> None:
+    """Ask whether the gradients that passes gave have gone before the update."""
+    if owner.came is None:
+        return
+    there = _any_of(update.grads, owner.sampled)
+    if there is None:
+        there = torch.zeros_like(owner.came)
+    update.later(torch.stack([owner.came, there]), partial(_judge_gone, owner, update))
+
+
+def _judge_gone(owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Finding]:
+    came, there = seen.tolist()
+    # The sampled parameters may be cleared on purpose: then other gradients are there.
+    if came and not there and not _any_of(update.grads, update.indices):
+        owner.gone_in_a_row += 1
+    else:
+        owner.gone_in_a_row = 0
+    if owner.gone_in_a_row == IN_A_ROW:
+        yield Finding("gone", _GONE.format(step=update.step), (owner.sampled[0],))
+
+
+def _is_kept(grad: Tensor | None, places: Tensor, old: Tensor) -> bool:
+    if grad is None or not bool(old.any()):
+        return False
+    return torch.equal(torch.take(grad, places), old)
 
 
 def _stale(owner: _LoopState, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that were there before the last update reach this one, again and again."""
     stale = sorted(index for index in owner.kept if index in update.grads)
-    owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
+    if not stale:
+        owner.stale_in_a_row = 0
+        return
+    owner.stale_in_a_row += 1
     if owner.stale_in_a_row == IN_A_ROW:
         # Any of the sampled parameters stands for all that the script has not cleared.
         text = _STALE.format(step=update.step, before=owner.last_step)
@@ -225,13 +283,13 @@ def _stale(owner: _LoopState, update: Update) -> Iterator[Finding]:
 
 
 def _sizes(grads: Mapping[int, Tensor], indices: Sequence[int]) -> tuple[float, ...]:
-    there = [grads[t] for t in indices if t in grads]
-    # A rank may hold no element of a gradient, which has no maximum then.
-    found = [grad for grad in there if grad.layout == torch.strided and grad.numel()]
-    if not found:
+    """Return the norm and the largest element of all dense gradients."""
+    dense = list(_dense_grads(grads, indices).values())
+    if not dense:
         return ()
-    kinds = (2.0, float("inf"))
-    return tuple(float(torch.nn.utils.get_total_norm(found, kind)) for kind in kinds)
+    norm = torch.nn.utils.get_total_norm(dense)
+    most = torch.nn.utils.get_total_norm(dense, math.inf)
+    return float(norm), float(most)
 
 
 def _clipped(owner: _LoopState, update: Update) -> Iterator[Finding]:
@@ -239,9 +297,10 @@ def _clipped(owner: _LoopState, update: Update) -> Iterator[Finding]:
     if update.scale is None or len(owner.clips) > IN_A_ROW:
         return
     now = _sizes(update.grads, owner.indices)
-    if not (owner.sizes_after_pass and now):
+    if not owner.sizes_after_pass or not now:
         # Sizes after a pass are taken from the second update on: then the scale is known.
-        owner.clips = owner.clips or [((), ())]
+        if not owner.clips:
+            owner.clips.append(((), ()))
         return
     owner.clips.append((owner.sizes_after_pass, now))
     cases = owner.clips[1:]
@@ -250,17 +309,20 @@ def _clipped(owner: _LoopState, update: Update) -> Iterator[Finding]:
     for place, what in enumerate(("a norm", "elements")):
         whole = torch.tensor([before[place] for before, _ in cases])
         clipped = torch.tensor([after[place] for _, after in cases])
-        if not bool(((clipped > 0) & (clipped < whole / 2)).all()):
-            continue
-        bound = float(clipped[0]) / update.scale
-        # A clip gives the same size from different ones; a division by a constant gives the same ratio.
-        same = _spread(clipped) < _ALIKE and _spread(clipped / whole) > _APART
-        if same and bound < _LEAST_BOUND:
-            text = _CLIPPED.format(
-                what=what, norm=float(clipped[0]), scale=update.scale, bound=bound
-            )
+        norm = float(clipped[0])
+        bound = norm / update.scale
+        if bound < _LEAST_BOUND and _is_clip(whole, clipped):
+            text = _CLIPPED.format(what=what, norm=norm, scale=update.scale, bound=bound)
             yield Finding("clipped", text)
             return
+
+
+def _is_clip(whole: Tensor, clipped: Tensor) -> bool:
+    """Tell whether different sizes were brought to one size. A division by a constant gives one ratio."""
+    are_reduced = (clipped > 0) & (clipped < whole / 2)
+    if not bool(are_reduced.all()):
+        return False
+    return _spread(clipped) < _ALIKE and _spread(clipped / whole) > _APART
 
 
 def _spread(values: Tensor) -> float:
