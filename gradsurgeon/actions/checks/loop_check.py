@@ -65,7 +65,9 @@ class _LoopState:
     came: Tensor | None = None
     stale_in_a_row: int = 0
     gone_in_a_row: int = 0
-    # By update that found scaled gradients: norm and largest element after its last pass, and right before it.
+    # Whether an update found gradients that still carry the loss scale.
+    is_scaled: bool = False
+    # By such an update: norm and largest element after its last pass, and right before it.
     clips: list[tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=list)
     sizes_after_pass: tuple[float, ...] = ()
     indices: Sequence[int] = ()
@@ -112,7 +114,7 @@ class LoopCheck(Check):
         for owner in self._owners.values():
             if owner.looks:
                 _note_new_gradients(owner, done)
-            if owner.clips:
+            if owner.is_scaled and len(owner.clips) < IN_A_ROW:
                 owner.sizes_after_pass = _sizes(done.grads, owner.indices)
         is_evaluated = done.model.is_evaluated()
         if is_evaluated is not None:
@@ -155,9 +157,12 @@ class LoopCheck(Check):
 
     def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
         is_lost, loss = seen.tolist()
-        # The trap reports a NaN that is in the gradients also.
-        if not is_lost or not _all_finite(done):
+        if not is_lost:
             return ()
+        # The trap reports a NaN that is in the gradients also.
+        for index in done.indices:
+            if index in done.grads and not done.has_finite_grad(index):
+                return ()
         value = f"{loss:g}"
         remedy = _GROWN
         if math.isnan(loss):
@@ -185,14 +190,6 @@ class LoopCheck(Check):
             self._evaluated.append(update.step)
             if len(self._evaluated) == IN_A_ROW and not self._is_meant:
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
-
-
-def _all_finite(done: Pass) -> bool:
-    for index in done.indices:
-        grad = done.grads.get(index)
-        if grad is not None and not bool(_numbers.values(grad).isfinite().all()):
-            return False
-    return True
 
 
 def _maker(done: Pass) -> str:
@@ -294,21 +291,18 @@ def _sizes(grads: Mapping[int, Tensor], indices: Sequence[int]) -> tuple[float, 
 
 def _clipped(owner: _LoopState, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that still carry the loss scale always come to the same, smaller size."""
-    if update.scale is None or len(owner.clips) > IN_A_ROW:
+    if update.scale is None or len(owner.clips) == IN_A_ROW:
         return
+    # Sizes after a pass are taken from the second update on: then the scale is known.
+    owner.is_scaled = True
     now = _sizes(update.grads, owner.indices)
-    if not owner.sizes_after_pass or not now:
-        # Sizes after a pass are taken from the second update on: then the scale is known.
-        if not owner.clips:
-            owner.clips.append(((), ()))
-        return
-    owner.clips.append((owner.sizes_after_pass, now))
-    cases = owner.clips[1:]
-    if len(cases) != IN_A_ROW:
+    if owner.sizes_after_pass and now:
+        owner.clips.append((owner.sizes_after_pass, now))
+    if len(owner.clips) < IN_A_ROW:
         return
     for place, what in enumerate(("a norm", "elements")):
-        whole = torch.tensor([before[place] for before, _ in cases])
-        clipped = torch.tensor([after[place] for _, after in cases])
+        whole = torch.tensor([before[place] for before, _ in owner.clips])
+        clipped = torch.tensor([after[place] for _, after in owner.clips])
         norm = float(clipped[0])
         bound = norm / update.scale
         if bound < _LEAST_BOUND and _is_clip(whole, clipped):

@@ -196,22 +196,17 @@ def _measured(update: Update, indices: Sequence[int], sampled: Sequence[int]) ->
         if index in grads and grads[index].layout is torch.strided:
             dense[index] = grads[index]
 
-    def norms_of_gradients(group: Sequence[int]) -> Tensor:
-        return update.norms(group).unsqueeze(1)
-
-    def sums_of_gradients(group: Sequence[int]) -> Tensor:
-        return norms_and_sums([sample(dense[index]) for index in group])[:, 1:]
-
-    def of_weights(group: Sequence[int]) -> Tensor:
-        return norms_and_sums([sample(weights[index]) for index in group])
-
     # A missing gradient counts as zero.
-    missing = torch.zeros(1, device=device)
+    missing = torch.zeros((), device=device)
     unknown = torch.full((2,), math.nan, device=device)
-    norms = _by_parameter(indices, grads, norms_of_gradients, missing)
-    sums = _by_parameter(indices, dense, sums_of_gradients, unknown[:1])
-    norms_and_sums_of_weights = _by_parameter(indices, weights, of_weights, unknown)
-    return torch.cat([norms, sums, norms_and_sums_of_weights], 1)
+    norms = _by_parameter(indices, grads, update.norms, missing)
+    of_gradients = _by_parameter(indices, dense, partial(_sampled, dense), unknown)
+    of_weights = _by_parameter(indices, weights, partial(_sampled, weights), unknown)
+    return torch.cat([norms.unsqueeze(1), of_gradients[:, 1:], of_weights], 1)
+
+
+def _sampled(tensors: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor:
+    return norms_and_sums([sample(tensors[index]) for index in indices])
 
 
 def _by_parameter(

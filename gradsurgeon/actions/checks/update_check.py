@@ -327,11 +327,8 @@ def _should_move(update: Update, index: int, lr: float) -> bool:
 
 def _broken(update: Update, nonfinite: Sequence[int]) -> Iterator[Finding]:
     """Yield a finding if weights became non-finite although their gradients are finite."""
-    indices = []
-    for index in nonfinite:
-        grad = update.grads.get(index)
-        if grad is not None and bool(_numbers.values(grad).isfinite().all()):
-            indices.append(index)
+    having = [index for index in nonfinite if index in update.grads]
+    indices = [index for index in having if update.has_finite_grad(index)]
     if indices:
         yield Finding("non-finite", _BROKEN, tuple(indices))
 
