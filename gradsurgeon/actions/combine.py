@@ -132,8 +132,8 @@ class Combine(LossRule):
             is_given = getattr(self, option) is not None
             if is_given and option not in method.keys:
                 message = f"`method: {self.method}` has no option `{option}`"
-                owners = ", ".join(_methods_with(option))
-                yield Flaw(option, message, f"remove it; it belongs to {owners}")
+                owners = [name for name, other in METHODS.items() if option in other.keys]
+                yield Flaw(option, message, f"remove it; it belongs to {', '.join(owners)}")
             elif not is_given and option in method.options:
                 message = f"missing key `{option}`: `method: {self.method}` needs it"
                 yield Flaw(option, message, f"such as `{OPTIONS[option]}`", "missing-key")
@@ -182,21 +182,10 @@ class Combine(LossRule):
         memory = self.memory or ()
         if self.preference is None and not memory:
             return None
-        preference = self.preference
-        if preference is None:
-            trained = max(1, len(losses) - len(memory))
-            preference = dict.fromkeys(losses, 1.0 / trained)
-        preferences = []
-        for name in losses:
-            if name in memory:
-                preferences.append(0.0)
-            else:
-                preferences.append(preference.get(name, 1.0))
-        return preferences
-
-
-def _methods_with(option: str) -> list[str]:
-    return [name for name, method in METHODS.items() if option in method.keys]
+        trained = max(1, len(losses) - len(memory))
+        preference = self.preference or dict.fromkeys(losses, 1.0 / trained)
+        of_memory = dict.fromkeys(memory, 0.0)
+        return [of_memory.get(name, preference.get(name, 1.0)) for name in losses]
 
 
 def _page_of_methods() -> str:

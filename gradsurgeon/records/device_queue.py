@@ -28,8 +28,8 @@ _Places = tuple[Sequence[Key], tuple[int, ...], tuple[int, ...]]
 class DeviceQueue(Generic[Item]):
     """Accepts numbers on all devices and delivers them on the host, float32, in the order they came."""
 
-    def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
-        self._deliver = take
+    def __init__(self, deliver: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
+        self._deliver = deliver
         self._waiting: dict[Hashable, tuple[Item, Tensor]] = {}
         self._under_way: deque[_Transfer[Item]] = deque()
         self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)

@@ -62,7 +62,7 @@ class _LoopState:
     # Sampled parameters that kept their gradients into a new pass.
     kept: set[int] = field(default_factory=set)
     # Whether passes since the last update gave the sampled parameters other gradients than 0; a 0-dim tensor.
-    came: Tensor | None = None
+    got_gradients: Tensor | None = None
     stale_in_a_row: int = 0
     gone_in_a_row: int = 0
     # Whether an update found gradients that still carry the loss scale.
@@ -85,16 +85,16 @@ class LoopCheck(Check):
         self._owners: dict[Hashable, _LoopState] = {}
         # Whether an update has come from forward passes in training mode; the steps since without one.
         self._has_trained = False
-        self._evaluated: list[int] = []
+        self._evaluated_steps: list[int] = []
         # The number of evaluations before the last update in training mode.
-        self._before: int | None = None
+        self._evaluations_before: int | None = None
         # Whether the script has returned to training mode after an evaluation: then it knows how to.
         self._has_returned = False
         # Whether the script changed the mode for training, not for an evaluation.
-        self._is_meant = False
+        self._mode_is_meant = False
         self._modes: set[bool] = set()
         # Losses that were not finite, in passes that may feed the next update.
-        self._lost: list[Finding] = []
+        self._nonfinite_losses: list[Finding] = []
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
@@ -105,9 +105,9 @@ class LoopCheck(Check):
                 if _is_kept(grads.get(index), places, values):
                     owner.kept.add(index)
             owner.kept = {index for index in owner.kept if _any_of(grads, (index,))}
-            # The script has cleared what came of a loss that it did not like.
-            if self._lost and not _any_of(grads, owner.sampled):
-                self._lost.clear()
+            # The script has cleared the gradients of a non-finite loss.
+            if self._nonfinite_losses and not _any_of(grads, owner.sampled):
+                self._nonfinite_losses.clear()
         return ()
 
     def after_pass(self, done: Pass) -> Iterable[Finding]:
@@ -121,8 +121,9 @@ class LoopCheck(Check):
             self._modes.add(is_evaluated)
         loss = done.loss
         if loss is not None:
-            is_lost = loss.isfinite().logical_not().float()
-            done.later(torch.stack([is_lost, loss.float()]), partial(self._judge_loss, done))
+            is_nonfinite = loss.isfinite().logical_not().float()
+            values = torch.stack([is_nonfinite, loss.float()])
+            done.later(values, partial(self._judge_loss, done))
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
@@ -137,17 +138,17 @@ class LoopCheck(Check):
             owner.sampled = owned[::stride][:_MOST_SAMPLED]
             _look_for_gone(owner, update)
             yield from _stale(owner, update)
-        lost = self._lost
-        self._lost = []
-        yield from lost
-        yield from self._mode(update)
+        findings = self._nonfinite_losses
+        self._nonfinite_losses = []
+        yield from findings
+        yield from self._judge_mode(update)
 
     def after_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _LoopState())
         owner.updates += 1
         owner.last_step = update.step
         owner.kept = set()
-        owner.came = None
+        owner.got_gradients = None
         owner.sizes_after_pass = ()
         if owner.looks:
             for index, grad in _dense_grads(update.grads, owner.sampled).items():
@@ -156,8 +157,8 @@ class LoopCheck(Check):
         return ()
 
     def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
-        is_lost, loss = seen.tolist()
-        if not is_lost:
+        is_nonfinite, loss = seen.tolist()
+        if not is_nonfinite:
             return ()
         # The trap reports a NaN that is in the gradients also.
         for index in done.indices:
@@ -169,27 +170,27 @@ class LoopCheck(Check):
             value = "NaN"
             remedy = _NOTHING
         text = _LOSS.format(step=done.step, maker=_maker(done), value=value, remedy=remedy)
-        self._lost.append(Finding("loss", text, step=done.step))
+        self._nonfinite_losses.append(Finding("loss", text, step=done.step))
         return ()
 
-    def _mode(self, update: Update) -> Iterator[Finding]:
+    def _judge_mode(self, update: Update) -> Iterator[Finding]:
         modes = self._modes
         self._modes = set()
         count = update.evaluations
         if False in modes:
-            if self._has_trained and count != self._before:
+            if self._has_trained and count != self._evaluations_before:
                 self._has_returned = True
             self._has_trained = True
-            self._evaluated = []
-            self._before = count
+            self._evaluated_steps = []
+            self._evaluations_before = count
         elif modes and self._has_trained:
-            if not self._evaluated:
+            if not self._evaluated_steps:
                 # Without an evaluation the script has changed the mode for training itself.
-                was_evaluated = count is None or count != self._before
-                self._is_meant = self._has_returned or not was_evaluated
-            self._evaluated.append(update.step)
-            if len(self._evaluated) == IN_A_ROW and not self._is_meant:
-                yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
+                was_evaluated = count is None or count != self._evaluations_before
+                self._mode_is_meant = self._has_returned or not was_evaluated
+            self._evaluated_steps.append(update.step)
+            if len(self._evaluated_steps) == IN_A_ROW and not self._mode_is_meant:
+                yield Finding("mode", _EVALUATED.format(since=self._evaluated_steps[0]))
 
 
 def _maker(done: Pass) -> str:
@@ -232,27 +233,29 @@ def _dense_grads(grads: Mapping[int, Tensor], indices: Sequence[int]) -> dict[in
 
 
 def _note_new_gradients(owner: _LoopState, done: Pass) -> None:
-    came = _any_of(done.grads, owner.sampled)
-    if owner.came is None:
-        owner.came = came
-    elif came is not None:
-        owner.came = owner.came | came
+    got_gradients = _any_of(done.grads, owner.sampled)
+    if owner.got_gradients is None:
+        owner.got_gradients = got_gradients
+    elif got_gradients is not None:
+        owner.got_gradients = owner.got_gradients | got_gradients
 
 
 def _look_for_gone(owner: _LoopState, update: Update) -> None:
     """Ask whether the gradients that passes gave have gone before the update."""
-    if owner.came is None:
+    if owner.got_gradients is None:
         return
-    there = _any_of(update.grads, owner.sampled)
-    if there is None:
-        there = torch.zeros_like(owner.came)
-    update.later(torch.stack([owner.came, there]), partial(_judge_gone, owner, update))
+    has_gradients = _any_of(update.grads, owner.sampled)
+    if has_gradients is None:
+        has_gradients = torch.zeros_like(owner.got_gradients)
+    flags = torch.stack([owner.got_gradients, has_gradients])
+    update.later(flags, partial(_judge_gone, owner, update))
 
 
 def _judge_gone(owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Finding]:
-    came, there = seen.tolist()
-    # The sampled parameters may be cleared on purpose: then other gradients are there.
-    if came and not there and not _any_of(update.grads, update.indices):
+    got_gradients, has_gradients = seen.tolist()
+    are_gone = got_gradients and not has_gradients
+    # The script may clear the sampled parameters on purpose: then other parameters have gradients.
+    if are_gone and not _any_of(update.grads, update.indices):
         owner.gone_in_a_row += 1
     else:
         owner.gone_in_a_row = 0

@@ -96,8 +96,10 @@ class _Series:
         with suppress(RuntimeError):
             if self._is_first:
                 self._keep(row, replicas)
-                if is_complete:
-                    self._receive_until(row.passes)
+                # Another rank may be ahead: its later batches wait in the store.
+                while is_complete and self._newest() < row.passes:
+                    if not self._receive(self._others):
+                        break
             elif is_complete:
                 self._channel.post(self._first, self._packed())
             elif self._are_few:
@@ -117,12 +119,6 @@ class _Series:
         self._own.setdefault(row.passes, (row, replicas))
         while len(self._own) > _MOST_WAITING:
             del self._own[min(self._own)]
-
-    def _receive_until(self, passes: tuple[int, int]) -> None:
-        """Receive batches of all other ranks. Another rank may be ahead: its later batches wait in the store."""
-        while self._newest() < passes:
-            if not self._receive(self._others):
-                return
 
     def close(self) -> Iterator[Finding]:
         """Send the last rows, or compare what the other ranks have sent so far."""

@@ -1,6 +1,6 @@
 """Compares the numbers that ranks with the same parameters have measured at the same update."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -113,7 +113,11 @@ class ReplicaComparison:
         self, own: RankNumbers, others: Mapping[int, RankNumbers], replicas: Replicas
     ) -> Iterator[Finding]:
         """Compare the rows of some other ranks at one update with the row of the first rank."""
-        theirs = self._numbers_of(others, own)
+        skipped = self._ranks_that_skipped(own, others)
+        theirs = own.numbers.new_full((len(self._others), *own.numbers.shape), torch.nan)
+        for position, rank in enumerate(self._others):
+            if rank in others:
+                theirs[position] = others[rank].numbers
         gradients_apart = _differs(own.numbers[:2], theirs[:, :2])
         was_proven = self._equal >= _PROOF
         self._equal[gradients_apart] = 0
@@ -125,51 +129,42 @@ class ReplicaComparison:
             averaged = self._equal >= _PROOF
             largest_weight = own.numbers[2].nan_to_num().max()
             least = _UNSEEN * largest_weight.item()
-        weights_apart = self._weights_apart(own, others, theirs, least)
+        weights_apart = self._weights_apart(own.numbers[2:], theirs[:, 2:], least, skipped)
         are_finite = (own.numbers[2:] + theirs[:, 2:]).isfinite().all(1)
         weights_alike = are_finite & ~weights_apart
         self._met |= weights_alike
-        news = gradients_apart & ~self._reported["gradients"]
+        unreported = gradients_apart & ~self._reported["gradients"]
         if not replicas.promised:
-            news &= was_proven
-        differences = self._differences_of_gradients(own, theirs, news, replicas)
+            unreported &= was_proven
+        differences = self._differences_of_gradients(own, theirs, unreported, replicas)
         if not replicas.promised:
             for difference in differences:
                 self._pending[difference.rank, difference.place] = difference
             differences = self._settled(averaged & weights_apart, averaged & weights_alike)
         yield from self._findings("gradients", differences)
-        news = averaged & weights_apart & ~self._reported["weights"]
-        differences = self._differences_of_weights(own, others, news, replicas)
+        unreported = averaged & weights_apart & ~self._reported["weights"]
+        differences = self._differences_of_weights(own, others, unreported, replicas, skipped)
         yield from self._findings("weights", differences)
 
-    def _numbers_of(self, others: Mapping[int, RankNumbers], own: RankNumbers) -> Tensor:
-        """Return the numbers of the other ranks, NaN for ranks without a row. Shape ``[ranks, 4, parameters]``."""
-        shape = (len(self._others), *own.numbers.shape)
-        theirs = own.numbers.new_full(shape, torch.nan)
-        for position, rank in enumerate(self._others):
-            if rank in others:
-                self._leads.setdefault(rank, others[rank].step - own.step)
-                theirs[position] = others[rank].numbers
-        return theirs
+    def _ranks_that_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers]) -> set[int]:
+        """Return the ranks that, unlike the first rank, have left out or made an update since their first rows."""
+        skipped = set()
+        for rank, row in others.items():
+            lead = row.step - own.step
+            if lead != self._leads.setdefault(rank, lead):
+                skipped.add(rank)
+        return skipped
 
     def _weights_apart(
-        self, own: RankNumbers, others: Mapping[int, RankNumbers], theirs: Tensor, least: float
+        self, ours: Tensor, theirs: Tensor, least: float, skipped: Collection[int]
     ) -> Tensor:
         """Return by other rank and parameter whether the weights differ by more than rounding."""
-        weights = own.numbers[2:]
-        weights_there = theirs[:, 2:]
-        are_apart = _differs(weights, weights_there, least)
+        are_apart = _differs(ours, theirs, least)
         # An update less shows in any digit, however small the learning rate is.
-        for position, rank in enumerate(self._others):
-            if self._has_skipped(own, others, rank):
-                are_apart[position] |= (weights_there[position] - weights).abs().gt(0).any(0)
+        for rank in skipped:
+            position = self._others.index(rank)
+            are_apart[position] |= (theirs[position] - ours).abs().gt(0).any(0)
         return are_apart
-
-    def _has_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers], rank: int) -> bool:
-        """Tell whether a rank, or the first one, has left out an update since their first rows."""
-        if rank not in others:
-            return False
-        return others[rank].step - own.step != self._leads[rank]
 
     def _note_equal(self, ours: Tensor, theirs: Tensor) -> None:
         """Count the gradients that show, by being equal, that ranks averaged them."""
@@ -184,14 +179,14 @@ class ReplicaComparison:
         self._norms = torch.where(is_known, norms, self._norms)
 
     def _differences_of_gradients(
-        self, own: RankNumbers, theirs: Tensor, news: Tensor, replicas: Replicas
+        self, own: RankNumbers, theirs: Tensor, unreported: Tensor, replicas: Replicas
     ) -> list[_Difference]:
         differences: list[_Difference] = []
         norms = own.numbers[0]
-        for position in news.any(1).nonzero().flatten().tolist():
+        for position in unreported.any(1).nonzero().flatten().tolist():
             rank = self._others[position]
             norms_there = theirs[position, 0]
-            places = news[position].nonzero().flatten().tolist()
+            places = unreported[position].nonzero().flatten().tolist()
             general_remedy = _LOST
             if replicas.promised:
                 general_remedy = _MOVED
@@ -222,14 +217,15 @@ class ReplicaComparison:
         self,
         own: RankNumbers,
         others: Mapping[int, RankNumbers],
-        news: Tensor,
+        unreported: Tensor,
         replicas: Replicas,
+        skipped: Collection[int],
     ) -> list[_Difference]:
         differences: list[_Difference] = []
-        for position, place in news.nonzero().tolist():
+        for position, place in unreported.nonzero().tolist():
             rank = self._others[position]
             remedy = _FROM_THE_START
-            if self._has_skipped(own, others, rank):
+            if rank in skipped:
                 remedy = _SKIPPED
             elif replicas.promised or self._met[position, place]:
                 remedy = _SINCE_THEN

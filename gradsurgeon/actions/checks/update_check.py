@@ -221,11 +221,8 @@ def _causes(owner: _OptimizerUpdates, update: Update, waited: dict[int, int]) ->
 def _without_rate(owner: _OptimizerUpdates, update: Update) -> tuple[int, ...]:
     """Return the parameters that never moved and whose learning rate is 0, also those with too small a gradient."""
     still = set(update.indices) - owner.moved
-    indices = []
-    for index, group in update.groups.items():
-        if index in still and not _learning_rate(group):
-            indices.append(index)
-    return tuple(indices)
+    groups = update.groups
+    return tuple(index for index in groups if index in still and not _learning_rate(groups[index]))
 
 
 def _is_unowned(leaf: Tensor) -> bool:
@@ -327,8 +324,8 @@ def _should_move(update: Update, index: int, lr: float) -> bool:
 
 def _broken(update: Update, nonfinite: Sequence[int]) -> Iterator[Finding]:
     """Yield a finding if weights became non-finite although their gradients are finite."""
-    having = [index for index in nonfinite if index in update.grads]
-    indices = [index for index in having if update.has_finite_grad(index)]
+    with_grad = [index for index in nonfinite if index in update.grads]
+    indices = [index for index in with_grad if update.has_finite_grad(index)]
     if indices:
         yield Finding("non-finite", _BROKEN, tuple(indices))
 

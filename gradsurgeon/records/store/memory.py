@@ -149,10 +149,16 @@ class Part(WholeSeries):
 AnySeries = TypeVar("AnySeries", bound=WholeSeries)
 
 
-def matching(every: Iterable[AnySeries], name: str, stat: str, rule: str | None) -> list[AnySeries]:
+def matching(
+    all_series: Iterable[AnySeries], name: str, stat: str, rule: str | None
+) -> list[AnySeries]:
     """Return the series of a tensor, a statistic, and a rule or all rules."""
-    of_rule = [series for series in every if rule in (None, series.key.rule)]
-    return [series for series in of_rule if series.key.stat == stat and name in series.columns]
+    matches = []
+    for series in all_series:
+        measures = series.key.stat == stat and name in series.columns
+        if measures and rule in (None, series.key.rule):
+            matches.append(series)
+    return matches
 
 
 class Series(WholeSeries):

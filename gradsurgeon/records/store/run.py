@@ -43,10 +43,11 @@ class StoredRun(RecordQueries):
         self._files = list(files)
         model = section(meta, "model")
         self._aliases = {**section(model, "aliases")}
-        params = model.get("params", ())
-        self.params = tuple(param["name"] for param in params)
-        for param in params:
+        names = []
+        for param in model.get("params", ()):
+            names.append(param["name"])
             self._aliases.update(dict.fromkeys(param.get("aliases", ()), param["name"]))
+        self.params = tuple(names)
 
     def __enter__(self) -> Self:
         return self
@@ -189,7 +190,9 @@ class StoredRun(RecordQueries):
 
 def chosen(run: StoredRun, name: str | None, stat: str | None, rule: str | None) -> Chosen:
     """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
-    pattern = compile_pattern("*" if name is None else name)
+    if name is None:
+        name = "*"
+    pattern = compile_pattern(name)
     fitting = []
     for series in run:
         key = series.key
