@@ -198,19 +198,16 @@ def _maker(done: Pass) -> str:
     if done.graph is None:
         return ""
     node: Any = done.graph.roots[0]
-    while _is_times_number(node):
-        node = node.next_functions[0][0]
+    while isinstance(node, Node) and node.name() in _BY_A_NUMBER:
+        factor, (other, _) = node.next_functions
+        if other is not None:
+            break
+        node, _ = factor
     if not isinstance(node, Node):
         return ""
     operation = node.name().partition("Backward")[0]
     name = re.sub("(?<=[a-z])(?=[A-Z])", "_", operation).lower()
     return f" (made by `{name}`)"
-
-
-def _is_times_number(node: Any) -> bool:
-    if not isinstance(node, Node) or node.name() not in _BY_A_NUMBER:
-        return False
-    return node.next_functions[1][0] is None
 
 
 def _any_of(grads: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor | None:

@@ -64,7 +64,10 @@ class MovedCheck(Check):
     def _judge(self, update: Update, indices: Sequence[int], seen: Tensor) -> Iterator[Finding]:
         shares = dict(zip(indices, seen.tolist(), strict=True))
         if self._unmoved:
-            yield from self._judge_unmoved(update, shares)
+            moved = [index for index, share in shares.items() if share]
+            if moved:
+                text = _MOVED.format(first=self._steps[moved[0]], step=update.step)
+                yield Finding("moved", text, tuple(moved))
             return
         late = []
         for index, share in shares.items():
@@ -79,12 +82,6 @@ class MovedCheck(Check):
             yield Finding("unmoved", text, tuple(late))
         for index in late:
             del self._first[index]
-
-    def _judge_unmoved(self, update: Update, shares: dict[int, float]) -> Iterator[Finding]:
-        moved = [index for index, share in shares.items() if share]
-        if moved:
-            text = _MOVED.format(first=self._steps[moved[0]], step=update.step)
-            yield Finding("moved", text, tuple(moved))
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

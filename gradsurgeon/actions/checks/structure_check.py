@@ -105,23 +105,16 @@ def _has_equal_rows(grad: Tensor | None) -> bool:
 
 def _untied(update: Update, indices: list[int]) -> Iterator[tuple[int, int]]:
     """Yield pairs of an embedding and another weight that are equal in every element."""
-    embeddings = []
-    others = []
-    for index in indices:
-        if update.model.kinds.get(index, "").startswith("Embedding"):
-            embeddings.append(index)
-        else:
-            others.append(index)
+    kinds = update.model.kinds
+    embeddings = [index for index in indices if kinds.get(index, "").startswith("Embedding")]
+    others = [index for index in indices if index not in embeddings]
     for embedding in embeddings:
         table = update.params[embedding].detach()
         for other in others:
             weight = update.params[other].detach()
-            if _are_equal(weight, table) and len(torch.unique(sample(table))) >= _DISTINCT:
+            if weight.shape != table.shape or weight.device != table.device:
+                continue
+            # The first rows answer nearly always.
+            are_equal = torch.equal(weight[:1], table[:1]) and torch.equal(weight, table)
+            if are_equal and len(torch.unique(sample(table))) >= _DISTINCT:
                 yield embedding, other
-
-
-def _are_equal(weight: Tensor, table: Tensor) -> bool:
-    if weight.shape != table.shape or weight.device != table.device:
-        return False
-    # The first rows answer nearly always.
-    return torch.equal(weight[:1], table[:1]) and torch.equal(weight, table)

@@ -230,17 +230,13 @@ def _is_unowned(leaf: Tensor) -> bool:
     if _dist.is_flattened(leaf):
         return False
     for module in _live.instances(nn.Module):
-        if _contains(module.parameters(recurse=False), leaf):
+        if any(param is leaf for param in module.parameters(recurse=False)):
             return False
     for optimizer in _live.instances(Optimizer):
         for group in getattr(optimizer, "param_groups", ()):
-            if _contains(group["params"], leaf):
+            if any(param is leaf for param in group["params"]):
                 return False
     return True
-
-
-def _contains(params: Iterable[Tensor], leaf: Tensor) -> bool:
-    return any(param is leaf for param in params)
 
 
 def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:
