@@ -137,19 +137,22 @@ class PendingStatistics:
 
     def _rows_of(self, group: Sequence[_Observed]) -> Iterator[tuple[PendingRow, Tensor]]:
         """Yield rows of the observations of one rule on one device, by step."""
-        rule, _, _, device, _ = group[0]
-        layout = self._layouts.setdefault(rule.id, _Layout(rule))
+        rules, all_names, steps, devices, kept = zip(*group, strict=True)
+        rule = rules[0]
+        device = devices[0]
+        if rule.id not in self._layouts:
+            self._layouts[rule.id] = _Layout(rule)
+        layout = self._layouts[rule.id]
         self._streams[device].follow(device)
-        all_kept = [kept for _, _, _, _, kept in group]
-        values = measure.of_kept(rule.stats, all_kept)
+        values = measure.of_kept(rule.stats, kept)
         sources: Sequence[Kept] = ()
         if device.type != "cpu":
-            sources = all_kept
+            sources = kept
         by_step: dict[int, list[int]] = {}
-        for position, (_, _, step, _, _) in enumerate(group):
+        for position, step in enumerate(steps):
             by_step.setdefault(step, []).append(position)
         for step, positions in by_step.items():
-            names = tuple([group[position][1] for position in positions])
+            names = tuple([all_names[position] for position in positions])
             for keys, columns, places in layout.places_of(names):
                 picked = _picked(values, [positions[place] for place in places])
                 for key, numbers in zip(keys, picked, strict=True):
