@@ -135,8 +135,12 @@ class Rule(Options):
     def point(self) -> Moment:
         """The moment at which the rule acts, the default of its action filled in."""
         if self.target == "params":
-            return (self.at or self.points[0]) if self.ref.grad else "updated"
-        return "backward" if self.ref.grad else "forward"
+            if self.ref.grad:
+                return self.at or self.points[0]
+            return "updated"
+        if self.ref.grad:
+            return "backward"
+        return "forward"
 
     @property
     def order(self) -> int:
@@ -182,15 +186,20 @@ class Rule(Options):
             yield Flaw(self.targets[0], message, "add patterns of names", "missing-key")
             return
         target = named[0]
+        tensor = parse_tensor(target, self.tensor)
         if len(named) > 1:
-            message = f"a rule has one target, found {' and '.join(f'`{kind}`' for kind in named)}"
-            yield Flaw(named[1], message, "write one rule for each")
+            targets = " and ".join(f"`{kind}`" for kind in named)
+            yield Flaw(
+                named[1], f"a rule has one target, found {targets}", "write one rule for each"
+            )
         elif target not in self.targets:
             message = f"{self.name()} acts on {known}, not on `{target}`"
             yield Flaw(target, message, f"name {known}")
-        elif isinstance(ref := parse_tensor(target, self.tensor), str):
-            check = "missing-key" if self.tensor is None else "bad-value"
-            yield Flaw("tensor", ref, _TENSORS[target], check)
+        elif isinstance(tensor, str):  # the reason why it is no tensor of the target
+            check = "bad-value"
+            if self.tensor is None:
+                check = "missing-key"
+            yield Flaw("tensor", tensor, _TENSORS[target], check)
         yield from self._flaws_of_conditions(target)
         if target == "params":
             yield from self._flaws_of_point()
@@ -294,9 +303,12 @@ def _action_of(entry: Mapping[Any, Any]) -> type[Rule] | Flaw:
         return known_actions[name]
     message = f"unknown action `{action[:60]}`"
     near = did_you_mean(action, known_actions)
-    hint = f"{near} {known}" if near else f"{known}; an action of your own is written MODULE:NAME"
     if module:
         message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
         command = f"gradsurgeon lint --import {module[:60]}"
         hint = f"rule files import nothing: import it before `apply`, or by `{command}`"
+    elif near:
+        hint = f"{near} {known}"
+    else:
+        hint = f"{known}; an action of your own is written MODULE:NAME"
     return Flaw("action", message, hint, "unknown-action")

@@ -28,9 +28,8 @@ class ByNorm:
 
     order: float
     over_rule: bool  # one norm over all gradients of the rule, instead of one for each
-    factor: Callable[
-        [Tensor], Tensor
-    ]  # of norms, float32 of any shape; 1 leaves a gradient as it is
+    # Of norms, float32 of any shape; 1 leaves a gradient as it is.
+    factor: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,9 @@ class Judgement:
     @property
     def patience(self) -> int:
         """The number of trips in a row after which the trap raises."""
-        return NEVER if self.give_up_after == "never" else self.give_up_after
+        if self.give_up_after == "never":
+            return NEVER
+        return self.give_up_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class Examination:
 
     Attributes:
         check: the check, for one session.
-        then: whether a finding is only told, or also raised at the update.
+        then: whether a finding is only reported, or also raised at the update.
     """
 
     check: Check

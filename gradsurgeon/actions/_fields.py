@@ -19,16 +19,19 @@ Path: TypeAlias = tuple[str | int, ...]
 class Flaw:
     """A fault in the options of one rule: its key, the reason, and the remedy."""
 
-    at: (
-        str | Path
-    )  # the key, or the keys and indices that lead to the value; empty for the whole rule
+    # The key, or the keys and indices that lead to the value; empty for the whole rule.
+    at: str | Path
     message: str  # the value that was found, and why it cannot work
     hint: str = ""  # the remedy
     check: str = "bad-value"
 
     @property
     def path(self) -> Path:
-        return ((self.at,) if self.at else ()) if isinstance(self.at, str) else self.at
+        if not isinstance(self.at, str):
+            return self.at
+        if not self.at:
+            return ()
+        return (self.at,)
 
     @property
     def is_missing(self) -> bool:
@@ -41,9 +44,13 @@ class Flaw:
 
 def flawed(*flaws: Flaw) -> PydanticCustomError:
     """Return the error of a validator. Several flaws travel in one, because pydantic takes one."""
-    text = "; ".join(
-        f"{flaw.message} ({flaw.hint})" if flaw.hint else flaw.message for flaw in flaws
-    )
+    sentences = []
+    for flaw in flaws:
+        sentence = flaw.message
+        if flaw.hint:
+            sentence += f" ({flaw.hint})"
+        sentences.append(sentence)
+    text = "; ".join(sentences)
     # `{` in a text would be read as a placeholder of the template.
     return PydanticCustomError("flawed", "{text}", {"text": text, "flaws": flaws})
 
@@ -61,18 +68,33 @@ def described(value: object) -> str:
 def written(value: object) -> str:
     """Return a value as a rule file spells it."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(written, value))}]"
+        entries = [written(entry) for entry in value]
+        return f"[{', '.join(entries)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {written(one)}' for key, one in value.items())}}}"
+        entries = [f"{key}: {written(entry)}" for key, entry in value.items()]
+        return f"{{{', '.join(entries)}}}"
     if isinstance(value, str):
-        bare = re.fullmatch(r"[a-z][a-z0-9.-]*", value)
-        return value if bare else json.dumps(value, ensure_ascii=False)
+        if re.fullmatch(r"[a-z][a-z0-9.-]*", value):
+            return value
+        return json.dumps(value, ensure_ascii=False)
     special = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan", "True": "true", "False": "false"}
     return special.get(str(value), str(value))
 
 
 # A file has lists, and strict fields take tuples.
-FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+def _tuple_of_list(value: object) -> object:
+    if isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+FROM_LIST = BeforeValidator(_tuple_of_list)
+
+
+def _tuple_of_text(value: object) -> object:
+    if isinstance(value, str):
+        return (value,)
+    return value
 
 
 def each_once(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -98,7 +120,7 @@ _PATTERN_SCHEMA = {
 Patterns = Annotated[
     tuple[Glob, ...],
     FROM_LIST,
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    BeforeValidator(_tuple_of_text),
     Field(min_length=1),
     WithJsonSchema(_PATTERN_SCHEMA),
 ]
@@ -154,35 +176,61 @@ class TensorRef:
 
     def __str__(self) -> str:
         if self.side == "update":
-            return self.side
-        if self.side in ("param", "tag"):
-            return "grad" if self.grad else "value"
-        return f"{self.side}{spelled(self.path)}{'.grad' if self.grad else ''}"
+            return "update"
+        if self.side in ("input", "output"):
+            text = f"{self.side}{spelled(self.path)}"
+            if self.grad:
+                text += ".grad"
+            return text
+        if self.grad:
+            return "grad"
+        return "value"
 
 
 def spelled(path: tuple[int | str, ...]) -> str:
     """Return a path as rule files write it: ``[0].logits``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    text = ""
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f".{step}"
+    return text
 
 
 @cache
 def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
     """Return the meaning of ``tensor`` for a kind of target, or a message if it has none."""
-    if target == "params":
-        side: Side = "update" if text == "update" else "param"
-        if text in (None, "grad", "value", "update"):
-            return TensorRef(side, grad=text in (None, "grad"))
-        return f"`{text[:60]}` is no tensor of a parameter"
+    if target == "modules":
+        return _parse_module_tensor(text)
+    side: Side = "param"
     if target == "tensors":
-        found = f"the tensor of a tag is `grad` or `value`, found `{(text or '')[:60]}`"
-        return TensorRef("tag", grad=text != "value") if text in (None, "grad", "value") else found
+        side = "tag"
+    if text is None or text in ("grad", "value"):
+        return TensorRef(side, grad=text != "value")
+    if side == "tag":
+        return f"the tensor of a tag is `grad` or `value`, found `{text[:60]}`"
+    if text == "update":
+        return TensorRef("update", grad=False)
+    return f"`{text[:60]}` is no tensor of a parameter"
+
+
+def _parse_module_tensor(text: str | None) -> TensorRef | str:
     if text is None:
         return "missing key `tensor`: a module has several"
     parts = _MODULE_TENSOR.fullmatch(text)
     if parts is None:
         return f"`{text[:60]}` is no tensor of a module"
-    path = tuple(int(index) if index else key for index, key in _STEP.findall(parts[2]))
-    return TensorRef("input" if parts[1] == "input" else "output", path, parts[3] is not None)
+    side: Side = "output"
+    if parts[1] == "input":
+        side = "input"
+    path: list[int | str] = []
+    for index, key in _STEP.findall(parts[2]):
+        if index:
+            path.append(int(index))
+        else:
+            path.append(key)
+    return TensorRef(side, tuple(path), grad=parts[3] is not None)
 
 
 def _limit(value: object) -> object:

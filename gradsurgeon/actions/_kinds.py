@@ -104,7 +104,7 @@ class CheckRule(Rule):
 
     @property
     def tells_owners(self) -> bool:
-        """Whether the check tells parameters that no optimizer owns, so that no other rule has to."""
+        """Whether this check reports parameters without an optimizer. Other rules then skip that report."""
         return False
 
     then: Annotated[
@@ -180,9 +180,11 @@ class LossRule(Rule):
 
     @property
     def order(self) -> int:
-        # The gradients of single losses exist before their sum does. Rules on single modules act before
-        # the gradients of the modules meet.
-        return super().order + (1 if self.target == "modules" else -1)
+        # Rules on single modules act before the gradients of the modules meet.
+        if self.target == "modules":
+            return super().order + 1
+        # The gradients of single losses exist before their sum does.
+        return super().order - 1
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -199,7 +201,9 @@ class LossRule(Rule):
                 "on parameters the rule needs `losses`, two or more, whose gradients meet there"
             )
             hint = 'such as `losses: ["seg", "depth"]`, the names in gradsurgeon.backward({"seg": ..., "depth": ...})'
-            check = "missing-key" if self.losses is None else "bad-value"
+            check = "bad-value"
+            if self.losses is None:
+                check = "missing-key"
             yield Flaw("losses", message, hint, check)
         elif self.params is None and self.modules is not None:
             if self.losses is not None:
@@ -208,6 +212,6 @@ class LossRule(Rule):
             if self.when is not None:
                 yield Flaw("when", GRADIENTS_ONLY, "remove it")
             ref = parse_tensor("modules", self.tensor)
-            if isinstance(ref, TensorRef) and not (ref.grad and ref.side == "input"):
+            if isinstance(ref, TensorRef) and (not ref.grad or ref.side != "input"):
                 message = f"{self.name()} acts on inputs that modules share, not on `{self.tensor}`"
                 yield Flaw("tensor", message, _ON_INPUTS)

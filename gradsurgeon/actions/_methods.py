@@ -36,8 +36,12 @@ class Method:
     @property
     def keys(self) -> set[str]:
         """The options of a rule that the method uses."""
-        preferring = ("preference", "memory") if self.solvers else ("preference",)
-        return {*self.options, *(preferring if self.takes_preference else ())}
+        keys = set(self.options)
+        if self.takes_preference:
+            keys.add("preference")
+            if self.solvers:
+                keys.add("memory")
+        return keys
 
 
 # The options of single methods, each as a file may have it.
@@ -129,33 +133,34 @@ class Weigher:
         self._method = METHODS[name]
         self._options = options
         self._preference = preference
-        what = f"`method: {name}`"
-        self._jd = library("torchjd.aggregation", EXTRA, what)
+        purpose = f"`method: {name}`"
+        self._torchjd = library("torchjd.aggregation", EXTRA, purpose)
         for solver in self._method.solvers:
-            library(solver, EXTRA, what)
+            library(solver, EXTRA, purpose)
 
     def __call__(self, products: Tensor) -> Tensor:
         """Return the weights of n gradients by their inner products, float64 ``[n, n]``, or raise ValueError."""
         weights = products.new_ones(len(products))
         rows = (products.diagonal() > 0).nonzero().flatten()
-        if not len(rows):
+        # Some solvers do not return a single gradient unchanged.
+        if not len(rows) or (len(rows) == 1 and self._preference is None):
             return weights
-        some = products[rows][:, rows]
+        nonzero = products[rows][:, rows]
         if not self._method.follows_scale:
             # Methods treat gradients below some absolute length as zeros, and real gradients are often shorter.
-            some = some / some.trace()
-        # Some solvers do not return a single gradient unchanged.
-        has_choice = len(rows) > 1 or self._preference is not None
-        weights[rows] = self._weighting(rows, products)(some) if has_choice else 1.0
+            nonzero = nonzero / nonzero.trace()
+        weighting = self._weighting(rows, products)
+        weights[rows] = weighting(nonzero)
         return weights
 
     def _weighting(self, rows: Tensor, products: Tensor) -> Any:
         # The tensor makes others like itself, because reading rules must not need torch.
         options = dict(self._options)
         if self._preference is not None:
-            options["pref_vector"] = preference = products.new_tensor(self._preference)[rows]
+            preference = products.new_tensor(self._preference)[rows]
+            options["pref_vector"] = preference
             if not preference.all() and self._method.solvers:
                 # The constraint of a loss under `memory` must be exact.
                 linalg = library("torchjd.linalg", EXTRA, "`memory`")
                 options["projector"] = linalg.QuadprogProjector(norm_eps=0.0, reg_eps=1e-12)
-        return getattr(self._jd, self._method.weighting)(**options)
+        return getattr(self._torchjd, self._method.weighting)(**options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -48,7 +49,8 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        if flaws := tuple(self.flaws()):
+        flaws = tuple(self.flaws())
+        if flaws:
             raise flawed(*flaws)
         return self
 
@@ -77,7 +79,9 @@ def read_options(model: type[_Model], given: Mapping[Any, Any]) -> tuple[_Model 
     for path in sorted(empty, key=str):
         message = f"`{path[-1]}` has no value"
         flaws.append(Flaw(path, message, "write a value after the colon", "wrong-type"))
-    return None if flaws else options, flaws
+    if flaws:
+        return None, flaws
+    return options, []
 
 
 def _without_value(given: Mapping[Any, Any], at: Path = ()) -> Iterator[Path]:
@@ -98,32 +102,41 @@ def _flaws_of(
     model: type[Options], given: Mapping[Any, Any], path: Path, error: Any
 ) -> Iterator[Flaw]:
     kind = error["type"]
-    field = None
-    fields = keys_of(model)
+    field, fields = _field_at(model, path)
     key = next((step for step in reversed(path) if isinstance(step, str)), "")
-    for step in path:
-        if step not in fields:
-            break
-        field = fields[str(step)]
-        nested = (field.annotation, *get_args(field.annotation))
-        inner = [one for one in nested if isinstance(one, type) and issubclass(one, Options)]
-        fields = keys_of(inner[0]) if inner else {}
     if kind == "flawed":
         for flaw in error["ctx"]["flaws"]:
             yield replace(flaw, at=(*path, *flaw.path))
     elif kind == "invalid_key":
         yield Flaw(path[:-1], f"keys are texts, found {described(path[-1])}", check="key-type")
     elif kind == "extra_forbidden":
-        near = did_you_mean(key, [one for one in fields if one not in given])
+        near = did_you_mean(key, [name for name in fields if name not in given])
         hint = near or f"known: {', '.join(fields)}"
         yield Flaw(path, f"unknown key `{key[:60]}`", hint, "unknown-key")
     elif kind == "missing":
-        hint = f"add it: {(getattr(field, 'description', '') or '').rstrip('.')}"
+        description = getattr(field, "description", "") or ""
+        hint = f"add it: {description.rstrip('.')}"
         yield Flaw(path, f"missing key `{key}`", hint, "missing-key")
     elif kind in ("string_too_short", "too_short"):
         yield Flaw(path, f"`{key}` is empty", "write one entry or more")
     else:
         yield _wrong_value(field, path, key, error)
+
+
+def _field_at(model: type[Options], path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the field to which a path leads, and the fields inside it by their keys."""
+    field = None
+    fields = keys_of(model)
+    for step in path:
+        if step not in fields:
+            break
+        field = fields[str(step)]
+        fields = {}
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Options):
+                fields = keys_of(kind)
+                break
+    return field, fields
 
 
 def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
@@ -136,14 +149,18 @@ def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
     hint = ""
     if field.examples:
         hint = f"such as {field.examples[0]}".replace("'", "")
-    elif kind == "literal_error":
+    elif kind == "literal_error" and isinstance(value, str):
         choices = error["ctx"]["expected"].split("'")[1::2]
-        hint = did_you_mean(value if isinstance(value, str) else "", choices)
+        hint = did_you_mean(value, choices)
     elif kind == "tuple_type":
         hint = 'quote patterns, such as "*.weight"'
     elif kind in _TYPES:
-        hint = f"write {wanted}{' without quotes' if isinstance(value, str) else ''}"
-    check = "wrong-type" if kind in _TYPES else "bad-value"
+        hint = f"write {wanted}"
+        if isinstance(value, str):
+            hint += " without quotes"
+    check = "bad-value"
+    if kind in _TYPES:
+        check = "wrong-type"
     return Flaw(path, f"`{key}` must be {wanted}, found {described(value)}", hint, check)
 
 
@@ -166,16 +183,18 @@ class Steps(Options):
         return self.from_ == 0 and self.to is None and self.every == 1
 
     def includes(self, step: int) -> bool:
-        after = step - self.from_
-        return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
+        if step < self.from_ or (self.to is not None and step >= self.to):
+            return False
+        return (step - self.from_) % self.every == 0
 
     def meets(self, other: Steps) -> bool:
-        first, second = sorted((self, other), key=lambda steps: steps.from_)
+        """Tell whether two schedules have a step in common."""
+        first, second = sorted((self, other), key=attrgetter("from_"))
         common = math.gcd(first.every, second.every)
         gap = second.from_ - first.from_
         if gap % common:
             return False
-        # The smallest number of periods of the second schedule after which the first is due, too.
+        # The smallest number of periods of the second schedule after which the first is also due.
         period = first.every // common
         turns = (-gap // common) * pow(second.every // common, -1, period) % period
         step = second.from_ + turns * second.every

@@ -73,11 +73,13 @@ class CheckUpdate(CheckRule):
         return self.moved is None
 
     def compile(self) -> Examination:
-        from gradsurgeon.actions.checks import update_check  # noqa: PLC0415 # it needs torch
+        from gradsurgeon.actions.checks.moved_check import MovedCheck  # noqa: PLC0415 # it needs torch
+        from gradsurgeon.actions.checks.update_check import UpdateCheck  # noqa: PLC0415 # likewise
 
-        if (moved := self.moved) is None:
-            return Examination(update_check.UpdateCheck(), self.then)
+        moved = self.moved
+        if moved is None:
+            return Examination(UpdateCheck(), self.then)
         least = moved.min or 0.0
         within = moved.within or 10
-        check = update_check.MovedCheck(least=least, within=within, unmoved=moved.max is not None)
+        check = MovedCheck(least=least, within=within, unmoved=moved.max is not None)
         return Examination(check, self.then)

@@ -77,7 +77,9 @@ class Clamp(EditRule):
 
     @property
     def keeps_zero(self) -> bool:
-        return (self.min is None or self.min <= 0) and (self.max is None or self.max >= 0)
+        if self.min is not None and self.min > 0:
+            return False
+        return self.max is None or self.max >= 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -112,7 +114,9 @@ class Clamp(EditRule):
         def apply_(grads: Sequence[Tensor]) -> None:
             kinds = {grad.dtype for grad in grads}
             for kind in kinds:
-                alike = [g for g in grads if g.dtype == kind] if len(kinds) > 1 else grads
+                alike = grads
+                if len(kinds) > 1:
+                    alike = [grad for grad in grads if grad.dtype == kind]
                 _clamp_(alike, *bounds(kind))
 
         return Edit(apply, apply_)
@@ -123,10 +127,12 @@ def _clamp_(grads: Sequence[Tensor], below: float, above: float) -> None:
 
     together = list(grads)
     if max(map(torch.Tensor.numel, grads)) > _MANY:
-        large = [grad for grad in grads if grad.is_cpu and grad.numel() > _MANY]
-        together = [grad for grad in grads if not (grad.is_cpu and grad.numel() > _MANY)]
-        for grad in large:
-            grad.clamp_(below, above)
+        together = []
+        for grad in grads:
+            if grad.is_cpu and grad.numel() > _MANY:
+                grad.clamp_(below, above)
+            else:
+                together.append(grad)
     if together and below > -math.inf:
         torch._foreach_clamp_min_(together, below)  # torch has no public function
     if together and above < math.inf:

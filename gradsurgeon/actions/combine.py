@@ -129,19 +129,20 @@ class Combine(LossRule):
         """Yield the options that the method needs and lacks, and those that it does not have."""
         method = METHODS[self.method]
         for option in (*OPTIONS, "preference", "memory"):
-            if getattr(self, option) is not None and option not in method.keys:
-                owners = [one for one, other in METHODS.items() if option in other.keys]
+            is_given = getattr(self, option) is not None
+            if is_given and option not in method.keys:
                 message = f"`method: {self.method}` has no option `{option}`"
+                owners = [name for name, other in METHODS.items() if option in other.keys]
                 yield Flaw(option, message, f"remove it; it belongs to {', '.join(owners)}")
-            elif getattr(self, option) is None and option in method.options:
+            elif not is_given and option in method.options:
                 message = f"missing key `{option}`: `method: {self.method}` needs it"
                 yield Flaw(option, message, f"such as `{OPTIONS[option]}`", "missing-key")
 
     def _flaws_of_naming(self, losses: Sequence[str]) -> Iterator[Flaw]:
         preference = self.preference or {}
         memory = self.memory or ()
-        for option in _NAMING:
-            for name in getattr(self, option) or ():
+        for option, names in (("preference", preference), ("memory", memory)):
+            for name in names:
                 if name not in losses:
                     message = f"`{name[:60]}` under `{option}` is none of the `losses`"
                     yield Flaw(option, message, did_you_mean(name[:60], losses) or "add it there")
@@ -151,22 +152,24 @@ class Combine(LossRule):
                     f"`{name[:60]}` has a preference, but losses under `memory` only constrain"
                 )
                 yield Flaw("memory", message, "remove it from one of the two")
-        if all(name in memory or preference.get(name) == 0 for name in losses):
+        trained = [name for name in losses if name not in memory and preference.get(name) != 0]
+        if not trained:
+            option = "preference"
+            if memory:
+                option = "memory"
             message = "no loss is trained: each has the preference 0 or is under `memory`"
-            yield Flaw(
-                "memory" if memory else "preference", message, "leave one loss or more to train"
-            )
+            yield Flaw(option, message, "leave one loss or more to train")
 
     @property
     def notes(self) -> tuple[str, ...]:
         method = METHODS[self.method]
-        size = "the sum by its `preference`" if self.preference is not None else method.size
-        scale = f"without conflict {self.method} ({method.paper}) gives {size}"
+        size = method.size
+        if self.preference is not None:
+            size = "the sum by its `preference`"
+        note = f"without conflict {self.method} ({method.paper}) gives {size}"
         if size != "the sum":
-            scale += (
-                ", but parameters that no `combine` matches get the sum: mind the learning rate"
-            )
-        return (scale, *super().notes)
+            note += ", but parameters that no `combine` matches get the sum: mind the learning rate"
+        return (note, *super().notes)
 
     def compile(self) -> Combination:
         """Return how the gradients are weighed."""
@@ -174,24 +177,27 @@ class Combine(LossRule):
         return Combination(Weigher(self.method, options, self._preferences()))
 
     def _preferences(self) -> list[float] | None:
+        """Return the preference of each loss, 0 under `memory`; ``None`` if the rule prefers no loss."""
         losses = self.losses or ()
         memory = self.memory or ()
         if self.preference is None and not memory:
             return None
-        given = self.preference or dict.fromkeys(losses, 1.0 / max(1, len(losses) - len(memory)))
-        return [0.0 if name in memory else given.get(name, 1.0) for name in losses]
+        trained = max(1, len(losses) - len(memory))
+        preference = self.preference or dict.fromkeys(losses, 1.0 / trained)
+        of_memory = dict.fromkeys(memory, 0.0)
+        return [of_memory.get(name, preference.get(name, 1.0)) for name in losses]
 
 
 def _page_of_methods() -> str:
-    lines = []
+    paragraphs = []
     for name, method in METHODS.items():
-        more = [f"takes `{option}`" for option in method.options]
-        more += ["knows `preference`"] if method.takes_preference else []
-        rest = "".join(f"; {one}" for one in more)
-        lines.append(
-            f"`{name}` ({method.paper}): {method.about}; without conflict {method.size}{rest}."
-        )
-    return "\n\n".join(lines)
+        text = f"`{name}` ({method.paper}): {method.about}; without conflict {method.size}"
+        for option in method.options:
+            text += f"; takes `{option}`"
+        if method.takes_preference:
+            text += "; knows `preference`"
+        paragraphs.append(f"{text}.")
+    return "\n\n".join(paragraphs)
 
 
 # The table writes this section, so it has every method.

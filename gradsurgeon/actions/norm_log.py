@@ -87,16 +87,18 @@ class NormLog(ObserverRule):
 
     def flaws(self) -> Iterator[Flaw]:
         yield from super().flaws()
+        is_update = self.tensor == "update"
         for stat in self.stats:
-            how = STATISTICS[stat]
-            is_update = self.tensor == "update"
-            if how.of_update and not is_update:
+            statistic = STATISTICS[stat]
+            if statistic.of_update and not is_update:
                 message = f"`{stat}` says what an update changes in a weight"
                 yield Flaw("stats", message, "write `params` and `tensor: update`, or remove it")
-            elif how.whole is not None and is_update:
+            elif statistic.whole is not None and is_update:
                 message = f"`{stat}` needs all elements, and an update is measured on a sample"
                 yield Flaw("stats", message, "record it of `tensor: value`, or remove it")
 
     def complex_problem(self) -> str:
         real = [stat for stat in self.stats if STATISTICS[stat].real]
-        return f"complex numbers have no real {' or '.join(real)}" if real else ""
+        if not real:
+            return ""
+        return f"complex numbers have no real {' or '.join(real)}"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# An odd number, which spreads the bits of another number.
 _ODD = 0x2545F4914F6CDD1D
 
 
@@ -61,21 +62,25 @@ class Perturb(EditRule):
         def noise(wide: Tensor) -> Tensor:
             # Drawn anew in each call, so that a recomputed forward pass gets the noise of the original.
             drawn = torch.empty(wide.numel(), dtype=torch.float32, device=wide.device)
-            seeded = torch.Generator(wide.device).manual_seed(self.seed)
-            drawn.normal_(0.0, self.eps, generator=seeded)
+            generator = torch.Generator(wide.device).manual_seed(self.seed)
+            drawn.normal_(0.0, self.eps, generator=generator)
             # Tensors of one shape must not get one noise. Their sum is read on the device alone.
             bits = wide.sum(dtype=torch.float64).view(torch.int64)
-            places = torch.arange(wide.numel(), device=wide.device) + bits.mul(_ODD).abs()
+            shift = bits.mul(_ODD).abs()
+            places = torch.arange(wide.numel(), device=wide.device) + shift
             return drawn[places.remainder(max(1, wide.numel()))].view(wide.shape)
 
         def apply(tensor: Tensor) -> Tensor:
             wide = _numbers.in_float32(tensor)
-            real = wide.real + wide.imag if wide.is_complex() else wide
-            real = real.detach()
+            real = wide.detach()
+            if wide.is_complex():
+                real = real.real + real.imag
             # Masks, places and categories are whole numbers, and infinity times noise may be NaN.
-            moved = noise(real).to(real.dtype).where(real.isfinite() & (real != real.round()), 0.0)
+            is_moved = real.isfinite() & (real != real.round())
+            factor = noise(real).to(real.dtype).where(is_moved, 0.0)
+            change = (wide * factor).where(factor != 0, 0.0)
             # In two steps: 1 + noise would lose the digits of little noise.
-            return (wide + (wide * moved).where(moved != 0, 0.0)).to(tensor.dtype)
+            return (wide + change).to(tensor.dtype)
 
         def apply_(tensors: Sequence[Tensor]) -> None:
             for tensor in tensors:

@@ -58,18 +58,21 @@ class Above(Options):
 
     def bound(self) -> RunningBound:
         beta = self.beta
-        warmup = self.warmup
         if self.sigmas is not None:
-            options = (self.sigmas, 0.97 if beta is None else beta, warmup or 25)
-            advance = partial(_zclip, *options)
-            bounds = partial(_zclip_bound, *options)
-            return RunningBound("sigmas", 3, advance, bounds)
-        times = self.times
-        assert times is not None  # noqa: S101 # one of the two is given
-        options = (times, 0.98 if beta is None else beta, warmup or 100)
+            if beta is None:
+                beta = 0.97
+            warmup = self.warmup or 25
+            advance = partial(_zclip, self.sigmas, beta, warmup)
+            bound = partial(_zclip_bound, self.sigmas, warmup)
+            return RunningBound("sigmas", 3, advance, bound)
+        assert self.times is not None  # noqa: S101 # one of the two is given
+        if beta is None:
+            beta = 0.98
+        warmup = self.warmup or 100
+        advance = partial(_adagc, self.times, beta, warmup)
+        bound = partial(_adagc_bound, self.times, warmup)
         # It starts as the smallest norm and learns clipped norms, so it stays below the mean for long.
-        adagc = partial(_adagc, *options), partial(_adagc_bound, *options)
-        return RunningBound("times", 2, *adagc, keeps_mean=False)
+        return RunningBound("times", 2, advance, bound, keeps_mean=False)
 
 
 class SpikeTrap(TrapRule):
@@ -171,7 +174,9 @@ class SpikeTrap(TrapRule):
         return self.then == "clip"
 
     def compile(self) -> Spikes:
-        patience = (self.give_up_after or _PATIENCE) if self.then == "skip-step" else "never"
+        patience: Limit = "never"
+        if self.then == "skip-step":
+            patience = self.give_up_after or _PATIENCE
         return Spikes(self.above.bound(), self.per == "rule", self.then, patience)
 
 
@@ -180,20 +185,23 @@ def _zclip(
 ) -> tuple[Tensor, Tensor]:
     """Advance ZClip, which keeps the number of updates, the mean and the variance."""
     number, mean, variance = kept.unbind()
-    warm = number >= warmup
+    is_warm = number >= warmup
     std = variance.clamp(min=0).sqrt()
     z = (norms - mean) / (std + _EPSILON)
-    spike = warm & (z > sigmas) & norms.isfinite()
-    passed = norms.where(~spike, mean + sigmas**2 * std / z)
-    # Welford's algorithm for the mean and the variance so far.
+    is_spike = is_warm & (z > sigmas) & norms.isfinite()
+    clipped = mean + sigmas**2 * std / z
+    passed = norms.where(~is_spike, clipped)
+    # In the warm-up, Welford's algorithm for the mean and the variance so far.
     after = number + 1
-    mean_then = mean + (passed - mean) / after
-    variance_then = variance + ((passed - mean) * (passed - mean_then) - variance) / after
-    mean_now = beta * mean + (1 - beta) * passed
-    variance_now = beta * variance + (1 - beta) * (passed - mean_now) ** 2
-    mean = mean_now.where(warm, mean_then)
-    variance = variance_now.where(warm, variance_then)
-    return passed, _entered(kept, passed, after, mean, variance)
+    distance = passed - mean
+    mean_so_far = mean + distance / after
+    variance_so_far = variance + (distance * (passed - mean_so_far) - variance) / after
+    share = 1 - beta
+    running_mean = beta * mean + share * passed
+    running_variance = beta * variance + share * (passed - running_mean) ** 2
+    new_mean = running_mean.where(is_warm, mean_so_far)
+    new_variance = running_variance.where(is_warm, variance_so_far)
+    return passed, _advanced(kept, passed, after, new_mean, new_variance)
 
 
 def _adagc(
@@ -201,41 +209,45 @@ def _adagc(
 ) -> tuple[Tensor, Tensor]:
     """Advance AdaGC, which keeps the number of updates and the mean, or in the warm-up the least norm."""
     number, mean = kept.unbind()
-    warm = number >= warmup
-    spike = warm & (norms > times * mean) & norms.isfinite()
-    passed = norms.where(~spike, times * mean)
+    is_warm = number >= warmup
+    bound = times * mean
+    is_spike = is_warm & (norms > bound) & norms.isfinite()
+    passed = norms.where(~is_spike, bound)
     least = passed.where(number == 0, mean.minimum(passed))
-    mean = (beta * mean + (1 - beta) * passed).where(warm, least)
-    return passed, _entered(kept, passed, number + 1, mean)
+    running_mean = beta * mean + (1 - beta) * passed
+    new_mean = running_mean.where(is_warm, least)
+    return passed, _advanced(kept, passed, number + 1, new_mean)
 
 
-def _entered(kept: Tensor, passed: Tensor, *rows: Tensor) -> Tensor:
+def _advanced(kept: Tensor, passed: Tensor, *rows: Tensor) -> Tensor:
+    """Return new rows, and the kept ones if the norm is 0 or non-finite, which teaches nothing."""
     new = kept.new_empty(kept.shape)
     for place, row in enumerate(rows):
         new[place] = row
     return new.where(passed.isfinite() & (passed > 0), kept)
 
 
-def _zclip_bound(
-    sigmas: float, _beta: float, warmup: int, kept: Sequence[float]
-) -> tuple[float, str] | None:
+def _zclip_bound(sigmas: float, warmup: int, kept: Sequence[float]) -> tuple[float, str] | None:
     number, mean, variance = kept
     if number < warmup:
         return None
     std = max(variance, 0.0) ** 0.5
-    words = f"running mean {mean:.3g}, standard deviation {std:.3g}{_age(number)}"
-    return mean + sigmas * (
-        std + _EPSILON
-    ), f"{words}; bound: {sigmas:g} standard deviations above the mean"
+    bound = mean + sigmas * (std + _EPSILON)
+    text = (
+        f"running mean {mean:.3g}, standard deviation {std:.3g}{_age(number)}; "
+        f"bound: {sigmas:g} standard deviations above the mean"
+    )
+    return bound, text
 
 
-def _adagc_bound(
-    times: float, _beta: float, warmup: int, kept: Sequence[float]
-) -> tuple[float, str] | None:
+def _adagc_bound(times: float, warmup: int, kept: Sequence[float]) -> tuple[float, str] | None:
     number, mean = kept
-    words = f"{times:g} times the running mean {mean:.3g}{_age(number)}"
-    return None if number < warmup else (times * mean, words)
+    if number < warmup:
+        return None
+    return times * mean, f"{times:g} times the running mean {mean:.3g}{_age(number)}"
 
 
 def _age(number: float) -> str:
-    return f", known from {number:.0f} updates so far" if number < _YOUNG else ""
+    if number >= _YOUNG:
+        return ""
+    return f", known from {number:.0f} updates so far"

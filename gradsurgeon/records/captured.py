@@ -32,11 +32,14 @@ class CapturedTensors:
 
     def keep(self, rule: CaptureRule, name: str, step: int, tensor: Tensor) -> None:
         """Keep a copy: the script or the next layer may later write into the tensor."""
-        last, call = self._calls.get((rule.id, name), (-1, -1))
-        call = call + 1 if last == step else 0
+        last_step, last_call = self._calls.get((rule.id, name), (-1, -1))
+        call = 0
+        if last_step == step:
+            call = last_call + 1
         self._calls[rule.id, name] = (step, call)
+        copied = tensor.detach().clone()
         kept = self._kept.setdefault(rule.id, {})
-        kept[name, step, call] = copied = tensor.detach().clone()
+        kept[name, step, call] = copied
         limit = rule.max_bytes
         self._bytes[rule.id] = self._bytes.get(rule.id, 0) + _size(copied)
         while self._bytes[rule.id] > limit and kept:
@@ -62,10 +65,11 @@ def _size(tensor: Tensor) -> int:
 
 
 def _of_rule(rule: str, kept: Kept) -> dict[str, Any]:
-    newest = {name: (name, step, call) for name, step, call in kept}
+    newest = {key[0]: key for key in kept}
     shown = []
-    for name, step, call in islice(newest.values(), _TENSORS):
-        tensor = kept[name, step, call]
+    for key in islice(newest.values(), _TENSORS):
+        name, step, call = key
+        tensor = kept[key]
         entry = {"name": clean(name), "step": step, "call": call, "dtype": str(tensor.dtype)}
         try:
             entry |= _numbers(tensor)
@@ -90,14 +94,14 @@ def _numbers(tensor: Tensor) -> dict[str, Any]:
         numbers = numbers.to(torch.complex128).abs()
     numbers = numbers.double()
     finite = numbers[numbers.isfinite()]
-    found: dict[str, Any] = {
-        "shape": list(map(int, tensor.shape)),
+    entry: dict[str, Any] = {
+        "shape": [int(length) for length in tensor.shape],
         "nonfinite": len(numbers) - len(finite),
         "note": "; ".join(notes),
     }
     if len(finite):
-        found["low"] = finite.min().item()
-        found["high"] = finite.max().item()
+        entry["low"] = finite.min().item()
+        entry["high"] = finite.max().item()
         # Divided first: the sum of numbers near the end of the range of float64 overflows.
-        found["mean"] = (finite / len(finite)).sum().item()
-    return found
+        entry["mean"] = (finite / len(finite)).sum().item()
+    return entry

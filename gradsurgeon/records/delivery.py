@@ -72,16 +72,17 @@ def opened(sink: Sink) -> OpenSink:
 def close_all() -> None:
     """Close the sinks that this process has opened and that no session uses. Until then a session may begin."""
     with _changing:
-        ended = [one for one in _open.values() if one.pid == os.getpid() and not one.titles]
-        for one in ended:
-            del _open[id(one.sink)]
-    for one in ended:
+        here = [shared for shared in _open.values() if shared.pid == os.getpid()]
+        unused = [shared.sink for shared in here if not shared.titles]
+        for sink in unused:
+            del _open[id(sink)]
+    for sink in unused:
         try:
-            if not getattr(one.sink, "knows_exit", False):
-                one.sink.close()
+            if not getattr(sink, "knows_exit", False):
+                sink.close()
         except Exception as error:  # noqa: BLE001 # whatever a client raises
             text = "the sink %s could not be closed: %s"
-            _LOGGER.error(text, type(one.sink).__name__, error)  # noqa: TRY400 # of the client
+            _LOGGER.error(text, type(sink).__name__, error)  # noqa: TRY400 # of the client
 
 
 class Delivery(Outlet):
@@ -142,7 +143,8 @@ class Delivery(Outlet):
         """Take nothing more. The thread sends the rest."""
         if not self._inherited:
             with self._lock:
-                self._ended, self._until = True, time.monotonic() + _PATIENCE
+                self._ended = True
+                self._until = time.monotonic() + _PATIENCE
                 self._lock.notify()
 
     def close(self) -> None:
@@ -168,10 +170,11 @@ class Delivery(Outlet):
 
     def _taken(self) -> tuple[list[RecordedRow], list[Event]]:
         with self._lock:
-            taken = list(self._rows), list(self._events)
+            rows = list(self._rows)
+            events = list(self._events)
             self._rows.clear()
             self._events.clear()
-        return taken
+        return rows, events
 
     def _work(self) -> None:
         try:
@@ -208,15 +211,17 @@ class Delivery(Outlet):
 
     def _worst(self, rows: Sequence[RecordedRow]) -> Iterator[RecordedRow]:
         """Yield the rows to send. If there are too many, the worst of a few steps represents them."""
-        most = _MORE_ROWS if self._ended else max(_MOST_ROWS, _MORE_ROWS - self._sent)
+        most = _MORE_ROWS
+        if not self._ended:
+            most = max(_MOST_ROWS, _MORE_ROWS - self._sent)
         self._sent += min(len(rows), most)
-        many = max(1, math.ceil(len(rows) / most))
+        steps = max(1, math.ceil(len(rows) / most))
         by_key: defaultdict[Key, list[RecordedRow]] = defaultdict(list)
         for row in rows:
             by_key[row.key].append(row)
         for of_key in by_key.values():
-            for start in range(0, len(of_key), many):
-                yield max(of_key[start : start + many], key=weight)
+            for start in range(0, len(of_key), steps):
+                yield max(of_key[start : start + steps], key=weight)
 
     def _named(self, name: str) -> str:
         return "/".join(filter(None, (_PREFIX, self._title, name)))
@@ -228,17 +233,23 @@ class Delivery(Outlet):
         self._sink.text(event.step, f"{name}/message", event.message)
 
     def _send(self, row: RecordedRow) -> None:
-        if scalars := self._curves.scalars(row):
-            self._sink.scalars(row.step, {self._named(name): scalars[name] for name in scalars})
+        scalars = self._curves.scalars(row)
+        if scalars:
+            named = {self._named(name): value for name, value in scalars.items()}
+            self._sink.scalars(row.step, named)
 
 
 def weight(row: RecordedRow) -> float:
     """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
-    total = math.hypot(*array("f", row.values))
     stat = row.key.stat
-    if stat not in STATISTICS or (math.isfinite(total) and stat != NORM):
+    if stat not in STATISTICS:
         return float(row.step)
-    return total if math.isfinite(total) else math.inf
+    total = math.hypot(*array("f", row.values))
+    if not math.isfinite(total):
+        return math.inf
+    if stat != NORM:
+        return float(row.step)
+    return total
 
 
 class Curves:
@@ -251,25 +262,28 @@ class Curves:
 
     def scalars(self, row: RecordedRow) -> dict[str, float]:
         rule, stat, _, names = row.key
-        prefix, chosen = self._of_series(row.key)
-        numbers = zip(names, array("f", row.values), strict=True)
-        pairs = [pair for column, pair in enumerate(numbers) if is_present(row.absent, column)]
-        if stat not in STATISTICS or STATISTICS[stat].of_update:
-            # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is
-            # news.
-            pairs = [pair for pair in pairs if not math.isnan(pair[1])]
-        if not pairs:
-            return {}
+        prefix, with_curves = self._of_series(row.key)
         of_norms = stat == NORM and len(names) > 1
-        if not of_norms and len(names) <= _FEW:
-            return {f"{rule}/{name}/{stat}": value for name, value in pairs}
-        scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
+        has_all_curves = not of_norms and len(names) <= _FEW
+        # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
+        skips_nan = stat not in STATISTICS or STATISTICS[stat].of_update
+        values = []
+        scalars = {}
+        for column, value in enumerate(array("f", row.values)):
+            if not is_present(row.absent, column) or (skips_nan and math.isnan(value)):
+                continue
+            values.append(value)
+            name = names[column]
+            if has_all_curves or name in with_curves:
+                scalars[f"{rule}/{name}/{stat}"] = value
+        if has_all_curves or not values:
+            return scalars
         if not of_norms:
             prefix = f"{prefix}/{stat}"
-        finite = [value for _, value in pairs if math.isfinite(value)]
-        scalars[f"{prefix}/not finite"] = float(len(pairs) - len(finite))
+        finite = [value for value in values if math.isfinite(value)]
+        scalars[f"{prefix}/not finite"] = float(len(values) - len(finite))
         if of_norms:
-            scalars[f"{prefix}/total"] = math.hypot(*(value for _, value in pairs))
+            scalars[f"{prefix}/total"] = math.hypot(*values)
         if finite:
             scalars[f"{prefix}/median"] = median(finite)
             scalars[f"{prefix}/largest"] = max(finite)
@@ -280,7 +294,10 @@ class Curves:
         if key not in self._known:
             # Each of several optimizers has a part of its own.
             part = sum(other[:3] == key[:3] for other in self._known) + 1
-            prefix = key.rule if part == 1 else f"{key.rule}/part-{part}"
+            prefix = key.rule
+            if part > 1:
+                prefix += f"/part-{part}"
             columns = select(self._patterns, key.names)
-            self._known[key] = prefix, frozenset(key.names[column] for column in columns)
+            with_curves = frozenset(key.names[column] for column in columns)
+            self._known[key] = (prefix, with_curves)
         return self._known[key]

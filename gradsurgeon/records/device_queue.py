@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
 from threading import RLock
 from typing import Generic, TypeVar
 
@@ -21,7 +20,7 @@ Item = TypeVar("Item")
 # The bound for a model that never runs its modules twice in the same order.
 _MOST_ORDERS = 32
 # One observation: the rule, the name, the step, the device, and the kept data.
-_Seen = tuple[ObserverRule, str, int, torch.device, Kept]
+_Observed = tuple[ObserverRule, str, int, torch.device, Kept]
 # The places of one row: its keys, one per statistic, its columns, and the positions of their values.
 _Places = tuple[Sequence[Key], tuple[int, ...], tuple[int, ...]]
 
@@ -29,8 +28,8 @@ _Places = tuple[Sequence[Key], tuple[int, ...], tuple[int, ...]]
 class DeviceQueue(Generic[Item]):
     """Accepts numbers on all devices and delivers them on the host, float32, in the order they came."""
 
-    def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
-        self._deliver = take
+    def __init__(self, deliver: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
+        self._deliver = deliver
         self._waiting: dict[Hashable, tuple[Item, Tensor]] = {}
         self._under_way: deque[_Transfer[Item]] = deque()
         self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
@@ -45,7 +44,9 @@ class DeviceQueue(Generic[Item]):
         with self.lock:
             self._streams[values.device].follow(values.device)
             copied = values.detach().reshape(-1).to(torch.float32, copy=True)
-            self._waiting[object() if slot is None else slot] = item, copied
+            if slot is None:
+                slot = object()
+            self._waiting[slot] = (item, copied)
 
     def send(self, *, wait: bool = False) -> None:
         """Send the waiting numbers to the host, and deliver the numbers that have arrived; with ``wait`` all numbers."""
@@ -63,11 +64,13 @@ class DeviceQueue(Generic[Item]):
     def drop(self) -> None:
         """Forget the numbers that devices hold, because a device has failed; deliver those of the host."""
         with self.lock:
-            rows = [row for transfer in self._under_way for row in transfer.rows]
+            rows: list[tuple[Item, Tensor]] = []
+            for transfer in self._under_way:
+                rows += transfer.rows
             rows += self._waiting.values()
             self._under_way.clear()
             self._waiting.clear()
-            self._deliver([row for row in rows if _torch.is_host(row[1])])
+            self._deliver([(item, values) for item, values in rows if _torch.is_host(values)])
 
 
 class _Transfer(Generic[Item]):
@@ -85,10 +88,13 @@ class _Transfer(Generic[Item]):
     def read(self) -> list[tuple[Item, Tensor]]:
         """Return the numbers on the host. Waits for numbers that have not arrived."""
         landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
-        return [
-            (item, next(landed[values.device]) if values.device in landed else values)
-            for item, values in self.rows
-        ]
+        rows = []
+        for item, values in self.rows:
+            if values.device in landed:
+                rows.append((item, next(landed[values.device])))
+            else:
+                rows.append((item, values))
+        return rows
 
 
 class PendingStatistics:
@@ -96,12 +102,12 @@ class PendingStatistics:
 
     def __init__(self) -> None:
         # Several threads append, and one thread takes.
-        self._seen: deque[_Seen] = deque()
+        self._observed: deque[_Observed] = deque()
         self._layouts: dict[str, _Layout] = {}
         self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._observed)
 
     def add(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Observe a detached tensor; later writes into the tensor do not change the observation."""
@@ -113,34 +119,44 @@ class PendingStatistics:
             if not tensor.is_cpu:
                 self._streams[device].follow(device)
             kept = measure.numbers(rule.stats, tensor)
-        self._seen.append((rule, name, step, device, kept))
+        self._observed.append((rule, name, step, device, kept))
 
     def drop(self) -> None:
         """Forget the observations of devices, because a device has failed."""
-        self._seen = deque(seen for seen in self._seen if seen[3].type == "cpu")
+        self._observed = deque(observed for observed in self._observed if observed[3].type == "cpu")
 
     def take_rows(self) -> Iterator[tuple[PendingRow, Tensor]]:
         """Yield rows of all observations, by rule and step. No other caller may take at the same time."""
-        groups: dict[tuple[str, torch.device], list[_Seen]] = {}
-        for _ in range(len(self._seen)):
-            seen = self._seen.popleft()
-            groups.setdefault((seen[0].id, seen[3]), []).append(seen)
-        for (rule_id, device), group in groups.items():
-            rule = group[0][0]
-            layout = self._layouts.setdefault(rule_id, _Layout(rule))
-            self._streams[device].follow(device)
-            kept = [seen[4] for seen in group]
-            values = measure.of_kept(rule.stats, kept)
-            sources = () if device.type == "cpu" else kept
-            steps: dict[int, list[int]] = {}
-            for position, (_, _, step, _, _) in enumerate(group):
-                steps.setdefault(step, []).append(position)
-            for step, positions in steps.items():
-                names = tuple([group[position][1] for position in positions])
-                for keys, columns, places in layout.places_of(names):
-                    picked = _picked(values, [positions[place] for place in places])
-                    for key, numbers in zip(keys, picked, strict=True):
-                        yield PendingRow(key, step, columns, sources=sources), numbers
+        groups: dict[tuple[str, torch.device], list[_Observed]] = {}
+        for _ in range(len(self._observed)):
+            observed = self._observed.popleft()
+            rule, _, _, device, _ = observed
+            groups.setdefault((rule.id, device), []).append(observed)
+        for group in groups.values():
+            yield from self._rows_of(group)
+
+    def _rows_of(self, group: Sequence[_Observed]) -> Iterator[tuple[PendingRow, Tensor]]:
+        """Yield rows of the observations of one rule on one device, by step."""
+        rules, all_names, steps, devices, kept = zip(*group, strict=True)
+        rule = rules[0]
+        device = devices[0]
+        if rule.id not in self._layouts:
+            self._layouts[rule.id] = _Layout(rule)
+        layout = self._layouts[rule.id]
+        self._streams[device].follow(device)
+        values = measure.of_kept(rule.stats, kept)
+        sources: Sequence[Kept] = ()
+        if device.type != "cpu":
+            sources = kept
+        by_step: dict[int, list[int]] = {}
+        for position, step in enumerate(steps):
+            by_step.setdefault(step, []).append(position)
+        for step, positions in by_step.items():
+            names = tuple([all_names[position] for position in positions])
+            for keys, columns, places in layout.places_of(names):
+                picked = _picked(values, [positions[place] for place in places])
+                for key, numbers in zip(keys, picked, strict=True):
+                    yield PendingRow(key, step, columns, sources=sources), numbers
 
 
 def _picked(values: Tensor, columns: list[int]) -> Tensor:
@@ -156,6 +172,9 @@ class _Layout:
 
     def __init__(self, rule: ObserverRule) -> None:
         self._rule = rule
+        self._stats: list[str] = []
+        for stat in rule.stats:
+            self._stats += columns_of(stat)
         # By name: the keys of its series, one key per statistic, and its column.
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
         # Nearly always the same modules run in each step, in the same order.
@@ -169,18 +188,18 @@ class _Layout:
                 by_calls.setdefault(calls, []).append(name)
         rule = self._rule
         for group in by_calls.values():
-            stats = chain.from_iterable(map(columns_of, rule.stats))
-            series = [Key(rule.id, stat, rule.point, tuple(group)) for stat in stats]
-            self._columns.update((name, (series, column)) for column, name in enumerate(group))
+            series = [Key(rule.id, stat, rule.point, tuple(group)) for stat in self._stats]
+            for column, name in enumerate(group):
+                self._columns[name] = (series, column)
         calls_so_far: Counter[str] = Counter()
         rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}
         for position, name in enumerate(names):
             keys, column = self._columns[name]
-            row = rows.setdefault((id(keys), calls_so_far[name]), (keys, []))
-            row[1].append((column, position))
+            _, cells = rows.setdefault((id(keys), calls_so_far[name]), (keys, []))
+            cells.append((column, position))
             calls_so_far[name] += 1
-        found = []
-        for keys, places in rows.values():
-            columns, positions = zip(*sorted(places), strict=True)
-            found.append((keys, columns, positions))
-        return found
+        places = []
+        for keys, cells in rows.values():
+            columns, positions = zip(*sorted(cells), strict=True)
+            places.append((keys, columns, positions))
+        return places

@@ -40,7 +40,8 @@ _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
 _NOT_THE_SCRIPT = (
-    *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
     weakref.__file__,  # calls us when a model is gone
     contextlib.__file__,  # calls us when a session is closed
 )
@@ -102,10 +103,12 @@ class EventLog:
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
         self._known: set[tuple[str, str, str]] = set()
         self.edits = {rule.id for rule in rules if rule.edits}
-        self._tallies = {
-            rule.id: Tally(number, altered=None if isinstance(rule, EditRule) else 0)
-            for rule, number in zip(rules, matched, strict=True)
-        }
+        self._tallies: dict[str, Tally] = {}
+        for rule, number in zip(rules, matched, strict=True):
+            tally = Tally(number)
+            if not isinstance(rule, EditRule):
+                tally.altered = 0
+            self._tallies[rule.id] = tally
         # The rules that have not fired yet, for no reason that the user knows.
         self.silent = dict.fromkeys(self._tallies)
         # A rule on tags may match nothing: whether there are tags is unknown beforehand.
@@ -142,16 +145,21 @@ class EventLog:
         """
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
         topic, level = _TOPICS.get(kind, ("", logging.INFO))
-        text = self._news((topic, rule), step, message) if topic else message
-        if text and warn:
-            self.warn(text, rule=rule)
-        elif text:
-            level = logging.INFO if quiet else level
-            lines = _lines(text, rule)
-            is_said = self._say is not None and level >= logging.WARNING
-            if self._say is not None and is_said:
-                self._say(lines)
-            _log(level, lines, is_said=is_said)
+        if topic:
+            message = self._news((topic, rule), step, message)
+        if not message:
+            return
+        if warn:
+            self.warn(message, rule=rule)
+            return
+        if quiet:
+            level = logging.INFO
+        lines = _lines(message, rule)
+        is_said = False
+        if self._say is not None and level >= logging.WARNING:
+            self._say(lines)
+            is_said = True
+        _log(level, lines, is_said=is_said)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
         """Return the text to report of an event that may repeat: all, the 10th, the 100th time a line, else nothing."""
@@ -165,7 +173,8 @@ class EventLog:
             return message
         if times != 10 ** (len(str(times)) - 1):
             return ""
-        return f"{'; '.join(message.split(chr(10))[:2])} ({times:,} times so far)"
+        line = "; ".join(message.split("\n")[:2])
+        return f"{line} ({times:,} times so far)"
 
     def warn(self, message: str, *, rule: str = "") -> None:
         if rule:
@@ -295,8 +304,8 @@ class EventLog:
                 return
             tally.quiet += 1
             tally.quiet_step = step
-            news = tally.quiet == _QUIET_STEPS and rule not in self._optional
-        if news:
+            is_suspect = tally.quiet == _QUIET_STEPS and rule not in self._optional
+        if is_suspect:
             tally.cause = cause()
             text = f"was due in {_QUIET_STEPS} steps and has not fired yet: {tally.cause}"
             self.emit("notice", text, rule=rule, step=step, warn=True)
@@ -304,7 +313,9 @@ class EventLog:
     def cause(self, rule: str) -> str:
         """Return why a rule has not fired, empty if that is unknown or if the rule has fired."""
         tally = self._tallies[rule]
-        return "" if tally.fired else tally.cause
+        if tally.fired:
+            return ""
+        return tally.cause
 
     def excuse(self, rules: Iterable[str]) -> None:
         """Note rules that do not act for a reason that the user knows."""
@@ -343,9 +354,12 @@ def _log(
 
 
 def _lines(message: str, rule: str) -> str:
-    return "\n".join(map(printable, _with_rule(message, rule).split("\n")))
+    lines = _with_rule(message, rule).split("\n")
+    return "\n".join(printable(line) for line in lines)
 
 
 def _with_rule(message: str, rule: str) -> str:
     # A trap and its exception share one message, which names the rule already.
-    return message if not rule or f"rule {rule}" in message else f"rule {rule}: {message}"
+    if not rule or f"rule {rule}" in message:
+        return message
+    return f"rule {rule}: {message}"

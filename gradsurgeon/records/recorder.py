@@ -62,11 +62,13 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._sinks = list(sinks)
-        self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
+        self._outlets: list[RunWriter | Delivery] = list(sinks)
+        if writer is not None:
+            self._outlets.insert(0, writer)
         self.captures = CapturedTensors(event_log)
         self._step = step
         self._state = state
-        self._next = pending
+        self._pending_updates = pending
         self._state_written = self._step_ended = time.monotonic()
         self._outlived = _exceptions()
         # The failed writes, with the reasons.
@@ -74,7 +76,7 @@ class Recorder:
         self._event_log = event_log
         self._pending = PendingStatistics()
         self._ring: DeviceQueue[PendingRow] = DeviceQueue(self._receive)
-        self.shared = SharedRows(self._tell_of_shared)
+        self.shared = SharedRows(self._report_of_shared)
         event_log.listen(self.event)
         if self._outlets:
             # A script may end without `remove()`, above all on an exception. The reference is weak, because otherwise
@@ -101,10 +103,12 @@ class Recorder:
         ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
         ``grads`` are the tensors of the columns, if this rank has measured only shards of some.
         """
-        shared = shares(grads) if grads else ()
-        row = PendingRow(key, step, columns, replace, (), shared, self.shared.passes)
-        # The slot uses the key's identity: hashing the names of thousands of tensors takes longer than measuring them.
-        self._ring.put(row, values, slot=(id(key), step) if replace else None)
+        row = PendingRow(key, step, columns, replace, (), shares(grads), self.shared.passes)
+        slot = None
+        if replace:
+            # The slot uses the identity of the key: hashing the names of thousands of tensors takes longer than measuring them.
+            slot = (id(key), step)
+        self._ring.put(row, values, slot=slot)
         self._move(due=self._is_due())
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
@@ -151,14 +155,15 @@ class Recorder:
             self._store(self.shared.exchange())
 
     def event(self, event: Event) -> None:
-        if not (outlets := self._open):
+        outlets = self._open
+        if not outlets:
             return
         self._gather()
         # The trip may be the last event of a run; the host has waited for the device anyway.
         self._send(wait=event.kind == "skipped-step" or is_trip(event, self._event_log.edits))
         for outlet in outlets:
             outlet.event(event)
-        self._tell_failures()
+        self._report_failures()
 
     def flush(self) -> None:
         self._gather()
@@ -176,26 +181,32 @@ class Recorder:
             self._event_log.settle()
             self.flush()
         except RuntimeError as error:
-            if not (failure := _torch.device_failure(error)):
+            failure = _torch.device_failure(error)
+            if not failure:
                 raise
-            for holder in (self._event_log, self._pending, self._ring):
-                holder.drop()
-            steps = [step for series in self.records for step in series.ends()]
-            kept = f"records up to step {max(steps):,} are kept" if steps else "no record was kept"
-            self._lose(f"{printable(failure)}; {kept}")
+            self._event_log.drop()
+            self._pending.drop()
+            self._ring.drop()
+            steps: list[int] = []
+            for series in self.records:
+                steps += series.ends()
+            kept = "no record was kept"
+            if steps:
+                kept = f"records up to step {max(steps):,} are kept"
+            self._report_loss(f"{printable(failure)}; {kept}")
 
     def close(self, error: BaseException | None = None) -> None:
         """Store everything, and write that the run has ended, by this exception if there is one."""
         outlived = self._outlived
         self._outlived = (None, None)
-        if any(error is one for one in outlived):
+        if any(error is earlier for earlier in outlived):
             error = None
         left: dict[str, object] = {"ended": cause_of_end(error)}
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
-            stack.callback(self._tell_failures)
+            stack.callback(self._report_failures)
             stack.callback(self._close_writer, left)
             self.collect()
             with self._ring.lock:
@@ -203,7 +214,7 @@ class Recorder:
             if self._outlets:
                 self._commit(wait=True)
                 self._write_state()
-            # They end at once, so that several sinks do not wait one after the other.
+            # All sinks end first: then none waits for another.
             for sink in self._sinks:
                 sink.end()
             if not _torch.is_capturing():
@@ -211,12 +222,12 @@ class Recorder:
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
                 sink.close()
-            self._tell_failures()
+            self._report_failures()
 
     def _close_writer(self, left: dict[str, object]) -> None:
         if self.writer is not None:
             # The last rows have arrived by now.
-            self.writer.close({**left, "pending": dict(self._next())})
+            self.writer.close({**left, "pending": dict(self._pending_updates())})
 
     def discard(self) -> None:
         if self._outlets:
@@ -228,18 +239,18 @@ class Recorder:
     def _open(self) -> list[RunWriter | Delivery]:
         return [outlet for outlet in self._outlets if not outlet.closed]
 
-    def _tell_failures(self) -> None:
+    def _report_failures(self) -> None:
         for outlet in self._outlets:
             for text in outlet.news():
-                self._lose(text)
+                self._report_loss(text)
 
-    def _lose(self, text: str) -> None:
-        """Say once what is lost: a write may be retried every minute."""
+    def _report_loss(self, text: str) -> None:
+        """Report a loss, once: a write may be retried every minute."""
         if text not in self.lost:
             self.lost.append(text)
             self._event_log.emit("notice", text, step=self._step(), warn=True)
 
-    def _tell_of_shared(self, topic: str, rule: str, text: str) -> None:
+    def _report_of_shared(self, topic: str, rule: str, text: str) -> None:
         self._event_log.notice_once(topic, text, rule=rule, step=self._step(), warn=True)
 
     def _commit(self, *, wait: bool = False) -> None:
@@ -248,7 +259,7 @@ class Recorder:
             self.writer.statuses(self._event_log.status(wait=wait))
         for outlet in self._outlets:
             outlet.commit()
-        self._tell_failures()
+        self._report_failures()
 
     def _write_state(self) -> None:
         """Write the state to resume from; a failure becomes a notice."""
@@ -261,7 +272,7 @@ class Recorder:
             torch.save(self._state(), file)
             writer.file(state_name(writer.rank), file.getvalue())
         except Exception as error:  # noqa: BLE001 # a failure here must not stop training
-            self._lose(f"{_NO_STATE}: {reason_of(error)}")
+            self._report_loss(f"{_NO_STATE}: {reason_of(error)}")
 
     def _receive(self, rows: Sequence[tuple[PendingRow, Tensor]]) -> None:
         whole = []
@@ -286,13 +297,15 @@ def cause_of_end(error: BaseException | None) -> dict[str, Any]:
     """Return the type of the exception that ends a training, with step and rule of a trap; nothing of a clean end."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return {}
-    found: dict[str, Any] = {"error": type(error).__name__}
+    cause: dict[str, Any] = {"error": type(error).__name__}
     if isinstance(error, SystemExit):
+        cause["status"] = error.code
         # Python prints a text and exits with 1.
-        found["status"] = error.code if isinstance(error.code, int) else 1
+        if not isinstance(error.code, int):
+            cause["status"] = 1
     if isinstance(error, TrapError):
-        found |= {"step": error.step, "rule": error.rule}
-    return found
+        cause |= {"step": error.step, "rule": error.rule}
+    return cause
 
 
 def _exceptions() -> tuple[BaseException | None, BaseException | None]:
@@ -301,6 +314,7 @@ def _exceptions() -> tuple[BaseException | None, BaseException | None]:
 
 
 def _close(reference: weakref.ref[Recorder]) -> None:
-    if (recorder := reference()) is not None:
+    recorder = reference()
+    if recorder is not None:
         # The interpreter is shutting down, and knows the exception that nobody has caught.
         recorder.close(getattr(sys, "last_value", None))

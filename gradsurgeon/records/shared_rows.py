@@ -45,17 +45,17 @@ class Share(NamedTuple):
     ranks: tuple[int, ...]
     places: tuple[int, ...]
 
-    def is_led_by(self, rank: int) -> bool:
-        return not self.ranks or self.ranks[0] == rank
-
 
 def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
     if not tensors:
         return ()
     places_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for place, tensor in enumerate(tensors):
+        ranks: tuple[int, ...] = ()
         # The statistic of a tensor without elements is the same everywhere.
-        places_of[_dist.sharing(tensor) if tensor.numel() else ()].append(place)
+        if tensor.numel():
+            ranks = _dist.sharing(tensor)
+        places_of[ranks].append(place)
     return tuple(Share(ranks, tuple(places)) for ranks, places in places_of.items())
 
 
@@ -100,8 +100,8 @@ Search = Callable[[float | None], Channel | str | None]
 class SharedRows:
     """Merges the rows of shared tensors over a channel. No rank waits for another in training."""
 
-    def __init__(self, tell: Callable[[str, str, str], None]) -> None:
-        self._notify = tell
+    def __init__(self, notify: Callable[[str, str, str], None]) -> None:
+        self._notify = notify
         # The process group may be newer than the session, and gone at its end.
         self._rank = _dist.rank()
         self._channel: Channel | None = None
@@ -136,14 +136,16 @@ class SharedRows:
 
     def _find_ranks(self, limit: float | None) -> None:
         """Look for the other ranks, for some seconds at most. Without a limit the search ends."""
-        found = None if self._search is None else self._search(limit)
-        if found is None:
+        if self._search is None:
+            return
+        channel_or_obstacle = self._search(limit)
+        if channel_or_obstacle is None:
             return
         self._search = None
-        if isinstance(found, Channel):
-            self._channel = found
+        if isinstance(channel_or_obstacle, Channel):
+            self._channel = channel_or_obstacle
         elif limit is not None or any(self._waiting.values()):
-            self._notify("shared rows", "", f"{found}: this rank {UNRECORDED}")
+            self._notify("shared rows", "", f"{channel_or_obstacle}: this rank {UNRECORDED}")
 
     def add(self, row: PendingRow, values: Tensor) -> None:
         """Take this rank's numbers of a row: per column as many numbers as the statistic needs from a part."""
@@ -156,7 +158,7 @@ class SharedRows:
                 self._ranks[row.key.names[row.columns[place]]] = share.ranks or most
             series = _series(row, share)
             part = values[list(share.places)].tolist()
-            if share.is_led_by(self._rank):
+            if not share.ranks or share.ranks[0] == self._rank:
                 senders = share.ranks[1:]
                 self._senders.update(senders)
                 pieces.append(_Piece(share.places, senders, series, part))
@@ -244,9 +246,11 @@ class SharedRows:
             # Asked before the batches are read: a rank leaves after it has sent its last batch.
             if channel.check(f"left/{sender}"):
                 self._closed.add(sender)
-            while (batches := channel.take([sender])) is not None:
+            batches = channel.take([sender])
+            while batches is not None:
                 for series, number, part in batches[0]:
                     self._parts[series, sender][number] = part
+                batches = channel.take([sender])
 
     def _is_awaited(self, row: PendingRow, pieces: Sequence[_Piece]) -> bool:
         """Tell whether a part of another rank is missing and may still come."""
@@ -268,10 +272,11 @@ class SharedRows:
         for piece in pieces:
             parts = [piece.part]
             for rank in piece.senders:
-                come = self._parts[piece.series, rank]
-                if row.number in come:
-                    parts.append(come[row.number])
-                self._parts[piece.series, rank] = {n: p for n, p in come.items() if n > row.number}
+                by_pass = self._parts[piece.series, rank]
+                if row.number in by_pass:
+                    parts.append(by_pass[row.number])
+                later = {number: part for number, part in by_pass.items() if number > row.number}
+                self._parts[piece.series, rank] = later
             if len(parts) > len(piece.senders):
                 whole = merge(torch.tensor(parts, dtype=torch.float64, device="cpu"))
                 numbers.update(zip(piece.places, whole.tolist(), strict=True))

@@ -43,25 +43,38 @@ class Model:
     def __init__(self, root: nn.Module, holders: Mapping[int, nn.Module]) -> None:
         self._root = weakref.ref(root)
         self._holders = weakref.WeakValueDictionary(holders)
-        self._modal = weakref.WeakSet(m for m in root.modules() if isinstance(m, _MODAL))
+        self._modal = weakref.WeakSet[nn.Module]()
+        for module in root.modules():
+            if isinstance(module, _MODAL):
+                self._modal.add(module)
+        # By parameter, the name of the class of its module.
         self.kinds = {index: type(holder).__name__ for index, holder in holders.items()}
 
     def is_evaluated(self) -> bool | None:
+        """Tell whether the model is in evaluation mode; ``None`` if it computes the same in both modes."""
         root = self._root()
         if root is None or not self._modal:
             return None
         return not root.training and not any(module.training for module in self._modal)
 
     def is_resting(self, index: int) -> bool:
+        """Tell whether a parameter belongs to a part that alone is in evaluation mode."""
         root = self._root()
         holder = self._holders.get(index)
-        return root is not None and holder is not None and root.training and not holder.training
+        if root is None or holder is None:
+            return False
+        return root.training and not holder.training
 
     def is_configured_untied(self) -> bool:
+        """Tell whether a configuration, as models of Hugging Face have, says that embeddings are not tied."""
         root = self._root()
-        configs = (getattr(m, "config", None) for m in (root.modules() if root is not None else ()))
-        # Models of Hugging Face have one.
-        return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
+        if root is None:
+            return False
+        for module in root.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "tie_word_embeddings", None) is False:
+                return True
+        return False
 
 
 Missed = Literal["bypassed", "twice", "alone", "unknown"]
@@ -116,12 +129,18 @@ class Moment:
     @cached_property
     def grads(self) -> Mapping[int, Tensor]:
         """The gradients that are there now."""
-        there = {}
+        grads = {}
         for index, param in zip(self.members, self.find(self.members), strict=True):
-            grad = None if param is None else param.grad
+            if param is None:
+                continue
+            grad = param.grad
             if grad is not None:
-                there[index] = grad
-        return _local_parts(there)
+                grads[index] = grad
+        return _local_parts(grads)
+
+    def has_finite_grad(self, index: int) -> bool:
+        """Tell whether all elements of a gradient are finite. Waits for the device."""
+        return bool(_numbers.values(self.grads[index]).isfinite().all())
 
 
 def _local_parts(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -153,7 +172,9 @@ class Pass(Moment):
     @property
     def loss(self) -> Tensor | None:
         """The value that the pass began from, detached; ``None`` if it was not one number."""
-        return None if self.graph is None else self.graph.loss
+        if self.graph is None:
+            return None
+        return self.graph.loss
 
 
 @dataclass(eq=False)
@@ -188,13 +209,21 @@ class Update(Moment):
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
-        found = self.optimizer.param_groups if self.optimizer is not None else ()
-        return self._by_index({id(param): group for group in found for param in group["params"]})
+        """By parameter, the group of the optimizer that has it."""
+        by_id = {}
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    by_id[id(param)] = group
+        return self._by_index(by_id)
 
     @cached_property
     def state(self) -> Mapping[int, Mapping[str, Any]]:
-        found = self.optimizer.state if self.optimizer is not None else {}
-        return self._by_index({id(param): state for param, state in found.items()})
+        """By parameter, what the optimizer keeps for it."""
+        by_id = {}
+        if self.optimizer is not None:
+            by_id = {id(param): state for param, state in self.optimizer.state.items()}
+        return self._by_index(by_id)
 
     @cached_property
     def replicas(self) -> Sequence[Replicas]:
@@ -204,11 +233,16 @@ class Update(Moment):
     def norms(self, indices: Sequence[int]) -> Tensor:
         """Return the norms of gradients on one device."""
         known = self.known_norms(indices)
-        return _numbers.norms([self.grads[t] for t in indices]) if known is None else known
+        if known is not None:
+            return known
+        return _numbers.norms([self.grads[index] for index in indices])
 
     def _by_index(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
-        keys = zip(self.indices, map(id, self.find(self.indices)), strict=True)
-        return {index: by_id[key] for index, key in keys if key in by_id}
+        values = {}
+        for index, param in zip(self.indices, self.find(self.indices), strict=True):
+            if id(param) in by_id:
+                values[index] = by_id[id(param)]
+        return values
 
 
 class Check:

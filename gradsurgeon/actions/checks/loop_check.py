@@ -62,10 +62,12 @@ class _LoopState:
     # Sampled parameters that kept their gradients into a new pass.
     kept: set[int] = field(default_factory=set)
     # Whether passes since the last update gave the sampled parameters other gradients than 0; a 0-dim tensor.
-    came: Tensor | None = None
+    got_gradients: Tensor | None = None
     stale_in_a_row: int = 0
     gone_in_a_row: int = 0
-    # By update that found scaled gradients: norm and largest element after its last pass, and right before it.
+    # Whether an update found gradients that still carry the loss scale.
+    is_scaled: bool = False
+    # By such an update: norm and largest element after its last pass, and right before it.
     clips: list[tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=list)
     sizes_after_pass: tuple[float, ...] = ()
     indices: Sequence[int] = ()
@@ -83,40 +85,45 @@ class LoopCheck(Check):
         self._owners: dict[Hashable, _LoopState] = {}
         # Whether an update has come from forward passes in training mode; the steps since without one.
         self._has_trained = False
-        self._evaluated: list[int] = []
+        self._evaluated_steps: list[int] = []
         # The number of evaluations before the last update in training mode.
-        self._before: int | None = None
+        self._evaluations_before: int | None = None
         # Whether the script has returned to training mode after an evaluation: then it knows how to.
         self._has_returned = False
         # Whether the script changed the mode for training, not for an evaluation.
-        self._is_meant = False
+        self._mode_is_meant = False
         self._modes: set[bool] = set()
         # Losses that were not finite, in passes that may feed the next update.
-        self._lost: list[Finding] = []
+        self._nonfinite_losses: list[Finding] = []
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
             used = owner.used
             owner.used = {}
             grads = starting.grads
-            owner.kept |= {t for t, (at, old) in used.items() if _is_kept(grads.get(t), at, old)}
-            owner.kept = {t for t in owner.kept if _any_of(grads, (t,))}
-            # The script has cleared what came of a loss that it did not like.
-            if self._lost and not _any_of(grads, owner.sampled):
-                self._lost.clear()
+            for index, (places, values) in used.items():
+                if _is_kept(grads.get(index), places, values):
+                    owner.kept.add(index)
+            owner.kept = {index for index in owner.kept if _any_of(grads, (index,))}
+            # The script has cleared the gradients of a non-finite loss.
+            if self._nonfinite_losses and not _any_of(grads, owner.sampled):
+                self._nonfinite_losses.clear()
         return ()
 
     def after_pass(self, done: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
-            if owner.looks and (flag := _any_of(done.grads, owner.sampled)) is not None:
-                owner.came = flag if owner.came is None else owner.came | flag
-            if owner.clips:
+            if owner.looks:
+                _note_new_gradients(owner, done)
+            if owner.is_scaled and len(owner.clips) < IN_A_ROW:
                 owner.sizes_after_pass = _sizes(done.grads, owner.indices)
-        if (is_evaluated := done.model.is_evaluated()) is not None:
+        is_evaluated = done.model.is_evaluated()
+        if is_evaluated is not None:
             self._modes.add(is_evaluated)
-        if done.loss is not None:
-            lost = done.loss.isfinite().logical_not().float()
-            done.later(torch.stack([lost, done.loss.float()]), partial(self._judge_loss, done))
+        loss = done.loss
+        if loss is not None:
+            is_nonfinite = loss.isfinite().logical_not().float()
+            values = torch.stack([is_nonfinite, loss.float()])
+            done.later(values, partial(self._judge_loss, done))
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
@@ -127,97 +134,145 @@ class LoopCheck(Check):
         if owner.looks:
             owned = [index for index in update.indices if index in update.groups]
             owner.indices = owned
-            owner.sampled = owned[:: max(1, len(owned) // _MOST_SAMPLED)][:_MOST_SAMPLED]
-            if owner.came is not None:
-                there = _any_of(update.grads, owner.sampled)
-                now = torch.zeros_like(owner.came) if there is None else there
-                update.later(
-                    torch.stack([owner.came, now]), partial(self._judge_gone, owner, update)
-                )
+            stride = max(1, len(owned) // _MOST_SAMPLED)
+            owner.sampled = owned[::stride][:_MOST_SAMPLED]
+            _look_for_gone(owner, update)
             yield from _stale(owner, update)
-        lost = self._lost
-        self._lost = []
-        yield from lost
-        yield from self._mode(update)
+        findings = self._nonfinite_losses
+        self._nonfinite_losses = []
+        yield from findings
+        yield from self._judge_mode(update)
 
     def after_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _LoopState())
         owner.updates += 1
         owner.last_step = update.step
         owner.kept = set()
-        owner.came = None
+        owner.got_gradients = None
         owner.sizes_after_pass = ()
         if owner.looks:
-            for index in owner.sampled:
-                grad = update.grads.get(index)
-                if grad is not None and grad.layout == torch.strided and grad.numel():
-                    at = largest(grad)
-                    owner.used[index] = at, torch.take(grad, at)
+            for index, grad in _dense_grads(update.grads, owner.sampled).items():
+                places = largest(grad)
+                owner.used[index] = (places, torch.take(grad, places))
         return ()
 
     def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
-        lost, loss = seen.tolist()
-        grads = [done.grads[t] for t in done.indices if t in done.grads] if lost else ()
-        # A NaN that is in the gradients as well is the trap's to tell.
-        if lost and all(bool(_numbers.values(grad).isfinite().all()) for grad in grads):
-            value, remedy = ("NaN", _NOTHING) if math.isnan(loss) else (f"{loss:g}", _GROWN)
-            text = _LOSS.format(step=done.step, maker=_maker(done), value=value, remedy=remedy)
-            self._lost.append(Finding("loss", text, step=done.step))
+        is_nonfinite, loss = seen.tolist()
+        if not is_nonfinite:
+            return ()
+        # The trap reports a NaN that is in the gradients also.
+        for index in done.indices:
+            if index in done.grads and not done.has_finite_grad(index):
+                return ()
+        value = f"{loss:g}"
+        remedy = _GROWN
+        if math.isnan(loss):
+            value = "NaN"
+            remedy = _NOTHING
+        text = _LOSS.format(step=done.step, maker=_maker(done), value=value, remedy=remedy)
+        self._nonfinite_losses.append(Finding("loss", text, step=done.step))
         return ()
 
-    def _judge_gone(self, owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Finding]:
-        came, there = seen.tolist()
-        # The sampled parameters may be cleared on purpose: then other gradients are there.
-        others = None if there or not came else _any_of(update.grads, update.indices)
-        gone = came and not there and (others is None or not bool(others))
-        owner.gone_in_a_row = owner.gone_in_a_row + 1 if gone else 0
-        if owner.gone_in_a_row == IN_A_ROW:
-            yield Finding("gone", _GONE.format(step=update.step), (owner.sampled[0],))
-
-    def _mode(self, update: Update) -> Iterator[Finding]:
+    def _judge_mode(self, update: Update) -> Iterator[Finding]:
         modes = self._modes
         self._modes = set()
         count = update.evaluations
         if False in modes:
-            self._has_returned |= self._has_trained and count != self._before
+            if self._has_trained and count != self._evaluations_before:
+                self._has_returned = True
             self._has_trained = True
-            self._evaluated = []
-            self._before = count
+            self._evaluated_steps = []
+            self._evaluations_before = count
         elif modes and self._has_trained:
-            if not self._evaluated:
+            if not self._evaluated_steps:
                 # Without an evaluation the script has changed the mode for training itself.
-                self._is_meant = self._has_returned or (count is not None and count == self._before)
-            self._evaluated.append(update.step)
-            if len(self._evaluated) == IN_A_ROW and not self._is_meant:
-                yield Finding("mode", _EVALUATED.format(since=self._evaluated[0]))
+                was_evaluated = count is None or count != self._evaluations_before
+                self._mode_is_meant = self._has_returned or not was_evaluated
+            self._evaluated_steps.append(update.step)
+            if len(self._evaluated_steps) == IN_A_ROW and not self._mode_is_meant:
+                yield Finding("mode", _EVALUATED.format(since=self._evaluated_steps[0]))
 
 
 def _maker(done: Pass) -> str:
     """Return the operation that made the loss, such as ``nll_loss``; multiplying by a number made none."""
-    node: Any = done.graph.roots[0] if done.graph is not None else None
-    while (
-        isinstance(node, Node) and node.name() in _BY_A_NUMBER and node.next_functions[1][0] is None
-    ):
-        node = node.next_functions[0][0]
+    if done.graph is None:
+        return ""
+    node: Any = done.graph.roots[0]
+    while isinstance(node, Node) and node.name() in _BY_A_NUMBER:
+        factor, (other, _) = node.next_functions
+        if other is not None:
+            break
+        node, _ = factor
     if not isinstance(node, Node):
         return ""
-    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", node.name().partition("Backward")[0]).lower()
+    operation = node.name().partition("Backward")[0]
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", operation).lower()
     return f" (made by `{name}`)"
 
 
 def _any_of(grads: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor | None:
-    flags = [_numbers.values(grads[t]).any() for t in indices if t in grads]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
+    """Return whether some gradients have an element other than 0; ``None`` if none of these gradients is there."""
+    flags = [_numbers.values(grads[index]).any() for index in indices if index in grads]
+    if not flags:
+        return None
+    device = flags[0].device
+    return torch.stack([flag.to(device) for flag in flags]).any()
 
 
-def _is_kept(grad: Tensor | None, at: Tensor, old: Tensor) -> bool:
-    return grad is not None and bool(old.any()) and torch.equal(torch.take(grad, at), old)
+def _dense_grads(grads: Mapping[int, Tensor], indices: Sequence[int]) -> dict[int, Tensor]:
+    """Return those gradients that are dense and have elements. A rank may hold no element of a gradient."""
+    dense = {}
+    for index in indices:
+        grad = grads.get(index)
+        if grad is not None and grad.layout == torch.strided and grad.numel():
+            dense[index] = grad
+    return dense
+
+
+def _note_new_gradients(owner: _LoopState, done: Pass) -> None:
+    got_gradients = _any_of(done.grads, owner.sampled)
+    if owner.got_gradients is None:
+        owner.got_gradients = got_gradients
+    elif got_gradients is not None:
+        owner.got_gradients = owner.got_gradients | got_gradients
+
+
+def _look_for_gone(owner: _LoopState, update: Update) -> None:
+    """Ask whether the gradients that passes gave have gone before the update."""
+    if owner.got_gradients is None:
+        return
+    has_gradients = _any_of(update.grads, owner.sampled)
+    if has_gradients is None:
+        has_gradients = torch.zeros_like(owner.got_gradients)
+    flags = torch.stack([owner.got_gradients, has_gradients])
+    update.later(flags, partial(_judge_gone, owner, update))
+
+
+def _judge_gone(owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Finding]:
+    got_gradients, has_gradients = seen.tolist()
+    are_gone = got_gradients and not has_gradients
+    # The script may clear the sampled parameters on purpose: then other parameters have gradients.
+    if are_gone and not _any_of(update.grads, update.indices):
+        owner.gone_in_a_row += 1
+    else:
+        owner.gone_in_a_row = 0
+    if owner.gone_in_a_row == IN_A_ROW:
+        yield Finding("gone", _GONE.format(step=update.step), (owner.sampled[0],))
+
+
+def _is_kept(grad: Tensor | None, places: Tensor, old: Tensor) -> bool:
+    if grad is None or not bool(old.any()):
+        return False
+    return torch.equal(torch.take(grad, places), old)
 
 
 def _stale(owner: _LoopState, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that were there before the last update reach this one, again and again."""
     stale = sorted(index for index in owner.kept if index in update.grads)
-    owner.stale_in_a_row = owner.stale_in_a_row + 1 if stale else 0
+    if not stale:
+        owner.stale_in_a_row = 0
+        return
+    owner.stale_in_a_row += 1
     if owner.stale_in_a_row == IN_A_ROW:
         # Any of the sampled parameters stands for all that the script has not cleared.
         text = _STALE.format(step=update.step, before=owner.last_step)
@@ -225,42 +280,43 @@ def _stale(owner: _LoopState, update: Update) -> Iterator[Finding]:
 
 
 def _sizes(grads: Mapping[int, Tensor], indices: Sequence[int]) -> tuple[float, ...]:
-    there = [grads[t] for t in indices if t in grads]
-    # A rank may hold no element of a gradient, which has no maximum then.
-    found = [grad for grad in there if grad.layout == torch.strided and grad.numel()]
-    if not found:
+    """Return the norm and the largest element of all dense gradients."""
+    dense = list(_dense_grads(grads, indices).values())
+    if not dense:
         return ()
-    kinds = (2.0, float("inf"))
-    return tuple(float(torch.nn.utils.get_total_norm(found, kind)) for kind in kinds)
+    norm = torch.nn.utils.get_total_norm(dense)
+    most = torch.nn.utils.get_total_norm(dense, math.inf)
+    return float(norm), float(most)
 
 
 def _clipped(owner: _LoopState, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that still carry the loss scale always come to the same, smaller size."""
-    if update.scale is None or len(owner.clips) > IN_A_ROW:
+    if update.scale is None or len(owner.clips) == IN_A_ROW:
         return
+    # Sizes after a pass are taken from the second update on: then the scale is known.
+    owner.is_scaled = True
     now = _sizes(update.grads, owner.indices)
-    if not (owner.sizes_after_pass and now):
-        # Sizes after a pass are taken from the second update on: then the scale is known.
-        owner.clips = owner.clips or [((), ())]
-        return
-    owner.clips.append((owner.sizes_after_pass, now))
-    cases = owner.clips[1:]
-    if len(cases) != IN_A_ROW:
+    if owner.sizes_after_pass and now:
+        owner.clips.append((owner.sizes_after_pass, now))
+    if len(owner.clips) < IN_A_ROW:
         return
     for place, what in enumerate(("a norm", "elements")):
-        whole = torch.tensor([before[place] for before, _ in cases])
-        clipped = torch.tensor([after[place] for _, after in cases])
-        if not bool(((clipped > 0) & (clipped < whole / 2)).all()):
-            continue
-        bound = float(clipped[0]) / update.scale
-        # A clip gives the same size from different ones; a division by a constant gives the same ratio.
-        same = _spread(clipped) < _ALIKE and _spread(clipped / whole) > _APART
-        if same and bound < _LEAST_BOUND:
-            text = _CLIPPED.format(
-                what=what, norm=float(clipped[0]), scale=update.scale, bound=bound
-            )
+        whole = torch.tensor([before[place] for before, _ in owner.clips])
+        clipped = torch.tensor([after[place] for _, after in owner.clips])
+        norm = float(clipped[0])
+        bound = norm / update.scale
+        if bound < _LEAST_BOUND and _is_clip(whole, clipped):
+            text = _CLIPPED.format(what=what, norm=norm, scale=update.scale, bound=bound)
             yield Finding("clipped", text)
             return
+
+
+def _is_clip(whole: Tensor, clipped: Tensor) -> bool:
+    """Tell whether different sizes were brought to one size. A division by a constant gives one ratio."""
+    are_reduced = (clipped > 0) & (clipped < whole / 2)
+    if not bool(are_reduced.all()):
+        return False
+    return _spread(clipped) < _ALIKE and _spread(clipped / whole) > _APART
 
 
 def _spread(values: Tensor) -> float:

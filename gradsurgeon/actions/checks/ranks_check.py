@@ -48,8 +48,10 @@ class RanksCheck(Check):
             if replicas.key not in self._series:
                 self._series[replicas.key] = _Series(replicas, update.topic)
             series = self._series[replicas.key]
+            sampled: Sequence[int] = ()
             # A closure may be evaluated away from the weights that ranks have in common.
-            sampled = () if update.has_moved else series.part(replicas.passes)
+            if not update.has_moved:
+                sampled = series.part(replicas.passes)
             values = _measured(update, replicas.indices, sampled)
             update.later(values, partial(series.add, replicas, update.step))
         return ()
@@ -71,15 +73,15 @@ class _Series:
         self._sent = 0
         # What follows is for the first rank.
         self._own: dict[tuple[int, int], tuple[RankNumbers, Replicas]] = {}
-        self._theirs: dict[int, dict[tuple[int, int], RankNumbers]] = {
-            rank: {} for rank in self._others
-        }
+        self._theirs: dict[int, dict[tuple[int, int], RankNumbers]] = {}
+        for rank in self._others:
+            self._theirs[rank] = {}
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
 
     def part(self, passes: tuple[int, int]) -> Sequence[int]:
         """Return the parameters whose weights a row has. All ranks choose alike for the same passes."""
         parts = min(_MOST_PARTS, len(self._indices) // _PART)
-        if sum(passes) <= _SETTLED or parts < 2:  # noqa: PLR2004 # all of them
+        if sum(passes) <= _SETTLED or parts <= 1:
             return self._indices
         # Drawn: passes may come in fours.
         first = zlib.crc32(repr(passes).encode()) % parts
@@ -89,15 +91,12 @@ class _Series:
         """Add the row of an update of this rank."""
         row = RankNumbers(replicas.passes, step, values.T.contiguous())
         self._batch.append(row)
-        is_early = self._are_few and self._sent < _FIRST
-        is_complete = is_early or len(self._batch) >= _BATCH
+        is_complete = len(self._batch) >= self._batch_size
         # Without a store the ranks cannot be compared.
         with suppress(RuntimeError):
             if self._is_first:
-                self._own.setdefault(row.passes, (row, replicas))
-                while len(self._own) > _MOST_WAITING:
-                    del self._own[min(self._own)]
-                # Another rank may be ahead: what it sends then waits in the store.
+                self._keep(row, replicas)
+                # Another rank may be ahead: its later batches wait in the store.
                 while is_complete and self._newest() < row.passes:
                     if not self._receive(self._others):
                         break
@@ -109,6 +108,17 @@ class _Series:
             self._batch = []
             self._sent += 1
             yield from self._compared(min(row.passes, self._newest()))
+
+    @property
+    def _batch_size(self) -> int:
+        if self._are_few and self._sent < _FIRST:
+            return 1
+        return _BATCH
+
+    def _keep(self, row: RankNumbers, replicas: Replicas) -> None:
+        self._own.setdefault(row.passes, (row, replicas))
+        while len(self._own) > _MOST_WAITING:
+            del self._own[min(self._own)]
 
     def close(self) -> Iterator[Finding]:
         """Send the last rows, or compare what the other ranks have sent so far."""
@@ -135,9 +145,11 @@ class _Series:
     def _receive(self, ranks: Sequence[int]) -> bool:
         """Take in the next batch of each of some ranks; tell whether all of these had come."""
         batches = self._channel.take(ranks)
-        for rank, batch in zip(ranks, batches or (), strict=False):
+        if batches is None:
+            return False
+        for rank, batch in zip(ranks, batches, strict=True):
             self._take_in(rank, batch)
-        return batches is not None
+        return True
 
     def _receive_all(self, rank: int) -> None:
         while self._receive([rank]):
@@ -161,7 +173,10 @@ class _Series:
             if passes > last:
                 break
             row, replicas = self._own.pop(passes)
-            others = {rank: rows[passes] for rank, rows in self._theirs.items() if passes in rows}
+            others = {}
+            for rank, rows in self._theirs.items():
+                if passes in rows:
+                    others[rank] = rows[passes]
             yield from self._comparison.compare(row, others, replicas)
         for rank, rows in self._theirs.items():
             self._theirs[rank] = {passes: row for passes, row in rows.items() if passes > last}
@@ -171,25 +186,23 @@ def _measured(update: Update, indices: Sequence[int], sampled: Sequence[int]) ->
     """Return the numbers of a row by parameter, of which ``sampled`` ones have all. Shape ``[parameters, 4]``."""
     device = update.params[indices[0]].device
     grads = {index: update.grads[index] for index in indices if index in update.grads}
-    dense = {i: grads[i] for i in sampled if i in grads and grads[i].layout is torch.strided}
     weights = {index: update.params[index] for index in sampled}
-
-    def norms(group: Sequence[int]) -> Tensor:
-        return update.norms(group).unsqueeze(1)
-
-    def sums(group: Sequence[int]) -> Tensor:
-        return norms_and_sums([sample(dense[index]) for index in group])[:, 1:]
-
-    def of_weights(group: Sequence[int]) -> Tensor:
-        return norms_and_sums([sample(weights[index]) for index in group])
+    dense = {}
+    for index in sampled:
+        if index in grads and grads[index].layout is torch.strided:
+            dense[index] = grads[index]
 
     # A missing gradient counts as zero.
-    of_gradients = _by_parameter(indices, grads, norms, torch.zeros(1, device=device))
+    missing = torch.zeros((), device=device)
     unknown = torch.full((2,), math.nan, device=device)
-    signed = _by_parameter(indices, dense, sums, unknown[:1])
-    return torch.cat(
-        [of_gradients, signed, _by_parameter(indices, weights, of_weights, unknown)], 1
-    )
+    norms = _by_parameter(indices, grads, update.norms, missing)
+    of_gradients = _by_parameter(indices, dense, partial(_sampled, dense), unknown)
+    of_weights = _by_parameter(indices, weights, partial(_sampled, weights), unknown)
+    return torch.cat([norms.unsqueeze(1), of_gradients[:, 1:], of_weights], 1)
+
+
+def _sampled(tensors: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor:
+    return norms_and_sums([sample(tensors[index]) for index in indices])
 
 
 def _by_parameter(
@@ -204,5 +217,6 @@ def _by_parameter(
         return measure(groups[0]).to(otherwise.device)
     rows: dict[int, Tensor] = {}
     for group in groups:
-        rows |= zip(group, measure(group).to(otherwise.device).unbind(), strict=True)
+        measured = measure(group).to(otherwise.device)
+        rows |= zip(group, measured.unbind(), strict=True)
     return torch.stack([rows.get(index, otherwise) for index in indices])

@@ -1,7 +1,8 @@
 """Compares the numbers that ranks with the same parameters have measured at the same update."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -104,51 +105,66 @@ class ReplicaComparison:
         self._pending: dict[tuple[int, int], _Difference] = {}
         # The parameters whose gradients, or weights, need no further finding.
         self._reported = {
-            cause: torch.zeros(len(indices)) > 0 for cause in ("gradients", "weights")
+            "gradients": torch.zeros(len(indices), dtype=torch.bool),
+            "weights": torch.zeros(len(indices), dtype=torch.bool),
         }
 
     def compare(
         self, own: RankNumbers, others: Mapping[int, RankNumbers], replicas: Replicas
     ) -> Iterator[Finding]:
         """Compare the rows of some other ranks at one update with the row of the first rank."""
-        for rank, row in others.items():
-            self._leads.setdefault(rank, row.step - own.step)
-        absent = torch.full_like(own.numbers, torch.nan)
-        rows = [others[rank].numbers if rank in others else absent for rank in self._others]
-        theirs = torch.stack(rows)
-        apart = _differs(own.numbers[:2], theirs[:, :2])
+        skipped = self._ranks_that_skipped(own, others)
+        theirs = own.numbers.new_full((len(self._others), *own.numbers.shape), torch.nan)
+        for position, rank in enumerate(self._others):
+            if rank in others:
+                theirs[position] = others[rank].numbers
+        gradients_apart = _differs(own.numbers[:2], theirs[:, :2])
         was_proven = self._equal >= _PROOF
-        self._equal = torch.where(apart, 0, self._equal)
+        self._equal[gradients_apart] = 0
         self._note_equal(own.numbers[:2], theirs[:, :2])
-        weights = own.numbers[2:]
-        weights_there = theirs[:, 2:]
         # Where gradients are alike because ranks averaged them, weights have to be alike as well.
-        averaged = ~apart
+        averaged = ~gradients_apart
         least = 0.0
         if not replicas.promised:
             averaged = self._equal >= _PROOF
-            least = _UNSEEN * weights[0].nan_to_num().max().item()
-        unlike = _differs(weights, weights_there, least)
-        # An update less shows in any digit, however small the learning rate is.
-        have_skipped = torch.tensor([self._has_skipped(own, others, r) for r in self._others])
-        unlike |= have_skipped.unsqueeze(1) & (weights_there - weights).abs().gt(0).any(1)
-        alike = (weights + weights_there).isfinite().all(1) & ~unlike
-        self._met |= alike
-        news = apart & ~self._reported["gradients"]
+            largest_weight = own.numbers[2].nan_to_num().max()
+            least = _UNSEEN * largest_weight.item()
+        weights_apart = self._weights_apart(own.numbers[2:], theirs[:, 2:], least, skipped)
+        are_finite = (own.numbers[2:] + theirs[:, 2:]).isfinite().all(1)
+        weights_alike = are_finite & ~weights_apart
+        self._met |= weights_alike
+        unreported = gradients_apart & ~self._reported["gradients"]
         if not replicas.promised:
-            news &= was_proven
-        gradients = self._differences_of_gradients(own, theirs, news, replicas)
+            unreported &= was_proven
+        differences = self._differences_of_gradients(own, theirs, unreported, replicas)
         if not replicas.promised:
-            self._pending |= {(one.rank, one.place): one for one in gradients}
-            gradients = self._settled(averaged & unlike, averaged & alike)
-        yield from self._findings("gradients", gradients)
-        news = averaged & unlike & ~self._reported["weights"]
-        found = self._differences_of_weights(own, others, news, replicas)
-        yield from self._findings("weights", found)
+            for difference in differences:
+                self._pending[difference.rank, difference.place] = difference
+            differences = self._settled(averaged & weights_apart, averaged & weights_alike)
+        yield from self._findings("gradients", differences)
+        unreported = averaged & weights_apart & ~self._reported["weights"]
+        differences = self._differences_of_weights(own, others, unreported, replicas, skipped)
+        yield from self._findings("weights", differences)
 
-    def _has_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers], rank: int) -> bool:
-        """Tell whether a rank, or the first one, has left out an update since their first rows."""
-        return rank in others and others[rank].step - own.step != self._leads[rank]
+    def _ranks_that_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers]) -> set[int]:
+        """Return the ranks that, unlike the first rank, have left out or made an update since their first rows."""
+        skipped = set()
+        for rank, row in others.items():
+            lead = row.step - own.step
+            if lead != self._leads.setdefault(rank, lead):
+                skipped.add(rank)
+        return skipped
+
+    def _weights_apart(
+        self, ours: Tensor, theirs: Tensor, least: float, skipped: Collection[int]
+    ) -> Tensor:
+        """Return by other rank and parameter whether the weights differ by more than rounding."""
+        are_apart = _differs(ours, theirs, least)
+        # An update less shows in any digit, however small the learning rate is.
+        for rank in skipped:
+            position = self._others.index(rank)
+            are_apart[position] |= (theirs[position] - ours).abs().gt(0).any(0)
+        return are_apart
 
     def _note_equal(self, ours: Tensor, theirs: Tensor) -> None:
         """Count the gradients that show, by being equal, that ranks averaged them."""
@@ -163,32 +179,37 @@ class ReplicaComparison:
         self._norms = torch.where(is_known, norms, self._norms)
 
     def _differences_of_gradients(
-        self, own: RankNumbers, theirs: Tensor, news: Tensor, replicas: Replicas
+        self, own: RankNumbers, theirs: Tensor, unreported: Tensor, replicas: Replicas
     ) -> list[_Difference]:
         differences: list[_Difference] = []
-        for number in news.any(1).nonzero().flatten().tolist():
-            rank = self._others[number]
-            places = news[number].nonzero().flatten().tolist()
-            norms = own.numbers[0]
-            norms_there = theirs[number, 0]
-            lost = _MOVED if replicas.promised else _LOST
-            if (factor := _common_factor(norms[places], norms_there[places])) is not None:
-                lost = _SCALED.format(other=rank, factor=factor, first=self._first)
+        norms = own.numbers[0]
+        for position in unreported.any(1).nonzero().flatten().tolist():
+            rank = self._others[position]
+            norms_there = theirs[position, 0]
+            places = unreported[position].nonzero().flatten().tolist()
+            general_remedy = _LOST
+            if replicas.promised:
+                general_remedy = _MOVED
+            factor = _common_factor(norms[places], norms_there[places])
+            if factor is not None:
+                general_remedy = _SCALED.format(other=rank, factor=factor, first=self._first)
             for place in places:
+                remedy = general_remedy
                 missed = replicas.missed.get(self._indices[place])
-                remedy = lost if missed is None else _REMEDIES[missed]
+                if missed is not None:
+                    remedy = _REMEDIES[missed]
                 numbers = self._norms_of(rank, norms[place].item(), norms_there[place].item())
                 differences.append(_Difference(place, rank, own.step, remedy, numbers))
         return differences
 
-    def _settled(self, unlike: Tensor, alike: Tensor) -> list[_Difference]:
+    def _settled(self, weights_apart: Tensor, weights_alike: Tensor) -> list[_Difference]:
         """Return and remove pending differences that weights prove to be faults; drop those that left no trace."""
         faults: list[_Difference] = []
         for rank, place in list(self._pending):
-            number = self._others.index(rank)
-            if unlike[number, place]:
+            position = self._others.index(rank)
+            if weights_apart[position, place]:
                 faults.append(self._pending.pop((rank, place)))
-            elif alike[number, place]:
+            elif weights_alike[position, place]:
                 del self._pending[rank, place]
         return faults
 
@@ -196,16 +217,18 @@ class ReplicaComparison:
         self,
         own: RankNumbers,
         others: Mapping[int, RankNumbers],
-        news: Tensor,
+        unreported: Tensor,
         replicas: Replicas,
+        skipped: Collection[int],
     ) -> list[_Difference]:
         differences: list[_Difference] = []
-        for number, place in news.nonzero().tolist():
-            rank = self._others[number]
-            met = replicas.promised or self._met[number, place]
-            remedy = _SINCE_THEN if met else _FROM_THE_START
-            if self._has_skipped(own, others, rank):
+        for position, place in unreported.nonzero().tolist():
+            rank = self._others[position]
+            remedy = _FROM_THE_START
+            if rank in skipped:
                 remedy = _SKIPPED
+            elif replicas.promised or self._met[position, place]:
+                remedy = _SINCE_THEN
             steps = {"ours": own.step, "theirs": others[rank].step}
             text = remedy.format(first=self._first, other=rank, **steps)
             differences.append(_Difference(place, rank, own.step, text))
@@ -217,19 +240,24 @@ class ReplicaComparison:
         for difference in differences:
             self._reported[cause][difference.place] = True
             by_remedy.setdefault((difference.step, difference.remedy), []).append(difference)
-        for (step, remedy), alike in by_remedy.items():
-            ranks = _dist.named(sorted({self._first, *(one.rank for one in alike)}))
-            places = sorted({one.place for one in alike})
-            text = _WEIGHTS.format(ranks=ranks, remedy=remedy)
+        for (step, remedy), group in by_remedy.items():
+            ranks = {self._first}
+            places = set()
+            for difference in group:
+                ranks.add(difference.rank)
+                places.add(difference.place)
+            named_ranks = _dist.named(sorted(ranks))
+            text = _WEIGHTS.format(ranks=named_ranks, remedy=remedy)
             if cause == "gradients":
-                first = min(alike, key=lambda one: one.place)
-                text = _GRADIENTS.format(ranks=ranks, numbers=first.numbers, remedy=remedy)
-            indices = tuple(self._indices[place] for place in places)
+                first = min(group, key=attrgetter("place"))
+                text = _GRADIENTS.format(ranks=named_ranks, numbers=first.numbers, remedy=remedy)
+            indices = tuple(self._indices[place] for place in sorted(places))
             yield Finding(cause, text, indices, step=step)
 
     def _norms_of(self, rank: int, ours: float, theirs: float) -> str:
-        is_equal = abs(ours - theirs) <= _ROUNDING * max(ours, theirs)
-        text = _ELEMENTS if is_equal else _NORMS
+        text = _NORMS
+        if abs(ours - theirs) <= _ROUNDING * max(ours, theirs):
+            text = _ELEMENTS
         return text.format(ours=ours, theirs=theirs, first=self._first, other=rank)
 
 
@@ -250,4 +278,6 @@ def _common_factor(ours: Tensor, theirs: Tensor) -> float | None:
     factors = theirs / ours
     factor = factors.mean().item()
     is_common = (factors - factor).abs().max().item() < _ROUNDING * factor
-    return factor if is_common and abs(factor - 1) > _ROUNDING else None
+    if is_common and abs(factor - 1) > _ROUNDING:
+        return factor
+    return None

@@ -39,43 +39,54 @@ class StructureCheck(Check):
 
     def before_update(self, update: Update) -> Iterator[Finding]:
         self._updates[update.owner] += 1
-        if self._updates[update.owner] > _UPDATES and self._updates[update.owner] % _LATER:
+        number = self._updates[update.owner]
+        if number > _UPDATES and number % _LATER:
             return
-        new = [
-            t
-            for t in update.indices
-            if t not in self._seen and t in update.grads and _is_matrix(update.params[t])
-        ]
+        new = []
+        for index in update.indices:
+            has_come = index in update.grads and index not in self._seen
+            if has_come and _is_matrix(update.params[index]):
+                new.append(index)
         self._seen.update(new)
-        self._equal |= dict.fromkeys((t for t in new if _has_units(update, t)), 0)
-        # At the first update the gradients of equal units may cancel: then rounding noise tells nothing.
-        looked_at = [t for t in self._equal if t in update.params]
-        copies = [t for t in looked_at if _is_copied(update.params[t], update.grads.get(t))]
-        for index in looked_at:
-            self._equal[index] += 1
-            if (
-                index in copies
-                or self._equal[index] > _UPDATES
-                or not _rows_equal(update.params[index])
-            ):
-                del self._equal[index]
-        for units in sorted({len(update.params[t]) for t in copies}):
-            indices = tuple(t for t in copies if len(update.params[t]) == units)
-            yield Finding("copies", _COPIES.format(units=units), indices)
-        for pair in _untied(update, new) if new and not update.model.is_configured_untied() else ():
+        for index in new:
+            if _has_equal_units(update, index):
+                self._equal[index] = 0
+        for units, indices in sorted(self._take_copies(update).items()):
+            yield Finding("copies", _COPIES.format(units=units), tuple(indices))
+        if not new or update.model.is_configured_untied():
+            return
+        for pair in _untied(update, new):
             yield Finding("untied", _UNTIED, pair)
+
+    def _take_copies(self, update: Update) -> dict[int, list[int]]:
+        """Return, by number of units, the weights whose units are copies; forget weights that need no further look."""
+        copies: dict[int, list[int]] = {}
+        for index in list(self._equal):
+            param = update.params.get(index)
+            if param is None:
+                continue
+            self._equal[index] += 1
+            are_equal = _rows_equal(param)
+            if are_equal and _has_equal_rows(update.grads.get(index)):
+                copies.setdefault(len(param), []).append(index)
+                del self._equal[index]
+            elif not are_equal or self._equal[index] > _UPDATES:
+                del self._equal[index]
+        return copies
 
 
 def _is_matrix(param: Tensor) -> bool:
     return param.dim() > 1 and param.layout == torch.strided and param.is_floating_point()
 
 
-def _has_units(update: Update, index: int) -> bool:
+def _has_equal_units(update: Update, index: int) -> bool:
     # An embedding has no units: equal rows are tokens that the loss treats alike.
     # A matrix of no layer, such as a field or a position code, may have equal rows for good reason.
     kind = update.model.kinds.get(index, "")
+    if not any(word in kind for word in _LAYERS):
+        return False
     param = update.params[index]
-    return len(param) > 1 and any(word in kind for word in _LAYERS) and _rows_equal(param)
+    return len(param) > 1 and _rows_equal(param)
 
 
 def _rows_equal(param: Tensor) -> bool:
@@ -84,8 +95,9 @@ def _rows_equal(param: Tensor) -> bool:
     return torch.equal(weight[0], weight[1]) and torch.equal(weight, weight[:1].expand_as(weight))
 
 
-def _is_copied(param: Tensor, grad: Tensor | None) -> bool:
-    if grad is None or grad.layout != torch.strided or not _rows_equal(param):
+def _has_equal_rows(grad: Tensor | None) -> bool:
+    """Tell whether a gradient has equal rows. A gradient of 0 tells nothing: gradients of equal units may cancel."""
+    if grad is None or grad.layout != torch.strided:
         return False
     same = torch.allclose(grad, grad[:1].expand_as(grad), rtol=_ROUNDING, atol=0.0)
     return same and bool(grad.any())
@@ -93,13 +105,16 @@ def _is_copied(param: Tensor, grad: Tensor | None) -> bool:
 
 def _untied(update: Update, indices: list[int]) -> Iterator[tuple[int, int]]:
     """Yield pairs of an embedding and another weight that are equal in every element."""
-    embeddings = [t for t in indices if update.model.kinds.get(t, "").startswith("Embedding")]
+    kinds = update.model.kinds
+    embeddings = [index for index in indices if kinds.get(index, "").startswith("Embedding")]
+    others = [index for index in indices if index not in embeddings]
     for embedding in embeddings:
         table = update.params[embedding].detach()
-        for other in indices:
+        for other in others:
             weight = update.params[other].detach()
-            if other in embeddings or weight.shape != table.shape or weight.device != table.device:
+            if weight.shape != table.shape or weight.device != table.device:
                 continue
-            equal = torch.equal(weight[:1], table[:1]) and torch.equal(weight, table)
-            if equal and len(torch.unique(sample(table))) >= _DISTINCT:
+            # The first rows answer nearly always.
+            are_equal = torch.equal(weight[:1], table[:1]) and torch.equal(weight, table)
+            if are_equal and len(torch.unique(sample(table))) >= _DISTINCT:
                 yield embedding, other

@@ -1,9 +1,8 @@
-"""Finds parameters that do not move or should not have moved, and updates that spoil a weight."""
+"""Finds parameters that do not move, and updates that make a weight non-finite."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -50,17 +49,6 @@ _OUTSIDE = (
     "Register it as an attribute of a module (`nn.ParameterList` in the place of a list)"
 )
 
-_TOO_FEW = (
-    "{{names}} should move: after {within} updates {share:.1%} of the elements of one of them differ from their values "
-    "at step {first}, at least {least:.1%} should. Look at whether gradients reach it, at its learning rate and at "
-    "its group of the optimizer"
-)
-_MOVED = (
-    "{{names}} should stay as at step {first} and changed by the update of step {step}. "
-    "Look at requires_grad, at the groups of the optimizer and its weight decay"
-)
-_CHUNK = 2**20
-
 
 @dataclass(slots=True)
 class _OptimizerUpdates:
@@ -81,31 +69,43 @@ class _OptimizerUpdates:
     tests: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _OutsideLeaf:
+    """A trained tensor that is no parameter of the model: its first sample, and the passes that reached it since."""
+
+    leaf: Tensor
+    first: Tensor
+    later_passes: int = 0
+
+
 class UpdateCheck(Check):
     """Looks at weights right after an update: whether they moved, and whether they are finite."""
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, _OptimizerUpdates] = {}
-        self._outside: dict[int, tuple[Tensor, Tensor, int]] = {}
+        # By id. Each leaf is held, so that no other leaf gets its id.
+        self._outside: dict[int, _OutsideLeaf] = {}
         self._passes = 0
 
     def after_pass(self, done: Pass) -> Iterator[Finding]:
         self._passes += 1
-        for leaf in done.unregistered() if self._passes <= 3 * WINDOW else ():
-            if (part := readable(leaf)) is None:
-                continue
-            known = self._outside.get(id(leaf))
-            if known is None or known[0] is not leaf:
-                # Held, so that no other leaf gets its id.
-                if len(self._outside) > WINDOW:
-                    self._outside.clear()
-                self._outside[id(leaf)] = (leaf, sample(part), 1)
-                continue
-            _, first, passes = known
-            self._outside[id(leaf)] = (leaf, first, passes + 1)
-            still = passes == 2 * WINDOW and torch.equal(sample(part), first)
-            if still and _is_unowned(leaf):
+        if self._passes > 3 * WINDOW:
+            return
+        for leaf in done.unregistered():
+            values = readable(leaf)
+            if values is not None and self._has_rested(leaf, values) and _is_unowned(leaf):
                 yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
+
+    def _has_rested(self, leaf: Tensor, values: Tensor) -> bool:
+        """Count a pass that reached a leaf; tell whether the leaf has not moved in two windows."""
+        known = self._outside.get(id(leaf))
+        if known is None or known.leaf is not leaf:
+            if len(self._outside) > WINDOW:
+                self._outside.clear()
+            self._outside[id(leaf)] = _OutsideLeaf(leaf, sample(values))
+            return False
+        known.later_passes += 1
+        return known.later_passes == 2 * WINDOW and torch.equal(sample(values), known.first)
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
@@ -113,42 +113,44 @@ class UpdateCheck(Check):
             param = update.params.get(index)
             grad = update.grads.get(index)
             if param is not None and grad is not None:
-                at = largest(grad)
-                owner.tests[index] = at, torch.take(param, at)
+                places = largest(grad)
+                owner.tests[index] = (places, torch.take(param, places))
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
         owner.updates += 1
         owner.performed += update.took_place
-        number = owner.updates
         if owner.tests:
-            tests = owner.tests
+            waited = _unmoved_suspects(owner, update)
             owner.tests = {}
-            still = [t for t, (at, old) in tests.items() if _is_still(update.params[t], at, old)]
-            waited = {t: owner.suspects[t] for t in still}
             owner.suspects.clear()
-            yield from self._causes(owner, update, waited)
-        window = (
-            number > 1 and number % WINDOW == 1 and (number <= SETTLED + 1 or number % LATER == 1)
-        )
-        if number == 1:
+            yield from _causes(owner, update, waited)
+        if owner.updates == 1:
             owner.usual = _usual_gradient(update)
-        if number <= _FIRST or window:
-            self._sample(owner, update, window=window)
+        ends_window = _ends_window(owner.updates)
+        if ends_window or owner.updates <= _FIRST:
+            self._sample(owner, update, ends_window=ends_window)
 
-    def _sample(self, owner: _OptimizerUpdates, update: Update, *, window: bool) -> None:
-        having = [t for t in update.indices if t in update.grads]
-        new = {t: sample(update.params[t]) for t in having if update.params[t].numel()}
-        old = {t: owner.samples.get(t, new[t]) for t in new}
+    def _sample(self, owner: _OptimizerUpdates, update: Update, *, ends_window: bool) -> None:
+        new = {}
+        for index in update.indices:
+            if index in update.grads and update.params[index].numel():
+                new[index] = sample(update.params[index])
+        span = 0
+        if ends_window:
+            span = owner.updates - owner.sampled
         for indices in by_device(new, new):
-            shares = differing([old[t] for t in indices], [new[t] for t in indices])
-            finite = torch.stack([new[t].isfinite().all() for t in indices])
-            span = owner.updates - owner.sampled if window else 0
-            judged = partial(self._judge, owner, update, indices, span)
-            update.later(torch.stack([shares, finite.float()]), judged)
-        owner.samples = {**owner.samples, **new} if window else {**new, **owner.samples}
-        owner.sampled = owner.updates if window else owner.sampled
+            before = [owner.samples.get(index, new[index]) for index in indices]
+            after = [new[index] for index in indices]
+            finite = torch.stack([values.isfinite().all() for values in after])
+            judge = partial(self._judge, owner, update, indices, span)
+            update.later(torch.stack([differing(before, after), finite.float()]), judge)
+        if ends_window:
+            owner.samples = {**owner.samples, **new}
+            owner.sampled = owner.updates
+        else:
+            owner.samples = {**new, **owner.samples}
 
     def _judge(
         self,
@@ -160,93 +162,141 @@ class UpdateCheck(Check):
     ) -> Iterator[Finding]:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
         shares, finite = seen.tolist()
-        nonfinite = [t for t, is_finite in zip(indices, finite, strict=True) if not is_finite]
+        nonfinite = [
+            index for index, is_finite in zip(indices, finite, strict=True) if not is_finite
+        ]
         yield from _broken(update, nonfinite)
-        owner.moved.update(t for t, share in zip(indices, shares, strict=True) if share)
+        still = {}
+        for index, share in zip(indices, shares, strict=True):
+            if share:
+                owner.moved.add(index)
+            else:
+                still[index] = owner.suspects.get(index, 0) + span
         if span:
-            owner.suspects = {
-                t: owner.suspects.get(t, 0) + span
-                for t, share in zip(indices, shares, strict=True)
-                if not share
-            }
+            owner.suspects = still
 
-    def _causes(
-        self, owner: _OptimizerUpdates, update: Update, waited: dict[int, int]
-    ) -> Iterator[Finding]:
-        """Yield one finding for each cause for which parameters that should have moved did not."""
-        # Compared with earlier ones also: near a minimum all gradients are rounding noise.
-        usual = owner.usual = max(owner.usual, _usual_gradient(update) if waited else 0.0)
-        found: dict[str, list[tuple[int, str]]] = {}
-        for index, updates in waited.items():
-            grad = update.grads.get(index)
-            if grad is None or not _rms(grad) > _NOISE * usual:
-                continue
-            cause, patience = _cause(update, index, owner)
-            if cause and updates < patience:
-                owner.suspects[index] = updates
-            elif cause:
-                text = _STILL.format(updates=updates) + _consequence(cause, update, index)
-                found.setdefault(cause, []).append((index, text))
-        for cause, cases in found.items():
-            indices, texts = zip(*cases, strict=True)
-            if cause == "lr":  # the gradient of some tells nothing, but they are no exception
-                groups = update.groups
-                still = set(update.indices) - owner.moved
-                indices = tuple(t for t in groups if t in still and not _learning_rate(groups[t]))
-            yield Finding(cause, texts[0], indices)
+
+def _ends_window(number: int) -> bool:
+    """Tell whether the samples after this update are compared with those at the end of the last window."""
+    if number > SETTLED + 1:
+        return number % LATER == 1
+    return number > 1 and number % WINDOW == 1
+
+
+def _unmoved_suspects(owner: _OptimizerUpdates, update: Update) -> dict[int, int]:
+    """Return the suspects that this update has not moved either, and the number of updates since they last moved."""
+    unmoved = {}
+    for index, (places, before) in owner.tests.items():
+        now = torch.take(update.params[index], places)
+        if not bool(differing([before], [now])):
+            unmoved[index] = owner.suspects[index]
+    return unmoved
+
+
+def _causes(owner: _OptimizerUpdates, update: Update, waited: dict[int, int]) -> Iterator[Finding]:
+    """Yield one finding for each cause for which parameters that should have moved did not."""
+    if not waited:
+        return
+    # Compared with earlier ones also: near a minimum all gradients are rounding noise.
+    owner.usual = max(owner.usual, _usual_gradient(update))
+    by_cause: dict[str, list[int]] = {}
+    for index, updates in waited.items():
+        grad = update.grads.get(index)
+        if grad is None or not _rms(grad) > _NOISE * owner.usual:
+            continue
+        cause = _cause(update, index, owner)
+        if cause and updates < _patience(cause, update, index):
+            owner.suspects[index] = updates
+        elif cause:
+            by_cause.setdefault(cause, []).append(index)
+    for cause, indices in by_cause.items():
+        first = indices[0]
+        text = _STILL.format(updates=waited[first]) + _consequence(cause, update, first)
+        if cause == "lr":
+            yield Finding(cause, text, _without_rate(owner, update))
+        else:
+            yield Finding(cause, text, tuple(indices))
+
+
+def _without_rate(owner: _OptimizerUpdates, update: Update) -> tuple[int, ...]:
+    """Return the parameters that never moved and whose learning rate is 0, also those with too small a gradient."""
+    still = set(update.indices) - owner.moved
+    groups = update.groups
+    return tuple(index for index in groups if index in still and not _learning_rate(groups[index]))
 
 
 def _is_unowned(leaf: Tensor) -> bool:
     # `FullyShardedDataParallel` shows modules and optimizers views of its flat parameter.
     if _dist.is_flattened(leaf):
         return False
-    held = [module.parameters(recurse=False) for module in _live.instances(nn.Module)]
-    held += [
-        g["params"] for o in _live.instances(Optimizer) for g in getattr(o, "param_groups", ())
-    ]
-    return not any(param is leaf for param in chain.from_iterable(held))
+    for module in _live.instances(nn.Module):
+        if any(param is leaf for param in module.parameters(recurse=False)):
+            return False
+    for optimizer in _live.instances(Optimizer):
+        for group in getattr(optimizer, "param_groups", ()):
+            if any(param is leaf for param in group["params"]):
+                return False
+    return True
 
 
-def _is_still(param: Tensor, at: Tensor, old: Tensor) -> bool:
-    return not bool(differing([old], [torch.take(param, at)]))
-
-
-def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> tuple[str, int]:
-    param = update.params[index]
-    group = update.groups.get(index)
+def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:
+    """Return why a parameter did not move, a key of `_CAUSES`; an empty string if it need not move."""
     if index in update.frozen:
-        return "frozen", WINDOW
-    if group is None:
-        # A part in evaluation mode, such as a network inside the loss, is not meant to train.
-        cause = "" if update.model.is_resting(index) else "unowned"
-        return cause, PATIENCE if param.dtype in _numbers.HALF else WINDOW
+        return "frozen"
+    if index in update.groups:
+        return _cause_of_owned(update, index, owner)
+    # A part in evaluation mode, such as a network inside the loss, is not meant to train.
+    if update.model.is_resting(index):
+        return ""
+    return "unowned"
+
+
+def _cause_of_owned(update: Update, index: int, owner: _OptimizerUpdates) -> str:
     if not owner.performed:
-        return "skipped", WINDOW
+        return "skipped"
+    group = update.groups[index]
     lr = _learning_rate(group)
     is_unwritten = bool(lr) and _should_move(update, index, lr)
     # A schedule that ends, a proximal step that holds a weight at 0, or an optimizer that stops at a tolerance.
     is_over = index in owner.moved and not is_unwritten
-    if is_over or not bool(param.detach().any()) or "tolerance_grad" in group:
-        return "", 0
+    may_rest = is_over or "tolerance_grad" in group
+    if may_rest or not bool(update.params[index].detach().any()):
+        return ""
     if not lr:
-        return "lr", PATIENCE
-    has_copy = any(
-        isinstance(one, Tensor) and one.numel() == param.numel() and one.dtype == torch.float32
-        for one in update.state.get(index, {}).values()
-    )
-    patience = PATIENCE if param.dtype in _numbers.HALF and has_copy else WINDOW
-    return "unwritten" if is_unwritten else "rounded", patience
+        return "lr"
+    if is_unwritten:
+        return "unwritten"
+    return "rounded"
+
+
+def _patience(cause: str, update: Update, index: int) -> int:
+    """Return how many updates a parameter may rest for a cause that may pass."""
+    if cause == "lr":
+        return PATIENCE
+    if update.params[index].dtype not in _numbers.HALF or cause in ("frozen", "skipped"):
+        return WINDOW
+    if cause == "unowned" or _has_float32_copy(update, index):
+        return PATIENCE
+    return WINDOW
+
+
+def _has_float32_copy(update: Update, index: int) -> bool:
+    numel = update.params[index].numel()
+    for value in update.state.get(index, {}).values():
+        if isinstance(value, Tensor) and value.numel() == numel and value.dtype == torch.float32:
+            return True
+    return False
 
 
 def _consequence(cause: str, update: Update, index: int) -> str:
     param = update.params[index]
     dtype = str(param.dtype).removeprefix("torch.")
-    return _CAUSES[cause].format(
-        rule=update.frozen.get(index),
-        lr=_learning_rate(update.groups.get(index, {})),
-        dtype=dtype,
-        remedy=(_REDUCED if param.dtype in _numbers.HALF else _FULL).format(dtype=dtype),
-    )
+    remedy = _FULL
+    if param.dtype in _numbers.HALF:
+        remedy = _REDUCED.format(dtype=dtype)
+    rule = update.frozen.get(index)
+    lr = _learning_rate(update.groups.get(index, {}))
+    return _CAUSES[cause].format(rule=rule, lr=lr, dtype=dtype, remedy=remedy)
 
 
 def _learning_rate(group: Mapping[str, Any]) -> float:
@@ -254,99 +304,39 @@ def _learning_rate(group: Mapping[str, Any]) -> float:
 
 
 def _should_move(update: Update, index: int, lr: float) -> bool:
-    param = update.params[index]
+    """Tell whether an update with the gradient is larger than what the parameter's dtype rounds away."""
+    param = update.params[index].detach()
     state = update.state.get(index, {})
-    grad = update.grads[index]
-    size = grad.detach().to_dense().abs().float() if grad.is_sparse else grad.detach().abs().float()
+    grad = update.grads[index].detach()
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    size = grad.abs().float()
     # Optimizers with second moments divide a gradient by its usual size. A noisy one moves by a tenth of that.
-    if any("sq" in key or key == "sum" for key in state):
+    if "sum" in state or any("sq" in key for key in state):
         size = size.gt(0).float() / 10
-    gap = param.detach().abs().float() * torch.finfo(param.dtype).eps
+    gap = param.abs().float() * torch.finfo(param.dtype).eps
     return bool((lr * size > 2 * gap).any())
 
 
 def _broken(update: Update, nonfinite: Sequence[int]) -> Iterator[Finding]:
-    having = [t for t in nonfinite if t in update.grads]
-    finite = [t for t in having if bool(_numbers.values(update.grads[t]).isfinite().all())]
-    if finite:
-        yield Finding("non-finite", _BROKEN, tuple(finite))
+    """Yield a finding if weights became non-finite although their gradients are finite."""
+    with_grad = [index for index in nonfinite if index in update.grads]
+    indices = [index for index in with_grad if update.has_finite_grad(index)]
+    if indices:
+        yield Finding("non-finite", _BROKEN, tuple(indices))
 
 
 def _rms(grad: Tensor) -> float:
     values = _numbers.values(grad)
-    sizes = (values.abs() if values.is_complex() else values).float()
-    return float(sizes.square().mean().sqrt()) if sizes.numel() else 0.0
+    if not values.numel():
+        return 0.0
+    if values.is_complex():
+        values = values.abs()
+    return float(values.float().square().mean().sqrt())
 
 
 def _usual_gradient(update: Update) -> float:
-    sizes = [_rms(update.grads[t]) for t in update.indices if t in update.grads]
-    return float(torch.tensor(sizes).median()) if sizes else 0.0
-
-
-class MovedCheck(Check):
-    """Compares weights right after updates with those before the first one.
-
-    A share of ``least`` elements must differ once ``within`` performed updates, or all elements are to stay ``unmoved``.
-    """
-
-    def __init__(self, *, least: float = 0.0, within: int = 0, unmoved: bool = False) -> None:
-        self._least = least
-        self._within = within
-        self._unmoved = unmoved
-        self._first: dict[int, Tensor] = {}
-        self._steps: dict[int, int] = {}
-        self._updates: dict[int, int] = {}
-
-    def before_update(self, update: Update) -> Iterable[Finding]:
-        take = fingerprint if self._unmoved else sample
-        for index in update.indices:
-            param = update.params.get(index)
-            if index not in self._steps and param is not None and param.numel():
-                self._first[index] = take(param)
-                self._steps[index] = update.step
-                self._updates[index] = 0
-        return ()
-
-    def after_update(self, update: Update) -> Iterable[Finding]:
-        watched = [t for t in update.indices if t in self._first and t in update.params]
-        take = fingerprint if self._unmoved else sample
-        new = {t: take(update.params[t]) for t in watched}
-        for index in watched:
-            self._updates[index] += update.took_place
-        for indices in by_device(watched, new):
-            shares = differing([self._first[t] for t in indices], [new[t] for t in indices])
-
-            def judge(seen: Tensor, indices: Sequence[int] = indices) -> Iterator[Finding]:
-                return self._judge(update, dict(zip(indices, seen.tolist(), strict=True)))
-
-            update.later(shares, judge)
-        return ()
-
-    def _judge(self, update: Update, shares: dict[int, float]) -> Iterator[Finding]:
-        if self._unmoved:
-            if moved := [t for t, share in shares.items() if share]:
-                text = _MOVED.format(first=self._steps[moved[0]], step=update.step)
-                yield Finding("moved", text, tuple(moved))
-            return
-        for index in [t for t, share in shares.items() if share >= self._least]:
-            self._first.pop(index, None)
-        late = [t for t in shares if t in self._first and self._updates[t] >= self._within]
-        if late:
-            share = min(shares[t] for t in late)
-            first = self._steps[late[0]]
-            text = _TOO_FEW.format(within=self._within, share=share, first=first, least=self._least)
-            yield Finding("unmoved", text, tuple(late))
-        for index in late:
-            del self._first[index]
-
-
-def fingerprint(tensor: Tensor) -> Tensor:
-    """Return two sums over the bits of a tensor, shape ``[2]``: any change of an element changes one."""
-    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).view(-1)
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for number, chunk in enumerate(torch.split(flat, _CHUNK)):
-        wide = chunk.to(torch.int64)
-        # Sums modulo 2^64. Odd weights make a change of one element visible, other weights an exchange of two.
-        places = torch.arange(len(wide), device=wide.device) + number * _CHUNK
-        sums += torch.stack([(wide * (2 * places + 1)).sum(), (wide * (places * places + 1)).sum()])
-    return sums
+    sizes = [_rms(update.grads[index]) for index in update.indices if index in update.grads]
+    if not sizes:
+        return 0.0
+    return float(torch.tensor(sizes).median())

@@ -18,10 +18,16 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
     # A pipe or a device such as /dev/stdout cannot be replaced. A directory raises by itself.
     at_once = path.exists() and not path.is_file()
     target = Path(os.path.realpath(path))  # through links
-    part = path if at_once else target.with_name(f".{target.name}.{os.getpid()}")
-    mode = "w" if at_once else "x"
-    text: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
-    with part.open(mode + "b" * binary, **({} if binary else text)) as file:
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    mode = "x"
+    if at_once:
+        part = path
+        mode = "w"
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
+    if binary:
+        mode += "b"
+        options = {}
+    with part.open(mode, **options) as file:
         if at_once:
             yield file
             return
@@ -42,7 +48,7 @@ def check_replaceable(path: Path, what: str, *marks: bytes) -> None:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        begin = file.read(max(map(len, marks)))
+        begin = file.read(max(len(mark) for mark in marks))
     if begin and not begin.startswith(marks):
         raise RecordError(
             f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"
@@ -73,11 +79,15 @@ class Outlet(Destination):
 
     def is_due(self) -> bool:
         """Return whether it is time for a commit, or for `news`."""
-        is_time = time.monotonic() - self._committed >= self._seconds
-        return is_time and (not self.closed or bool(self._news))
+        if time.monotonic() - self._committed < self._seconds:
+            return False
+        return bool(self._news) or not self.closed
 
     def news(self) -> list[str]:
-        news = [] if self._inherited else list(self._news)
+        """Return the problems since the last call."""
+        if self._inherited:
+            return []
+        news = list(self._news)
         del self._news[: len(news)]
         return news
 

@@ -57,8 +57,10 @@ def row_id(series: int, number: int) -> int:
 
 def pack_absent(absent: Collection[int], width: int) -> bytes | None:
     """Return a bit mask of the columns without a value, ``None`` if all columns have one."""
+    if not absent:
+        return None
     bits = sum(1 << column for column in absent)
-    return bits.to_bytes(absent_size(width), "little") if absent else None
+    return bits.to_bytes(absent_size(width), "little")
 
 
 def is_present(absent: bytes | None, column: int) -> bool:
@@ -79,8 +81,8 @@ def clean(text: str) -> str:
 
 def section(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return a mapping inside a mapping that was read from a file, empty if there is none."""
-    found: dict[str, Any] = meta.get(key, {})
-    return found
+    inner: dict[str, Any] = meta.get(key, {})
+    return inner
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
@@ -90,7 +92,9 @@ def json_text(value: object, *, indent: int | None = None) -> str:
 
 def json_number(value: float) -> float | str:
     """Return a number for JSON. NaN and infinity become texts."""
-    return float(digits(value)) if math.isfinite(value) else nonfinite_name(value)
+    if math.isfinite(value):
+        return float(digits(value))
+    return nonfinite_name(value)
 
 
 def nonfinite_name(value: float) -> str:
@@ -117,8 +121,10 @@ def job() -> dict[str, str]:
 
 def job_size() -> int:
     """Return the number of ranks that were started together, 1 of a process that was started alone."""
-    number = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
-    return int(number) if number.isdecimal() else 1
+    number = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and number.isdecimal():
+        return int(number)
+    return 1
 
 
 def is_taken(folder: Path) -> bool:
@@ -140,17 +146,19 @@ def is_of_another_start(folder: Path) -> bool:
         theirs = dict(json.loads(file.read_bytes())["job"])
     except (OSError, ValueError, TypeError, KeyError):
         theirs = {}  # a run of a single process, or one that is being removed
-    same = ("attempt", "parent") if theirs.get("host") == ours["host"] else ("attempt", "launch")
-    return any(theirs.get(key) != ours[key] for key in same)
+    start = "launch"
+    if theirs.get("host") == ours["host"]:
+        start = "parent"
+    return any(theirs.get(key) != ours[key] for key in ("attempt", start))
 
 
 def runs_inside(folder: Path) -> list[Path]:
     """Return the runs in the folders below; a link leads elsewhere and is not followed."""
-    found = []
+    runs = []
     for name, below, files in os.walk(folder):
         place = Path(name)
         if RUN_FILE in files and place != folder:
-            found.append(place)
+            runs.append(place)
         if len(place.parts) - len(folder.parts) == _DEEPEST:
             below.clear()
-    return sorted(found)
+    return sorted(runs)

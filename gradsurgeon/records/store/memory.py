@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from gradsurgeon.errors import RecordError
@@ -85,7 +86,8 @@ class WholeSeries(ABC):
     def ends(self) -> tuple[int, ...]:
         """Return the steps of the first and of the last row, nothing if there are no rows."""
         last = max(0, len(self) - 1)
-        return tuple(row[0] for start in (0, last) for row in self.stored(start, start + 1))
+        rows = [*self.stored(0, 1), *self.stored(last, last + 1)]
+        return tuple(step for step, _, _ in rows)
 
     def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
         """Return ``(step, value)`` of one tensor in some rows."""
@@ -101,10 +103,15 @@ class WholeSeries(ABC):
         return self.between(name, 0, len(self))
 
     def last(self, name: str) -> tuple[int, float] | None:
+        """Return ``(step, value)`` of the newest row with a value of one tensor."""
         end = len(self)
         # The last row most often has a value, and callers ask again and again.
-        pairs = self.between(name, max(0, end - 1), end) or self.between(name, 0, end)
-        return pairs[-1] if pairs else None
+        pairs = self.between(name, max(0, end - 1), end)
+        if not pairs:
+            pairs = self.between(name, 0, end)
+        if not pairs:
+            return None
+        return pairs[-1]
 
 
 class Part(WholeSeries):
@@ -119,29 +126,39 @@ class Part(WholeSeries):
         super().__init__(series.key)
         self.whole = series
         self.rank = series.rank
-        end = len(series)
-        name, *_ = (*self.key.names, "")
-        may_wait = self.key.point == "accumulated" and end > 1 and name in pending
-        self._end = end - (may_wait and series.ends()[-1] == pending[name])
-        self.skipped = 0 if newest is None else max(0, self._end - newest)
+        self._end = len(series)
+        # The tensors of a series share a counter.
+        first = next(iter(self.key.names), "")
+        may_wait = self.key.point == "accumulated" and self._end > 1 and first in pending
+        if may_wait and series.ends()[-1] == pending[first]:
+            self._end -= 1
+        self.skipped = 0
+        if newest is not None:
+            self.skipped = max(0, self._end - newest)
 
     def __len__(self) -> int:
         return self._end - self.skipped
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        stop = len(self) if stop is None else min(stop, len(self))
-        return self.whole.stored(self.skipped + start, self.skipped + stop)
+        end = len(self)
+        if stop is not None:
+            end = min(stop, end)
+        return self.whole.stored(self.skipped + start, self.skipped + end)
 
 
 AnySeries = TypeVar("AnySeries", bound=WholeSeries)
 
 
-def matching(every: Iterable[AnySeries], name: str, stat: str, rule: str | None) -> list[AnySeries]:
-    return [
-        series
-        for series in every
-        if series.key.stat == stat and name in series.columns and rule in (None, series.key.rule)
-    ]
+def matching(
+    all_series: Iterable[AnySeries], name: str, stat: str, rule: str | None
+) -> list[AnySeries]:
+    """Return the series of a tensor, a statistic, and a rule or all rules."""
+    matches = []
+    for series in all_series:
+        measures = series.key.stat == stat and name in series.columns
+        if measures and rule in (None, series.key.rule):
+            matches.append(series)
+    return matches
 
 
 class Series(WholeSeries):
@@ -173,7 +190,7 @@ class Records(Destination):
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = Series(key)
-        stored = step, values, absent
+        stored = (step, values, absent)
         if replace and series.rows and series.rows[-1][0] == step:
             series.rows[-1] = stored
             return
@@ -202,9 +219,10 @@ def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
     """
     if len(series) == 1:
         return series[0].values_of(name)
-    pairs = sorted(
-        (pair for part in series for pair in part.values_of(name)), key=lambda pair: pair[0]
-    )
+    pairs: list[tuple[int, float]] = []
+    for part in series:
+        pairs += part.values_of(name)
+    pairs.sort(key=itemgetter(0))
     if any(part.key.point in _OF_EACH_CALL for part in series):
         return pairs
     return list(dict(pairs).items())
@@ -271,13 +289,17 @@ class Lookup:
 
     def latest(self, name: str, stat: str, rule: str | None) -> float:
         canonical, series = self._series(name, stat, rule)
-        ends = [end for recorded in series if (end := recorded.last(canonical)) is not None]
-        if not ends:
+        newest = None
+        for recorded in series:
+            last = recorded.last(canonical)
+            # If two series have the same step, the later series wins, as in `merged`.
+            if last is not None and (newest is None or last[0] >= newest[0]):
+                newest = last
+        if newest is None:
             raise RecordError(
                 f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
             )
-        # If two series have the same step, the later series wins, as in `merged`.
-        return max(reversed(ends), key=lambda end: end[0])[1]
+        return newest[1]
 
     def _series(self, name: str, stat: str, rule: str | None) -> tuple[str, Sequence[WholeSeries]]:
         """Return the canonical name and the series of one rule, possibly none yet."""
@@ -292,13 +314,21 @@ class Lookup:
             raise RecordError(
                 f"{stat} of {canonical} is recorded by several rules: pass rule= one of {', '.join(rules)}"
             )
-        logging = {key: stats for key, (stats, names) in self.logged.items() if canonical in names}
-        if not rules and not any(stat in logging[key] for key in logging if rule in (None, key)):
-            recorded = "; ".join(
-                f"{key}: {', '.join(sorted(stats))}" for key, stats in logging.items()
-            )
-            raise RecordError(
-                f"{'no rule' if rule is None else f'no rule {rule!r}'} records {stat} of {canonical}; recorded: "
-                f"{recorded or NOTHING_RECORDED}"
-            )
+        if not rules:
+            self._check_logged(canonical, stat, rule)
         return canonical, series
+
+    def _check_logged(self, canonical: str, stat: str, rule: str | None) -> None:
+        """Raise `RecordError` if no rule is to record a statistic of a tensor."""
+        recorded = []
+        for rule_id, (stats, names) in self.logged.items():
+            if canonical not in names:
+                continue
+            if stat in stats and rule in (None, rule_id):
+                return
+            recorded.append(f"{rule_id}: {', '.join(sorted(stats))}")
+        subject = "no rule"
+        if rule is not None:
+            subject = f"no rule {rule!r}"
+        listed = "; ".join(recorded) or NOTHING_RECORDED
+        raise RecordError(f"{subject} records {stat} of {canonical}; recorded: {listed}")

@@ -60,8 +60,8 @@ class RankFile:
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
         ((application,),) = self.query("PRAGMA application_id")
         ((form,),) = self.query("PRAGMA user_version")
-        found = application, form, dict(tables)
-        if found != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
+        format_of_file = (application, form, dict(tables))
+        if format_of_file != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
             raise self.damaged("its tables are not those of a run, or have yet to be written")
 
     def query(self, sql: str, *arguments: int) -> list[tuple[Any, ...]]:
@@ -98,9 +98,11 @@ class RankFile:
 
     def end(self) -> RankEnd:
         left = self.left()
-        state = "running" if is_live(self.path) else "stopped"
+        state = "stopped"
         if left:
             state = "finished"
+        elif is_live(self.path):
+            state = "running"
         # A reader touches the index of the log.
         files = [path for path in (self.path, *logs(self.path)) if not path.name.endswith("-shm")]
         times = [path.stat().st_mtime for path in files if path.is_file()]
@@ -133,23 +135,30 @@ class StoredSeries(WholeSeries):
         self.rank = file.rank
         self._file = file
         self._width = len(key.names)
-        self._batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, _FLOAT * self._width)))
-        self._low, self._high = row_id(number, 0), row_id(number + 1, 0) - 1
+        fitting = _BATCH_BYTES // max(1, _FLOAT * self._width)
+        self._batch = max(1, min(_BATCH_ROWS, fitting))
+        # The ids that rows of the series have.
+        self._low = row_id(number, 0)
+        self._high = row_id(number + 1, 0) - 1
 
     def __len__(self) -> int:
-        ((top,),) = self._file.query(
+        ((newest,),) = self._file.query(
             "SELECT max(id) FROM rows WHERE id BETWEEN ? AND ?", self._low, self._high
         )
-        return 0 if top is None else int(top) - self._low + 1
+        if newest is None:
+            return 0
+        return int(newest) - self._low + 1
 
     def damaged(self) -> RecordError:
         return self._file.damaged("it lacks rows")
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        sizes = _FLOAT * self._width, layout.absent_size(self._width)
-        end = len(self) if stop is None else stop
-        for first in range(start, end, self._batch):
-            bounds = self._low + first, self._low + min(end, first + self._batch) - 1
+        sizes = (_FLOAT * self._width, layout.absent_size(self._width))
+        if stop is None:
+            stop = len(self)
+        for first in range(start, stop, self._batch):
+            last = min(stop, first + self._batch) - 1
+            bounds = (self._low + first, self._low + last)
             ((odd,),) = self._file.query(_ODD_ROWS, *bounds, *sizes)
             if odd:
                 raise self._file.damaged()

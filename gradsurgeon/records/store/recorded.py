@@ -56,16 +56,16 @@ class RecordSource(Protocol):
         """Return what has been recorded so far. Waits for the device."""
 
 
-def of_lowest_ranks(every: Iterable[AnySeries]) -> Iterator[tuple[AnySeries, frozenset[int]]]:
+def of_lowest_ranks(all_series: Iterable[AnySeries]) -> Iterator[tuple[AnySeries, frozenset[int]]]:
     """Yield every series that no lower rank has recorded whole, each with the columns that a lower rank has recorded."""
     # A module that runs on some ranks only can share a series with other modules.
     owners: dict[tuple[str, str, str], int] = {}
-    for series in every:
+    for series in all_series:
         rule, stat, _, names = series.key
-        repeated = frozenset(
-            column
-            for column, name in enumerate(names)
-            if owners.setdefault((rule, stat, name), series.rank) != series.rank
-        )
+        repeated = set()
+        for column, name in enumerate(names):
+            owner = owners.setdefault((rule, stat, name), series.rank)
+            if owner != series.rank:
+                repeated.add(column)
         if len(repeated) < len(names):
-            yield series, repeated
+            yield series, frozenset(repeated)

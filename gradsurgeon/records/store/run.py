@@ -43,10 +43,11 @@ class StoredRun(RecordQueries):
         self._files = list(files)
         model = section(meta, "model")
         self._aliases = {**section(model, "aliases")}
-        params = model.get("params", ())
-        self.params = tuple(param["name"] for param in params)
-        for param in params:
+        names = []
+        for param in model.get("params", ()):
+            names.append(param["name"])
             self._aliases.update(dict.fromkeys(param.get("aliases", ()), param["name"]))
+        self.params = tuple(names)
 
     def __enter__(self) -> Self:
         return self
@@ -77,9 +78,12 @@ class StoredRun(RecordQueries):
     @property
     def events(self) -> list[Event]:
         """The events so far of all ranks, oldest first."""
+        timed: list[tuple[float, Event]] = []
+        for file in self._files:
+            timed += file.events()
         # The sort is stable: of events at one time, the lower rank comes first.
-        stored = [pair for file in self._files for pair in file.events()]
-        return [event for _, event in sorted(stored, key=itemgetter(0))]
+        timed.sort(key=itemgetter(0))
+        return [event for _, event in timed]
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done. The firings of all ranks are added up."""
@@ -91,7 +95,6 @@ class StoredRun(RecordQueries):
 
     def recorded(self) -> Recorded:
         """Return what all ranks have recorded so far, as a report reads it."""
-        captured = (file.left().get("captured") for file in self._files)
         return Recorded(
             meta=self.meta,
             aliases=self._aliases,
@@ -101,8 +104,16 @@ class StoredRun(RecordQueries):
             statuses=self.status(),
             ends={file.rank: file.end() for file in self._files},
             missing_ranks=missing_ranks(self),
-            captured=next(filter(None, captured), ()),
+            captured=self._captured(),
         )
+
+    def _captured(self) -> Sequence[Mapping[str, Any]]:
+        """Return what the lowest rank that kept copies wrote of them."""
+        for file in self._files:
+            captured: Sequence[Mapping[str, Any]] = file.left().get("captured", ())
+            if captured:
+                return captured
+        return ()
 
     @property
     def rules(self) -> list[dict[str, Any]]:
@@ -141,25 +152,33 @@ class StoredRun(RecordQueries):
         library("pandas", "pandas", "to_pandas")
         from gradsurgeon.records.store import tables  # noqa: PLC0415 # events are read without numpy
 
-        if found := chosen(self, name, stat, rule):
-            return tables.data_frame(found)
-        raise nothing_fits(self)
+        fitting = chosen(self, name, stat, rule)
+        if not fitting:
+            raise nothing_fits(self)
+        return tables.data_frame(fitting)
 
     def _lookup(self) -> Lookup:
-        logged = {rule: (set(of), set(self.names_of(rule))) for rule, of in self.stats.items()}
+        logged: dict[str, tuple[set[str], set[str]]] = {}
+        for rule, planned in self.stats.items():
+            logged[rule] = (set(planned), set(self.names_of(rule)))
         for series in self:
             stats, names = logged.setdefault(series.key.rule, (set(), set()))
             stats.add(series.key.stat)
             names.update(series.key.names)
-        known = {*self.params}.union(*(names for _, names in logged.values()))
+        known = set(self.params)
+        for _, names in logged.values():
+            known |= names
         return Lookup(sorted(known), self._aliases, logged, self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
         """The statistics that each recording rule was to record, by rule id."""
-        roles = section(self.meta, "roles")
-        stats = {rule: tuple(role.get("stats", ())) for rule, role in roles.items()}
-        return {rule: recorded for rule, recorded in stats.items() if recorded}
+        stats_by_rule = {}
+        for rule, role in section(self.meta, "roles").items():
+            stats = tuple(role.get("stats", ()))
+            if stats:
+                stats_by_rule[rule] = stats
+        return stats_by_rule
 
     def names_of(self, rule: str) -> tuple[str, ...]:
         """Return the names that a rule was bound to."""
@@ -171,30 +190,36 @@ class StoredRun(RecordQueries):
 
 def chosen(run: StoredRun, name: str | None, stat: str | None, rule: str | None) -> Chosen:
     """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
-    pattern = compile_pattern("*" if name is None else name)
-    found = []
+    if name is None:
+        name = "*"
+    pattern = compile_pattern(name)
+    fitting = []
     for series in run:
-        of_rule, of_stat, _, names = series.key
-        columns = select([pattern], names)
-        if columns and rule in (None, of_rule) and stat in (None, of_stat):
-            found.append((series, columns))
-    return found
+        key = series.key
+        if rule not in (None, key.rule) or stat not in (None, key.stat):
+            continue
+        columns = select([pattern], key.names)
+        if columns:
+            fitting.append((series, columns))
+    return fitting
 
 
 def nothing_fits(run: StoredRun) -> RecordError:
-    if stats := sorted({f"{printable(one.key.rule)} {printable(one.key.stat)}" for one in run}):
-        return RecordError(
-            f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(stats)}"
-        )
-    return RecordError(f"{printable(str(run.path))}: nothing was recorded")
+    stats = {f"{printable(series.key.rule)} {printable(series.key.stat)}" for series in run}
+    if not stats:
+        return RecordError(f"{printable(str(run.path))}: nothing was recorded")
+    return RecordError(
+        f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(sorted(stats))}"
+    )
 
 
 def missing_ranks(run: StoredRun) -> list[int]:
-    known = set(run.ranks)
+    started = run.ranks[-1] + 1
     world = run.meta.get("ranks")
     # A number in a damaged file may be of any size.
-    started = world if isinstance(world, int) and 0 <= world <= _MOST_RANKS else 0
-    return sorted(set(range(max(started, run.ranks[-1] + 1))) - known)
+    if isinstance(world, int) and world <= _MOST_RANKS:
+        started = max(started, world)
+    return sorted(set(range(started)) - set(run.ranks))
 
 
 def open_run(path: str | os.PathLike[str]) -> StoredRun:
@@ -204,13 +229,17 @@ def open_run(path: str | os.PathLike[str]) -> StoredRun:
 def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
     folder = Path(path)
     meta = _read_meta(folder / RUN_FILE)
-    names = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+    ranks = []
+    for entry in folder.iterdir():
+        match = _FILE.fullmatch(entry.name)
+        if match and entry.is_file():
+            ranks.append(int(match[1]))
     if not ranks:
         raise RecordError(
             f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
-    return kind(folder, meta, [RankFile(folder / database_name(rank), rank) for rank in ranks])
+    files = [RankFile(folder / database_name(rank), rank) for rank in sorted(ranks)]
+    return kind(folder, meta, files)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
@@ -218,13 +247,15 @@ def _read_meta(path: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_bytes())
     except OSError as error:
-        # Models and processes of one script have runs of their own.
-        inside = shorten_names(sorted(str(one.parent) for one in path.parent.glob(f"*/{RUN_FILE}")))
-        raise RecordError(
+        message = (
             f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
             "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
-            f"{'; runs inside: ' * bool(inside)}{inside}"
-        ) from None
+        )
+        # Models and processes of one script have runs of their own.
+        inside = sorted(str(file.parent) for file in path.parent.glob(f"*/{RUN_FILE}"))
+        if inside:
+            message += f"; runs inside: {shorten_names(inside)}"
+        raise RecordError(message) from None
     except (ValueError, RecursionError):
         pass  # refused below
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
@@ -237,12 +268,18 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
     steps = [status.last_step for status in ranks if status.last_step is not None]
-    altered = [status.altered for status in ranks if status.altered is not None]
+    counts = [status.altered for status in ranks if status.altered is not None]
+    altered = None
+    if counts:
+        altered = sum(counts)
+    warnings: dict[str, None] = {}
+    for status in ranks:
+        warnings |= dict.fromkeys(status.warnings)
     return RuleStatus(
         # Each rank has all the parameters, or a part of each.
         matched=max(status.matched for status in ranks),
         fired=sum(status.fired for status in ranks),
-        altered=sum(altered) if altered else None,
+        altered=altered,
         last_step=max(steps, default=None),
-        warnings=tuple(dict.fromkeys(text for status in ranks for text in status.warnings)),
+        warnings=tuple(warnings),
     )

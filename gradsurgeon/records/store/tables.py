@@ -26,42 +26,48 @@ def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
         key = series.key
         wanted = np.array(columns)
         # Arrow, by which pandas writes Parquet, refuses lone surrogates, which odd file names contain.
-        names = [clean(key.names[number]) for number in columns]
-        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
-        codes = np.array([places[name] for name in names], np.int32)
+        names = [clean(key.names[column]) for column in columns]
+        texts = list(dict.fromkeys(names))
+        code_of = {name: code for code, name in enumerate(texts)}
+        codes = np.array([code_of[name] for name in names], np.int32)
         for steps, values, present in blocks(series):
-            lines, found = np.nonzero(present[:, wanted])
-            rank, same = (np.full(len(lines), value, np.int32) for value in (series.rank, 0))
+            rows, places = np.nonzero(present[:, wanted])
+            only = np.zeros(len(rows), np.int32)
             yield {
-                "step": steps[lines],
-                "rank": rank,
-                "rule": (same, [clean(key.rule)]),
-                "point": (same, [clean(key.point)]),
-                "stat": (same, [clean(key.stat)]),
-                "name": (codes[found], list(places)),
-                "value": values[lines, wanted[found]],
+                "step": steps[rows],
+                "rank": np.full(len(rows), series.rank, np.int32),
+                "rule": (only, [clean(key.rule)]),
+                "point": (only, [clean(key.point)]),
+                "stat": (only, [clean(key.stat)]),
+                "name": (codes[places], texts),
+                "value": values[rows, wanted[places]],
             }
 
 
 def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
     """Return steps, values (rows x columns, float32), and which of the values are present."""
     steps, floats, masks = zip(*rows, strict=True)
+    step_array = np.array(steps, np.int64)
     values = np.frombuffer(b"".join(floats), np.float32).reshape(len(rows), width)
-    if {*masks} == {None}:  # nearly always
-        return np.array(steps, np.int64), values, np.ones(values.shape, bool)
-    none = bytes(absent_size(width))
-    bits = np.frombuffer(b"".join(mask or none for mask in masks), np.uint8)
-    absent = np.unpackbits(bits.reshape(len(rows), -1), axis=1, count=width, bitorder="little")
-    return np.array(steps, np.int64), values, absent == 0
+    if set(masks) == {None}:  # nearly always
+        return step_array, values, np.ones(values.shape, bool)
+    none_absent = bytes(absent_size(width))
+    joined = b"".join(mask or none_absent for mask in masks)
+    bits = np.frombuffer(joined, np.uint8).reshape(len(rows), -1)
+    absent = np.unpackbits(bits, axis=1, count=width, bitorder="little")
+    return step_array, values, absent == 0
 
 
 def blocks(series: WholeSeries, start: int = 0, every: int = 1) -> Iterator[tuple[Any, Any, Any]]:
     """Yield the `arrays` of successive rows; the number of rows of each but the last divides by `every`."""
     width = len(series.key.names)
     rows = series.stored(start)
-    most = max(1, _BLOCK // max(1, width) // every) * every
-    while block := list(islice(rows, most)):
+    fitting = _BLOCK // max(1, width)
+    count = max(1, fitting // every) * every
+    block = list(islice(rows, count))
+    while block:
         yield arrays(block, width)
+        block = list(islice(rows, count))
 
 
 def data_frame(chosen: Chosen) -> pd.DataFrame:

@@ -50,9 +50,10 @@ class RunWriter(Outlet):
                 if not self.path.exists():
                     undo.callback(_remove, self.path.rmdir)
                 self.path.mkdir(parents=True, exist_ok=True)
-                if found := _found(self._database, rank):
+                obstacle = _file_of_other_run(self._database, rank)
+                if obstacle:
                     raise RecordError(
-                        f"{printable(str(self.path))}: already holds a run ({found}), and records are never written over "
+                        f"{printable(str(self.path))}: already holds a run ({obstacle}), and records are never written over "
                         "or mixed up with those of another; pass another directory, or remove this one"
                     )
                 # The process that makes the file has the rank. This is atomic, even on network file systems, and
@@ -92,9 +93,9 @@ class RunWriter(Outlet):
             series = self._series.get(key)
             if series is None:
                 series = self._series[key] = _Written(len(self._series) + 1)
-                named = series.id, *key[:3], json.dumps(key.names)
-                self._batch["series"][series.id] = named
-            if not (row.replace and series.step == row.step):
+                entry = (series.id, *key[:3], json.dumps(key.names))
+                self._batch["series"][series.id] = entry
+            if not row.replace or series.step != row.step:
                 series.rows += 1
                 series.step = row.step
             row_id = layout.row_id(series.id, series.rows - 1)
@@ -201,12 +202,13 @@ def _remove(remove: Callable[[], None]) -> None:
         remove()
 
 
-def _found(database: Path, rank: int) -> str:
+def _file_of_other_run(database: Path, rank: int) -> str:
     """Return the file of a run that rank 0 of this run did not begin, empty if there is none."""
     folder = database.parent
     if database.exists():
-        now = ", which is being recorded right now" if is_live(database) else ""
-        return f"{database.name}{now}"
+        if is_live(database):
+            return f"{database.name}, which is being recorded right now"
+        return database.name
     if not (folder / layout.RUN_FILE).exists():
         return ""
     # Rank 0 of this very job may have finished: ranks need not wait for each other.

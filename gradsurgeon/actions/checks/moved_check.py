@@ -1,0 +1,96 @@
+"""Finds parameters that moved less, or more, than a rule says."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions.checks.base import Check, Finding, Update
+from gradsurgeon.tensors.sampling import by_device, differing, sample
+
+_TOO_FEW = (
+    "{{names}} should move: after {within} updates {share:.1%} of the elements of one of them differ from their values "
+    "at step {first}, at least {least:.1%} should. Look at whether gradients reach it, at its learning rate and at "
+    "its group of the optimizer"
+)
+_MOVED = (
+    "{{names}} should stay as at step {first} and changed by the update of step {step}. "
+    "Look at requires_grad, at the groups of the optimizer and its weight decay"
+)
+_CHUNK = 2**20
+
+
+class MovedCheck(Check):
+    """Compares weights right after updates with those before the first one.
+
+    A share of ``least`` elements must differ once ``within`` performed updates, or all elements are to stay ``unmoved``.
+    """
+
+    def __init__(self, *, least: float = 0.0, within: int = 0, unmoved: bool = False) -> None:
+        self._least = least
+        self._within = within
+        self._unmoved = unmoved
+        self._first: dict[int, Tensor] = {}
+        self._steps: dict[int, int] = {}
+        self._updates: dict[int, int] = {}
+
+    def before_update(self, update: Update) -> Iterable[Finding]:
+        for index in update.indices:
+            param = update.params.get(index)
+            if index not in self._steps and param is not None and param.numel():
+                self._first[index] = self._values(param)
+                self._steps[index] = update.step
+                self._updates[index] = 0
+        return ()
+
+    def after_update(self, update: Update) -> Iterable[Finding]:
+        new = {}
+        for index in update.indices:
+            if index in self._first and index in update.params:
+                new[index] = self._values(update.params[index])
+                self._updates[index] += update.took_place
+        for indices in by_device(new, new):
+            first = [self._first[index] for index in indices]
+            now = [new[index] for index in indices]
+            update.later(differing(first, now), partial(self._judge, update, indices))
+        return ()
+
+    def _values(self, param: Tensor) -> Tensor:
+        if self._unmoved:
+            return fingerprint(param)
+        return sample(param)
+
+    def _judge(self, update: Update, indices: Sequence[int], seen: Tensor) -> Iterator[Finding]:
+        shares = dict(zip(indices, seen.tolist(), strict=True))
+        if self._unmoved:
+            moved = [index for index, share in shares.items() if share]
+            if moved:
+                text = _MOVED.format(first=self._steps[moved[0]], step=update.step)
+                yield Finding("moved", text, tuple(moved))
+            return
+        late = []
+        for index, share in shares.items():
+            if share >= self._least:
+                self._first.pop(index, None)
+            elif index in self._first and self._updates[index] >= self._within:
+                late.append(index)
+        if late:
+            share = min(shares[index] for index in late)
+            first = self._steps[late[0]]
+            text = _TOO_FEW.format(within=self._within, share=share, first=first, least=self._least)
+            yield Finding("unmoved", text, tuple(late))
+        for index in late:
+            del self._first[index]
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return two sums over the bits of a tensor, shape ``[2]``: any change of an element changes one."""
+    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).view(-1)
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for number, chunk in enumerate(torch.split(flat, _CHUNK)):
+        wide = chunk.to(torch.int64)
+        # Sums modulo 2^64. Odd weights make a change of one element visible, other weights an exchange of two.
+        places = torch.arange(len(wide), device=wide.device) + number * _CHUNK
+        sums += torch.stack([(wide * (2 * places + 1)).sum(), (wide * (places * places + 1)).sum()])
+    return sums
