@@ -55,12 +55,12 @@ class Notices:
         """Return at most one tensor that shows whether a pass adds to earlier gradients, if a rule must warn about it."""
         counters = self._context.counters
         for index in held:
-            if counters[index].passes and any(map(self._must_warn, self._rules_of(index))):
-                return [index]
+            if not counters[index].passes:
+                continue
+            for rule in self._rules_of(index):
+                if not rule.linear and not self._log.is_noticed("accumulation", rule.id):
+                    return [index]
         return []
-
-    def _must_warn(self, rule: Rule) -> bool:
-        return not (rule.linear or self._log.is_noticed("accumulation", rule.id))
 
     def _rules_of(self, index: int) -> list[Rule]:
         return [effect.rule for effect in self._contributing.get(index, ())]
@@ -74,24 +74,28 @@ class Notices:
             several = [index for index in done.indices if context.counters[index].passes > 1]
             self._say("accumulation", several, _PASSES, of_losses=_CALLS)
         if done.averaging:
-            averaged, param = context.ranks.averaged(), context.parameters.param
-            reduced = (index for index in done.indices if id(param(index)) in averaged)
+            averaged = context.ranks.averaged()
+            param = context.parameters.param
+            reduced = [index for index in done.indices if id(param(index)) in averaged]
             self._say("ranks", reduced, _RANKS)
-        parts = (index for index, times in done.calls.items() if times > 1)
-        self._say("reentrant", parts, _REENTRANT)
+        for index, times in done.calls.items():
+            if times > 1:
+                self._say("reentrant", [index], _REENTRANT)
 
     def _say(self, topic: str, indices: Iterable[int], text: str, *, of_losses: str = "") -> None:
         """Warn once per rule whose result differs between the parts and their sum, if there is a text for it."""
         for index in indices:
-            step, name = self._context.counters[index].step, self._context.names[index]
+            step = self._context.counters[index].step
+            name = self._context.names[index]
             for rule in self._rules_of(index):
-                # Sums of scaled parts are right, but the sum of their statistics is not.
-                splits = not rule.linear or (
-                    topic == "reentrant" and not isinstance(rule, EditRule)
-                )
-                told = (of_losses if isinstance(rule, LossRule) else text).replace("{name}", name)
-                if told and splits and rule.steps.includes(step):
-                    self._log.notice_once(topic, told, rule=rule.id, step=step, warn=True)
+                differs = not rule.linear
+                if topic == "reentrant" and not isinstance(rule, EditRule):
+                    # Sums of scaled parts are right, but the sum of their statistics is not.
+                    differs = True
+                template = of_losses if isinstance(rule, LossRule) else text
+                if template and differs and rule.steps.includes(step):
+                    message = template.replace("{name}", name)
+                    self._log.notice_once(topic, message, rule=rule.id, step=step, warn=True)
 
     def newly_unowned(self) -> list[int]:
         """Count an update; return the tensors that had gradients and no owner for some updates by now."""
@@ -101,12 +105,14 @@ class Notices:
 
     def _without_owner(self) -> list[int]:
         counters = self._context.counters
-        return sorted(t for t in self.arrived if counters[t] is counters.common)
+        unowned = [index for index in self.arrived if counters[index] is counters.common]
+        return sorted(unowned)
 
     def tell_unowned(self) -> None:
         """Report, once per rule, parameters that get gradients but that no stepped optimizer owns."""
         step = self._context.counters.latest
-        settled = {t for t in self._without_owner() if self._unowned[t] >= SETTLED}
+        unowned = self._without_owner()
+        settled = {index for index in unowned if self._unowned[index] >= SETTLED}
         if not settled:
             return
         for effect in self._effects.on_params("check"):
@@ -118,7 +124,8 @@ class Notices:
             rule = effect.rule.id
             cause = self._log.cause(rule)
             # A rule that was not due yet may still meet their optimizer.
-            if names and cause != _UNOWNED and (cause or rule not in self._log.silent):
+            was_due = cause or rule not in self._log.silent
+            if names and was_due and cause != _UNOWNED:
                 text = _NO_OPTIMIZER.format(names=shorten_names(names))
                 self._log.notice_once("unowned", text, rule=rule, step=step, warn=True)
 
@@ -135,19 +142,24 @@ class Notices:
                 self._log.note_due(rule.id, counter.step, cause)
 
     def _why_silent(self, rule: Rule, indices: Sequence[int], *, owned: bool) -> str:
-        counters, params = self._context.counters, self._context.parameters.params(indices)
-        there = [param for param in params if param is not None]
-        if not there:
+        all_params = self._context.parameters.params(indices)
+        params = [param for param in all_params if param is not None]
+        if not params:
             return "the parameters the rule matched are gone from the model"
         if not rule.ref.grad:
             return "no torch optimizer updated a parameter the rule matched"
-        if not any(param.requires_grad for param in there):
+        if not any(param.requires_grad for param in params):
             return "no parameter the rule matched has requires_grad"
         if isinstance(rule, LossRule):
-            return _NO_LOSS.format(names=", ".join(map(printable, rule.losses or ())))
-        if all(param.grad is None for param in there):
+            names = [printable(name) for name in rule.losses or ()]
+            return _NO_LOSS.format(names=", ".join(names))
+        if all(param.grad is None for param in params):
             return _NONE_REACHED if self.arrived.isdisjoint(indices) else _CLEARED
-        return _UNOWNED if owned and counters[indices[0]] is counters.common else _UNSEEN
+        reason = _UNSEEN
+        counters = self._context.counters
+        if owned and counters[indices[0]] is counters.common:
+            reason = _UNOWNED
+        return reason
 
 
 def _why_no_tensor(rule: Rule) -> str:

@@ -95,9 +95,11 @@ class SpikeEffect(Trap):
         if statistic is None or statistic.indices != indices:
             earlier = [self.statistics.get(index) for index in indices]
             # Another optimizer may have owned some of these parameters meanwhile.
-            own = (one for one in earlier if one is not None and one.indices == indices)
-            statistic = next(own, None) or regrouped(self.decision, indices, earlier)
-            if statistic not in earlier:
+            own = [known for known in earlier if known is not None and known.indices == indices]
+            if own:
+                statistic = own[0]
+            else:
+                statistic = regrouped(self.decision, indices, earlier)
                 self._keep(statistic)
         if statistic.kept.device != device:
             statistic.kept = statistic.kept.to(device)
@@ -134,16 +136,17 @@ class SpikeEffect(Trap):
 
         def tell(numbers: Tensor) -> None:
             norms, passed, _ = judged.read(numbers)
-            if not all(map(math.isfinite, norms)):
+            if not all(math.isfinite(norm) for norm in norms):
                 self.log.emit("notice", LEFT_ALONE, rule=rule, step=step)
             shortened = [norm for norm, bound in zip(norms, passed, strict=True) if bound < norm]
             if not shortened:
                 return
             text, name = told_of_cut(self.context.names, judged, numbers)
             self.log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
-            if not is_counted:
-                number = len(indices) if judged.spikes.over_rule else len(shortened)
-                self.log.count_changed(rule, number)
+            if is_counted:
+                return
+            number = len(indices) if judged.spikes.over_rule else len(shortened)
+            self.log.count_changed(rule, number)
 
         self.log.when_read(judged.to_be_read(), tell)
 
@@ -198,7 +201,11 @@ class SpikeEffect(Trap):
             self._resume(part, known)
 
     def _resume(self, part: Learnt, index_of: Mapping[str, int]) -> None:
-        columns = [column for column, name in enumerate(part.params) if name in index_of]
-        indices = tuple(index_of[part.params[column]] for column in columns)
+        columns = []
+        indices = []
+        for column, name in enumerate(part.params):
+            if name in index_of:
+                columns.append(column)
+                indices.append(index_of[name])
         kept = part.kept.clone() if self.decision.over_rule else part.kept[:, columns]
-        self._keep(RunningStatistic(indices, kept, part.usual[columns]))
+        self._keep(RunningStatistic(tuple(indices), kept, part.usual[columns]))
