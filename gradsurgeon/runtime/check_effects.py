@@ -33,9 +33,10 @@ class ModelFacts:
     def __init__(self, context: Context, model: nn.Module, kept: KeptCalls) -> None:
         names = context.names
         index_of = {name: index for index, name in enumerate(names)}
-        holders = {
-            index_of[slot.name]: slot.owner for slot in slots(model) if slot.name in index_of
-        }
+        holders = {}
+        for slot in slots(model):
+            if slot.name in index_of:
+                holders[index_of[slot.name]] = slot.owner
         self.model = Model(model, holders)
         self.kept = kept
         self._context = context
@@ -171,17 +172,23 @@ class CheckEffect(Effect):
     def _tell(self, step: int, findings: Iterable[Finding]) -> None:
         """Make events of findings, each cause once for each tensor; errors are raised at the next update."""
         for finding in findings:
-            places: Sequence[Hashable] = finding.indices or (finding.names,)
-            news = [place for place in places if (finding.cause, place) not in self._told]
+            places: Sequence[Hashable] = finding.indices
+            if not places:
+                places = (finding.names,)
+            news = []
+            for place in places:
+                if (finding.cause, place) not in self._told:
+                    self._told.add((finding.cause, place))
+                    news.append(place)
             if news:
-                self._told.update((finding.cause, place) for place in news)
                 at = step if finding.step is None else finding.step
                 self._tell_of(finding, news, at)
 
     def _tell_of(self, finding: Finding, news: Sequence[Hashable], step: int) -> None:
         rule = self.rule.id
         names = [self.context.names[index] for index in finding.indices if index in news]
-        names = names or list(finding.names)
+        if not names:
+            names += finding.names
         it = "them" if len(names) > 1 else "it"
         text = finding.text.format(names=shorten_names(names), it=it)
         message = f"{self.context.place(step, rule)}: {text}"
@@ -199,6 +206,5 @@ def _unregistered(graph: BackwardGraph | None, context: Context) -> list[Tensor]
         return []
     known = set(context.parameters.ids())
     # Other leaves, such as points at which a derivative is taken, are inputs.
-    return [
-        leaf for leaf in graph.leaves() if isinstance(leaf, nn.Parameter) and id(leaf) not in known
-    ]
+    params = [leaf for leaf in graph.leaves() if isinstance(leaf, nn.Parameter)]
+    return [param for param in params if id(param) not in known]

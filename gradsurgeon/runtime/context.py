@@ -108,7 +108,8 @@ class Context:
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Suspend all rules, and the search for exchanged parameters, while a step is run again."""
-        paused, self.is_paused = self.is_paused, True
+        paused = self.is_paused
+        self.is_paused = True
         try:
             with self.parameters.lock:
                 yield
@@ -130,6 +131,8 @@ class Context:
 
     def refuse_graph_capture(self) -> None:
         """Raise if a CUDA graph is being captured; a pack only reports that it waits."""
-        if not (self.is_paused or self.refusals.over) and _torch.is_capturing():
+        if self.is_paused or self.refusals.over:
+            return
+        if _torch.is_capturing():
             text = _CAPTURE if self.refusals.lenient else _NO_CAPTURE
             self.refusals.abstain(GradSurgeonError(text))

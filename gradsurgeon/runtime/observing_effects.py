@@ -113,7 +113,9 @@ class RecordContributions(Record):
     def after_pass(self, done: BackwardPass, bound: Bound) -> None:
         """Record the contributions of a pass."""
         rows = done.logged.get(self.rule.id, {})
-        indices = [index for index in bound.indices if index in rows] if rows else ()
+        if not rows:
+            return
+        indices = [index for index in bound.indices if index in rows]
         if not indices:
             return
         columns = bound.columns(indices)

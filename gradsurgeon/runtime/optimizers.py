@@ -21,19 +21,19 @@ def versions(optimizer: Optimizer) -> list[int]:
 def owning(params: Iterable[Tensor]) -> list[Optimizer]:
     wanted = {id(param) for param in params}
 
-    def candidates() -> list[Optimizer]:
-        return [
-            optimizer
-            for optimizer in _live.instances(Optimizer)
-            if any(id(param) in wanted for param in params_of(optimizer))
-            and _torch.stepping(optimizer) is not None
-        ]
+    def search() -> list[Optimizer]:
+        candidates = []
+        for optimizer in _live.instances(Optimizer):
+            owns = any(id(param) in wanted for param in params_of(optimizer))
+            if owns and _torch.stepping(optimizer) is not None:
+                candidates.append(optimizer)
+        return candidates
 
-    if not candidates():
+    if not search():
         return []
     # Garbage that still waits for collection must not pass for the owner.
     gc.collect()
-    return candidates()
+    return search()
 
 
 def first_with_gradient(optimizer: Optimizer) -> Tensor | None:

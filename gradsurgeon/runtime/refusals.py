@@ -62,8 +62,9 @@ class Guard:
 
 def settle_for_all(guards: Sequence[Guard], error: Exception) -> bool:
     """Report an error in work for several sessions; tell whether the script goes on: all of them must be lenient."""
-    is_lenient = bool(guards) and all(guard.lenient for guard in guards)
-    return is_lenient and all(guard.settles(error) for guard in guards)
+    if not guards or not all(guard.lenient for guard in guards):
+        return False
+    return all(guard.settles(error) for guard in guards)
 
 
 class Refusals(Guard):
@@ -98,7 +99,8 @@ class Refusals(Guard):
 
     def refuse_rules(self, rules: Iterable[str], why: str) -> None:
         """Refuse rules, if there are any, for one reason."""
-        if refused := list(dict.fromkeys(rules)):
+        refused = list(dict.fromkeys(rules))
+        if refused:
             self.refuse(BindError([f"rule {rule}: {why}" for rule in refused]), refused)
 
     def refuse_complaints(self, refused: Mapping[str, Sequence[str]]) -> None:
@@ -129,17 +131,21 @@ class Refusals(Guard):
         self._event_log.excuse(news)
         self.over = self._schedule.resting.issuperset(self._schedule.rules)
         if not self.over:
-            self._tell(f"{'rests' if len(news) == 1 else 'rest'}: {reason(error)}", news)
+            verb = "rests" if len(news) == 1 else "rest"
+            self._tell(f"{verb}: {reason(error)}", news)
             return
         self._tell(f"no rule acts: {reason(error)}", ())
         for reference in self._last_acts:
             with suppress(Exception):
-                if (act := reference()) is not None:
+                act = reference()
+                if act is not None:
                     act()
 
     def _tell(self, text: str, rules: Collection[str]) -> None:
         """Say a line, and record it as an event; a recorder that fails must not keep the line back."""
-        rule = next(iter(rules)) if len(rules) == 1 else ""
+        rule = ""
+        if len(rules) == 1:
+            (rule,) = rules
         if len(rules) > 1:
             text = f"{shorten_names([*rules])} {text}"
         self._event_log.warn(text, rule=rule)
@@ -150,11 +156,13 @@ class Refusals(Guard):
 def reason(error: Exception) -> str:
     """Return in one line why rules cannot act."""
     if isinstance(error, BindError):
-        return "; ".join(dict.fromkeys(_RULE.sub("", text, 1) for text in error.complaints))
+        complaints = [_RULE.sub("", text, 1) for text in error.complaints]
+        return "; ".join(dict.fromkeys(complaints))
     text = printable(str(error).partition("\n")[0])
     if isinstance(error, GradSurgeonError):
         return _RULE.sub("", text, 1)
-    if failure := _torch.device_failure(error):
+    failure = _torch.device_failure(error)
+    if failure:
         return printable(failure)
     return f"{type(error).__name__}: {text} ({_place(error)}; a fault of gradsurgeon, please report it)"
 

@@ -85,7 +85,9 @@ class RunningStep(WeightUpdate):
 
     def has_cleared(self) -> bool | None:
         """Tell whether the step has cleared the gradients that it found; `None` if it found none."""
-        return None if self.witness is None else self.witness.grad is None
+        if self.witness is None:
+            return None
+        return self.witness.grad is None
 
     def end(self) -> None:
         running.remove(self)
@@ -123,7 +125,8 @@ class HiddenGradients:
                 param.grad = None
 
     def _give_back(self) -> None:
-        grads, self._grads = self._grads, []
+        grads = self._grads
+        self._grads = []
         for param, grad in grads:
             if param.grad is None:
                 # The step may have given the parameter another shape or dtype.
@@ -160,11 +163,13 @@ class Counts:
         self._tables = [(table, _numbers(table)) for table in tables]
 
     def put_back(self) -> None:
-        for key in [key for key in self._state if key not in self._known]:
-            del self._state[key]
+        for key in list(self._state):
+            if key not in self._known:
+                del self._state[key]
         for table, numbers in self._tables:
-            for key in [key for key in _numbers(table) if key not in numbers]:
-                del table[key]
+            for key in _numbers(table):
+                if key not in numbers:
+                    del table[key]
             for key, (value, content) in numbers.items():
                 if content is not None:
                     # Schedulers and captured graphs hold the tensor itself.

@@ -90,18 +90,25 @@ def _pair(old: Tensor, param: Tensor) -> Tensor:
 
 
 def _changes(stat: str, pairs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return pairs if STATISTICS[stat].of_update else [pair[1] - pair[0] for pair in pairs]
+    if STATISTICS[stat].of_update:
+        return pairs
+    return [pair[1] - pair[0] for pair in pairs]
 
 
 def _scaled(stat: str, values: Tensor, params: Sequence[Tensor], pairs: Sequence[Tensor]) -> Tensor:
     """Return numbers of samples, scaled to the parts of parameters that this rank holds."""
     # Sums grow with the number of elements.
-    power = 0.5 if stat == "l2" else 1.0 if STATISTICS[stat].merge == "sum" else 0.0
-    sizes = [
-        _dist.local(param).numel() / max(1, pair.shape[1])
-        for param, pair in zip(params, pairs, strict=True)
-    ]
-    if power == 0.0 or max(sizes) <= 1.0:
+    if stat == "l2":
+        power = 0.5
+    elif STATISTICS[stat].merge == "sum":
+        power = 1.0
+    else:
+        return values
+    sizes = []
+    for param, pair in zip(params, pairs, strict=True):
+        sampled = max(1, pair.shape[1])
+        sizes.append(_dist.local(param).numel() / sampled)
+    if max(sizes) <= 1.0:
         return values
     # Multiplied one by one: factors in a tensor would have to be copied to a device.
     return torch.stack([value * size**power for value, size in zip(values, sizes, strict=True)])
