@@ -59,18 +59,20 @@ class Site:
         self._schedule = counters.schedule
         self._counters = counters
         # Whether a rule names one tensor of a structure.
-        self.has_paths = any(effect.rule.ref.path for effect in effects)
-        named = [NamedEffect(effect, name) for effect in effects]
-        # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
+        self.has_paths = False
         self._on_values: list[NamedEffect] = []
         self._on_grads: list[NamedEffect] = []
-        for each in named:
-            same_kind = self._on_grads if each.rule.ref.grad else self._on_values
-            same_kind.append(each)
+        for effect in effects:
+            ref = effect.rule.ref
+            if ref.path:
+                self.has_paths = True
+            # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
+            same_kind = self._on_grads if ref.grad else self._on_values
+            same_kind.append(NamedEffect(effect, name))
 
     def now(self, *, training: bool) -> tuple[DueOnTensor | None, int]:
         """Return the due effects, or ``None``, and the step."""
-        step = self._counters.of(self.owner).step
+        step = self._counters.counter_of(self.owner).step
         values = self._due(self._on_values, step, training=training)
         grads = self._due(self._on_grads, step, training=training)
         if not values and not grads:
@@ -178,7 +180,7 @@ class ActivationRules:
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
-        counter = partial(self.counters.of, owner)
+        counter = partial(self.counters.counter_of, owner)
         out = tensor
         with self.lock:
             for effect, name in effects:
@@ -198,7 +200,7 @@ class ActivationRules:
             self.passes.seen.module |= not again
             out = grad
             scale = self.context.scaling.scale
-            counter = partial(self.counters.of, owner)
+            counter = partial(self.counters.counter_of, owner)
             step = counter().step
             for effect, name in effects:
                 if self._is_fit(out, effect, name, owner):
@@ -228,7 +230,7 @@ class ActivationRules:
         return effect.takes_any or tensor.is_floating_point() or tensor.is_complex()
 
     def warn(self, topic: str, text: str, effects: Sequence[NamedEffect], owner: str) -> None:
-        step = self.counters.of(owner).step
+        step = self.counters.counter_of(owner).step
         for effect, _ in effects:
             rule = effect.rule.id
             self.context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
@@ -238,11 +240,14 @@ class ActivationRules:
         with self.lock:
             for tensor, hooks in list(self._hooks.items()):
                 for hook in hooks:
-                    if hook.is_cut_off_from(tensor) and self.counters.of(hook.owner) is counter:
+                    if (
+                        hook.is_cut_off_from(tensor)
+                        and self.counters.counter_of(hook.owner) is counter
+                    ):
                         text = _WRITTEN.format(name=hook.effects[0].name)
                         self.warn("in-place", text, hook.effects, hook.owner)
                 waiting = [hook for hook in hooks if not hook.arrived]
-                if all(self.counters.of(hook.owner) is counter for hook in waiting):
+                if all(self.counters.counter_of(hook.owner) is counter for hook in waiting):
                     del self._hooks[tensor]
 
 

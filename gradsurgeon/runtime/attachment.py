@@ -96,9 +96,8 @@ class Attachment:
         # No public interface lists the modules that compiled code calls, so all compiled code must go.
         effects = self.controller.effects
         if effects.modules and _torch.forget_compiled_code():
-            rules = [effect.rule for effect in effects.sites]
-            on_modules = [rule.id for rule in rules if rule.target == "modules"]
-            text = _RECOMPILED.format(rules=", ".join(on_modules))
+            rules = [site.rule.id for site in effects.sites if site.rule.target == "modules"]
+            text = _RECOMPILED.format(rules=", ".join(rules))
             self.context.event_log.emit("notice", text, step=self.step, warn=True)
 
     @_live.uncollected()

@@ -46,7 +46,7 @@ class BackwardWatch:
         self._events = events
         self.scaling = context.scaling
         self._watched = list(watched)
-        # The shapes of all parameters, by which all ranks tell several models apart.
+        # The shapes of all parameters, by which all ranks distinguish several models.
         params = context.parameters.params()
         self.shapes = [() if param is None else tuple(param.shape) for param in params]
         self.seen = Seen()
@@ -104,7 +104,7 @@ class BackwardWatch:
                 calls=seen.calls,
                 logged=seen.logged,
                 contributed=seen.contributed,
-                scale=self.scaling.of(running.tasks),
+                scale=self.scaling.pop_scale(running.tasks),
                 averaging=averaging,
                 held=held,
             )
@@ -121,7 +121,7 @@ class BackwardWatch:
         self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]
     ) -> None:
         """Discard the facts that hooks collected in a pass that raised; other ranks learn of the pass."""
-        self.scaling.of(running.tasks)
+        self.scaling.pop_scale(running.tasks)
         if before is not None and _dist.world() > 1:
             with lock:
                 indices = self._changed(before).union(self.seen.order)
@@ -129,14 +129,14 @@ class BackwardWatch:
             self._events.backward_failed(BackwardPass((*indices,), averaging=averaging))
 
     def _concerns(self, running: RunningPass) -> bool:
-        """Tell whether a pass may reach the model. Only if other threads also ran passes, its graph is searched."""
+        """Return whether a pass may reach the model. Only if other threads also ran passes, its graph is searched."""
         if len(threads) == 1:
             return True
         # The leaves of the graph of a sharded model are not the parameters.
         params = self.context.parameters.params()
         if any(map(_dist.is_divided, params)):
             return True
-        return running.reaches({id(param) for param in params})
+        return running.reaches(set(map(id, params)))
 
     def _changed(self, before: _Before) -> set[int]:
         indices, grads = self.context.parameters.grads(self._watched)

@@ -1,6 +1,6 @@
 """The state of a session that its rules use while they act."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -66,6 +66,7 @@ class Context:
         self.rules = tuple(plan.rules.rules)
         # All parameters. Even without rules on them, their optimizer counts the steps.
         self.names = tuple([param.name for param in plan.manifest.params])
+        self.index_of = {name: index for index, name in enumerate(self.names)}
         self.parameters = Parameters(model, self.names)
         self.counters = StepCounters(len(self.names), options.start_step)
         # The launcher applied the rules: the script has no session.
@@ -101,6 +102,9 @@ class Context:
             self.ranks = self._several
             # Later the rank that hosts the store may have ended.
             _job_store.connect()
+
+    def names_of(self, indices: Iterable[int]) -> list[str]:
+        return [self.names[index] for index in indices]
 
     def is_due(self, rule: Rule, counter: StepCounter) -> bool:
         return not self.paused and self.schedule.due(rule, counter.step)

@@ -46,7 +46,7 @@ class Controller:
         self._model = weakref.ref(model)
         self.context = context
         self._kept = KeptCalls(lambda: context.paused)
-        # What checks know of the model; `None` without checks.
+        # The facts about the model that checks use; `None` without checks.
         self._facts: ModelFacts | None = None
         if any(isinstance(rule, CheckRule) for rule in context.rules):
             self._facts = ModelFacts(context, model, self._kept)
@@ -63,7 +63,7 @@ class Controller:
         self._module_hooks = ModuleHooks(self.effects.modules, self.activations, shared)
         self.model = ModelChanges(model, plan, self.effects, self.param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.effects, self.model, self.manual)
-        self._notices = Notices(context, self.effects, counters.of)
+        self._notices = Notices(context, self.effects, counters.counter_of)
         self._search_on = options.optimizers is None
         # Whether a backward pass came and no update followed it yet.
         self._unstepped = False
@@ -221,9 +221,8 @@ class Controller:
             settled = self._notices.newly_unowned()
             if settled:
                 # A last search for optimizers that have not stepped yet.
-                params = context.parameters.params(settled)
-                self.steps.search(param for param in params if param is not None)
-            self._notices.tell_unowned()
+                self.steps.search(context.parameters.present(settled))
+            self._notices.warn_of_unowned()
         self._unstepped = False
         context.recorder.end_step(raised=step.raised)
 

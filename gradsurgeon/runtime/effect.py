@@ -131,13 +131,13 @@ class Effect:
         """Look at weights and gradients once the update is over."""
 
     def at_end(self) -> None:
-        """Tell what has not been told when the session ends."""
+        """Report what is still unreported when the session ends."""
 
     def close(self) -> None:
-        """Let go of what would keep other objects alive."""
+        """Release the objects that the effect would keep alive."""
 
     def has(self, method: str) -> bool:
-        """Tell whether a method does something here."""
+        """Return whether a method does something here."""
         return getattr(type(self), method) is not getattr(Effect, method)
 
     def owned(self, counter: StepCounter) -> tuple[int, ...]:
@@ -146,10 +146,10 @@ class Effect:
         return tuple([index for index in self.indices if counters[index] is counter])
 
     def bound_to(self, counter: StepCounter) -> Bound:
-        """Return it on its parameters of a counter, with new keys: rows on their way are told apart by their keys' identity."""
+        """Bind the effect to its parameters of a counter, with new keys: the identity of the keys distinguishes queued rows."""
         rule = self.rule
         indices = self.owned(counter)
-        names = tuple([self.context.names[index] for index in indices])
+        names = tuple(self.context.names_of(indices))
         keys = {}
         for stat in self.stats:
             columns = columns_of(stat)
@@ -194,8 +194,17 @@ class Due:
         after_backward = self._at("accumulated")
         self.accumulated = [each for each in after_backward if each.effect.has("act")]
         self.at_step = self._at("step")
-        self.judges = [each for each in bound if each.effect.judges]
-        traps = [each for each in self.judges if each.effect.searches]
+        self.judges: list[Bound] = []
+        self.keeps_passes = False
+        traps = []
+        for each in bound:
+            if not each.effect.judges:
+                continue
+            self.judges.append(each)
+            if each.effect.searches:
+                traps.append(each)
+            if not each.effect.edits:
+                self.keeps_passes = True
         normed = [each for each in after_backward if "l2" in each.keys]
         self.watched = _indices_of(after_backward)
         self.trapped = _indices_of(traps)
@@ -216,7 +225,6 @@ class Due:
             if not effect.edits and not effect.hides:
                 self.asks_host = True
         self.edited = frozenset(_indices_of(edits))
-        self.keeps_passes = not all(each.effect.edits for each in self.judges)
         self.before_pass = self._having("before_pass")
         self.after_pass = self._having("after_pass")
         self.before_step = self._having("before_step")

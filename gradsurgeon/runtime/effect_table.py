@@ -67,14 +67,13 @@ _EFFECTS: Mapping[type, Any] = {
 
 def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effects:
     """Return the effects of all rules; ``facts`` are for checks, if there are any."""
-    index_of = {name: index for index, name in enumerate(context.names)}
     effects: dict[str, Effect] = {}
     for rule in in_order(plan.rules.rules):
         compiled = _compiled(rule)
         names = [binding.name for binding in plan.of(rule.id)]
         indices: tuple[int, ...] = ()
         if rule.target == "params":
-            indices = tuple([index_of[name] for name in names])
+            indices = tuple([context.index_of[name] for name in names])
         if isinstance(compiled, Examination):
             assert facts is not None  # noqa: S101 # a check rule compiled to it
             effect: Effect = CheckEffect(rule, context, indices, compiled, facts)

@@ -25,7 +25,7 @@ _INSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class ModuleEffects:
-    """The effects on one module: on what it takes and returns, and on inputs that it shares with other modules."""
+    """The effects on one module: on its inputs and outputs, and on inputs that it shares with other modules."""
 
     name: str
     on_input: Sequence[Effect]
@@ -79,9 +79,9 @@ class Effects:
         return [*self._by_rule.values()]
 
     @property
-    def searches(self) -> bool:
-        """Whether a trap judges gradients after backward passes."""
-        return any(effect.judges for effect in self.on_params("accumulated"))
+    def judging(self) -> list[Effect]:
+        """The effects that judge gradients after backward passes."""
+        return [effect for effect in self.on_params("accumulated") if effect.judges]
 
     @property
     def traps(self) -> list[Trap]:
@@ -109,7 +109,7 @@ class Effects:
         """Return the effects that are due for a counter in its next update; none in a pause."""
         context = self.context
         refusals = context.refusals
-        # The same as `paused`, without a call: hooks ask this several times in each step.
+        # Equals `paused`, without a call: hooks ask this several times in each step.
         if context.is_paused or refusals.over or (refusals.lenient and _torch.is_capturing()):
             return NOTHING_DUE
         if self._version != context.counters.version:
@@ -143,7 +143,7 @@ class Effects:
         return not any(steps.includes(step) for steps in self._schedules)
 
     def let_skips_warn(self, why: str) -> None:
-        """Let the traps of a pack that skip updates warn from now on. Chosen traps stay as they are."""
+        """Make the traps of a pack that skip updates only warn from now on. Chosen traps stay as they are."""
         refusals = self.context.refusals
         if not refusals.lenient:
             return
@@ -182,7 +182,7 @@ class Effects:
         return [effect.rule for effect in (*self.on_params("backward"), *self.sites)]
 
     def conclude(self) -> None:
-        """Let checks tell what they know so far. More may come."""
+        """Ask checks to report their findings so far. More may come."""
         for effect in self._on_params:
             effect.at_end()
 

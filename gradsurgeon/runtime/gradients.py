@@ -53,25 +53,25 @@ class Gradients:
             return self._indices
         return [index for index in indices if index in self._now]
 
-    def of(self, indices: Iterable[int]) -> list[Tensor]:
+    def grads_of(self, indices: Iterable[int]) -> list[Tensor]:
         return list(map(self._now.__getitem__, indices))
 
     def unscaled(self, indices: Iterable[int]) -> list[Tensor]:
         """Return gradients in true units, for reading only."""
-        return [unscaled(grad, self.scale) for grad in self.of(indices)]
+        return [unscaled(grad, self.scale) for grad in self.grads_of(indices)]
 
     def take_norms(self, indices: Sequence[int]) -> Norms:
         """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients."""
         if self._norms and not self._ours and indices == self._measured:
             return self._norms
-        grads = self.of(indices)
+        grads = self.grads_of(indices)
         if self.are_sharded:
             return measure.plain_norms(indices, _dist.parts(grads), scale=self.scale)
         self._norms = measure.plain_norms(indices, grads, scale=self.scale)
         self._measured = indices
         return self._norms
 
-    def know(self, indices: Sequence[int], norms: Norms) -> None:
+    def keep_norms(self, indices: Sequence[int], norms: Norms) -> None:
         """Take norms of this rank's parts of these gradients, which nobody has edited since they were measured."""
         if not self.are_sharded:
             self._norms = norms
@@ -94,7 +94,7 @@ class Gradients:
             known = self._norms
         else:
             norms_of = measure.norms if self.are_sharded else measure.plain_norms
-            known = norms_of(indices, self.of(indices), order, scale=self.scale)
+            known = norms_of(indices, self.grads_of(indices), order, scale=self.scale)
         if len(known) != 1:
             # Norms of several devices: one record needs them on one device, and that is the host.
             by_index = measure.as_dict(known)
@@ -139,7 +139,7 @@ class Gradients:
         """Return gradients that rules may write to; copies that only the rules see under ``mode="observe"``."""
         fresh = [index for index in indices if index not in self._ours]
         self._ours.update(fresh)
-        grads = self.of(fresh)
+        grads = self.grads_of(fresh)
         twice: Collection[int] = ()
         if fresh:
             twice = self._held_twice()
@@ -149,7 +149,7 @@ class Gradients:
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
         graphed = [grad for grad in grads if grad.requires_grad]
         if not (observing or sharded or twice or graphed or True in shared):  # nearly always
-            return self.of(indices)
+            return self.grads_of(indices)
         for index, grad, shares_storage in zip(fresh, grads, shared, strict=True):
             is_shared = shares_storage or index in twice
             editable = self._editable(grad, is_shared=is_shared)
@@ -158,7 +158,7 @@ class Gradients:
                 param = self._context.parameters.param(index)
                 if param is not None and not observing:
                     param.grad = editable
-        return self.of(indices)
+        return self.grads_of(indices)
 
     def _editable(self, grad: Tensor, *, is_shared: bool) -> Tensor:
         editable = grad
@@ -183,7 +183,7 @@ class Gradients:
         self._twice = set()
         if self._is_whole:
             indices = self._indices
-            grads = self.of(indices)
+            grads = self.grads_of(indices)
         else:
             indices, grads = self._context.parameters.grads()
         identities = list(map(id, grads))

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.loss_effects import DueLossRule
 from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current
 from gradsurgeon.runtime.running_passes import alone, taking
@@ -66,7 +67,7 @@ def backward(
         if parts:
             grads, tasks = _gradients(due, parts, total, list(modules))
             with torch.no_grad():
-                named.take(grads, _weights(due, grads, tasks))
+                named.combine(grads, _weights(due, grads, tasks))
         stack.enter_context(named.delivering())
         torch.autograd.backward(total)
 
@@ -108,15 +109,15 @@ def _weights(
     due: Sequence[DueLossRule], grads: Mapping[int, Mapping[str, Tensor]], tasks: Sequence[int]
 ) -> dict[int, Mapping[str, float]]:
     """Run the rules on the gradients; return the weights other than 1, by the ids of the parameters to combine."""
-    sessions = {rule.context for rule in due}
-    contributions = {
-        session: Contributions(grads, session.scaling.of(tasks)) for session in sessions
-    }
+    contributions: dict[Context, Contributions] = {}
     weights_by_param: dict[int, Mapping[str, float]] = {}
     # The id of the rule that combines the gradients of a parameter.
     combining: dict[int, str] = {}
     for rule in due:
-        weights = rule.effect.run(rule, contributions[rule.context])
+        session = rule.context
+        if session not in contributions:
+            contributions[session] = Contributions(grads, session.scaling.pop_scale(tasks))
+        weights = rule.effect.run(rule, contributions[session])
         if not weights:
             continue
         rule_id = rule.rule.id

@@ -93,7 +93,7 @@ class LossEffect(Effect):
         self.is_verified = False
         # The step of the last call that combined, and the number of the call within this step.
         self._last_call = (-1, 0)
-        # Sinks tell rows apart by the identity of their keys.
+        # Sinks distinguish rows by the identity of their keys.
         self._series: dict[Key, Key] = {}
 
     def run(self, due: DueLossRule, given: Contributions) -> dict[str, float]:

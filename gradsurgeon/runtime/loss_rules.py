@@ -1,4 +1,4 @@
-"""Rules on the gradients of named losses: which act in a pass, on all ranks alike, and how parameters get what they made."""
+"""Rules on the gradients of named losses: which rules act in a pass, on all ranks alike, and how parameters get the result."""
 
 import math
 import zlib
@@ -68,7 +68,7 @@ class NamedPass:
         # By parameter, the norm of the difference between the passes, and the sum of all norms.
         self._differences: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def take(
+    def combine(
         self, grads: dict[int, dict[str, Tensor]], weights: Mapping[int, Mapping[str, float]]
     ) -> None:
         """Combine gradients, by the ids of the parameters and then by loss, and remove them from ``grads`` to free memory."""
@@ -183,7 +183,7 @@ class LossRules:
         """
         context = self.context
         reached = set(context.parameters.owned(leaves))
-        keys = {id(leaf) for leaf in leaves}
+        keys = set(map(id, leaves))
         acting: list[DueLossRule] = []
         # A paused session does this too: other ranks may wait for it.
         for effect in self.effects:

@@ -1,7 +1,7 @@
 """Detects how a model changed since the rules were bound. Rules on parameters act on no others than they were bound to."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -71,7 +71,7 @@ class ModelChanges:
         model = self._model()
         if model is not None:
             return list(model.parameters())
-        return [param for param in self._context.parameters.params() if param is not None]
+        return self._context.parameters.present()
 
     def let_go(self) -> None:
         """Stop all checks: the session is about to remove its rules from the model."""
@@ -86,7 +86,9 @@ class ModelChanges:
 
     def swapped(self, params: Sequence[Tensor]) -> None:
         indices = self._context.parameters.owned(params)
-        self._swapped.update(index for index in indices if self._param_hooks.revive(index))
+        for index in indices:
+            if self._param_hooks.revive(index):
+                self._swapped.add(index)
 
     def after_step(self, counter: StepCounter) -> None:
         self._begun = True
@@ -106,7 +108,7 @@ class ModelChanges:
         hooks = self._param_hooks
         rearmed = [index for index in hooks.taken_off() if hooks.rearm(index)]
         if rearmed:
-            self._tell("hook-rearmed", self._names(rearmed), _TAKEN_OFF)
+            self._emit("hook-rearmed", self._context.names_of(rearmed), _TAKEN_OFF)
 
     def before_forward(self) -> None:
         self._grown = True
@@ -128,7 +130,7 @@ class ModelChanges:
                 return
             swapped = sorted(self._swapped)
             self._swapped = set()
-            self._tell("hook-rearmed", self._names(swapped), _SWAPPED)
+            self._emit("hook-rearmed", self._context.names_of(swapped), _SWAPPED)
             replaced = self._context.parameters.replaced()
             if not replaced:
                 return
@@ -154,13 +156,13 @@ class ModelChanges:
                 names_of_kind = others if has_rules else gone
                 names_of_kind.append(name)
             if closing:
-                self._tell("hook-lost", others + gone, _UNNOTICED, noun="module ", warn=False)
+                self._emit("hook-lost", others + gone, _UNNOTICED, noun="module ", warn=False)
             else:
-                self._tell("hook-rearmed", others, _OTHER_MODULE, noun="module ")
-                self._tell("hook-lost", gone, _NO_MODULE, noun="module ")
+                self._emit("hook-rearmed", others, _OTHER_MODULE, noun="module ")
+                self._emit("hook-lost", gone, _NO_MODULE, noun="module ")
             unknown = names.union(modules) - self._known
             if new and unknown:
-                self._tell_of_new(model, unknown, warn=not closing)
+                self._emit_new_names(model, unknown, warn=not closing)
 
     def _take_current(self, model: nn.Module) -> None:
         self._context.parameters.look_up(model)
@@ -172,7 +174,7 @@ class ModelChanges:
         """Drop parameters that are no longer in their places; return the names of parameters without rules."""
         parameters = self._context.parameters
         indices = parameters.tensor_at()
-        there: dict[int, int] = {}
+        present: dict[int, int] = {}
         others: dict[str, int] = {}
         for slot in slots(model):
             table = slot.owner._parameters  # noqa: SLF001 # where modules keep them
@@ -182,24 +184,24 @@ class ModelChanges:
             if index is None:
                 others[slot.name] = param
             else:
-                there[index] = param
-        gone = set(indices.values()).difference(there, self._lost)
+                present[index] = param
+        gone = set(indices.values()).difference(present, self._lost)
         self._lose(sorted(gone.union(parameters.replaced())), warn=warn)
-        known = set(there.values())
+        known = set(present.values())
         new = {name for name, param in others.items() if param not in known}
         return new.difference(self._context.names)
 
     def _lose(self, indices: Sequence[int], *, warn: bool) -> None:
-        """Act on these parameters no more, and report those that have rules."""
+        """Stop acting on these parameters, and report the ones that have rules."""
         self._lost.update(indices)
         self._context.parameters.drop(indices)
         for index in indices:
             self._param_hooks.rearm(index)  # takes its hooks off
         with_rules = set(self._effects.armed)
         lost = [index for index in indices if index in with_rules]
-        self._tell("hook-lost", self._names(lost), _LOST, warn=warn)
+        self._emit("hook-lost", self._context.names_of(lost), _LOST, warn=warn)
 
-    def _tell_of_new(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
+    def _emit_new_names(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
         indexes = name_indexes(from_model(model))
         step = self._context.counters.latest
         for rule in self._plan.rules.rules:
@@ -213,10 +215,7 @@ class ModelChanges:
                 self._context.event_log.emit("notice", text, rule=rule.id, step=step, warn=warn)
         self._known |= unknown
 
-    def _names(self, indices: Iterable[int]) -> list[str]:
-        return [self._context.names[index] for index in indices]
-
-    def _tell(
+    def _emit(
         self, kind: EventKind, names: Sequence[str], text: str, *, noun: str = "", warn: bool = True
     ) -> None:
         """Emit an event for every name, and one warning for all names: a conversion changes many parameters."""

@@ -58,7 +58,7 @@ class _ModuleHook:
         return due, step
 
     def _is_one(self, value: Any) -> bool:
-        """Tell whether a value is the one tensor that all rules mean, so no structure must be searched."""
+        """Return whether a value is the one tensor that all rules mean, so no structure must be searched."""
         return isinstance(value, Tensor) and not self._site.has_paths
 
     def _exchanged(
@@ -150,7 +150,7 @@ class InputHook(_ModuleHook):
                 shared = self._shared()
                 if shared is None:
                     return tensor
-                return shared.take(due.grads, tensor, self._owner, in_place=in_place)
+                return shared.branch(due.grads, tensor, self._owner, in_place=in_place)
             return activations.act(due, tensor, self._owner, step, needs_view)
 
         if len(args) == 1 and not kwargs and self._is_one(args[0]):

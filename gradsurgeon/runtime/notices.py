@@ -57,13 +57,11 @@ class Notices:
         for index in held:
             if not counters[index].passes:
                 continue
-            for rule in self._rules_of(index):
+            for effect in self._contributing.get(index, ()):
+                rule = effect.rule
                 if not rule.linear and not self._log.is_noticed("accumulation", rule.id):
                     return [index]
         return []
-
-    def _rules_of(self, index: int) -> list[Rule]:
-        return [effect.rule for effect in self._contributing.get(index, ())]
 
     def passed(self, done: BackwardPass) -> None:
         """Warn rules at `backward` that see only a part of a gradient in this pass."""
@@ -72,22 +70,25 @@ class Notices:
             return
         if done.held and any(read(list(done.held.values()))):
             several = [index for index in done.indices if context.counters[index].passes > 1]
-            self._say("accumulation", several, _PASSES, of_losses=_CALLS)
+            self._warn_rules("accumulation", several, _PASSES, of_losses=_CALLS)
         if done.averaging:
             averaged = context.ranks.averaged()
             param = context.parameters.param
             reduced = [index for index in done.indices if id(param(index)) in averaged]
-            self._say("ranks", reduced, _RANKS)
+            self._warn_rules("ranks", reduced, _RANKS)
         for index, times in done.calls.items():
             if times > 1:
-                self._say("reentrant", [index], _REENTRANT)
+                self._warn_rules("reentrant", [index], _REENTRANT)
 
-    def _say(self, topic: str, indices: Iterable[int], text: str, *, of_losses: str = "") -> None:
+    def _warn_rules(
+        self, topic: str, indices: Iterable[int], text: str, *, of_losses: str = ""
+    ) -> None:
         """Warn once per rule whose result differs between the parts and their sum, if there is a text for it."""
         for index in indices:
             step = self._context.counters[index].step
             name = self._context.names[index]
-            for rule in self._rules_of(index):
+            for effect in self._contributing.get(index, ()):
+                rule = effect.rule
                 differs = not rule.linear
                 if topic == "reentrant" and not isinstance(rule, EditRule):
                     # Sums of scaled parts are right, but the sum of their statistics is not.
@@ -108,7 +109,7 @@ class Notices:
         unowned = [index for index in self.arrived if counters[index] is counters.common]
         return sorted(unowned)
 
-    def tell_unowned(self) -> None:
+    def warn_of_unowned(self) -> None:
         """Report, once per rule, parameters that get gradients but that no stepped optimizer owns."""
         step = self._context.counters.latest
         unowned = self._without_owner()
@@ -118,15 +119,15 @@ class Notices:
         for effect in self._effects.on_params("check"):
             if isinstance(effect.rule, CheckRule) and effect.rule.tells_owners:
                 settled.difference_update(effect.indices)
-        traps = [effect for effect in self._effects.on_params("accumulated") if effect.judges]
-        for effect in (*traps, *self._effects.on_params("step")):
-            names = [self._context.names[index] for index in effect.indices if index in settled]
+        for effect in (*self._effects.judging, *self._effects.on_params("step")):
+            unowned_here = [index for index in effect.indices if index in settled]
             rule = effect.rule.id
             cause = self._log.cause(rule)
             # A rule that was not due yet may still meet their optimizer.
             was_due = cause or rule not in self._log.silent
-            if names and was_due and cause != _UNOWNED:
-                text = _NO_OPTIMIZER.format(names=shorten_names(names))
+            if unowned_here and was_due and cause != _UNOWNED:
+                names = shorten_names(self._context.names_of(unowned_here))
+                text = _NO_OPTIMIZER.format(names=names)
                 self._log.notice_once("unowned", text, rule=rule, step=step, warn=True)
 
     def count_due(self, counter: StepCounter, *, owned: bool) -> None:
@@ -142,8 +143,7 @@ class Notices:
                 self._log.note_due(rule.id, counter.step, cause)
 
     def _why_silent(self, rule: Rule, indices: Sequence[int], *, owned: bool) -> str:
-        all_params = self._context.parameters.params(indices)
-        params = [param for param in all_params if param is not None]
+        params = self._context.parameters.present(indices)
         if not params:
             return "the parameters the rule matched are gone from the model"
         if not rule.ref.grad:

@@ -111,8 +111,7 @@ class OptimizerWatch:
 
     def go_after(self, others: Iterable[OptimizerWatch], optimizer: Optimizer) -> None:
         owner = self._owners.get(optimizer)
-        theirs = [watch._owners.get(optimizer) for watch in others]  # noqa: SLF001 # of its kind
-        newest = max((other.handles[-1].id for other in theirs if other is not None), default=-1)
+        newest = max(watch._known_owners.newest_hook(optimizer) for watch in others)  # noqa: SLF001 # of its kind
         if owner is not None and newest > owner.handles[-1].id:
             for handle in owner.handles:
                 handle.remove()
@@ -157,7 +156,7 @@ class OptimizerWatch:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments | None:
-        # The frame of torch's wrapper. Only the frame tells a nested step from a failed step.
+        # The frame of torch's wrapper. Only the frame distinguishes a nested step from a failed step.
         frame = sys._getframe(1)  # noqa: SLF001 # documented
         try:
             return self._begin(optimizer, (args, kwargs), frame)
@@ -212,7 +211,7 @@ class OptimizerWatch:
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
-            needs_host = update.due.asks_host or self._effects.searches
+            needs_host = update.due.asks_host or bool(self._effects.judging)
             if not needs_host and not _torch.is_host(overflow):
                 # The optimizer checks the flag itself, on the device.
                 step = update.counter.step

@@ -44,7 +44,7 @@ class Owners:
         )
 
     def is_known(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-        """Tell whether optimizer and model have the parameters that they had at the last comparison."""
+        """Return whether optimizer and model have the parameters that they had at the last comparison."""
         ids = (list(map(id, params)), self._context.parameters.ids())
         return self._known.get(optimizer) == ids
 
@@ -69,6 +69,11 @@ class Owners:
         if owner.version != counters.version:
             counters.claim(owner.indices, owner.counter)
             owner.version = counters.version
+
+    def newest_hook(self, optimizer: Optimizer) -> int:
+        """Return the id of the last hook on an optimizer, -1 without one. Torch counts ids up."""
+        owner = self.by_optimizer.get(optimizer)
+        return -1 if owner is None else owner.handles[-1].id
 
     def let_go(self, optimizer: Optimizer | None) -> None:
         """Take the hooks off an optimizer, if it owns parameters."""

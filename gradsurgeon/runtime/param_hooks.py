@@ -129,8 +129,7 @@ class ParamHooks:
         self._context = context
         self._passes = passes
         self._effects = by_parameter(effects.on_params("backward"))
-        judging = [effect for effect in effects.on_params("accumulated") if effect.judges]
-        self._trapped = by_parameter(judging)
+        self._trapped = by_parameter(effects.judging)
         self._armed = effects.watched
         self._handles: dict[int, list[RemovableHandle]] = {}
 
@@ -141,7 +140,7 @@ class ParamHooks:
                 self.rearm(index)
 
     def _is_armed(self, index: int) -> bool:
-        """Tell whether the parameter now under the name has its hooks, all of them."""
+        """Return whether the parameter now under the name has its hooks, all of them."""
         param = self._context.parameters.param(index)
         if param is None:
             return False
@@ -156,7 +155,7 @@ class ParamHooks:
         return all(_torch.is_hook_of(param, handle) for handle in handles)
 
     def rearm(self, index: int) -> bool:
-        """Put the hooks on the parameter now under the name; tell whether there is a parameter."""
+        """Put the hooks on the parameter now under the name; return whether there is a parameter."""
         for handle in self._handles.pop(index, []):
             handle.remove()
         param = self._context.parameters.param(index)
@@ -178,7 +177,7 @@ class ParamHooks:
         return taken_off
 
     def revive(self, index: int) -> bool:
-        """Reinstall hooks on a parameter whose content was swapped; tell whether the parameter has hooks."""
+        """Reinstall hooks on a parameter whose content was swapped; return whether the parameter has hooks."""
         param = self._context.parameters.param(index)
         if param is None or not self._handles.get(index):
             return False

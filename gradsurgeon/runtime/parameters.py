@@ -77,8 +77,12 @@ class Parameters:
             return params
         return list(map(self._as_divided, wanted, params))
 
+    def present(self, indices: Iterable[int] | None = None) -> list[Tensor]:
+        """Return all or some parameters, without names that are gone."""
+        return [param for param in self.params(indices) if param is not None]
+
     def are_trained(self) -> bool:
-        return any(param is not None and param.requires_grad for param in self.params())
+        return any(param.requires_grad for param in self.present())
 
     def ids(self) -> list[int]:
         return list(map(id, self.params()))  # no loop in Python: asked in every step
@@ -103,7 +107,7 @@ class Parameters:
         return having, present
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
-        wanted = {id(param) for param in params}
+        wanted = set(map(id, params))
         return [index for index, identity in enumerate(self.ids()) if identity in wanted]
 
     def tensor_at(self) -> dict[tuple[int, str], int]:

@@ -72,7 +72,7 @@ class RankAgreement:
             self._records = True
 
     def _measures_whole(self, rule: Rule) -> bool:
-        """Tell whether a rule takes norms or statistics over all shards of a gradient."""
+        """Return whether a rule takes norms or statistics over all shards of a gradient."""
         return rule.target == "params" and self._effects[rule.id].measures
 
     def find_sessions(self, done: BackwardPass) -> None:
@@ -83,7 +83,7 @@ class RankAgreement:
             self.roll(self._groups(done))
 
     def _share_rows(self, groups: _dist.Groups) -> None:
-        """Let the ranks of some groups exchange their rows of shards. Rows wait for ranks without rules that act."""
+        """Arrange that the ranks of some groups exchange their rows of shards. Rows wait for ranks without rules that act."""
         shared = self._context.recorder.shared
         if self._measures or self._decides or self._drifts:
             roll = self.roll(groups)
@@ -94,7 +94,7 @@ class RankAgreement:
             shared.seek(self._meeting(groups).find)
 
     def votes(self, done: BackwardPass) -> bool:
-        """Tell whether the ranks vote on the update after a pass."""
+        """Return whether the ranks vote on the update after a pass."""
         return bool(self._voting(done))
 
     def _voting(self, done: BackwardPass) -> _dist.Groups:
@@ -118,7 +118,7 @@ class RankAgreement:
             return
         if names not in self._voters:
             hosts = [session.host for session in roll.sessions.values()]
-            self._voters[names] = Voter(roll.channel, hosts, _dist.patience(groups), self._tell)
+            self._voters[names] = Voter(roll.channel, hosts, _dist.patience(groups), self._warn)
         voter = self._voters[names]
         self._voted.append(VotedPass(voter, voter.cast(objections), indices))
 
@@ -137,13 +137,12 @@ class RankAgreement:
         decision = last.voter.decision(last.number)
         if decision is None:
             decision = VoteResult()
-        names = context.names
         unanimous = decision.unanimous
         objections = []
         for objection in decision.objections:
+            index = context.index_of.get(objection.concerns)
             # A rank can have parameters that this rank lacks.
-            is_elsewhere = objection.concerns not in names
-            if is_elsewhere or names.index(objection.concerns) in indices:
+            if index is None or index in indices:
                 objections.append(objection)
                 if objection.severity <= FINE:
                     unanimous = False
@@ -169,7 +168,7 @@ class RankAgreement:
             if roll is not None:
                 roll.channel.close()
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
 
     def check_norms(self, counter: StepCounter, due: Due) -> None:
@@ -187,7 +186,7 @@ class RankAgreement:
             if not is_concerned or (rule.id, indices) in self._asked:
                 continue
             self._asked.add((rule.id, indices))
-            own = [context.names[index] for index in context.ranks.own(indices)]
+            own = context.names_of(context.ranks.own(indices))
             if not own:
                 continue
             if judges and context.mode == "act":
@@ -213,7 +212,7 @@ class RankAgreement:
         return self._rolls[names]
 
     def _meeting(self, groups: _dist.Groups) -> Meeting:
-        """Tell the ranks of some groups that this session is there."""
+        """Announce this session to the ranks of some groups."""
         context = self._context
         peers: set[int] = set()
         for group in groups:
@@ -227,7 +226,7 @@ class RankAgreement:
         return Meeting(groups, context.ranks.shapes(groups), info)
 
     def _shares(self, groups: _dist.Groups) -> bool:
-        """Tell whether parameters are divided over some of these groups."""
+        """Return whether parameters are divided over some of these groups."""
         ranks = self._context.ranks
         divided = ranks.shard_groups(range(len(self._context.names)))
         return not set(divided).isdisjoint(groups)
@@ -235,9 +234,8 @@ class RankAgreement:
     def _call(self, groups: _dist.Groups) -> Roll | None:
         context = self._context
         devices = set()
-        for param in context.parameters.params():
-            if param is not None:
-                devices.add(_dist.local(param).device)
+        for param in context.parameters.present():
+            devices.add(_dist.local(param).device)
         for device in devices:
             # The host may have run ahead of the ranks' common work on the device, by more than the time limit.
             _dist.settle(device)
@@ -294,7 +292,7 @@ def _decides(rule: Rule) -> bool:
 
 
 def _lets_drift(rule: Rule) -> bool:
-    """Tell whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
+    """Return whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
     if getattr(rule, "then", "") == "skip-step":
         return True
     return _changes(rule) and rule.target == "params" and rule.point == "step"

@@ -45,7 +45,7 @@ class Guard:
         return isinstance(error, Exception) and self.settles(error)
 
     def settles(self, error: Exception) -> bool:
-        """Report an error if the script is to go on; tell whether it is. Code that runs often calls this on errors alone."""
+        """Report an error if the script is to go on; return whether it is. Code that runs often calls this on errors alone."""
         if not self.lenient or isinstance(error, TrapError) or _torch.is_control_flow(error):
             return False
         with suppress(Exception):  # a second fault must not end the script either
@@ -61,7 +61,7 @@ class Guard:
 
 
 def settle_for_all(guards: Sequence[Guard], error: Exception) -> bool:
-    """Report an error in work for several sessions; tell whether the script goes on: all of them must be lenient."""
+    """Report an error in work for several sessions; return whether the script goes on: all of them must be lenient."""
     if not guards or not all(guard.lenient for guard in guards):
         return False
     return all(guard.settles(error) for guard in guards)
@@ -114,12 +114,12 @@ class Refusals(Guard):
             raise error
         if not self._abstained:
             self._abstained = True
-            self._tell(reason(error), ())
+            self._emit(reason(error), ())
 
     def soften_skips(self, rules: Iterable[str], why: str) -> None:
-        """Tell of traps that would skip updates, and only warn from now on."""
+        """Report traps that would skip updates, and only warn from now on."""
         for rule in rules:
-            self._tell(f"only warns: {why}", [rule])
+            self._emit(f"only warns: {why}", [rule])
 
     def settle(self, error: Exception) -> None:
         self._rest(error, self._schedule.rules)
@@ -132,17 +132,17 @@ class Refusals(Guard):
         self.over = self._schedule.resting.issuperset(self._schedule.rules)
         if not self.over:
             verb = "rests" if len(news) == 1 else "rest"
-            self._tell(f"{verb}: {reason(error)}", news)
+            self._emit(f"{verb}: {reason(error)}", news)
             return
-        self._tell(f"no rule acts: {reason(error)}", ())
+        self._emit(f"no rule acts: {reason(error)}", ())
         for reference in self._last_acts:
             with suppress(Exception):
                 act = reference()
                 if act is not None:
                     act()
 
-    def _tell(self, text: str, rules: Collection[str]) -> None:
-        """Say a line, and record it as an event; a recorder that fails must not keep the line back."""
+    def _emit(self, text: str, rules: Collection[str]) -> None:
+        """Warn, and record the warning as an event; a recorder that fails must not suppress the warning."""
         rule = ""
         if len(rules) == 1:
             (rule,) = rules

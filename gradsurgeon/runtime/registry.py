@@ -201,7 +201,7 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _put_in_order(controllers: Sequence[Controller], optimizer: Optimizer) -> None:
-    """Let the sessions of the launcher act after those of the script."""
+    """Make the sessions of the launcher act after the sessions of the script."""
     others = [each.steps for each in controllers if not each.context.outside]
     if not others:
         return

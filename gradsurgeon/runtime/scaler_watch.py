@@ -79,7 +79,7 @@ class Scaling:
         """Whether a loss of the running pass may have been scaled."""
         return self._losses_scaled
 
-    def of(self, tasks: Sequence[int]) -> Tensor | None:
+    def pop_scale(self, tasks: Sequence[int]) -> Tensor | None:
         """Return the scale on the gradients of a finished pass, given its task numbers."""
         if not self._passes:
             return None

@@ -106,7 +106,7 @@ def _shapes(controller: Controller) -> dict[str, list[int]]:
 def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     """Resume from a state; yield each mismatch, with its rule if it concerns one."""
     context = controller.context
-    index_of = {name: index for index, name in enumerate(context.names)}
+    index_of = context.index_of
     steps = {}
     gone = []
     for name, step in state.steps.items():

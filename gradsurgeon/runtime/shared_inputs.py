@@ -55,7 +55,7 @@ class SharedInputs:
         # The forks by tensor id, as long as a module can still send a gradient back.
         self._forks: weakref.WeakValueDictionary[int, _Fork] = weakref.WeakValueDictionary()
 
-    def take(
+    def branch(
         self, effects: Sequence[NamedEffect], tensor: Tensor, owner: str, *, in_place: bool
     ) -> Tensor:
         """Return the tensor that a module receives instead of a tensor."""
@@ -85,7 +85,7 @@ class SharedInputs:
 
     def arrived(self, meeting: _Meeting, total: Tensor) -> Tensor | None:
         """Compare or combine the gradients of modules; return the tensor that replaces their sum, if one does."""
-        given = meeting.take()
+        given = meeting.pop_grads()
         makes_graph = torch.is_grad_enabled()
         if is_taken() or self._context.paused or not given:
             return None
@@ -132,7 +132,7 @@ class SharedInputs:
                 self._refuse(effect, "apart", _REENTRANT.format(there=_listed(there)))
 
     def _step(self, effect: Effect) -> int:
-        return self._activations.counters.of(self._members[effect][0]).step
+        return self._activations.counters.counter_of(self._members[effect][0]).step
 
     def _refuse(self, effect: Effect, topic: str, text: str) -> None:
         """Raise if a rule has to combine and cannot; warn if it only observes."""
@@ -234,7 +234,7 @@ class _Meeting:
                 grad = self._given[module] + grad
             self._given[module] = grad
 
-    def take(self) -> dict[str, Tensor]:
+    def pop_grads(self) -> dict[str, Tensor]:
         given = self._given
         self._given = {}
         if self._task != _torch.graph_task():

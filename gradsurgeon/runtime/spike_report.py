@@ -46,7 +46,7 @@ def spike_report(
     return TrapReport(names[rows[0][0]], head, lines, goes_on=GOES_ON, reduced=False)
 
 
-def told_of_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:
+def describe_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:
     """Return a line on the norm that `clip` has cut most, and its parameter; no name for a norm over all."""
     norms, passed, before = judged.read(numbers)
     excesses = {}
@@ -148,9 +148,12 @@ def _beginning(
         peaks.append(max((times[index], index) for index in judged_indices))
     # Half of the growth on a logarithmic scale.
     half = math.sqrt(largest)
-    first = next(place for place, (grown, _) in enumerate(peaks) if grown >= half)
+    before = 0.0
+    first = 0
+    while not peaks[first][0] >= half:
+        before = max(before, peaks[first][0])
+        first += 1
     grown, index = peaks[first]
-    before = max((peak for peak, _ in peaks[:first]), default=0.0)
     # Nearly all of the growth in one place outweighs growth by the loss, or by chance, before it.
     needed = _LEAST if before < _LEAST else half**1.5
     if before and grown >= before * needed:

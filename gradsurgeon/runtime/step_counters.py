@@ -7,7 +7,7 @@ from gradsurgeon.actions import Rule
 
 
 class Schedule:
-    """Tells which rules are due at a step. A rule that rests is never due."""
+    """Decides which rules are due at a step. A rule that rests is never due."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = [rule.id for rule in rules]
@@ -17,7 +17,7 @@ class Schedule:
         return rule.id in self.resting
 
     def rest(self, rules: Collection[str]) -> list[str]:
-        """Let rules rest for good; return those that did not rest before."""
+        """Make rules rest for good; return the rules that did not rest before."""
         news = [rule for rule in rules if rule not in self.resting]
         self.resting.update(news)
         return news
@@ -43,7 +43,7 @@ class StepCounter:
     scaler_skips: int = 0
 
     def take_rows(self, other: "StepCounter") -> None:
-        """Go on with the rows of trips and skips of another counter."""
+        """Continue the rows of trips and skips of another counter."""
         self.scaler_skips = max(self.scaler_skips, other.scaler_skips)
         for rule, number in other.trips.items():
             self.trips[rule] = max(self.trips.get(rule, 0), number)
@@ -86,7 +86,9 @@ class StepCounters:
 
     @property
     def latest(self) -> int:
-        return max((counter.step for counter in self.all), default=self.common.step)
+        if not self.all:
+            return self.common.step
+        return max([counter.step for counter in self.all])
 
     def begin(self, indices: Iterable[int]) -> int:
         """Return the first number of a counter for tensors that no optimizer has owned yet."""
@@ -145,7 +147,7 @@ class ModuleCounters:
                 module = module.rpartition(".")[0]
                 self._first_params.setdefault(module, index)
 
-    def of(self, module: str) -> StepCounter:
+    def counter_of(self, module: str) -> StepCounter:
         if not self._first_params:
             return self.all.common
         # A module without parameters uses the first parameter of the model.

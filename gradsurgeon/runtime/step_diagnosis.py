@@ -35,7 +35,7 @@ class StepDiagnosis:
         # The rules with a trip that ranks have diagnosed together.
         self._shared: set[str] = set()
 
-    def of(
+    def diagnose_trips(
         self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, heard: Heard
     ) -> dict[str, Diagnosis]:
         """Return diagnoses by rule, for rules that trip for the first time; all ranks take part if some objected."""
@@ -59,7 +59,9 @@ class StepDiagnosis:
                 diagnoses[rule] = diagnosis
         return diagnoses
 
-    def of_skip(self, step: int, scale: Tensor | None, report: TrapReport) -> Diagnosis | None:
+    def diagnose_skip(
+        self, step: int, scale: Tensor | None, report: TrapReport
+    ) -> Diagnosis | None:
         """Return the diagnosis of a step that a scaler skipped, if no loss scale can help."""
         if not self.pending:
             return None
@@ -102,12 +104,14 @@ class StepDiagnosis:
         assert heard.voter is not None  # noqa: S101 # ranks have objected
         own = self._run(failed, rules) if reports else None
         by_rank: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
-        diagnoses = [diagnosis for diagnosis in (own, *by_rank.values()) if diagnosis is not None]
-        if not diagnoses:
-            return None
-        # A diagnosis that blames an operation or tensor says most.
-        blaming = [diagnosis for diagnosis in diagnoses if diagnosis.where]
-        return [*blaming, *diagnoses][0]
+        chosen = own
+        for diagnosis in by_rank.values():
+            if diagnosis is None:
+                continue
+            # A diagnosis that blames an operation or tensor says most.
+            if chosen is None or (diagnosis.where and not chosen.where):
+                chosen = diagnosis
+        return chosen
 
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:

@@ -87,7 +87,8 @@ class NonfiniteTrap(Trap):
         self, update: DueUpdate, bound: Bound, evidence: GradientEvidence
     ) -> None:
         rule = self.rule.id
-        names = [self.context.names[i] for i in bound.indices if i in evidence.repaired]
+        repaired = [index for index in bound.indices if index in evidence.repaired]
+        names = self.context.names_of(repaired)
         objecting = [objection.rule for objection in update.heard.objections]
         if names and rule not in objecting:
             text = _REPAIRED.format(number=len(names), names=shorten_names(names))
@@ -116,7 +117,7 @@ class ThresholdTrap(Trap):
         statistic = self.decision.statistic
         indices = update.gradients.having(bound.indices)
         values = update.gradients.statistics(statistic, indices).tolist()
-        names = [self.context.names[index] for index in indices]
+        names = self.context.names_of(indices)
         tripped = [index in doubtful for index in indices]
         return threshold_report(statistic, names, values, tripped)
 
@@ -161,7 +162,7 @@ class TensorTrap(Trap):
         return flag
 
     def _is_known(self, name: str) -> bool:
-        """Tell whether the original run of a recomputed forward pass left a flag that can feed an update."""
+        """Return whether the original run of a recomputed forward pass left a flag that can feed an update."""
         # Reentrant checkpointing runs the forward pass without gradients first: such flags can feed none.
         last = self._last.get(name)
         return last is not None and last.could_feed

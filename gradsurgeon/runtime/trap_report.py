@@ -83,7 +83,7 @@ class GradientEvidence:
         return self.before.intersection(self.indices).difference(self.now)
 
     def concerns(self, indices: Iterable[int]) -> bool:
-        """Tell whether one of some gradients is non-finite."""
+        """Return whether one of some gradients is non-finite."""
         return not self.now.keys().isdisjoint(indices)
 
     @property

@@ -98,7 +98,7 @@ class Conclusions:
         self._context = context
         self.diagnosis = StepDiagnosis(context, kept, effects)
 
-    def of(
+    def conclude(
         self,
         counter: StepCounter,
         findings: Findings,
@@ -128,12 +128,12 @@ class Conclusions:
         if not trips and not heard.objections:
             return GOES_ON
         reports = {trip.rule: trip.report for trip in trips}
-        diagnoses = self.diagnosis.of(reports, step, scale, heard)
+        diagnoses = self.diagnosis.diagnose_trips(reports, step, scale, heard)
         # The other ranks must hear of the most severe trip.
         worst = FINE
         cause: StopReason | None = None
         for trip in trips:
-            reason = self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule))
+            reason = self._emit(trip, step, heard.guilty, diagnoses.get(trip.rule))
             if cause is None or trip.severity > worst:
                 worst = trip.severity
                 cause = reason
@@ -145,9 +145,12 @@ class Conclusions:
 
     def _count(self, counter: StepCounter, findings: Findings, heard: Heard) -> None:
         """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
-        elsewhere = {objection.rule for objection in heard.objections if objection.rule}
-        tripped = {trap.rule.id: report is not None for trap, report in findings.items()}
-        tripped |= dict.fromkeys(elsewhere, True)
+        tripped: dict[str, bool] = {}
+        for trap, report in findings.items():
+            tripped[trap.rule.id] = report is not None
+        for objection in heard.objections:
+            if objection.rule:
+                tripped[objection.rule] = True
         for rule, is_trip in tripped.items():
             # `StepCounter.tick` makes the count final: an update is judged after each call of a closure.
             counter.trips_now[rule] = 0
@@ -178,7 +181,7 @@ class Conclusions:
         """Return the first line of a report; ``ranks`` are the ranks that put NaN or Inf into an average."""
         return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
 
-    def _tell(
+    def _emit(
         self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
     ) -> StopReason:
         """Emit the report of a trap, and return it; ``ranks`` are the ranks that put NaN or Inf into an average."""

@@ -36,7 +36,8 @@ class Heard:
     @property
     def worst(self) -> Objection:
         """The objection that all ranks follow: the worst one, from the lowest rank that raised it."""
-        worst = [each for each in self.objections if each.severity == self.severity]
+        severity = self.severity
+        worst = [each for each in self.objections if each.severity == severity]
         return min(worst, key=attrgetter("rank"))
 
     @property

@@ -31,7 +31,7 @@ class RecordWeights(Effect):
         self._before: dict[StepCounter, dict[int, Tensor]] = {}
 
     def before_step(self, update: WeightUpdate, bound: Bound) -> None:
-        # Of a script that updates weights by hand no update is known.
+        # If a script updates weights by hand, the session does not see when.
         if update.optimizer() is None:
             return
         samples: dict[int, Tensor] = {}
@@ -43,15 +43,15 @@ class RecordWeights(Effect):
         before = self._before.pop(bound.counter, None)
         if before is None or not update.took_place:
             return
-        there = {}
+        params = {}
         for index, param in self._params_of(bound):
             if index in before or not self._of_changes:
-                there[index] = param.detach()
-        if not there:
+                params[index] = param.detach()
+        if not params:
             return
         with torch.no_grad():
-            self._record(bound, there, before)
-        self.log.count_fired(self.rule.id, bound.counter.step, len(there))
+            self._record(bound, params, before)
+        self.log.count_fired(self.rule.id, bound.counter.step, len(params))
 
     def _params_of(self, bound: Bound) -> list[tuple[int, Tensor]]:
         params = zip(bound.indices, self.context.parameters.params(bound.indices), strict=True)
