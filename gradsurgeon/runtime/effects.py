@@ -129,11 +129,8 @@ class Effects:
 
     def _bound_to(self, counter: StepCounter) -> list[Bound]:
         if counter not in self._bound:
-            self._bound[counter] = []
-            for effect in self._on_params:
-                bound = effect.bound_to(counter)
-                if bound.indices:
-                    self._bound[counter].append(bound)
+            bindings = [effect.bound_to(counter) for effect in self._on_params]
+            self._bound[counter] = [bound for bound in bindings if bound.indices]
         return self._bound[counter]
 
     def rests(self, step: int) -> bool:

@@ -180,7 +180,7 @@ class Gradients:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
         if self._twice is not None:
             return self._twice
-        self._twice = set()
+        twice = set()
         if self._is_whole:
             indices = self._indices
             grads = self.grads_of(indices)
@@ -191,8 +191,9 @@ class Gradients:
             holders = Counter(identities)
             for index, identity in zip(indices, identities, strict=True):
                 if holders[identity] > 1:
-                    self._twice.add(index)
-        return self._twice
+                    twice.add(index)
+        self._twice = twice
+        return twice
 
     def check_layouts(self, rule: Rule, indices: Iterable[int]) -> None:
         for index in indices:

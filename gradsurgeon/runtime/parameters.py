@@ -40,13 +40,17 @@ class Parameters:
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
         # This rank's shards of parameters, by tensor. Held until the modules are gone: torch swaps no tensor that has
         # weak references.
-        self._shards: dict[int, Tensor] = {}
+        shards: dict[int, Tensor] = {}
+        places = []
         for index, name in enumerate(self._names):
             place = by_name.get(name, self._places[index])
-            self._places[index] = place
+            places.append(place)
             param = held(place)
             if param is not None and _dist.is_sharded(param):
-                self._shards[index] = param
+                shards[index] = param
+        # Replaced at once: another thread may be looking parameters up.
+        self._places = places
+        self._shards = shards
         # The parameters that the rules were bound to.
         self._bound = self.ids()
 

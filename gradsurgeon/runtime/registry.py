@@ -172,12 +172,14 @@ def _show(tensor: Tensor, name: str) -> Tensor:
 
 def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
     """Run the backward pass of the sum of losses, with the rules of all sessions on each loss's gradient."""
-    rules = []
-    modules: list[nn.Module] = []
-    for controller in _with_loss_rules():
-        rules.append(controller.losses)
-        modules += controller.model.modules
-    loss_backward.backward(losses, scaler, rules, modules)
+    controllers = _with_loss_rules()
+    rules = [controller.losses for controller in controllers]
+    loss_backward.backward(losses, scaler, rules, _modules_of(controllers))
+
+
+def _modules_of(controllers: Sequence[Controller]) -> Iterator[nn.Module]:
+    for controller in controllers:
+        yield from controller.model.modules
 
 
 @uncompiled

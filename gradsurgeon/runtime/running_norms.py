@@ -116,8 +116,11 @@ def regrouped(
     spikes: Spikes, indices: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
 ) -> RunningStatistic:
     """Return the learnt state of tensors that several statistics had; a norm over other tensors has none."""
-    learnt = [statistic for statistic in earlier if statistic is not None]
-    device = learnt[0].kept.device if learnt else torch.device("cpu")
+    device = torch.device("cpu")
+    for statistic in earlier:
+        if statistic is not None:
+            device = statistic.kept.device
+            break
     columns = 1 if spikes.over_rule else len(indices)
     kept = torch.zeros(spikes.bound.rows, columns, dtype=_wide_dtype(device), device=device)
     new = RunningStatistic(indices, kept, kept.new_zeros(len(indices)))

@@ -119,15 +119,16 @@ class Conclusions:
         is_unheard = heard is not ALONE and heard.severity <= FINE and not known
         self._count(counter, findings, heard)
         trips = []
+        reports = {}
         for trap, report in findings.items():
             if report is not None:
                 # Norms at the update are alike on all ranks, so the others trip also.
                 unheard = is_unheard and trap.votes
                 in_a_row = counter.trips_now[trap.rule.id]
                 trips.append(Trip(trap, in_a_row, report, unheard, moved))
+                reports[trap.rule.id] = report
         if not trips and not heard.objections:
             return GOES_ON
-        reports = {trip.rule: trip.report for trip in trips}
         diagnoses = self.diagnosis.diagnose_trips(reports, step, scale, heard)
         # The other ranks must hear of the most severe trip.
         worst = FINE
