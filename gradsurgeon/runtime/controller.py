@@ -185,9 +185,10 @@ class Controller:
         if context.ranks.are_several and not step.inside:
             heard = self._agreement.heard(counter)
         # Without due rules, flags of modules or tags may remain to be judged.
-        alone = not (step.inside or self.effects.sites or counter is context.counters.common)
+        may_have_flags = step.inside or self.effects.sites or counter is context.counters.common
+        needs_gradients = may_have_flags or due.watched or due.at_step
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
-        if alone and not (due.watched or due.at_step) and heard.severity <= FINE:
+        if not needs_gradients and heard.severity <= FINE:
             for bound in due.before_edits:
                 bound.effect.before_edits(step, bound, None)
             return GOES_ON

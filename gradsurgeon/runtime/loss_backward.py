@@ -94,9 +94,9 @@ def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str
     """Return the losses that need a pass of their own, alike on all ranks: they may meet in a pass (`SyncBatchNorm`)."""
     named: set[str] = set()
     parts: dict[str, Tensor] = {}
-    for rule in due:
-        named.update(rule.senders)
-        for name in rule.senders:
+    for due_rule in due:
+        named.update(due_rule.senders)
+        for name in due_rule.senders:
             if name in losses:
                 parts[name] = losses[name]
     others = [losses[name] for name in sorted(losses) if name not in named]
@@ -113,21 +113,21 @@ def _weights(
     weights_by_param: dict[int, Mapping[str, float]] = {}
     # The id of the rule that combines the gradients of a parameter.
     combining: dict[int, str] = {}
-    for rule in due:
-        session = rule.context
+    for due_rule in due:
+        session = due_rule.context
         if session not in contributions:
             contributions[session] = Contributions(grads, session.scaling.pop_scale(tasks))
-        weights = rule.effect.run(rule, contributions[session])
+        weights = due_rule.effect.run(due_rule, contributions[session])
         if not weights:
             continue
-        rule_id = rule.rule.id
-        for index, param in rule.params.items():
+        rule_id = due_rule.rule.id
+        for index, param in due_rule.params.items():
             key = id(param)
             if key in combining:
                 # Binding refuses two such rules of one session.
                 other = combining[key]
                 raise GradSurgeonError(
-                    _TWO.format(rule=rule_id, name=rule.name(index), other=other)
+                    _TWO.format(rule=rule_id, name=due_rule.name(index), other=other)
                 )
             if key in grads:
                 combining[key] = rule_id
@@ -149,10 +149,10 @@ def _gradients(
     params: dict[int, Tensor] = {}
     wrappers = []
     are_averaged = False
-    for rule in due:
-        params.update(rule.params_by_id())
-        wrappers += rule.context.ranks.wrappers_of([*rule.params])
-        if rule.groups:
+    for due_rule in due:
+        params.update(due_rule.params_by_id())
+        wrappers += due_rule.context.ranks.wrappers_of([*due_rule.params])
+        if due_rule.groups:
             are_averaged = True
     if are_averaged and any(isinstance(module, nn.SyncBatchNorm) for module in modules):
         # Ranks meet in the backward pass of these layers, but a loss may bypass a layer on some rank. Adding zero times

@@ -51,10 +51,10 @@ class NamedPass:
 
     def __init__(self, due: Sequence[DueLossRule]) -> None:
         self._params: dict[int, Tensor] = {}
-        for rule in due:
-            self._params.update(rule.params_by_id())
+        for due_rule in due:
+            self._params.update(due_rule.params_by_id())
         # Each rule checks once whether the passes agree; after that only the combined gradients are kept.
-        self._unverified = [rule for rule in due if not rule.effect.is_verified]
+        self._unverified = [due_rule for due_rule in due if not due_rule.effect.is_verified]
         self._accumulation = _torch.Accumulation()
         # The ids of the parameters that single losses gave a gradient; ``None`` if no gradients were taken.
         self._given: frozenset[int] | None = None
@@ -73,12 +73,12 @@ class NamedPass:
     ) -> None:
         """Combine gradients, by the ids of the parameters and then by loss, and remove them from ``grads`` to free memory."""
         self._given = frozenset(grads)
-        asked: set[int] = set()
-        for rule in self._unverified:
-            asked.update(rule.params_by_id())
+        to_verify: set[int] = set()
+        for due_rule in self._unverified:
+            to_verify.update(due_rule.params_by_id())
         for key in self._given:
             column = grads.pop(key)
-            if key in asked:
+            if key in to_verify:
                 norms = torch.stack([_numbers.norm(grad) for grad in column.values()])
                 self._sums[key] = weighted_sum(column, {}), norms.sum()
             if key in weights:
@@ -136,25 +136,25 @@ class NamedPass:
 
     def _check(self) -> None:
         """Refuse a graph in which the gradients of single losses do not add up to the gradient of their sum."""
-        known = {}
+        differences_by_id = {}
         for key, (off, size) in self._differences.items():
-            known[key] = float(off), float(size)
-        for due in self._unverified:
+            differences_by_id[key] = float(off), float(size)
+        for due_rule in self._unverified:
             differences = {}
-            for index, param in due.params.items():
-                if id(param) in known:
-                    differences[index] = known[id(param)]
+            for index, param in due_rule.params.items():
+                if id(param) in differences_by_id:
+                    differences[index] = differences_by_id[id(param)]
             # A gradient of pure rounding, such as of a bias before a batch norm, differs in every pass.
             least = _ROUNDING * math.hypot(*(size for _, size in differences.values()))
             for index, (distance, norm) in differences.items():
                 if distance > max(least, _TOLERANCE * norm):
-                    name = due.name(index)
+                    name = due_rule.name(index)
                     raise GradSurgeonError(
-                        _TWICE.format(rule=due.rule.id, name=name, off=distance, size=norm)
+                        _TWICE.format(rule=due_rule.rule.id, name=name, off=distance, size=norm)
                     )
             # Non-finite gradients prove nothing about the graph, so the rule stays unverified.
             if differences and math.isfinite(least):
-                due.effect.is_verified = True
+                due_rule.effect.is_verified = True
 
 
 # The pass of named losses that this thread runs.
