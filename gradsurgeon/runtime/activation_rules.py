@@ -19,7 +19,7 @@ from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.running_passes import is_taken
-from gradsurgeon.runtime.step_counters import Schedule, StepCounter, StepCounters
+from gradsurgeon.runtime.step_counters import ModuleCounters, StepCounter
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
@@ -49,27 +49,6 @@ class DueOnTensor(NamedTuple):
     grads: tuple[NamedEffect, ...]
 
 
-class ModuleCounters:
-    """Looks up the step counter of a module now: that of the optimizer that owns its first parameter."""
-
-    def __init__(
-        self, counters: StepCounters, param_names: Sequence[str], schedule: Schedule
-    ) -> None:
-        self.all = counters
-        self.schedule = schedule
-        self._first_params: dict[str, int] = {}
-        for number, name in enumerate(param_names):
-            while name:
-                name = name.rpartition(".")[0]  # noqa: PLW2901 # the name of the parent module
-                self._first_params.setdefault(name, number)
-
-    def of(self, module: str) -> StepCounter:
-        if not self._first_params:
-            return self.all.common
-        # A module without parameters uses the first parameter of the model.
-        return self.all[self._first_params.get(module, 0)]
-
-
 class Site:
     """The effects on one side of a module, or on a tag. The owner is the module whose step counter applies."""
 
@@ -80,27 +59,36 @@ class Site:
         self._schedule = counters.schedule
         self._counters = counters
         # Whether a rule names one tensor of a structure.
-        self.has_paths = any(effect.rule.ref.path for effect in effects)
-        named = [NamedEffect(effect, name) for effect in effects]
-        # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
-        self._on_values = [one for one in named if not one.rule.ref.grad]
-        self._on_grads = [one for one in named if one.rule.ref.grad]
+        self.has_paths = False
+        self._on_values: list[NamedEffect] = []
+        self._on_grads: list[NamedEffect] = []
+        for effect in effects:
+            ref = effect.rule.ref
+            if ref.path:
+                self.has_paths = True
+            # `ref.grad` is read once: computing it takes longer than a rule takes on a small tensor.
+            same_kind = self._on_grads if ref.grad else self._on_values
+            same_kind.append(NamedEffect(effect, name))
 
     def now(self, *, training: bool) -> tuple[DueOnTensor | None, int]:
         """Return the due effects, or ``None``, and the step."""
-        step = self._counters.of(self.owner).step
+        step = self._counters.counter_of(self.owner).step
         values = self._due(self._on_values, step, training=training)
         grads = self._due(self._on_grads, step, training=training)
-        due = DueOnTensor(values, grads) if values or grads else None
-        return due, step
+        if not values and not grads:
+            return None, step
+        return DueOnTensor(values, grads), step
 
     def _due(
         self, effects: Sequence[NamedEffect], step: int, *, training: bool
     ) -> tuple[NamedEffect, ...]:
-        is_due = self._schedule.due
-        due = [one for one in effects if is_due(one.effect.rule, step)]
-        if not training:
-            due = [one for one in due if one.effect.rule.when is None]
+        due = []
+        for named in effects:
+            rule = named.effect.rule
+            if not training and rule.when is not None:
+                continue
+            if self._schedule.due(rule, step):
+                due.append(named)
         return tuple(due)
 
 
@@ -135,7 +123,9 @@ class ActivationRules:
         if not self.may_act():
             return tensor
         due, step = self._tags[name].now(training=True)
-        return tensor if due is None else self.act(due, tensor, ROOT, step)
+        if due is None:
+            return tensor
+        return self.act(due, tensor, ROOT, step)
 
     def act(
         self,
@@ -147,7 +137,9 @@ class ActivationRules:
         needs_view: Callable[[Tensor], bool] = lambda _: False,
     ) -> Tensor:
         """Run rules on a tensor, and hook it for rules on its gradient; return the tensor to go on with."""
-        out = self._on_value(due.values, tensor, owner, step) if due.values else tensor
+        out = tensor
+        if due.values:
+            out = self._on_value(due.values, tensor, owner, step)
         if due.grads and out.requires_grad and torch.is_grad_enabled():
             # Non-leaf tensors die with their graph. A leaf stays, and its hooks would act once
             # for each forward pass.
@@ -172,10 +164,13 @@ class ActivationRules:
     def _edits_of(self, tensor: Tensor, hooks: Sequence["GradHook"]) -> set[Effect]:
         """Return the effects that will edit the gradient of a tensor as it is now."""
         # A container returns the tensor of its last child: both outputs have one gradient, and a rule edits it once.
-        # After a write in place the tensor object stands for another value, with a gradient of its own.
-        current = [hook for hook in hooks if hook.version == tensor._version]  # noqa: SLF001 # counts writes
-        named = [one for hook in current for one in hook.effects]
-        return {effect for effect, _ in named if effect.edits}
+        editing: set[Effect] = set()
+        for hook in hooks:
+            # After a write in place the tensor object holds another value, with a gradient of its own.
+            if hook.version != tensor._version:  # noqa: SLF001 # counts writes
+                continue
+            editing.update(effect for effect, _ in hook.effects if effect.edits)
+        return editing
 
     def _on_value(
         self, effects: Sequence[NamedEffect], tensor: Tensor, owner: str, step: int
@@ -185,7 +180,7 @@ class ActivationRules:
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
-        counter = partial(self.counters.of, owner)
+        counter = partial(self.counters.counter_of, owner)
         out = tensor
         with self.lock:
             for effect, name in effects:
@@ -203,8 +198,9 @@ class ActivationRules:
         with self.lock:
             # Without rules on parameters, this flag is all that shows the session a backward pass.
             self.passes.seen.module |= not again
-            out, scale = grad, self.context.scaling.scale
-            counter = partial(self.counters.of, owner)
+            out = grad
+            scale = self.context.scaling.scale
+            counter = partial(self.counters.counter_of, owner)
             step = counter().step
             for effect, name in effects:
                 if self._is_fit(out, effect, name, owner):
@@ -234,7 +230,7 @@ class ActivationRules:
         return effect.takes_any or tensor.is_floating_point() or tensor.is_complex()
 
     def warn(self, topic: str, text: str, effects: Sequence[NamedEffect], owner: str) -> None:
-        step = self.counters.of(owner).step
+        step = self.counters.counter_of(owner).step
         for effect, _ in effects:
             rule = effect.rule.id
             self.context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
@@ -244,10 +240,14 @@ class ActivationRules:
         with self.lock:
             for tensor, hooks in list(self._hooks.items()):
                 for hook in hooks:
-                    if hook.is_cut_off_from(tensor) and self.counters.of(hook.owner) is counter:
+                    if (
+                        hook.is_cut_off_from(tensor)
+                        and self.counters.counter_of(hook.owner) is counter
+                    ):
                         text = _WRITTEN.format(name=hook.effects[0].name)
                         self.warn("in-place", text, hook.effects, hook.owner)
-                if all(hook.arrived or self.counters.of(hook.owner) is counter for hook in hooks):
+                waiting = [hook for hook in hooks if not hook.arrived]
+                if all(self.counters.counter_of(hook.owner) is counter for hook in waiting):
                     del self._hooks[tensor]
 
 
@@ -291,5 +291,6 @@ class GradHook:
 
 
 def _matches(rule: Rule, name: str) -> bool:
-    excluded = any(compile_pattern(text).matches(name) for text in rule.exclude)
-    return not excluded and any(compile_pattern(text).matches(name) for text in rule.patterns)
+    if any(compile_pattern(text).matches(name) for text in rule.exclude):
+        return False
+    return any(compile_pattern(text).matches(name) for text in rule.patterns)

@@ -74,9 +74,12 @@ class Attachment:
 
     def pending_steps(self) -> dict[str, int]:
         """Return the number of the next update of each parameter whose optimizer has begun: records of it wait for it."""
-        counters, names = self.context.counters, self.context.names
-        found = ((name, counters[index]) for index, name in enumerate(names))
-        return {name: counter.step for name, counter in found if counter.begun}
+        pending = {}
+        for index, name in enumerate(self.context.names):
+            counter = self.context.counters[index]
+            if counter.begun:
+                pending[name] = counter.step
+        return pending
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Install the hooks, or leave nothing if that fails. ``removed`` is called once the hooks are off."""
@@ -93,9 +96,8 @@ class Attachment:
         # No public interface lists the modules that compiled code calls, so all compiled code must go.
         effects = self.controller.effects
         if effects.modules and _torch.forget_compiled_code():
-            rules = [effect.rule for effect in effects.sites]
-            on_modules = [rule.id for rule in rules if rule.target == "modules"]
-            text = _RECOMPILED.format(rules=", ".join(on_modules))
+            rules = [site.rule.id for site in effects.sites if site.rule.target == "modules"]
+            text = _RECOMPILED.format(rules=", ".join(rules))
             self.context.event_log.emit("notice", text, step=self.step, warn=True)
 
     @_live.uncollected()
@@ -114,17 +116,16 @@ class Attachment:
     def _report_end(self, error: BaseException | None) -> None:
         context = self.context
         self.controller.model.compare(closing=True)
-        never = [
-            (rule, self._why_never(due, cause))
-            for rule, due, cause in context.event_log.never_fired()
-        ]
-        for of, loss in self.controller.losses.never_given():
-            never.append(
-                (of.id, f"no call of gradsurgeon.backward gave the loss {printable(loss)}")
-            )
-        warn = self.controller.is_idle and not (error or sys.exc_info()[1])
-        for name, text in never:
-            context.event_log.emit("never-fired", text, rule=name, step=self.step, warn=warn)
+        never = []
+        for rule_id, due, cause in context.event_log.never_fired():
+            never.append((rule_id, self._why_never(due, cause)))
+        for rule, loss in self.controller.losses.never_given():
+            text = f"no call of gradsurgeon.backward gave the loss {printable(loss)}"
+            never.append((rule.id, text))
+        is_failing = error is not None or sys.exc_info()[1] is not None
+        warn = self.controller.is_idle and not is_failing
+        for rule_id, text in never:
+            context.event_log.emit("never-fired", text, rule=rule_id, step=self.step, warn=warn)
         # Torch gave up on compiling loops around a graph break, and does not retry without this.
         if self.controller.effects.modules and _torch.forget_compiled_code():
             context.event_log.emit("notice", _COMPILED_AGAIN, step=self.step)
@@ -132,7 +133,8 @@ class Attachment:
     def _why_never(self, due: int, cause: str) -> str:
         """Return the final message on a rule that never fired, though it was due in some steps."""
         if due:
-            return f"was due in {due} steps and never fired{cause and ': '}{cause}"
+            reason = f": {cause}" if cause else ""
+            return f"was due in {due} steps and never fired{reason}"
         if self.controller.has_stepped:
             return "was never due"
         return "never fired: no optimizer that owns its parameters stepped while their gradients were there"
@@ -159,7 +161,7 @@ class Attachment:
 
     def _owner_gone(self, owner: int) -> None:
         self._owners.pop(owner, None)
-        if not (self._owners or self.removed):
+        if not self._owners and not self.removed:
             with self.context.refusals:
                 self._close()
 
@@ -180,6 +182,17 @@ class Attachment:
     @property
     def step(self) -> int:
         return self.context.counters.latest
+
+    def limits(self) -> list[str]:
+        """Return in words why rules do not act now, or only observe."""
+        words = []
+        if self.removed:
+            words.append("removed")
+        elif self.context.paused:
+            words.append("paused")
+        if self.options.mode == "observe":
+            words.append("observing only")
+        return words
 
     @property
     def events(self) -> list[Event]:

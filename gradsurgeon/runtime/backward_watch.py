@@ -1,9 +1,8 @@
 """Watches backward passes. Comparing gradients before and after a pass shows which parameters it reached, without hooks."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.passes import BackwardPass, Logged
+from gradsurgeon.runtime.passes import BackwardPass, Seen
 from gradsurgeon.runtime.refusals import settle_for_all
 from gradsurgeon.runtime.running_passes import (
     RunningPass,
@@ -29,17 +28,6 @@ from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 from gradsurgeon.tensors.readable import readable
-
-
-@dataclass(slots=True, eq=False)
-class Seen:
-    """Facts that hooks collected since the last pass; ``module`` if a gradient came to a module's tensor or a tag."""
-
-    order: list[int] = field(default_factory=list)
-    calls: dict[int, int] = field(default_factory=partial(defaultdict, int))
-    logged: Logged = field(default_factory=partial(defaultdict, dict))
-    contributed: dict[int, Tensor] = field(default_factory=dict)
-    module: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +46,7 @@ class BackwardWatch:
         self._events = events
         self.scaling = context.scaling
         self._watched = list(watched)
-        # The shapes of all parameters, by which all ranks tell several models apart.
+        # The shapes of all parameters, by which all ranks distinguish several models.
         params = context.parameters.params()
         self.shapes = [() if param is None else tuple(param.shape) for param in params]
         self.seen = Seen()
@@ -76,52 +64,64 @@ class BackwardWatch:
                 self.seen = Seen()
             indices, grads = self.context.parameters.grads(self._watched)
             by_index = dict(zip(indices, grads, strict=True))
-            held = self._events.indices_that_matter(by_index) if by_index else ()
-            return _Before(
-                {index: (grad, _writes(grad)) for index, grad in by_index.items()},
-                {index: _holds_something(by_index[index]) for index in held},
-            )
+            written: dict[int, tuple[Tensor, int]] = {}
+            held: dict[int, Tensor] = {}
+            if by_index:
+                for index, grad in by_index.items():
+                    written[index] = (grad, _writes(grad))
+                for index in self._events.indices_that_matter(by_index):
+                    held[index] = _holds_something(by_index[index])
+            return _Before(written, held)
 
     def end(self, running: RunningPass, before: _Before, averaging: Sequence[Any]) -> None:
         """Report a pass, in which some DDP wrappers averaged, to the events, if it reached the model."""
-        params = self.context.parameters
         with lock:
             if not self._concerns(running):
                 return
             indices = self._changed(before)
             # Still under the lock: the first pass of another thread may begin right after it.
-            seen, self.seen = self.seen, Seen()
-        order, divided = tuple(dict.fromkeys(seen.order)), False
+            seen = self.seen
+            self.seen = Seen()
+        order = tuple(dict.fromkeys(seen.order))
+        graph: BackwardGraph | None = running.graph
         if order:
-            # A sharded model has other parameters when a pass begins: only hooks see its gradients.
-            indices = {
-                t for t in indices if (p := params.param(t)) is None or not _dist.is_sharded(p)
-            }
-            divided = any(map(_dist.is_divided, params.params(order)))
+            self._drop_sharded(indices)
+            if any(map(_dist.is_divided, self.context.parameters.params(order))):
+                graph = None
         indices.update(order, seen.calls)
         if indices:
             if _torch.is_capturing():
                 self.context.refuse_graph_capture()
         elif not seen.module:
             return
+        held = dict(before.held)
+        for index in before.held.keys() - indices:
+            del held[index]
         self._events.backward_finished(
             BackwardPass(
                 indices=(*order, *sorted(indices.difference(order))),
-                graph=None if divided else running.graph,
+                graph=graph,
                 calls=seen.calls,
                 logged=seen.logged,
                 contributed=seen.contributed,
-                scale=self.scaling.of(running.tasks),
+                scale=self.scaling.pop_scale(running.tasks),
                 averaging=averaging,
-                held=_among(before.held, indices) if before.held else {},
+                held=held,
             )
         )
+
+    def _drop_sharded(self, indices: set[int]) -> None:
+        """Drop shards: a sharded model has other parameters when a pass begins, so only hooks see its gradients."""
+        for index in list(indices):
+            param = self.context.parameters.param(index)
+            if param is not None and _dist.is_sharded(param):
+                indices.discard(index)
 
     def failed(
         self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]
     ) -> None:
         """Discard the facts that hooks collected in a pass that raised; other ranks learn of the pass."""
-        self.scaling.of(running.tasks)
+        self.scaling.pop_scale(running.tasks)
         if before is not None and _dist.world() > 1:
             with lock:
                 indices = self._changed(before).union(self.seen.order)
@@ -129,12 +129,14 @@ class BackwardWatch:
             self._events.backward_failed(BackwardPass((*indices,), averaging=averaging))
 
     def _concerns(self, running: RunningPass) -> bool:
-        """Tell whether a pass may reach the model. Only if other threads also ran passes, its graph is searched."""
+        """Return whether a pass may reach the model. Only if other threads also ran passes, its graph is searched."""
         if len(threads) == 1:
             return True
         # The leaves of the graph of a sharded model are not the parameters.
         params = self.context.parameters.params()
-        return any(map(_dist.is_divided, params)) or running.reaches(set(map(id, params)))
+        if any(map(_dist.is_divided, params)):
+            return True
+        return running.reaches(set(map(id, params)))
 
     def _changed(self, before: _Before) -> set[int]:
         indices, grads = self.context.parameters.grads(self._watched)
@@ -146,10 +148,6 @@ class BackwardWatch:
             if earlier is None or earlier[0] is not grad or earlier[1] != _writes(grad):
                 changed.add(index)
         return changed
-
-
-def _among(held: Mapping[int, Tensor], indices: set[int]) -> dict[int, Tensor]:
-    return {index: flag for index, flag in held.items() if index in indices}
 
 
 def _writes(grad: Tensor) -> int:
@@ -199,30 +197,34 @@ def _observed(
 ) -> AbstractContextManager[None]:
     """Return the context in which a backward pass runs, so that the watches learn of it."""
     roots = roots_of(call.outputs)
-    if (outer := _torch.graph_task()) != -1:
+    outer = _torch.graph_task()
+    if outer != -1:
         # A pass inside another pass is a part of it.
         note_inner(roots)
         scalings = [watch.scaling for watch in watches if watch.scaling.in_use]
-        return numbered_pass(roots, [partial(one.began_inside, outer=outer) for one in scalings])
-    if (tasks := taken_numbers()) is not None:
+        return numbered_pass(roots, [partial(each.began_inside, outer=outer) for each in scalings])
+    tasks = taken_numbers()
+    if tasks is not None:
         return numbered_pass(roots, [tasks.append])
-    if call.accumulates:
-        graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
-        running = RunningPass(graph, call.inputs)
-        is_scaled = any(watch.scaling.in_use for watch in watches)
-        numbered = numbered_pass(roots, [running.tasks.append] if is_scaled else [])
-        return _training(running, watches, begins, numbered)
-    return nullcontext()
+    if not call.accumulates:
+        return nullcontext()
+    graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
+    running = RunningPass(graph, call.inputs)
+    is_scaled = any(watch.scaling.in_use for watch in watches)
+    numbered = numbered_pass(roots, [running.tasks.append] if is_scaled else [])
+    return _training(running, watches, begins, numbered)
 
 
 def _loss_of(outputs: Sequence[Any]) -> Tensor | None:
     """Return the value that a pass begins from, ``None`` if it is not one number that this rank holds."""
-    only = outputs[0] if len(outputs) == 1 else None
-    if not isinstance(only, Tensor) or only.dim():
+    if len(outputs) != 1:
         return None
-    if type(only) is not Tensor and _dist.is_partial(only):
+    loss = outputs[0]
+    if not isinstance(loss, Tensor) or loss.dim():
         return None
-    return readable(only)
+    if type(loss) is not Tensor and _dist.is_partial(loss):
+        return None
+    return readable(loss)
 
 
 @contextmanager
@@ -251,8 +253,11 @@ def _training(
             raise
         try:
             averaging = data_parallel.ended(running.reaches)
-            # Ranks may wait for each other here, and may have made their sessions in different orders.
-            for watch in sorted(before, key=attrgetter("shapes")) if len(before) > 1 else before:
+            reached = list(before)
+            if len(reached) > 1:
+                # Ranks may wait for each other here, and may have made their sessions in different orders.
+                reached.sort(key=attrgetter("shapes"))
+            for watch in reached:
                 _show_end(watch, running, before[watch], averaging)
         except Exception as error:
             if not _settle(watches, error):
@@ -263,9 +268,9 @@ def _show_begin(
     watch: BackwardWatch, running: RunningPass, before: dict[BackwardWatch, _Before]
 ) -> None:
     try:
-        found = watch.begin(running)
-        if found is not None:
-            before[watch] = found
+        grads_before = watch.begin(running)
+        if grads_before is not None:
+            before[watch] = grads_before
     except Exception as error:
         if not watch.context.refusals.settles(error):
             raise

@@ -31,15 +31,17 @@ class ModelFacts:
     """What all checks of a session know of its model."""
 
     def __init__(self, context: Context, model: nn.Module, kept: KeptCalls) -> None:
-        names = context.names
-        index_of = {name: index for index, name in enumerate(names)}
-        holders = {
-            index_of[slot.name]: slot.owner for slot in slots(model) if slot.name in index_of
-        }
+        index_of = context.index_of
+        holders = {}
+        for slot in slots(model):
+            if slot.name in index_of:
+                holders[index_of[slot.name]] = slot.owner
         self.model = Model(model, holders)
         self.kept = kept
         self._context = context
-        self.replication = Replication(names, lambda: context.ranks, context.parameters.params)
+        self.replication = Replication(
+            context.names, lambda: context.ranks, context.parameters.params
+        )
 
     def passed(self, done: BackwardPass) -> None:
         if self._context.ranks.are_several and _dist.world() > 1:
@@ -67,8 +69,8 @@ class CheckEffect(Effect):
         self._raises = examination.then == "raise"
         self._facts = facts
         self._topic = topic_of(rule.id, context.names)
-        # The findings that were told: cause and place.
-        self._told: set[tuple[str, Hashable]] = set()
+        # The findings that were reported: cause and place.
+        self._reported: set[tuple[str, Hashable]] = set()
 
     def has(self, method: str) -> bool:
         # Each update counts as a firing.
@@ -86,7 +88,7 @@ class CheckEffect(Effect):
         return tuple([index for index in self.indices if counters[index] in holders])
 
     def close(self) -> None:
-        """Let go of the check: it may keep parameters of other models."""
+        """Release the check: it may hold parameters of other models."""
         self.check = Check()
 
     def before_pass(self, graph: BackwardGraph, bound: Bound) -> None:
@@ -98,7 +100,7 @@ class CheckEffect(Effect):
             self._show(self.check.after_pass, self._pass(bound, done.indices, done.graph))
 
     def _leads(self, bound: Bound) -> bool:
-        """Tell whether a counter is that of the first parameter, by which passes are numbered."""
+        """Return whether a counter is that of the first parameter, by which passes are numbered."""
         return self.context.counters[self.indices[0]] is bound.counter
 
     def _pass(self, bound: Bound, reached: Sequence[int], graph: BackwardGraph | None) -> Pass:
@@ -126,14 +128,14 @@ class CheckEffect(Effect):
 
     def _show(self, look: Callable[[_Moment], Iterable[Finding]], moment: _Moment) -> None:
         with torch.no_grad():
-            self._tell(moment.step, look(moment))
+            self._report(moment.step, look(moment))
         # A function that waits for values may hold the moment. It looks tensors up again.
         vars(moment).pop("params", None)
         vars(moment).pop("grads", None)
 
     def at_end(self) -> None:
         with torch.no_grad():
-            self._tell(self.context.counters.latest, self.check.at_end())
+            self._report(self.context.counters.latest, self.check.at_end())
 
     def _update(self, update: WeightUpdate, bound: Bound, **facts: Any) -> Update:
         # The script may have ended the process group.
@@ -164,24 +166,30 @@ class CheckEffect(Effect):
 
         def tell(flat: Tensor) -> None:
             with torch.no_grad():
-                self._tell(step, judge(flat.view(shape)))
+                self._report(step, judge(flat.view(shape)))
 
         self.log.when_read(values.detach(), tell)
 
-    def _tell(self, step: int, findings: Iterable[Finding]) -> None:
+    def _report(self, step: int, findings: Iterable[Finding]) -> None:
         """Make events of findings, each cause once for each tensor; errors are raised at the next update."""
         for finding in findings:
-            places: Sequence[Hashable] = finding.indices or (finding.names,)
-            news = [place for place in places if (finding.cause, place) not in self._told]
+            places: Sequence[Hashable] = finding.indices
+            if not places:
+                places = (finding.names,)
+            news = []
+            for place in places:
+                if (finding.cause, place) not in self._reported:
+                    self._reported.add((finding.cause, place))
+                    news.append(place)
             if news:
-                self._told.update((finding.cause, place) for place in news)
                 at = step if finding.step is None else finding.step
-                self._tell_of(finding, news, at)
+                self._emit(finding, news, at)
 
-    def _tell_of(self, finding: Finding, news: Sequence[Hashable], step: int) -> None:
+    def _emit(self, finding: Finding, news: Sequence[Hashable], step: int) -> None:
         rule = self.rule.id
         names = [self.context.names[index] for index in finding.indices if index in news]
-        names = names or list(finding.names)
+        if not names:
+            names += finding.names
         it = "them" if len(names) > 1 else "it"
         text = finding.text.format(names=shorten_names(names), it=it)
         message = f"{self.context.place(step, rule)}: {text}"
@@ -199,6 +207,5 @@ def _unregistered(graph: BackwardGraph | None, context: Context) -> list[Tensor]
         return []
     known = set(context.parameters.ids())
     # Other leaves, such as points at which a derivative is taken, are inputs.
-    return [
-        leaf for leaf in graph.leaves() if isinstance(leaf, nn.Parameter) and id(leaf) not in known
-    ]
+    params = [leaf for leaf in graph.leaves() if isinstance(leaf, nn.Parameter)]
+    return [param for param in params if id(param) not in known]

@@ -1,6 +1,6 @@
 """The state of a session that its rules use while they act."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -66,6 +66,7 @@ class Context:
         self.rules = tuple(plan.rules.rules)
         # All parameters. Even without rules on them, their optimizer counts the steps.
         self.names = tuple([param.name for param in plan.manifest.params])
+        self.index_of = {name: index for index, name in enumerate(self.names)}
         self.parameters = Parameters(model, self.names)
         self.counters = StepCounters(len(self.names), options.start_step)
         # The launcher applied the rules: the script has no session.
@@ -102,13 +103,17 @@ class Context:
             # Later the rank that hosts the store may have ended.
             _job_store.connect()
 
+    def names_of(self, indices: Iterable[int]) -> list[str]:
+        return [self.names[index] for index in indices]
+
     def is_due(self, rule: Rule, counter: StepCounter) -> bool:
         return not self.paused and self.schedule.due(rule, counter.step)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Suspend all rules, and the search for exchanged parameters, while a step is run again."""
-        paused, self.is_paused = self.is_paused, True
+        paused = self.is_paused
+        self.is_paused = True
         try:
             with self.parameters.lock:
                 yield
@@ -130,6 +135,8 @@ class Context:
 
     def refuse_graph_capture(self) -> None:
         """Raise if a CUDA graph is being captured; a pack only reports that it waits."""
-        if not (self.is_paused or self.refusals.over) and _torch.is_capturing():
+        if self.is_paused or self.refusals.over:
+            return
+        if _torch.is_capturing():
             text = _CAPTURE if self.refusals.lenient else _NO_CAPTURE
             self.refusals.abstain(GradSurgeonError(text))

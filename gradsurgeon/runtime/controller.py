@@ -13,13 +13,12 @@ from gradsurgeon.distributed.ranks import FINE
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.language.planning import Plan, named_modules
-from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
+from gradsurgeon.runtime.activation_rules import ActivationRules
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.check_effects import ModelFacts
 from gradsurgeon.runtime.context import Context, SessionOptions
 from gradsurgeon.runtime.effect import NOTHING_DUE, WeightUpdate
 from gradsurgeon.runtime.effect_table import effects_of
-from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -31,7 +30,7 @@ from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
-from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.runtime.step_counters import ModuleCounters, StepCounter
 from gradsurgeon.runtime.training import Training
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.votes_heard import ALONE
@@ -47,15 +46,14 @@ class Controller:
         self._model = weakref.ref(model)
         self.context = context
         self._kept = KeptCalls(lambda: context.paused)
-        # What checks know of the model; `None` without checks.
+        # The facts about the model that checks use; `None` without checks.
         self._facts: ModelFacts | None = None
         if any(isinstance(rule, CheckRule) for rule in context.rules):
             self._facts = ModelFacts(context, model, self._kept)
         self.effects = effects_of(context, plan, self._facts)
         self._agreement = RankAgreement(context, self.effects)
         self.training = Training(context, self.effects, self._kept)
-        on_losses = [one for one in self.effects.on_params("losses") if isinstance(one, LossEffect)]
-        self.losses = LossRules(context, self._agreement, on_losses)
+        self.losses = LossRules(context, self._agreement, self.effects)
         self.backward = BackwardWatch(context, self, self.effects.watched)
         self.manual = ManualSteps(context, self, self.effects, options)
         self.param_hooks = ParamHooks(context, self.backward, self.effects)
@@ -65,7 +63,7 @@ class Controller:
         self._module_hooks = ModuleHooks(self.effects.modules, self.activations, shared)
         self.model = ModelChanges(model, plan, self.effects, self.param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.effects, self.model, self.manual)
-        self._notices = Notices(context, self.effects, counters.of)
+        self._notices = Notices(context, self.effects, counters.counter_of)
         self._search_on = options.optimizers is None
         # Whether a backward pass came and no update followed it yet.
         self._unstepped = False
@@ -79,7 +77,8 @@ class Controller:
         self.context.meet_ranks()
         self.param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
-        if self.training.traps.keeps_calls and (model := self._model()) is not None:
+        model = self._model()
+        if model is not None and self.training.traps.keeps_calls:
             self._kept.attach(model)
         # Popped one by one: from here on the session holds the optimizers weakly.
         while self._given:
@@ -91,7 +90,8 @@ class Controller:
 
     def go_last(self) -> None:
         self.param_hooks.arm()
-        if (model := self._model()) is not None:
+        model = self._model()
+        if model is not None:
             self._module_hooks.detach()
             self._module_hooks.refresh(named_modules(model))
 
@@ -112,8 +112,10 @@ class Controller:
         self.context.meet_ranks()
         self.steps.end_failed()
         self.training.before_pass(graph)
-        having = self._kept.reaching and self.context.parameters.grads()[0]
-        self._kept.keep_loss(graph, accumulates=bool(having))
+        accumulates = False
+        if self._kept.reaching:
+            accumulates = bool(self.context.parameters.grads()[0])
+        self._kept.keep_loss(graph, accumulates=accumulates)
 
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()
@@ -183,9 +185,10 @@ class Controller:
         if context.ranks.are_several and not step.inside:
             heard = self._agreement.heard(counter)
         # Without due rules, flags of modules or tags may remain to be judged.
-        alone = not (step.inside or self.effects.sites or counter is context.counters.common)
+        may_have_flags = step.inside or self.effects.sites or counter is context.counters.common
+        needs_gradients = may_have_flags or due.watched or due.at_step
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
-        if alone and not (due.watched or due.at_step) and heard.severity <= FINE:
+        if not needs_gradients and heard.severity <= FINE:
             for bound in due.before_edits:
                 bound.effect.before_edits(step, bound, None)
             return GOES_ON
@@ -216,11 +219,11 @@ class Controller:
         self._lead_common(counter)
         # Once per pass, even if several optimizers step.
         if self._unstepped and self._notices.arrived and self.steps.owned:
-            if settled := self._notices.newly_unowned():
+            settled = self._notices.newly_unowned()
+            if settled:
                 # A last search for optimizers that have not stepped yet.
-                params = context.parameters.params(settled)
-                self.steps.search(param for param in params if param is not None)
-            self._notices.tell_unowned()
+                self.steps.search(context.parameters.present(settled))
+            self._notices.warn_of_unowned()
         self._unstepped = False
         context.recorder.end_step(raised=step.raised)
 
@@ -251,18 +254,14 @@ class Controller:
     def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
         matter = self._notices.awaits_sum(held)
-        if not (self.steps.owned or self.manual.declared):
+        if not self.steps.owned and not self.manual.declared:
             matter += [index for index in self.manual.edited() if index in held]
         return matter
 
     def expects_update(self) -> bool:
         """Return whether an optimizer is going to step; search for one as long as none is known."""
         if self._search_on and not self.steps.owned:
-            model = self._model()
-            survivors = (one for one in self.context.parameters.params() if one is not None)
-            self._search_on = not self.steps.search(
-                survivors if model is None else model.parameters()
-            )
+            self._search_on = not self.steps.search(self.model.params())
         return self.steps.owned or not self._search_on
 
     @contextmanager
@@ -270,9 +269,11 @@ class Controller:
         """Detect, around a scaler's step of an optimizer, whether the scaler skips it for overflow."""
         guard = self.context.refusals
         with self.context.scaling.steps(scaler, optimizer) as is_outer:
-            owner, before = None, -1
+            owner = None
+            before = -1
             with guard:
-                owner = self.steps.meet(optimizer) if is_outer else None
+                if is_outer:
+                    owner = self.steps.meet(optimizer)
                 if owner is not None:
                     before = owner.counter.step
                     self.training.before_unscaling(owner.counter, optimizer, scaler)

@@ -131,13 +131,13 @@ class Effect:
         """Look at weights and gradients once the update is over."""
 
     def at_end(self) -> None:
-        """Tell what has not been told when the session ends."""
+        """Report what is still unreported when the session ends."""
 
     def close(self) -> None:
-        """Let go of what would keep other objects alive."""
+        """Release the objects that the effect would keep alive."""
 
     def has(self, method: str) -> bool:
-        """Tell whether a method does something here."""
+        """Return whether a method does something here."""
         return getattr(type(self), method) is not getattr(Effect, method)
 
     def owned(self, counter: StepCounter) -> tuple[int, ...]:
@@ -146,10 +146,10 @@ class Effect:
         return tuple([index for index in self.indices if counters[index] is counter])
 
     def bound_to(self, counter: StepCounter) -> Bound:
-        """Return it on its parameters of a counter, with new keys: rows on their way are told apart by their keys' identity."""
+        """Bind the effect to its parameters of a counter, with new keys: the identity of the keys distinguishes queued rows."""
         rule = self.rule
         indices = self.owned(counter)
-        names = tuple([self.context.names[index] for index in indices])
+        names = tuple(self.context.names_of(indices))
         keys = {}
         for stat in self.stats:
             columns = columns_of(stat)
@@ -159,8 +159,9 @@ class Effect:
     @property
     def needs_all(self) -> bool:
         """Whether it needs all gradients of an update, while the update can still be held back."""
-        stops = self.judges and not self.edits
-        return stops or self.hides or getattr(self.rule, "per", "") == "rule"
+        if self.hides or getattr(self.rule, "per", "") == "rule":
+            return True
+        return self.judges and not self.edits
 
     @property
     def decides(self) -> bool:
@@ -190,25 +191,40 @@ class Due:
 
     def __init__(self, bound: Sequence[Bound]) -> None:
         self.bound = bound
-        after_backward = [one for one in bound if one.effect.moment == "accumulated"]
-        self.accumulated = [one for one in after_backward if one.effect.has("act")]
-        self.at_step = [one for one in bound if one.effect.moment == "step"]
-        self.judges = [one for one in bound if one.effect.judges]
-        traps = [one for one in self.judges if one.effect.searches]
-        edits = [one for one in self.at_step if one.effect.edits]
-        normed = [one for one in after_backward if "l2" in one.keys]
+        after_backward = self._at("accumulated")
+        self.accumulated = [each for each in after_backward if each.effect.has("act")]
+        self.at_step = self._at("step")
+        self.judges: list[Bound] = []
+        self.keeps_passes = False
+        traps = []
+        for each in bound:
+            if not each.effect.judges:
+                continue
+            self.judges.append(each)
+            if each.effect.searches:
+                traps.append(each)
+            if not each.effect.edits:
+                self.keeps_passes = True
+        normed = [each for each in after_backward if "l2" in each.keys]
         self.watched = _indices_of(after_backward)
         self.trapped = _indices_of(traps)
         self.normed = _indices_of([*traps, *normed])
         self.final = _indices_of([*self.judges, *self.at_step])
-        self.edited = frozenset(_indices_of(edits))
+        edits = []
         self.hidden_by: dict[int, str] = {}
-        for one in self.at_step:
-            if one.effect.hides:
-                self.hidden_by.update(dict.fromkeys(one.indices, one.rule.id))
-        self.judges_edits = bool(traps) and any(one.effect.may_overflow for one in self.at_step)
-        self.asks_host = any(not (one.effect.edits or one.effect.hides) for one in self.at_step)
-        self.keeps_passes = any(not one.effect.edits for one in self.judges)
+        self.judges_edits = False
+        self.asks_host = False
+        for each in self.at_step:
+            effect = each.effect
+            if effect.edits:
+                edits.append(each)
+            if effect.hides:
+                self.hidden_by.update(dict.fromkeys(each.indices, each.rule.id))
+            if traps and effect.may_overflow:
+                self.judges_edits = True
+            if not effect.edits and not effect.hides:
+                self.asks_host = True
+        self.edited = frozenset(_indices_of(edits))
         self.before_pass = self._having("before_pass")
         self.after_pass = self._having("after_pass")
         self.before_step = self._having("before_step")
@@ -217,12 +233,18 @@ class Due:
         self.before_edits = self._having("before_edits")
         self.after_update = self._having("after_update")
 
+    def _at(self, moment: str) -> list[Bound]:
+        return [each for each in self.bound if each.effect.moment == moment]
+
     def _having(self, method: str) -> list[Bound]:
-        return [one for one in self.bound if one.effect.has(method)]
+        return [each for each in self.bound if each.effect.has(method)]
 
 
 def _indices_of(bound: Iterable[Bound]) -> tuple[int, ...]:
-    return tuple(sorted({index for one in bound for index in one.indices}))
+    indices: set[int] = set()
+    for each in bound:
+        indices.update(each.indices)
+    return tuple(sorted(indices))
 
 
 NOTHING_DUE = Due(())

@@ -67,14 +67,13 @@ _EFFECTS: Mapping[type, Any] = {
 
 def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effects:
     """Return the effects of all rules; ``facts`` are for checks, if there are any."""
-    index_of = {name: index for index, name in enumerate(context.names)}
     effects: dict[str, Effect] = {}
     for rule in in_order(plan.rules.rules):
         compiled = _compiled(rule)
         names = [binding.name for binding in plan.of(rule.id)]
         indices: tuple[int, ...] = ()
         if rule.target == "params":
-            indices = tuple([index_of[name] for name in names])
+            indices = tuple([context.index_of[name] for name in names])
         if isinstance(compiled, Examination):
             assert facts is not None  # noqa: S101 # a check rule compiled to it
             effect: Effect = CheckEffect(rule, context, indices, compiled, facts)
@@ -83,18 +82,24 @@ def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effect
         effects[rule.id] = effect
     modules = list(_modules(plan, effects))
     _trust_passes(effects.values(), modules)
-    tags = [
-        one for one in effects.values() if one.rule.target == "tensors" and plan.of(one.rule.id)
-    ]
+    tags = []
+    for effect in effects.values():
+        is_on_tags = effect.rule.target == "tensors"
+        if is_on_tags and plan.of(effect.rule.id):
+            tags.append(effect)
     return Effects(context, list(effects.values()), modules, tags)
 
 
 def _trust_passes(effects: Iterable[Effect], modules: Sequence[ModuleEffects]) -> None:
     """Do not compare passes: rules on modules combine in the training pass alone, so its gradients differ from the sum."""
-    if any(effect.rule.edits for module in modules for effect in module.on_shared):
-        for effect in effects:
-            if isinstance(effect, LossEffect):
-                effect.is_verified = True
+    combine = False
+    for module in modules:
+        combine |= any(effect.rule.edits for effect in module.on_shared)
+    if not combine:
+        return
+    for effect in effects:
+        if isinstance(effect, LossEffect):
+            effect.is_verified = True
 
 
 def _compiled(rule: Rule) -> Any:
@@ -107,8 +112,8 @@ def _compiled(rule: Rule) -> Any:
 
 
 def _maker(compiled: Any) -> _Make:
-    kinds = (kind for kind in type(compiled).__mro__ if kind in _EFFECTS)
-    make: _Make = _EFFECTS[next(kinds)]
+    kind = next(kind for kind in type(compiled).__mro__ if kind in _EFFECTS)
+    make: _Make = _EFFECTS[kind]
     return make
 
 
@@ -119,9 +124,17 @@ def _modules(plan: Plan, effects: Mapping[str, Effect]) -> Iterator[ModuleEffect
             for binding in plan.of(effect.rule.id):
                 by_name.setdefault(binding.name, []).append(effect)
     for module in plan.manifest.modules:
-        own = by_name.get(module.name, ())
-        shared = [one for one in own if isinstance(one.rule, LossRule)]
-        on_input = [one for one in own if one.rule.ref.side == "input" and one not in shared]
-        on_output = [one for one in own if one.rule.ref.side == "output"]
-        if own:
-            yield ModuleEffects(module.name, on_input, on_output, shared)
+        if module.name not in by_name:
+            continue
+        on_shared: list[Effect] = []
+        on_input: list[Effect] = []
+        on_output: list[Effect] = []
+        for effect in by_name[module.name]:
+            side = effect.rule.ref.side
+            if isinstance(effect.rule, LossRule):
+                on_shared.append(effect)
+            elif side == "input":
+                on_input.append(effect)
+            if side == "output":
+                on_output.append(effect)
+        yield ModuleEffects(module.name, on_input, on_output, on_shared)

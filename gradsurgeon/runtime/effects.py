@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import Rule, Steps
 from gradsurgeon.language.planning import ROOT
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import NOTHING_DUE, Bound, Due, Effect
@@ -25,7 +25,7 @@ _INSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class ModuleEffects:
-    """The effects on one module: on what it takes and returns, and on inputs that it shares with other modules."""
+    """The effects on one module: on its inputs and outputs, and on inputs that it shares with other modules."""
 
     name: str
     on_input: Sequence[Effect]
@@ -46,18 +46,24 @@ class Effects:
         self.context = context
         self.modules = modules
         self.tags = tags
-        self._by_rule = {effect.rule.id: effect for effect in effects}
-        self._on_params = [effect for effect in effects if effect.indices]
+        self._by_rule: dict[str, Effect] = {}
+        self._on_params: list[Effect] = []
+        # The steps of the effects on parameters that do not act in every step.
+        self._schedules: list[Steps] = []
+        for effect in effects:
+            steps = effect.rule.steps
+            self._by_rule[effect.rule.id] = effect
+            if effect.indices:
+                self._on_params.append(effect)
+                if not steps.always:
+                    self._schedules.append(steps)
         # The effects on modules and tags, with the module whose optimizer counts their steps.
         self.sites: dict[Effect, str] = {}
         for module in modules:
             for effect in (*module.on_input, *module.on_output, *module.on_shared):
                 self.sites.setdefault(effect, module.name)
         self.sites.update(dict.fromkeys(tags, ROOT))
-        self.tensor_traps = [one for one in self.sites if isinstance(one, TensorTrap)]
-        self._schedules = [
-            effect.rule.steps for effect in self._on_params if not effect.rule.steps.always
-        ]
+        self.tensor_traps = [effect for effect in self.sites if isinstance(effect, TensorTrap)]
         # Whether an effect on parameters acts in every step.
         self.any_always = len(self._schedules) < len(self._on_params)
         self._bound: dict[StepCounter, list[Bound]] = {}
@@ -73,9 +79,9 @@ class Effects:
         return [*self._by_rule.values()]
 
     @property
-    def searches(self) -> bool:
-        """Whether a trap judges gradients after backward passes."""
-        return any(effect.judges for effect in self.on_params("accumulated"))
+    def judging(self) -> list[Effect]:
+        """The effects that judge gradients after backward passes."""
+        return [effect for effect in self.on_params("accumulated") if effect.judges]
 
     @property
     def traps(self) -> list[Trap]:
@@ -88,8 +94,10 @@ class Effects:
     @property
     def armed(self) -> Sequence[int]:
         """The parameters whose gradients matter to an effect."""
-        effects = [effect for effect in self._on_params if effect.moment != "updated"]
-        indices = {index for effect in effects for index in effect.indices}
+        indices: set[int] = set()
+        for effect in self._on_params:
+            if effect.moment != "updated":
+                indices.update(effect.indices)
         return sorted(indices)
 
     @property
@@ -101,7 +109,7 @@ class Effects:
         """Return the effects that are due for a counter in its next update; none in a pause."""
         context = self.context
         refusals = context.refusals
-        # The same as `paused`, without a call: hooks ask this several times in each step.
+        # Equals `paused`, without a call: hooks ask this several times in each step.
         if context.is_paused or refusals.over or (refusals.lenient and _torch.is_capturing()):
             return NOTHING_DUE
         if self._version != context.counters.version:
@@ -114,14 +122,15 @@ class Effects:
         schedule = context.schedule
         key = counter, len(schedule.resting), in_steps
         if key not in self._due:
-            bound = [one for one in self._bound_to(counter) if schedule.due(one.rule, counter.step)]
-            self._due[key] = Due(bound)
+            step = counter.step
+            due = [bound for bound in self._bound_to(counter) if schedule.due(bound.rule, step)]
+            self._due[key] = Due(due)
         return self._due[key]
 
     def _bound_to(self, counter: StepCounter) -> list[Bound]:
         if counter not in self._bound:
-            bound = [effect.bound_to(counter) for effect in self._on_params]
-            self._bound[counter] = [one for one in bound if one.indices]
+            bindings = [effect.bound_to(counter) for effect in self._on_params]
+            self._bound[counter] = [bound for bound in bindings if bound.indices]
         return self._bound[counter]
 
     def rests(self, step: int) -> bool:
@@ -131,23 +140,32 @@ class Effects:
         return not any(steps.includes(step) for steps in self._schedules)
 
     def let_skips_warn(self, why: str) -> None:
-        """Let the traps of a pack that skip updates warn from now on. Chosen traps stay as they are."""
+        """Make the traps of a pack that skip updates only warn from now on. Chosen traps stay as they are."""
         refusals = self.context.refusals
-        skipping = [trap for trap in self.traps if trap.then == "skip-step"]
-        if refusals.lenient and skipping:
-            for trap in skipping:
+        if not refusals.lenient:
+            return
+        softened = []
+        for trap in self.traps:
+            if trap.then == "skip-step":
                 trap.soften()
-            refusals.soften_skips([trap.rule.id for trap in skipping], why)
+                softened.append(trap.rule.id)
+        if softened:
+            refusals.soften_skips(softened, why)
 
     def refuse_under_lbfgs(self, indices: Iterable[int]) -> None:
         """Refuse effects on some parameters that hide gradients or skip updates."""
         self.let_skips_warn(_LBFGS)
-        effects = self._at_updates(indices)
-        self._refuse([one for one in effects if one.hides or one.then == "skip-step"], _LBFGS)
+        refused = []
+        for effect in self._at_updates(indices):
+            skips = effect.then == "skip-step"
+            if effect.hides or skips:
+                refused.append(effect.rule.id)
+        self.context.refusals.refuse_rules(refused, _LBFGS)
 
     def refuse_inside_backward(self, indices: Iterable[int]) -> None:
         """Refuse effects on some parameters that need all gradients while the update can still be held back."""
-        self._refuse([one for one in self._at_updates(indices) if one.needs_all], _INSIDE)
+        refused = [effect.rule.id for effect in self._at_updates(indices) if effect.needs_all]
+        self.context.refusals.refuse_rules(refused, _INSIDE)
 
     def _at_updates(self, indices: Iterable[int]) -> list[Effect]:
         wanted = set(indices)
@@ -155,16 +173,13 @@ class Effects:
         own = [effect for effect in on_params if not wanted.isdisjoint(effect.indices)]
         return [*own, *self.tensor_traps]
 
-    def _refuse(self, effects: Iterable[Effect], why: str) -> None:
-        self.context.refusals.refuse_rules([effect.rule.id for effect in effects], why)
-
     @property
     def before_scaler(self) -> list[Rule]:
         """The rules that act before a `GradScaler` looks for its overflow."""
         return [effect.rule for effect in (*self.on_params("backward"), *self.sites)]
 
     def conclude(self) -> None:
-        """Let checks tell what they know so far. More may come."""
+        """Ask checks to report their findings so far. More may come."""
         for effect in self._on_params:
             effect.at_end()
 

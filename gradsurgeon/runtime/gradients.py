@@ -53,25 +53,25 @@ class Gradients:
             return self._indices
         return [index for index in indices if index in self._now]
 
-    def of(self, indices: Iterable[int]) -> list[Tensor]:
+    def grads_of(self, indices: Iterable[int]) -> list[Tensor]:
         return list(map(self._now.__getitem__, indices))
 
     def unscaled(self, indices: Iterable[int]) -> list[Tensor]:
         """Return gradients in true units, for reading only."""
-        return [unscaled(grad, self.scale) for grad in self.of(indices)]
+        return [unscaled(grad, self.scale) for grad in self.grads_of(indices)]
 
     def take_norms(self, indices: Sequence[int]) -> Norms:
         """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients."""
         if self._norms and not self._ours and indices == self._measured:
             return self._norms
-        grads = self.of(indices)
+        grads = self.grads_of(indices)
         if self.are_sharded:
             return measure.plain_norms(indices, _dist.parts(grads), scale=self.scale)
         self._norms = measure.plain_norms(indices, grads, scale=self.scale)
         self._measured = indices
         return self._norms
 
-    def know(self, indices: Sequence[int], norms: Norms) -> None:
+    def keep_norms(self, indices: Sequence[int], norms: Norms) -> None:
         """Take norms of this rank's parts of these gradients, which nobody has edited since they were measured."""
         if not self.are_sharded:
             self._norms = norms
@@ -79,8 +79,9 @@ class Gradients:
 
     def known_norms(self, indices: Sequence[int]) -> Tensor | None:
         """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""
-        is_known = len(self._norms) == 1 and self._knows(indices)
-        return self.norms(indices, 2.0) if is_known else None
+        if len(self._norms) == 1 and self._knows(indices):
+            return self.norms(indices, 2.0)
+        return None
 
     def _knows(self, indices: Sequence[int]) -> bool:
         if indices is not self._measured and not set(self._measured).issuperset(indices):
@@ -92,8 +93,8 @@ class Gradients:
         if order == 2.0 and self._knows(indices):  # noqa: PLR2004 # l2
             known = self._norms
         else:
-            norms = measure.norms if self.are_sharded else measure.plain_norms
-            known = norms(indices, self.of(indices), order, scale=self.scale)
+            norms_of = measure.norms if self.are_sharded else measure.plain_norms
+            known = norms_of(indices, self.grads_of(indices), order, scale=self.scale)
         if len(known) != 1:
             # Norms of several devices: one record needs them on one device, and that is the host.
             by_index = measure.as_dict(known)
@@ -115,13 +116,15 @@ class Gradients:
         Runs a collective only for gradients that await a sum over ranks.
         """
         with torch.no_grad():
-            grads = list(map(_dist.settled, self.unscaled(indices)))
+            grads = [_dist.settled(grad) for grad in self.unscaled(indices)]
             return grads, measure.parts(stat, grads)
 
     @contextmanager
     def in_true_units(self, scale: Tensor, edited: Iterable[int]) -> Iterator[None]:
         """Unscale the gradients while rules edit, and rescale them after: a fused optimizer divides by the scale."""
-        written = self.having([*edited]) if self._context.mode == "act" else []
+        written: Sequence[int] = []
+        if self._context.mode == "act":
+            written = self.having([*edited])
         scaled = dict(zip(written, self.writable(written), strict=True))
         # In float32: half precision cannot hold the scale, nor small unscaled gradients.
         self._now = {index: unscaled(grad, scale) for index, grad in self._now.items()}
@@ -136,44 +139,61 @@ class Gradients:
         """Return gradients that rules may write to; copies that only the rules see under ``mode="observe"``."""
         fresh = [index for index in indices if index not in self._ours]
         self._ours.update(fresh)
-        grads, twice = self.of(fresh), self._held_twice() if fresh else ()
+        grads = self.grads_of(fresh)
+        twice: Collection[int] = ()
+        if fresh:
+            twice = self._held_twice()
         observing = self._context.mode == "observe"
         sharded = self.are_sharded
         # A local shard always shares its storage with the DTensor, so the storage count proves nothing.
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
         graphed = [grad for grad in grads if grad.requires_grad]
         if not (observing or sharded or twice or graphed or True in shared):  # nearly always
-            return self.of(indices)
-        for index, grad, is_shared in zip(fresh, grads, shared, strict=True):
-            editable = grad
-            if observing:
-                editable = grad.detach().clone()
-            elif grad.requires_grad:
-                # Under `create_graph=True` the graph still needs the value of the gradient. A second-order optimizer
-                # differentiates the gradient: the copy keeps the graph, so it gets the Hessian of the loss.
-                with torch.enable_grad():
-                    editable = grad.clone()
-            elif is_shared or index in twice:
-                editable = grad.clone()
-            if sharded:
-                # Gradients that await a sum over ranks are summed first: a bound on addends does not bound their sum.
-                editable = _dist.settled(editable)
+            return self.grads_of(indices)
+        for index, grad, shares_storage in zip(fresh, grads, shared, strict=True):
+            is_shared = shares_storage or index in twice
+            editable = self._editable(grad, is_shared=is_shared)
             if editable is not grad:
                 self._now[index] = editable
                 param = self._context.parameters.param(index)
                 if param is not None and not observing:
                     param.grad = editable
-        return self.of(indices)
+        return self.grads_of(indices)
+
+    def _editable(self, grad: Tensor, *, is_shared: bool) -> Tensor:
+        editable = grad
+        if self._context.mode == "observe":
+            editable = grad.detach().clone()
+        elif grad.requires_grad:
+            # Under `create_graph=True` the graph still needs the value of the gradient. A second-order optimizer
+            # differentiates the gradient: the copy keeps the graph, so it gets the Hessian of the loss.
+            with torch.enable_grad():
+                editable = grad.clone()
+        elif is_shared:
+            editable = grad.clone()
+        if self.are_sharded:
+            # Gradients that await a sum over ranks are summed first: a bound on addends does not bound their sum.
+            return _dist.settled(editable)
+        return editable
 
     def _held_twice(self) -> set[int]:
         """Return the tensors whose gradient object is also the gradient of another parameter."""
-        if self._twice is None:
-            own = self._indices, self.of(self._indices)
-            everything, grads = own if self._is_whole else self._context.parameters.grads()
-            holders = Counter(map(id, grads)) if len(set(map(id, grads))) < len(grads) else {}
-            several = zip(everything, grads, strict=True) if holders else ()
-            self._twice = {index for index, grad in several if holders[id(grad)] > 1}
-        return self._twice
+        if self._twice is not None:
+            return self._twice
+        twice = set()
+        if self._is_whole:
+            indices = self._indices
+            grads = self.grads_of(indices)
+        else:
+            indices, grads = self._context.parameters.grads()
+        identities = list(map(id, grads))
+        if len(set(identities)) < len(grads):
+            holders = Counter(identities)
+            for index, identity in zip(indices, identities, strict=True):
+                if holders[identity] > 1:
+                    twice.add(index)
+        self._twice = twice
+        return twice
 
     def check_layouts(self, rule: Rule, indices: Iterable[int]) -> None:
         for index in indices:
@@ -187,13 +207,17 @@ class Gradients:
         """
         if _torch.is_host(factors):
             numbers = factors.tolist()
-            biting = [*indices] if min(numbers) < 1.0 else []
-            if biting and len(numbers) > 1:
-                biting = [i for i, factor in zip(indices, numbers, strict=True) if factor < 1.0]
-            self._context.event_log.count_changed(rule, len(biting))
-            if biting:
+            clipped: list[int] = []
+            if min(numbers) < 1.0:
+                clipped = list(indices)
+                if len(numbers) > 1:
+                    clipped = [
+                        i for i, factor in zip(indices, numbers, strict=True) if factor < 1.0
+                    ]
+            self._context.event_log.count_changed(rule, len(clipped))
+            if clipped:
                 shortening = [factor for factor in numbers if factor < 1.0]
-                _numbers.scale_(_dist.parts(self.writable(biting)), shortening)
+                _numbers.scale_(_dist.parts(self.writable(clipped)), shortening)
             return True
         parts = _dist.parts(self.writable(indices))
         if len(factors) == 1:

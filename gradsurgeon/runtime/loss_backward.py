@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.loss_effects import DueLossRule
 from gradsurgeon.runtime.loss_rules import LossRules, NamedPass, current
 from gradsurgeon.runtime.running_passes import alone, taking
@@ -47,7 +48,9 @@ def backward(
 ) -> None:
     """Run the backward pass of the sum of losses; rules of the sessions act on the gradient of each loss."""
     _check(losses)
-    scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
+    scaled = losses
+    if scaler is not None:
+        scaled = {name: scaler.scale(loss) for name, loss in losses.items()}
     # Summed as a script would do it, so without a rule exactly the operations of a plain script run.
     total = reduce(operator.add, scaled.values())
     graph = BackwardGraph(roots_of([total]))
@@ -55,21 +58,26 @@ def backward(
         due: list[DueLossRule] = []
         if sessions:
             leaves = list(graph.leaves())
-            due += [one for rules in sessions for one in rules.due(leaves, losses)]
+            for rules in sessions:
+                due += rules.due(leaves, losses)
         if due:
             stack.enter_context(alone(graph))
         named = NamedPass(due)
-        if parts := _parts(due, scaled):
+        parts = _parts(due, scaled)
+        if parts:
             grads, tasks = _gradients(due, parts, total, list(modules))
             with torch.no_grad():
-                named.take(grads, _weights(due, grads, tasks))
+                named.combine(grads, _weights(due, grads, tasks))
         stack.enter_context(named.delivering())
         torch.autograd.backward(total)
 
 
 def _check(losses: object) -> None:
-    if not isinstance(losses, Mapping) or not all(isinstance(one, str) and one for one in losses):
+    if not isinstance(losses, Mapping):
         raise TypeError(_NAMES)
+    for name in losses:
+        if not isinstance(name, str) or not name:
+            raise TypeError(_NAMES)
     if not losses:
         raise ValueError("no loss was passed: gradsurgeon.backward needs at least one")
     for name, loss in losses.items():
@@ -84,32 +92,47 @@ def _check(losses: object) -> None:
 
 def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the losses that need a pass of their own, alike on all ranks: they may meet in a pass (`SyncBatchNorm`)."""
-    names = dict.fromkeys(name for one in due for name in one.senders)
-    parts = {name: losses[name] for name in names if name in losses}
-    others = [losses[name] for name in sorted(losses) if name not in names]
-    return {**parts, REST: reduce(operator.add, others)} if parts and others else parts
+    named: set[str] = set()
+    parts: dict[str, Tensor] = {}
+    for due_rule in due:
+        named.update(due_rule.senders)
+        for name in due_rule.senders:
+            if name in losses:
+                parts[name] = losses[name]
+    others = [losses[name] for name in sorted(losses) if name not in named]
+    if parts and others:
+        parts[REST] = reduce(operator.add, others)
+    return parts
 
 
 def _weights(
     due: Sequence[DueLossRule], grads: Mapping[int, Mapping[str, Tensor]], tasks: Sequence[int]
 ) -> dict[int, Mapping[str, float]]:
     """Run the rules on the gradients; return the weights other than 1, by the ids of the parameters to combine."""
-    sessions = {one.context for one in due}
-    given = {one: Contributions(grads, one.scaling.of(tasks)) for one in sessions}
-    found: dict[int, tuple[str, Mapping[str, float]]] = {}
-    for one in due:
-        if not (weights := one.effect.run(one, given[one.context])):
+    contributions: dict[Context, Contributions] = {}
+    weights_by_param: dict[int, Mapping[str, float]] = {}
+    # The id of the rule that combines the gradients of a parameter.
+    combining: dict[int, str] = {}
+    for due_rule in due:
+        session = due_rule.context
+        if session not in contributions:
+            contributions[session] = Contributions(grads, session.scaling.pop_scale(tasks))
+        weights = due_rule.effect.run(due_rule, contributions[session])
+        if not weights:
             continue
-        for number, param in one.params.items():
-            if id(param) in found:
+        rule_id = due_rule.rule.id
+        for index, param in due_rule.params.items():
+            key = id(param)
+            if key in combining:
                 # Binding refuses two such rules of one session.
-                other, _ = found[id(param)]
+                other = combining[key]
                 raise GradSurgeonError(
-                    _TWO.format(rule=one.rule.id, name=one.name(number), other=other)
+                    _TWO.format(rule=rule_id, name=due_rule.name(index), other=other)
                 )
-            if id(param) in grads:
-                found[id(param)] = one.rule.id, weights
-    return {key: weights for key, (_, weights) in found.items()}
+            if key in grads:
+                combining[key] = rule_id
+                weights_by_param[key] = weights
+    return weights_by_param
 
 
 def _gradients(
@@ -122,20 +145,27 @@ def _gradients(
 
     ``modules`` may change their buffers, because checkpointing runs their forward pass again.
     """
-    found: dict[int, dict[str, Tensor]] = {}
-    if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):
+    grads: dict[int, dict[str, Tensor]] = {}
+    params: dict[int, Tensor] = {}
+    wrappers = []
+    are_averaged = False
+    for due_rule in due:
+        params.update(due_rule.params_by_id())
+        wrappers += due_rule.context.ranks.wrappers_of([*due_rule.params])
+        if due_rule.groups:
+            are_averaged = True
+    if are_averaged and any(isinstance(module, nn.SyncBatchNorm) for module in modules):
         # Ranks meet in the backward pass of these layers, but a loss may bypass a layer on some rank. Adding zero times
         # the sum makes each pass visit all layers that the pass of the sum visits.
         parts = {name: loss + total * 0.0 for name, loss in parts.items()}
-    params = list({id(param): param for one in due for param in one.params.values()}.values())
-    wrappers = [w for one in due for w in one.context.ranks.wrappers_of([*one.params])]
+    wanted = list(params.values())
     put_back = _buffers_of(modules)
     with data_parallel.extra_pass(wrappers), taking() as tasks:
         for name, loss in parts.items():
-            with _torch.without_hooks(params), put_back(), _retained_put_back(loss):
-                for param, grad in _gradients_of(name, loss, params):
-                    found.setdefault(id(param), {})[name] = grad
-    return found, tasks
+            with _torch.without_hooks(wanted), put_back(), _retained_put_back(loss):
+                for param, grad in _gradients_of(name, loss, wanted):
+                    grads.setdefault(id(param), {})[name] = grad
+    return grads, tasks
 
 
 def _gradients_of(
@@ -146,26 +176,30 @@ def _gradients_of(
     grads: Sequence[Tensor | None] = torch.autograd.grad(
         loss, params, retain_graph=True, allow_unused=True
     )
-    pairs = zip(params, grads, strict=True)
-    reached = [(param, grad) for param, grad in pairs if grad is not None]
-    if any(grad.layout != torch.strided for _, grad in reached):
-        raise GradSurgeonError(_SPARSE.format(name=printable(name)))
+    reached = []
+    for param, grad in zip(params, grads, strict=True):
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise GradSurgeonError(_SPARSE.format(name=printable(name)))
+        reached.append((param, grad))
     return reached
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
     """Return a function that makes contexts, each of which restores the buffers of modules at its end."""
-    tables = [module._buffers for module in dict.fromkeys(modules)]  # noqa: SLF001 # where they are
-    kept = [
-        (table, name, buffer, buffer.detach().clone())
-        for table in tables
-        for name, buffer in table.items()
-        if buffer is not None and _is_writable(buffer)
-    ]
+    kept = []
+    buffers = []
+    for module in dict.fromkeys(modules):
+        table = module._buffers  # noqa: SLF001 # where they are
+        for name, buffer in table.items():
+            if buffer is not None and _is_writable(buffer):
+                buffers.append(buffer)
+                kept.append((table, name, buffer, buffer.detach().clone()))
 
     @contextmanager
     def put_back() -> Iterator[None]:
-        with _torch.preserving_versions([buffer for _, _, buffer, _ in kept]):
+        with _torch.preserving_versions(buffers):
             try:
                 yield
             finally:
@@ -179,10 +213,13 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Callable[[], AbstractContextMan
 
 
 def _is_writable(buffer: Tensor) -> bool:
-    # Several elements of an expanded buffer share one place, so no operation can write to it.
-    plain = not (_dist.is_sharded(buffer) or buffer.is_inference() or buffer.is_sparse)
-    sizes = zip(buffer.stride(), buffer.shape, strict=True)
-    return plain and all(stride or size == 1 for stride, size in sizes)
+    if _dist.is_sharded(buffer) or buffer.is_inference() or buffer.is_sparse:
+        return False
+    for stride, size in zip(buffer.stride(), buffer.shape, strict=True):
+        # Several elements of an expanded buffer share one place, so no operation can write to it.
+        if stride == 0 and size != 1:
+            return False
+    return True
 
 
 # Activations on which the script called `retain_grad()`. Autograd keeps no list of them, so the calls are noted.
@@ -209,11 +246,16 @@ def _note(original: Callable[..., None], tensor: Tensor, *args: Any, **kwargs: A
 @contextmanager
 def _retained_put_back(loss: Tensor) -> Iterator[None]:
     """Restore the retained gradients of activations of one graph after a pass through the graph."""
+    kept = []
     # The list is a copy: another thread may note a tensor meanwhile.
-    alive = [tensor for ref in _retained.keyrefs() if (tensor := ref()) is not None]
-    # Other threads may run passes through the graphs of other tensors.
-    nodes = set(BackwardGraph(roots_of([loss])).nodes()) if alive else ()
-    kept = [(one, one.grad) for one in alive if one.retains_grad and one.grad_fn in nodes]
+    references = _retained.keyrefs()
+    if references:
+        # Other threads may run passes through the graphs of other tensors.
+        nodes = set(BackwardGraph(roots_of([loss])).nodes())
+        for reference in references:
+            tensor = reference()
+            if tensor is not None and tensor.retains_grad and tensor.grad_fn in nodes:
+                kept.append((tensor, tensor.grad))
     try:
         yield
     finally:

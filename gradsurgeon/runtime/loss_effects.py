@@ -50,8 +50,11 @@ class DueLossRule:
     def context(self) -> Context:
         return self.effect.context
 
-    def name(self, number: int) -> str:
-        return printable(self.context.names[number])
+    def name(self, index: int) -> str:
+        return printable(self.context.names[index])
+
+    def params_by_id(self) -> dict[int, Tensor]:
+        return {id(param): param for param in self.params.values()}
 
     def products(self, given: Contributions, params: Iterable[Tensor]) -> Tensor:
         """Return the inner products of gradients, or of averaged gradients if ranks average some of them."""
@@ -90,7 +93,7 @@ class LossEffect(Effect):
         self.is_verified = False
         # The step of the last call that combined, and the number of the call within this step.
         self._last_call = (-1, 0)
-        # Sinks tell rows apart by the identity of their keys.
+        # Sinks distinguish rows by the identity of their keys.
         self._series: dict[Key, Key] = {}
 
     def run(self, due: DueLossRule, given: Contributions) -> dict[str, float]:
@@ -103,9 +106,12 @@ class LossEffect(Effect):
 
     def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
         parts: dict[str, list[Tensor]] = {}
-        for number, param in due.params.items():
-            name = "" if per == "rule" else self.context.names[number]
-            part = name.rpartition(".")[0] if per == "module" else name
+        for index, param in due.params.items():
+            part = ""
+            if per != "rule":
+                part = self.context.names[index]
+            if per == "module":
+                part = part.rpartition(".")[0]
             parts.setdefault(part, []).append(param)
         compared: dict[str, tuple[float, float]] = {}
         for part, params in parts.items():
@@ -126,9 +132,14 @@ class LossEffect(Effect):
         # Other rules may have compared the same gradients.
         products = due.products(given, due.params.values())
         event_log.count_fired(rule, step)
-        finite = zip(due.senders, products.diagonal().isfinite().tolist(), strict=True)
-        if some := " or ".join(printable(sender) for sender, is_finite in finite if not is_finite):
+        are_finite = products.diagonal().isfinite().tolist()
+        nonfinite = []
+        for sender, is_finite in zip(due.senders, are_finite, strict=True):
+            if not is_finite:
+                nonfinite.append(printable(sender))
+        if nonfinite:
             # Under `SyncBatchNorm`, one non-finite loss makes the gradients of all losses non-finite.
+            some = " or ".join(nonfinite)
             event_log.notice_once(
                 f"loss {some}", _NONFINITE.format(some=some), rule=rule, step=step
             )
@@ -141,11 +152,11 @@ class LossEffect(Effect):
             return {}
         self._record(due, "weight", due.senders, weights)
         change = weights - 1.0
-        total, moved = (
-            math.sqrt(max(0.0, float(one @ products @ one)))
-            for one in (torch.ones_like(change), change)
-        )
-        distance = moved / total if total else math.inf if moved else 0.0
+        total = _norm_of_sum(torch.ones_like(change), products)
+        moved = _norm_of_sum(change, products)
+        distance = math.inf if moved else 0.0
+        if total:
+            distance = moved / total
         self._record(due, "distance", ("combined",), torch.tensor([distance], device="cpu"))
         event_log.count_changed(rule, int(moved > 0.0))
         return dict(zip(due.senders, map(float, weights), strict=True))
@@ -156,23 +167,34 @@ class LossEffect(Effect):
         """Return the weights, NaN if the solver found none, and the problem in this case."""
         problem = "the weights are non-finite"
         last_step, last_call = self._last_call
-        call = last_call + 1 if last_step == due.step else 0
+        call = 0
+        if last_step == due.step:
+            call = last_call + 1
         self._last_call = (due.step, call)
         try:
             with _drawing(f"{self.rule.id}/{due.step}/{call}"):
                 weights = combination.weigh(products)
         except (ValueError, ArithmeticError, RuntimeError) as error:
-            weights, problem = torch.full_like(products[0], math.nan), printable(str(error))
+            weights = torch.full_like(products[0], math.nan)
+            problem = printable(str(error))
         if due.groups:
             # All ranks have equal products, but on another processor a solver may find other weights, or none.
-            first = _dist.rank() == min(_dist.members(due.groups[0]))
-            weights = _dist.reduce(weights if first else torch.zeros_like(weights), due.groups[:1])
+            first_rank = min(_dist.members(due.groups[0]))
+            if _dist.rank() != first_rank:
+                weights = torch.zeros_like(weights)
+            weights = _dist.reduce(weights, due.groups[:1])
         return weights, problem
 
     def _record(self, due: DueLossRule, stat: str, columns: Iterable[str], values: Tensor) -> None:
         key = Key(self.rule.id, stat, self.rule.point, tuple(columns))
         key = self._series.setdefault(key, key)
         self.context.recorder.add(key, due.step, range(len(values)), values.float(), replace=False)
+
+
+def _norm_of_sum(factors: Tensor, products: Tensor) -> float:
+    """Return the norm of the sum of gradients times factors, from their inner products."""
+    # Rounding can make a square negative.
+    return math.sqrt(max(0.0, float(factors @ products @ factors)))
 
 
 @contextmanager

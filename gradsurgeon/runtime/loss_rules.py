@@ -1,4 +1,4 @@
-"""Rules on the gradients of named losses: which act in a pass, on all ranks alike, and how parameters get what they made."""
+"""Rules on the gradients of named losses: which rules act in a pass, on all ranks alike, and how parameters get the result."""
 
 import math
 import zlib
@@ -12,6 +12,7 @@ from torch import Tensor
 from gradsurgeon.actions import LossRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffect
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.tensors import _dist, _numbers, _torch
@@ -49,9 +50,11 @@ class NamedPass:
     """A backward pass of the sum of named losses: parameters get combined gradients, and these are checked."""
 
     def __init__(self, due: Sequence[DueLossRule]) -> None:
-        self._params = {id(param): param for one in due for param in one.params.values()}
+        self._params: dict[int, Tensor] = {}
+        for due_rule in due:
+            self._params.update(due_rule.params_by_id())
         # Each rule checks once whether the passes agree; after that only the combined gradients are kept.
-        self._asked = [one for one in due if not one.effect.is_verified]
+        self._unverified = [due_rule for due_rule in due if not due_rule.effect.is_verified]
         self._accumulation = _torch.Accumulation()
         # The ids of the parameters that single losses gave a gradient; ``None`` if no gradients were taken.
         self._given: frozenset[int] | None = None
@@ -65,15 +68,17 @@ class NamedPass:
         # By parameter, the norm of the difference between the passes, and the sum of all norms.
         self._differences: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def take(
+    def combine(
         self, grads: dict[int, dict[str, Tensor]], weights: Mapping[int, Mapping[str, float]]
     ) -> None:
         """Combine gradients, by the ids of the parameters and then by loss, and remove them from ``grads`` to free memory."""
         self._given = frozenset(grads)
-        asked = {id(param) for one in self._asked for param in one.params.values()}
+        to_verify: set[int] = set()
+        for due_rule in self._unverified:
+            to_verify.update(due_rule.params_by_id())
         for key in self._given:
             column = grads.pop(key)
-            if key in asked:
+            if key in to_verify:
                 norms = torch.stack([_numbers.norm(grad) for grad in column.values()])
                 self._sums[key] = weighted_sum(column, {}), norms.sum()
             if key in weights:
@@ -83,7 +88,9 @@ class NamedPass:
     def delivering(self) -> Iterator[None]:
         """Give parameters their combined gradients within the context; afterwards check the passes."""
         token = current.set(self)
-        params = list(self._params.values()) if self._given is not None else []
+        params: list[Tensor] = []
+        if self._given is not None:
+            params += self._params.values()
         handles = [_torch.register_first(param, self._hook(param)) for param in params]
         try:
             yield
@@ -105,10 +112,10 @@ class NamedPass:
             # A hook of the script may call `torch.autograd.grad` meanwhile: such passes are ignored.
             if grad is None or not self._accumulation.runs(param):
                 return None
-            if key not in (self._given or ()):
+            if self._given is None or key not in self._given:
                 self._astray.add(key)
-            elif (known := self._sums.pop(key, None)) is not None:
-                total, size = known
+            elif key in self._sums:
+                total, size = self._sums.pop(key)
                 with torch.no_grad():
                     self._differences[key] = _numbers.norm(grad - total), _numbers.norm(grad) + size
             return self._combined.pop(key, None)
@@ -119,29 +126,35 @@ class NamedPass:
     def reached(self, context: Context, rule: LossRule, indices: Sequence[int]) -> None:
         """Compare the parameters that got gradients with the parameters that the rules expected."""
         for index, param in zip(indices, context.parameters.params(indices), strict=True):
-            is_divided = _dist.is_divided(param)
-            if is_divided or id(param) not in self._params or id(param) in self._astray:
-                name = printable(context.names[index])
-                self._problem = (_DIVIDED if is_divided else _ASTRAY).format(
-                    rule=rule.id, name=name
-                )
+            if _dist.is_divided(param):
+                problem = _DIVIDED
+            elif id(param) not in self._params or id(param) in self._astray:
+                problem = _ASTRAY
+            else:
+                continue
+            self._problem = problem.format(rule=rule.id, name=printable(context.names[index]))
 
     def _check(self) -> None:
         """Refuse a graph in which the gradients of single losses do not add up to the gradient of their sum."""
-        known = {key: (float(off), float(size)) for key, (off, size) in self._differences.items()}
-        for one in self._asked:
-            found = [(n, *known[id(p)]) for n, p in one.params.items() if id(p) in known]
+        differences_by_id = {}
+        for key, (off, size) in self._differences.items():
+            differences_by_id[key] = float(off), float(size)
+        for due_rule in self._unverified:
+            differences = {}
+            for index, param in due_rule.params.items():
+                if id(param) in differences_by_id:
+                    differences[index] = differences_by_id[id(param)]
             # A gradient of pure rounding, such as of a bias before a batch norm, differs in every pass.
-            least = _ROUNDING * math.hypot(*(size for _, _, size in found))
-            for number, off, size in found:
-                if off > max(least, _TOLERANCE * size):
-                    name = one.name(number)
+            least = _ROUNDING * math.hypot(*(size for _, size in differences.values()))
+            for index, (distance, norm) in differences.items():
+                if distance > max(least, _TOLERANCE * norm):
+                    name = due_rule.name(index)
                     raise GradSurgeonError(
-                        _TWICE.format(rule=one.rule.id, name=name, off=off, size=size)
+                        _TWICE.format(rule=due_rule.rule.id, name=name, off=distance, size=norm)
                     )
             # Non-finite gradients prove nothing about the graph, so the rule stays unverified.
-            if found and math.isfinite(least):
-                one.effect.is_verified = True
+            if differences and math.isfinite(least):
+                due_rule.effect.is_verified = True
 
 
 # The pass of named losses that this thread runs.
@@ -151,12 +164,11 @@ current: ContextVar[NamedPass | None] = ContextVar("current", default=None)
 class LossRules:
     """The rules of one session on parameters that take the gradient of each loss."""
 
-    def __init__(
-        self, context: Context, agreement: RankAgreement, effects: Sequence[LossEffect]
-    ) -> None:
+    def __init__(self, context: Context, agreement: RankAgreement, effects: Effects) -> None:
         self.context = context
         self._agreement = agreement
-        self.effects = effects
+        on_params = effects.on_params("losses")
+        self.effects = [effect for effect in on_params if isinstance(effect, LossEffect)]
         # By rule id, the losses that calls passed while the rule was due.
         self._given: dict[str, set[str]] = {}
 
@@ -170,48 +182,55 @@ class LossRules:
             given: the names of its losses; ``None`` for a plain pass, in which no rule acts.
         """
         context = self.context
-        reached, keys = set(context.parameters.owned(leaves)), set(map(id, leaves))
+        reached = set(context.parameters.owned(leaves))
+        keys = set(map(id, leaves))
         acting: list[DueLossRule] = []
         # A paused session does this too: other ranks may wait for it.
         for effect in self.effects:
             rule = effect.rule
-            matched = effect.indices
-            indices = [t for t in matched if rule.steps.includes(context.counters[t].step)]
+            counters = context.counters
+            indices = [t for t in effect.indices if rule.steps.includes(counters[t].step)]
             if not indices:
                 continue
-            groups, averaged = context.ranks.averaging(matched, keys)
-            reaches, step = not reached.isdisjoint(indices), context.counters[indices[0]].step
+            groups, averaged = context.ranks.averaging(effect.indices, keys)
+            reaches = not reached.isdisjoint(indices)
+            candidates = self._trained(indices)
             if groups:
                 self._agreement.roll(groups)
-                _refuse_unlike(rule, groups, (reaches, context.paused, sorted(given or ())))
-            # Ranks that average know no better which parameters the others reach.
-            params = self._params(indices, None if groups else reached)
-            if reaches and params and given is not None and not context.paused:
-                step = context.counters[next(iter(params))].step
-                senders = rule.losses or ()
-                acting.append(DueLossRule(effect, step, senders, params, groups, averaged))
-                self._note_given(rule, step, list(given))
+                names = [] if given is None else sorted(given)
+                _refuse_unlike(rule, groups, (reaches, context.paused, names))
+                # Ranks that average know no better which parameters the others reach.
+                params = candidates
+            else:
+                params = {t: param for t, param in candidates.items() if t in reached}
+            if not reaches or not params or given is None or context.paused:
+                continue
+            step = counters[next(iter(params))].step
+            senders = rule.losses or ()
+            acting.append(DueLossRule(effect, step, senders, params, groups, averaged))
+            self._note_given(rule, step, list(given))
         return acting
 
-    def _params(self, indices: Sequence[int], reached: Collection[int] | None) -> dict[int, Tensor]:
-        """Return the matched parameters that get a gradient in a pass; ``reached`` is ``None`` if it is unknown."""
-        params = zip(indices, self.context.parameters.params(indices), strict=True)
-        return {
-            index: param
-            for index, param in params
-            if param is not None and param.requires_grad
-            if reached is None or index in reached
+    def _trained(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Return the parameters that can get a gradient in a pass."""
+        trained = {}
+        for index, param in zip(indices, self.context.parameters.params(indices), strict=True):
+            if param is None or not param.requires_grad:
+                continue
             # A sharded parameter is refused once the pass reached it: the leaves of the graph do not show it.
-            if not _dist.is_divided(param)
-        }
+            if not _dist.is_divided(param):
+                trained[index] = param
+        return trained
 
     def _note_given(self, rule: LossRule, step: int, losses: Sequence[str]) -> None:
         """Warn once if a rule names a loss that no call has passed, and this call passes one with a similar name."""
         given = self._given.setdefault(rule.id, set())
         given.update(losses)
-        others = [name for name in losses if name not in (rule.losses or ())]
-        for lacking in set(rule.losses or ()) - given:
-            if hint := did_you_mean(lacking, others):
+        wanted = rule.losses or ()
+        others = [name for name in losses if name not in wanted]
+        for lacking in set(wanted) - given:
+            hint = did_you_mean(lacking, others)
+            if hint:
                 text = f"no loss is called {printable(lacking)}: {hint}"
                 log = self.context.event_log
                 log.notice_once(f"unknown {lacking}", text, rule=rule.id, step=step, warn=True)
@@ -220,16 +239,26 @@ class LossRules:
         """Yield each rule that was due, with each loss that it names and that no call passed."""
         for effect in self.effects:
             rule = effect.rule
-            given = self._given.get(rule.id, ())
-            yield from ((rule, name) for name in rule.losses or () if given and name not in given)
+            given = self._given.get(rule.id)
+            if not given or not rule.losses:
+                continue
+            for name in rule.losses:
+                if name not in given:
+                    yield rule, name
 
     def passed(self, indices: Sequence[int]) -> None:
         """Check the gradients that a pass left: warn if the losses were unknown, else compare the parameters."""
-        context, named = self.context, current.get()
+        context = self.context
+        named = current.get()
         for effect in self.effects:
             rule = effect.rule
             among = set(effect.indices)
-            due = [t for t in indices if t in among and context.is_due(rule, context.counters[t])]
+            due = []
+            for index in indices:
+                if index not in among:
+                    continue
+                if context.is_due(rule, context.counters[index]):
+                    due.append(index)
             if due and named is None:
                 text = _UNKNOWN.format(name=printable(context.names[due[0]]))
                 step = context.counters[due[0]].step

@@ -55,20 +55,28 @@ class ManualSteps:
         if self.declared or self._context.mode != "act" or self._context.paused:
             return
         held = measure.read(list(done.held.values()))
-        onto = [index for index, any_ in zip(done.held, held, strict=True) if any_]
-        if compounded := [index for index in self.edited() if index in onto]:
+        held_by_index = dict(zip(done.held, held, strict=True))
+        compounded = [index for index in self.edited() if held_by_index.get(index)]
+        if compounded:
             name = self._context.names[compounded[0]]
             error = GradSurgeonError(_COMPOUNDS.format(name=name))
             self._context.refusals.refuse(error, [effect.rule.id for effect in self._editing()])
 
     def edited(self) -> list[int]:
         """Return the tensors that rules at `step` edit or learn from."""
-        return sorted({index for effect in self._editing() for index in effect.indices})
+        edited: set[int] = set()
+        for effect in self._editing():
+            edited.update(effect.indices)
+        return sorted(edited)
 
     def _editing(self) -> list[Effect]:
-        schedule = self._context.schedule
-        effects = [one for one in self._effects.on_params("step") if one.edits or one.judges]
-        return [effect for effect in effects if not schedule.rests(effect.rule)]
+        editing = []
+        for effect in self._effects.on_params("step"):
+            if not effect.edits and not effect.judges:
+                continue
+            if not self._context.schedule.rests(effect.rule):
+                editing.append(effect)
+        return editing
 
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
@@ -95,7 +103,8 @@ class ManualSteps:
     def _update(self) -> tuple[int, StepDecision]:
         """Run the rules at `step` and count an update; return its number and the decision on it."""
         step = WeightUpdate(self._context.counters.common)
-        number, decision = step.counter.step, self._events.step_starting(step)
+        number = step.counter.step
+        decision = self._events.step_starting(step)
         self._goes_on = not decision.stops
         self._events.step_finished(step, took_place=True)
         if decision.error is not None:
@@ -107,14 +116,16 @@ class ManualSteps:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""
         counter = self._context.counters.common
         if self._counts == "passes":
-            event_log, warn = self._context.event_log, bool(self.edited())
+            warn = bool(self.edited())
+            event_log = self._context.event_log
             event_log.notice_once("late", _TAKEN_OVER, step=counter.step, warn=warn)
         self._counts = "nothing"
 
     def tick(self) -> bool:
         self._refuse_freezes()
-        counted, self._counts = self._counts == "passes", "ticks"
+        counted_passes = self._counts == "passes"
+        self._counts = "ticks"
         # The pass before a first tick was already counted and judged; from now on only ticks count.
-        if not counted:
+        if not counted_passes:
             self._update()
         return self._goes_on

@@ -1,7 +1,7 @@
 """Detects how a model changed since the rules were bound. Rules on parameters act on no others than they were bound to."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -61,7 +61,17 @@ class ModelChanges:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules of the model, or the modules that outlived it."""
-        return list(self._modules if (model := self._model()) is None else model.modules())
+        model = self._model()
+        if model is None:
+            return list(self._modules)
+        return list(model.modules())
+
+    def params(self) -> Sequence[Tensor]:
+        """Return the parameters of the model, or the parameters that outlived it."""
+        model = self._model()
+        if model is not None:
+            return list(model.parameters())
+        return self._context.parameters.present()
 
     def let_go(self) -> None:
         """Stop all checks: the session is about to remove its rules from the model."""
@@ -69,13 +79,16 @@ class ModelChanges:
             self._over = True
 
     def check(self) -> None:
-        if (model := self._model()) is not None:
+        model = self._model()
+        if model is not None:
             plan = bind(self._plan.rules, from_model(model), alone=False, lenient=True)
             self._context.refusals.refuse_complaints(plan.refused)
 
     def swapped(self, params: Sequence[Tensor]) -> None:
         indices = self._context.parameters.owned(params)
-        self._swapped.update(index for index in indices if self._param_hooks.revive(index))
+        for index in indices:
+            if self._param_hooks.revive(index):
+                self._swapped.add(index)
 
     def after_step(self, counter: StepCounter) -> None:
         self._begun = True
@@ -89,20 +102,23 @@ class ModelChanges:
         if not always_acts and self._effects.rests(counter.step + 1):
             return
         # `OptimizerWatch` calls `rearm` before each step of an optimizer, unless its rules rest.
-        common = counter is self._context.counters.common
-        if common or (not always_acts and self._effects.rests(counter.step)):
+        is_common = counter is self._context.counters.common
+        if is_common or (not always_acts and self._effects.rests(counter.step)):
             self.rearm()
-        if taken_off := [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]:
-            self._tell("hook-rearmed", self._names(taken_off), _TAKEN_OFF)
+        hooks = self._param_hooks
+        rearmed = [index for index in hooks.taken_off() if hooks.rearm(index)]
+        if rearmed:
+            self._emit("hook-rearmed", self._context.names_of(rearmed), _TAKEN_OFF)
 
     def before_forward(self) -> None:
         self._grown = True
-        params = self._context.parameters.params()
-        # Between passes, a sharded model has other parameters than at a step.
-        if not any(param is not None and _dist.is_sharded(param) for param in params):
-            # New names are not reported yet: the script or the launcher may still apply rules to them.
-            self.compare(new=False)
-            self.rearm()
+        for param in self._context.parameters.params():
+            # Between passes, a sharded model has other parameters than at a step.
+            if param is not None and _dist.is_sharded(param):
+                return
+        # New names are not reported yet: the script or the launcher may still apply rules to them.
+        self.compare(new=False)
+        self.rearm()
 
     def knows(self, module: nn.Module) -> bool:
         return module in self._modules
@@ -112,9 +128,11 @@ class ModelChanges:
         with self._lock:
             if self._over:
                 return
-            swapped, self._swapped = sorted(self._swapped), set()
-            self._tell("hook-rearmed", self._names(swapped), _SWAPPED)
-            if not (replaced := self._context.parameters.replaced()):
+            swapped = sorted(self._swapped)
+            self._swapped = set()
+            self._emit("hook-rearmed", self._context.names_of(swapped), _SWAPPED)
+            replaced = self._context.parameters.replaced()
+            if not replaced:
                 return
             if self._model() is None:
                 self._lose(replaced, warn=True)
@@ -124,23 +142,27 @@ class ModelChanges:
     def compare(self, *, closing: bool = False, new: bool = True) -> None:
         """Find the parameters and modules of the plan in the model, and report changes; without warnings if it is ``closing``."""
         with self._lock:
-            if (model := self._model()) is None or self._over:
+            model = self._model()
+            if model is None or self._over:
                 return
             self._modules = weakref.WeakSet(model.modules())
-            if not (self._begun or closing):
+            if not self._begun and not closing:
                 self._take_current(model)
             names = self._compare_params(model, warn=not closing)
             modules = named_modules(model)
-            exchanged = self._module_hooks.refresh(modules)
-            gone = [name for name, there in exchanged if not there]
-            others = [name for name, there in exchanged if there]
+            gone: list[str] = []
+            others: list[str] = []
+            for name, has_rules in self._module_hooks.refresh(modules):
+                names_of_kind = others if has_rules else gone
+                names_of_kind.append(name)
             if closing:
-                self._tell("hook-lost", others + gone, _UNNOTICED, noun="module ", warn=False)
+                self._emit("hook-lost", others + gone, _UNNOTICED, noun="module ", warn=False)
             else:
-                self._tell("hook-rearmed", others, _OTHER_MODULE, noun="module ")
-                self._tell("hook-lost", gone, _NO_MODULE, noun="module ")
-            if new and (unknown := {*names, *modules} - self._known):
-                self._tell_of_new(model, unknown, warn=not closing)
+                self._emit("hook-rearmed", others, _OTHER_MODULE, noun="module ")
+                self._emit("hook-lost", gone, _NO_MODULE, noun="module ")
+            unknown = names.union(modules) - self._known
+            if new and unknown:
+                self._emit_new_names(model, unknown, warn=not closing)
 
     def _take_current(self, model: nn.Module) -> None:
         self._context.parameters.look_up(model)
@@ -152,7 +174,7 @@ class ModelChanges:
         """Drop parameters that are no longer in their places; return the names of parameters without rules."""
         parameters = self._context.parameters
         indices = parameters.tensor_at()
-        there: dict[int, int] = {}
+        present: dict[int, int] = {}
         others: dict[str, int] = {}
         for slot in slots(model):
             table = slot.owner._parameters  # noqa: SLF001 # where modules keep them
@@ -162,24 +184,24 @@ class ModelChanges:
             if index is None:
                 others[slot.name] = param
             else:
-                there[index] = param
-        gone = set(indices.values()).difference(there, self._lost)
+                present[index] = param
+        gone = set(indices.values()).difference(present, self._lost)
         self._lose(sorted(gone.union(parameters.replaced())), warn=warn)
-        met = {*there.values()}
-        new = {name for name, param in others.items() if param not in met}
+        known = set(present.values())
+        new = {name for name, param in others.items() if param not in known}
         return new.difference(self._context.names)
 
     def _lose(self, indices: Sequence[int], *, warn: bool) -> None:
-        """Act on these parameters no more, and report those that have rules."""
+        """Stop acting on these parameters, and report the ones that have rules."""
         self._lost.update(indices)
         self._context.parameters.drop(indices)
         for index in indices:
             self._param_hooks.rearm(index)  # takes its hooks off
         with_rules = set(self._effects.armed)
         lost = [index for index in indices if index in with_rules]
-        self._tell("hook-lost", self._names(lost), _LOST, warn=warn)
+        self._emit("hook-lost", self._context.names_of(lost), _LOST, warn=warn)
 
-    def _tell_of_new(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
+    def _emit_new_names(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
         indexes = name_indexes(from_model(model))
         step = self._context.counters.latest
         for rule in self._plan.rules.rules:
@@ -188,21 +210,19 @@ class ModelChanges:
             index = indexes[rule.target]
             gained = [thing for thing in index.select(rule) if unknown.issuperset(thing.names)]
             if gained:
-                count = f"{len(gained)} {index.noun}{'s' if len(gained) > 1 else ''}"
-                text = _NEW.format(count=count, examples=examples(gained))
+                noun = index.noun if len(gained) == 1 else f"{index.noun}s"
+                text = _NEW.format(count=f"{len(gained)} {noun}", examples=examples(gained))
                 self._context.event_log.emit("notice", text, rule=rule.id, step=step, warn=warn)
         self._known |= unknown
 
-    def _names(self, indices: Iterable[int]) -> list[str]:
-        return [self._context.names[index] for index in indices]
-
-    def _tell(
+    def _emit(
         self, kind: EventKind, names: Sequence[str], text: str, *, noun: str = "", warn: bool = True
     ) -> None:
         """Emit an event for every name, and one warning for all names: a conversion changes many parameters."""
         if not names:
             return
-        event_log, step = self._context.event_log, self._context.counters.latest
+        event_log = self._context.event_log
+        step = self._context.counters.latest
         for name in names:
             event_log.emit(kind, f"{noun}{printable(name)} {text}", step=step, name=name)
         if warn:

@@ -53,10 +53,12 @@ class _ModuleHook:
     ) -> tuple[DueOnTensor | None, int]:
         """Return the rules that act now, or ``None``, and the step."""
         due, step = self._site.now(training=module.training)
-        return (due if due is not None and activations.may_act() else None), step
+        if due is not None and not activations.may_act():
+            due = None
+        return due, step
 
     def _is_one(self, value: Any) -> bool:
-        """Tell whether a value is the one tensor that all rules mean, so no structure must be searched."""
+        """Return whether a value is the one tensor that all rules mean, so no structure must be searched."""
         return isinstance(value, Tensor) and not self._site.has_paths
 
     def _exchanged(
@@ -69,35 +71,40 @@ class _ModuleHook:
         """Run the rules on the tensors of a structure, found by ``path_of``; return the replaced tensors by path."""
         exchanged: dict[Path, Tensor] = {}
         done: dict[tuple[int, tuple[Effect, ...]], Tensor] = {}
-        starts = {
-            effect: self._start(structure, effect, path_of(effect.rule.ref.path))
-            for effects in due
-            for effect, _ in effects
-        }
+        starts: dict[Effect, Path | None] = {}
+        for effect, _ in (*due.values, *due.grads):
+            starts[effect] = self._start(structure, effect, path_of(effect.rule.ref.path))
         for path, tensor in tensors_in(structure):
-            matching = [
-                tuple(
-                    # A rule that names one tensor by its path records it under the module's name.
-                    NamedEffect(effect, f"{self._owner}{spelled(path[len(start) :])}")
-                    for effect, _ in effects
-                    if (start := starts[effect]) is not None and path[: len(start)] == start
-                )
-                for effects in due
-            ]
-            acting = tuple(effect for effects in matching for effect, _ in effects)
+            values = self._matching(due.values, path, starts)
+            grads = self._matching(due.grads, path, starts)
+            acting = tuple(effect for effect, _ in (*values, *grads))
             if not acting:
                 continue
             # A tensor in several places, such as query, key and value, is edited only once.
             key = id(tensor), acting
             if key not in done:
-                done[key] = act(DueOnTensor(*matching), tensor)
+                done[key] = act(DueOnTensor(values, grads), tensor)
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
 
+    def _matching(
+        self, effects: Sequence[NamedEffect], path: Path, starts: Mapping[Effect, Path | None]
+    ) -> tuple[NamedEffect, ...]:
+        """Return the effects on the tensor at a path; ``starts`` are the paths of their rules."""
+        matching = []
+        for effect, _ in effects:
+            start = starts[effect]
+            if start is not None and path[: len(start)] == start:
+                # A rule that names one tensor by its path records it under the module's name.
+                name = f"{self._owner}{spelled(path[len(start) :])}"
+                matching.append(NamedEffect(effect, name))
+        return tuple(matching)
+
     def _start(self, structure: Any, effect: Effect, path: Path) -> Path | None:
         """Return the path of a rule as the structure spells it; warn if it leads nowhere."""
-        start, activations = resolve(structure, path), self._activations()
+        start = resolve(structure, path)
+        activations = self._activations()
         if start is None and activations is not None:
             ref = effect.rule.ref
             text = f"{self._owner} has no {ref}: its {ref.side} is {describe(structure)}"
@@ -112,7 +119,8 @@ class InputHook(_ModuleHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if (activations := self._activations()) is None:
+        activations = self._activations()
+        if activations is None:
             return None
         try:
             return self._run(activations, module, args, kwargs)
@@ -133,18 +141,23 @@ class InputHook(_ModuleHook):
             return None
         in_place = getattr(module, "inplace", False) is True
 
+        def needs_view(_: Tensor) -> bool:
+            # An in-place operation on a view would leave the hook on a stale tensor.
+            return not in_place
+
         def act(due: DueOnTensor, tensor: Tensor) -> Tensor:
             if self._shared is not None:
                 shared = self._shared()
                 if shared is None:
                     return tensor
-                return shared.take(due.grads, tensor, self._owner, in_place=in_place)
-            # An in-place operation on a view would leave the hook on a stale tensor.
-            return activations.act(due, tensor, self._owner, step, lambda _: not in_place)
+                return shared.branch(due.grads, tensor, self._owner, in_place=in_place)
+            return activations.act(due, tensor, self._owner, step, needs_view)
 
         if len(args) == 1 and not kwargs and self._is_one(args[0]):
             out = act(due, args[0])
-            return None if out is args[0] else ((out,), {})
+            if out is args[0]:
+                return None
+            return (out,), {}
         arguments = Arguments(module, args, kwargs)
         exchanged = self._exchanged(arguments.named, due, act, arguments.path)
         return arguments.exchange(exchanged) if exchanged else None
@@ -157,7 +170,8 @@ class OutputHook(_ModuleHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        if (activations := self._activations()) is None:
+        activations = self._activations()
+        if activations is None:
             return None
         try:
             return self._run(activations, module, args, kwargs, output)
@@ -207,11 +221,15 @@ class ModuleHooks:
         for effects in self._modules:
             name = effects.name
             module = modules.get(name)
-            hooked = self._hooked.get(name)
-            if (None if hooked is None else hooked[0]()) is not module:
-                self._take_off(name)
-                acts = module is not None and self._put(effects, module)
-                exchanged.append((name, acts))
+            hooked = None
+            if name in self._hooked:
+                reference, _ = self._hooked[name]
+                hooked = reference()
+            if hooked is module:
+                continue
+            self._take_off(name)
+            acts = module is not None and self._put(effects, module)
+            exchanged.append((name, acts))
         return exchanged
 
     def detach(self) -> None:

@@ -55,15 +55,13 @@ class Notices:
         """Return at most one tensor that shows whether a pass adds to earlier gradients, if a rule must warn about it."""
         counters = self._context.counters
         for index in held:
-            if counters[index].passes and any(map(self._must_warn, self._rules_of(index))):
-                return [index]
+            if not counters[index].passes:
+                continue
+            for effect in self._contributing.get(index, ()):
+                rule = effect.rule
+                if not rule.linear and not self._log.is_noticed("accumulation", rule.id):
+                    return [index]
         return []
-
-    def _must_warn(self, rule: Rule) -> bool:
-        return not (rule.linear or self._log.is_noticed("accumulation", rule.id))
-
-    def _rules_of(self, index: int) -> list[Rule]:
-        return [effect.rule for effect in self._contributing.get(index, ())]
 
     def passed(self, done: BackwardPass) -> None:
         """Warn rules at `backward` that see only a part of a gradient in this pass."""
@@ -72,26 +70,33 @@ class Notices:
             return
         if done.held and any(read(list(done.held.values()))):
             several = [index for index in done.indices if context.counters[index].passes > 1]
-            self._say("accumulation", several, _PASSES, of_losses=_CALLS)
+            self._warn_rules("accumulation", several, _PASSES, of_losses=_CALLS)
         if done.averaging:
-            averaged, param = context.ranks.averaged(), context.parameters.param
-            reduced = (index for index in done.indices if id(param(index)) in averaged)
-            self._say("ranks", reduced, _RANKS)
-        parts = (index for index, times in done.calls.items() if times > 1)
-        self._say("reentrant", parts, _REENTRANT)
+            averaged = context.ranks.averaged()
+            param = context.parameters.param
+            reduced = [index for index in done.indices if id(param(index)) in averaged]
+            self._warn_rules("ranks", reduced, _RANKS)
+        for index, times in done.calls.items():
+            if times > 1:
+                self._warn_rules("reentrant", [index], _REENTRANT)
 
-    def _say(self, topic: str, indices: Iterable[int], text: str, *, of_losses: str = "") -> None:
+    def _warn_rules(
+        self, topic: str, indices: Iterable[int], text: str, *, of_losses: str = ""
+    ) -> None:
         """Warn once per rule whose result differs between the parts and their sum, if there is a text for it."""
         for index in indices:
-            step, name = self._context.counters[index].step, self._context.names[index]
-            for rule in self._rules_of(index):
-                # Sums of scaled parts are right, but the sum of their statistics is not.
-                splits = not rule.linear or (
-                    topic == "reentrant" and not isinstance(rule, EditRule)
-                )
-                told = (of_losses if isinstance(rule, LossRule) else text).replace("{name}", name)
-                if told and splits and rule.steps.includes(step):
-                    self._log.notice_once(topic, told, rule=rule.id, step=step, warn=True)
+            step = self._context.counters[index].step
+            name = self._context.names[index]
+            for effect in self._contributing.get(index, ()):
+                rule = effect.rule
+                differs = not rule.linear
+                if topic == "reentrant" and not isinstance(rule, EditRule):
+                    # Sums of scaled parts are right, but the sum of their statistics is not.
+                    differs = True
+                template = of_losses if isinstance(rule, LossRule) else text
+                if template and differs and rule.steps.includes(step):
+                    message = template.replace("{name}", name)
+                    self._log.notice_once(topic, message, rule=rule.id, step=step, warn=True)
 
     def newly_unowned(self) -> list[int]:
         """Count an update; return the tensors that had gradients and no owner for some updates by now."""
@@ -101,25 +106,28 @@ class Notices:
 
     def _without_owner(self) -> list[int]:
         counters = self._context.counters
-        return sorted(t for t in self.arrived if counters[t] is counters.common)
+        unowned = [index for index in self.arrived if counters[index] is counters.common]
+        return sorted(unowned)
 
-    def tell_unowned(self) -> None:
+    def warn_of_unowned(self) -> None:
         """Report, once per rule, parameters that get gradients but that no stepped optimizer owns."""
         step = self._context.counters.latest
-        settled = {t for t in self._without_owner() if self._unowned[t] >= SETTLED}
+        unowned = self._without_owner()
+        settled = {index for index in unowned if self._unowned[index] >= SETTLED}
         if not settled:
             return
         for effect in self._effects.on_params("check"):
             if isinstance(effect.rule, CheckRule) and effect.rule.tells_owners:
                 settled.difference_update(effect.indices)
-        traps = [effect for effect in self._effects.on_params("accumulated") if effect.judges]
-        for effect in (*traps, *self._effects.on_params("step")):
-            names = [self._context.names[index] for index in effect.indices if index in settled]
+        for effect in (*self._effects.judging, *self._effects.on_params("step")):
+            unowned_here = [index for index in effect.indices if index in settled]
             rule = effect.rule.id
             cause = self._log.cause(rule)
             # A rule that was not due yet may still meet their optimizer.
-            if names and cause != _UNOWNED and (cause or rule not in self._log.silent):
-                text = _NO_OPTIMIZER.format(names=shorten_names(names))
+            was_due = cause or rule not in self._log.silent
+            if unowned_here and was_due and cause != _UNOWNED:
+                names = shorten_names(self._context.names_of(unowned_here))
+                text = _NO_OPTIMIZER.format(names=names)
                 self._log.notice_once("unowned", text, rule=rule, step=step, warn=True)
 
     def count_due(self, counter: StepCounter, *, owned: bool) -> None:
@@ -135,19 +143,23 @@ class Notices:
                 self._log.note_due(rule.id, counter.step, cause)
 
     def _why_silent(self, rule: Rule, indices: Sequence[int], *, owned: bool) -> str:
-        counters, params = self._context.counters, self._context.parameters.params(indices)
-        there = [param for param in params if param is not None]
-        if not there:
+        params = self._context.parameters.present(indices)
+        if not params:
             return "the parameters the rule matched are gone from the model"
         if not rule.ref.grad:
             return "no torch optimizer updated a parameter the rule matched"
-        if not any(param.requires_grad for param in there):
+        if not any(param.requires_grad for param in params):
             return "no parameter the rule matched has requires_grad"
         if isinstance(rule, LossRule):
-            return _NO_LOSS.format(names=", ".join(map(printable, rule.losses or ())))
-        if all(param.grad is None for param in there):
+            names = [printable(name) for name in rule.losses or ()]
+            return _NO_LOSS.format(names=", ".join(names))
+        if all(param.grad is None for param in params):
             return _NONE_REACHED if self.arrived.isdisjoint(indices) else _CLEARED
-        return _UNOWNED if owned and counters[indices[0]] is counters.common else _UNSEEN
+        reason = _UNSEEN
+        counters = self._context.counters
+        if owned and counters[indices[0]] is counters.common:
+            reason = _UNOWNED
+        return reason
 
 
 def _why_no_tensor(rule: Rule) -> str:

@@ -94,8 +94,7 @@ class Record(Effect):
         awaiting = [index for index in indices if _dist.is_partial(gradients[index])]
         if not awaiting or self.context.recorder.shared.together:
             return indices
-        names = shorten_names([self.context.names[index] for index in awaiting])
-        text = _AWAITING.format(names=names)
+        text = _AWAITING.format(names=shorten_names(self.context.names_of(awaiting)))
         self.log.notice_once("awaiting", text, rule=self.rule.id, step=step)
         return [index for index in indices if index not in awaiting]
 
@@ -113,7 +112,9 @@ class RecordContributions(Record):
     def after_pass(self, done: BackwardPass, bound: Bound) -> None:
         """Record the contributions of a pass."""
         rows = done.logged.get(self.rule.id, {})
-        indices = [index for index in bound.indices if index in rows] if rows else ()
+        if not rows:
+            return
+        indices = [index for index in bound.indices if index in rows]
         if not indices:
             return
         columns = bound.columns(indices)

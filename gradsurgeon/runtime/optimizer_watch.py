@@ -59,10 +59,10 @@ class OptimizerWatch:
         return len(self._owners) > 0
 
     def search(self, model_params: Iterable[Tensor]) -> bool:
-        found = owning(model_params)
-        for optimizer in found:
+        optimizers = owning(model_params)
+        for optimizer in optimizers:
             self.meet(optimizer)
-        return bool(found)
+        return bool(optimizers)
 
     def about_to_step(self, optimizer: Optimizer) -> None:
         owner = self._owners.get(optimizer)
@@ -92,7 +92,8 @@ class OptimizerWatch:
             if not self._owners:
                 self._manual.withdraw()
             counter = StepCounter(self._context.counters.begin(indices))
-            owner = self._owners[optimizer] = Owner(counter, self._hooks_on(optimizer))
+            owner = Owner(counter, self._hooks_on(optimizer))
+            self._owners[optimizer] = owner
         # The search above may have found parameters under new places.
         owners.note(optimizer, params)
         if owner is not None:
@@ -110,8 +111,7 @@ class OptimizerWatch:
 
     def go_after(self, others: Iterable[OptimizerWatch], optimizer: Optimizer) -> None:
         owner = self._owners.get(optimizer)
-        theirs = [watch._owners.get(optimizer) for watch in others]  # noqa: SLF001 # of its kind
-        newest = max((other.handles[-1].id for other in theirs if other is not None), default=-1)
+        newest = max(watch._known_owners.newest_hook(optimizer) for watch in others)  # noqa: SLF001 # of its kind
         if owner is not None and newest > owner.handles[-1].id:
             for handle in owner.handles:
                 handle.remove()
@@ -125,11 +125,12 @@ class OptimizerWatch:
     def _under_way(self) -> list[RunningStep]:
         """Return the steps that this thread is in the middle of; end the steps that have raised."""
         thread = threading.get_ident()
-        updates = [one for one in self._running() if one.thread == thread]
-        failed = [update for update in updates if not update.is_on_stack()]
-        for update in failed:
-            self._end(update, took_place=update.returned)
-        return [update for update in updates if update not in failed]
+        under_way = [update for update in self._running() if update.thread == thread]
+        for update in list(under_way):
+            if not update.is_on_stack():
+                under_way.remove(update)
+                self._end(update, took_place=update.returned)
+        return under_way
 
     def _running(self) -> list[RunningStep]:
         # A bound method equals another one of the same object.
@@ -146,20 +147,16 @@ class OptimizerWatch:
         for update in self._running():
             if not update.is_on_stack():
                 update.end()
-        stepping = [update.optimizer() for update in self._running()]
+        stepping = {id(update.optimizer()) for update in self._running()}
         for optimizer in list(self._owners):
-            if not any(optimizer is one for one in stepping):
-                self._let_go(optimizer)
-
-    def _let_go(self, optimizer: Optimizer) -> None:
-        for handle in self._owners.pop(optimizer).handles:
-            handle.remove()
+            if id(optimizer) not in stepping:
+                self._known_owners.let_go(optimizer)
 
     @uncompiled
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments | None:
-        # The frame of torch's wrapper. Only the frame tells a nested step from a failed step.
+        # The frame of torch's wrapper. Only the frame distinguishes a nested step from a failed step.
         frame = sys._getframe(1)  # noqa: SLF001 # documented
         try:
             return self._begin(optimizer, (args, kwargs), frame)
@@ -175,7 +172,7 @@ class OptimizerWatch:
         if self._closed or self._context.refusals.over or only_makes_state(optimizer):
             return None
         owner = self._owners[optimizer]
-        if running and any(self._known_owners.is_part_of(owner, one) for one in self._under_way()):
+        if running and self._known_owners.is_part_of_any(owner, self._under_way()):
             # The two steps are one update: rules act once.
             return None
         self._known_owners.claim(owner)
@@ -214,7 +211,8 @@ class OptimizerWatch:
         overflow = getattr(optimizer, "found_inf", None)
         scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
         if overflow is not None and scaler is not None:
-            if not (update.due.asks_host or self._effects.searches or _torch.is_host(overflow)):
+            needs_host = update.due.asks_host or bool(self._effects.judging)
+            if not needs_host and not _torch.is_host(overflow):
                 # The optimizer checks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)
@@ -245,7 +243,8 @@ class OptimizerWatch:
         del args, kwargs
         frame = sys._getframe(1)  # noqa: SLF001 # as above
         try:
-            if (update := self._of_frame(frame)) is not None:
+            update = self._of_frame(frame)
+            if update is not None:
                 update.returned = True
                 self._show(optimizer, update)
         except Exception as error:
@@ -255,9 +254,11 @@ class OptimizerWatch:
     def _show(self, optimizer: Optimizer, update: RunningStep) -> None:
         owner = self._owners[optimizer]
         cleared = update.has_cleared()
-        if cleared is not None:
+        if cleared is None:
+            cleared = owner.clears
+        else:
             owner.clears = cleared and owner.clears is not False
-        update.show(cleared=bool(owner.clears if cleared is None else cleared))
+        update.show(cleared=bool(cleared))
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -290,9 +291,7 @@ class OptimizerWatch:
     def _end(self, update: RunningStep, *, took_place: bool = True) -> None:
         update.end()
         if self._closed:
-            optimizer = update.optimizer()
-            if optimizer is not None and optimizer in self._owners:
-                self._let_go(optimizer)
+            self._known_owners.let_go(update.optimizer())
             return
         if update.overflowed is not None:
             self._events.step_skipped_by_scaler(update.counter, update.overflowed)

@@ -1,4 +1,4 @@
-"""Questions to optimizers: which own some parameters, what they hold, and whether a step is one."""
+"""Questions to optimizers: which of them own some parameters, which tensors they hold, and whether a step is an update."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def versions(optimizer: Optimizer) -> list[int]:
 
 
 def owning(params: Iterable[Tensor]) -> list[Optimizer]:
-    wanted = {id(param) for param in params}
+    wanted = set(map(id, params))
 
-    def candidates() -> list[Optimizer]:
-        return [
-            optimizer
-            for optimizer in _live.instances(Optimizer)
-            if any(id(param) in wanted for param in params_of(optimizer))
-            and _torch.stepping(optimizer) is not None
-        ]
+    def search() -> list[Optimizer]:
+        candidates = []
+        for optimizer in _live.instances(Optimizer):
+            owned = wanted.intersection(map(id, params_of(optimizer)))
+            if owned and _torch.stepping(optimizer) is not None:
+                candidates.append(optimizer)
+        return candidates
 
-    if not candidates():
+    if not search():
         return []
     # Garbage that still waits for collection must not pass for the owner.
     gc.collect()
-    return candidates()
+    return search()
 
 
 def first_with_gradient(optimizer: Optimizer) -> Tensor | None:
@@ -45,7 +45,7 @@ def first_with_gradient(optimizer: Optimizer) -> Tensor | None:
 
 
 def only_makes_state(optimizer: Optimizer) -> bool:
-    """Tell whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
+    """Return whether `torch.distributed.checkpoint` steps a fresh optimizer to create its state."""
     module = "torch.distributed.checkpoint.state_dict"
     if optimizer.state or module not in sys.modules:
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -44,11 +44,9 @@ class Owners:
         )
 
     def is_known(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-        """Tell whether optimizer and model have the parameters that they had at the last comparison."""
-        return self._known.get(optimizer) == (
-            list(map(id, params)),
-            self._context.parameters.ids(),
-        )
+        """Return whether optimizer and model have the parameters that they had at the last comparison."""
+        ids = (list(map(id, params)), self._context.parameters.ids())
+        return self._known.get(optimizer) == ids
 
     def note(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         self._known[optimizer] = list(map(id, params)), self._context.parameters.ids()
@@ -72,10 +70,29 @@ class Owners:
             counters.claim(owner.indices, owner.counter)
             owner.version = counters.version
 
-    def is_part_of(self, owner: Owner, outer: RunningStep) -> bool:
-        """Tell whether a step is one with an outer step, as by `super().step()`, or in a wrapper."""
+    def newest_hook(self, optimizer: Optimizer) -> int:
+        """Return the id of the last hook on an optimizer, -1 without one. Torch counts ids up."""
+        owner = self.by_optimizer.get(optimizer)
+        return -1 if owner is None else owner.handles[-1].id
+
+    def let_go(self, optimizer: Optimizer | None) -> None:
+        """Take the hooks off an optimizer, if it owns parameters."""
+        if optimizer is None or optimizer not in self.by_optimizer:
+            return
+        for handle in self.by_optimizer.pop(optimizer).handles:
+            handle.remove()
+
+    def is_part_of_any(self, owner: Owner, outer_steps: Iterable[RunningStep]) -> bool:
+        """Return whether a step is one with an outer step, as by `super().step()`, or in a wrapper."""
+        return any(self._is_part_of(owner, outer) for outer in outer_steps)
+
+    def _is_part_of(self, owner: Owner, outer: RunningStep) -> bool:
         optimizer = outer.optimizer()
-        around = None if optimizer is None else self.by_optimizer.get(optimizer)
+        if optimizer is None:
+            return False
+        around = self.by_optimizer.get(optimizer)
         if around is None:
             return False
-        return around is owner or (outer.judged and set(owner.indices) <= set(around.indices))
+        if around is owner:
+            return True
+        return outer.judged and set(owner.indices) <= set(around.indices)

@@ -39,7 +39,8 @@ class ArrivalHook(Hook):
     @uncompiled
     def __call__(self, param: Tensor) -> None:
         # The hook runs during a pause also: other ranks may wait for a paused rank.
-        if (passes := self._passes()) is None:
+        passes = self._passes()
+        if passes is None:
             return
         try:
             self._note(passes, param)
@@ -100,7 +101,9 @@ class TensorHook(Hook):
         out = grad
         for effect in due:
             out = _edited(effect, out, origin) if effect.edits else effect.on_tensor(out, origin)
-        return None if out is grad or context.mode == "observe" else out
+        if out is grad or context.mode == "observe":
+            return None
+        return out
 
 
 def _edited(effect: Effect, grad: Tensor, origin: Origin) -> Tensor:
@@ -114,7 +117,11 @@ def _edited(effect: Effect, grad: Tensor, origin: Origin) -> Tensor:
         )
     part = _dist.local(grad)
     out = effect.on_tensor(part, origin)
-    return grad if out is part else _dist.like(out, grad) if _dist.is_sharded(grad) else out
+    if out is part:
+        return grad
+    if _dist.is_sharded(grad):
+        return _dist.like(out, grad)
+    return out
 
 
 class ParamHooks:
@@ -122,8 +129,7 @@ class ParamHooks:
         self._context = context
         self._passes = passes
         self._effects = by_parameter(effects.on_params("backward"))
-        judging = [effect for effect in effects.on_params("accumulated") if effect.judges]
-        self._trapped = by_parameter(judging)
+        self._trapped = by_parameter(effects.judging)
         self._armed = effects.watched
         self._handles: dict[int, list[RemovableHandle]] = {}
 
@@ -134,17 +140,22 @@ class ParamHooks:
                 self.rearm(index)
 
     def _is_armed(self, index: int) -> bool:
-        """Tell whether the parameter now under the name has its hooks, all of them."""
+        """Return whether the parameter now under the name has its hooks, all of them."""
         param = self._context.parameters.param(index)
         if param is None:
             return False
         handles = self._handles.get(index, [])
-        if (index in self._effects) + (_dist.world() > 1) != len(handles):
+        wanted = 0
+        if index in self._effects:
+            wanted += 1
+        if _dist.world() > 1:
+            wanted += 1
+        if len(handles) != wanted:
             return False
         return all(_torch.is_hook_of(param, handle) for handle in handles)
 
     def rearm(self, index: int) -> bool:
-        """Put the hooks on the parameter now under the name; tell whether there is a parameter."""
+        """Put the hooks on the parameter now under the name; return whether there is a parameter."""
         for handle in self._handles.pop(index, []):
             handle.remove()
         param = self._context.parameters.param(index)
@@ -155,14 +166,18 @@ class ParamHooks:
         return param is not None
 
     def taken_off(self) -> list[int]:
-        return [
-            index
-            for index, handles in self._handles.items()
-            if any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in handles)
-        ]
+        """Return the parameters with a hook that other code removed."""
+        taken_off = []
+        for index, handles in self._handles.items():
+            for handle in handles:
+                hooks = handle.hooks_dict_ref()
+                if hooks is None or handle.id not in hooks:
+                    taken_off.append(index)
+                    break
+        return taken_off
 
     def revive(self, index: int) -> bool:
-        """Reinstall hooks on a parameter whose content was swapped; tell whether the parameter has hooks."""
+        """Reinstall hooks on a parameter whose content was swapped; return whether the parameter has hooks."""
         param = self._context.parameters.param(index)
         if param is None or not self._handles.get(index):
             return False
@@ -179,7 +194,8 @@ class ParamHooks:
                 _torch.forget_empty_hooks(param)
 
     def _put(self, index: int, param: Tensor) -> Iterator[RemovableHandle]:
-        if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
+        can_have_grad = param.is_floating_point() or param.is_complex()
+        if param.is_inference() or not can_have_grad:
             return  # Integers and inference tensors never have a gradient.
         if not param.is_leaf:
             name = printable(self._context.names[index])

@@ -38,16 +38,19 @@ class Parameters:
         by_name: dict[str, Place] = {}
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
-        self._places = [
-            by_name.get(name, place) for name, place in zip(self._names, self._places, strict=True)
-        ]
         # This rank's shards of parameters, by tensor. Held until the modules are gone: torch swaps no tensor that has
         # weak references.
-        self._shards = {
-            index: param
-            for index, param in enumerate(map(held, self._places))
-            if param is not None and _dist.is_sharded(param)
-        }
+        shards: dict[int, Tensor] = {}
+        places = []
+        for index, name in enumerate(self._names):
+            place = by_name.get(name, self._places[index])
+            places.append(place)
+            param = held(place)
+            if param is not None and _dist.is_sharded(param):
+                shards[index] = param
+        # Replaced at once: another thread may be looking parameters up.
+        self._places = places
+        self._shards = shards
         # The parameters that the rules were bound to.
         self._bound = self.ids()
 
@@ -62,40 +65,53 @@ class Parameters:
 
     def params(self, indices: Iterable[int] | None = None) -> list[Tensor | None]:
         """Return all or some parameters, with ``None`` for names that are gone."""
-        wanted = None if indices is None else list(indices)
-        places = self._places if wanted is None else [self._places[i] for i in wanted]
+        wanted: Sequence[int]
+        if indices is None:
+            wanted = range(len(self._places))
+            places = self._places
+        else:
+            wanted = list(indices)
+            places = [self._places[index] for index in wanted]
         params: list[Tensor | None]
         try:
             params = [owner[key] for owner, key in places]
         except KeyError:  # some names are gone
-            params = list(map(held, places))
+            params = [held(place) for place in places]
         if not self._shards:
             return params
-        numbers = range(len(params)) if wanted is None else wanted
-        return list(map(self._as_divided, numbers, params))
+        return list(map(self._as_divided, wanted, params))
+
+    def present(self, indices: Iterable[int] | None = None) -> list[Tensor]:
+        """Return all or some parameters, without names that are gone."""
+        return [param for param in self.params(indices) if param is not None]
 
     def are_trained(self) -> bool:
-        return any(param is not None and param.requires_grad for param in self.params())
+        return any(param.requires_grad for param in self.present())
 
     def ids(self) -> list[int]:
-        return list(map(id, self.params()))
+        return list(map(id, self.params()))  # no loop in Python: asked in every step
 
     def grads(self, indices: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
         """Return the tensors that have a gradient now, among all or some in ascending order, and these gradients."""
         wanted = list(range(len(self._places)) if indices is None else indices)
-        # A parameter that is gone has no gradient.
-        params = self.params(None if len(wanted) == len(self._places) else wanted)
+        params = self.params() if len(wanted) == len(self._places) else self.params(wanted)
         try:
             grads: list[Any] = list(map(_grad, params))
         except AttributeError:  # some names are gone
-            grads = [None if param is None else param.grad for param in params]
+            # A parameter that is gone has no gradient.
+            grads = [getattr(param, "grad", None) for param in params]
         if type(None) not in map(type, grads):
             return wanted, grads
-        having = [index for index, grad in zip(wanted, grads, strict=True) if grad is not None]
-        return having, [grad for grad in grads if grad is not None]
+        having = []
+        present = []
+        for index, grad in zip(wanted, grads, strict=True):
+            if grad is not None:
+                having.append(index)
+                present.append(grad)
+        return having, present
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
-        wanted = {id(param) for param in params}
+        wanted = set(map(id, params))
         return [index for index, identity in enumerate(self.ids()) if identity in wanted]
 
     def tensor_at(self) -> dict[tuple[int, str], int]:
@@ -107,8 +123,7 @@ class Parameters:
         now = self.ids()
         if now == self._bound:
             return []
-        pairs = enumerate(zip(self._bound, now, strict=True))
-        return [index for index, (bound, param) in pairs if bound != param]
+        return [index for index, param in enumerate(now) if param != self._bound[index]]
 
     def drop(self, indices: Iterable[int]) -> None:
         """Take parameters for gone from now on."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +19,17 @@ from gradsurgeon.tensors.measure import Norms
 
 # By rule and by tensor: the statistics of the contribution of a pass, or a copy if the contribution is small.
 Logged = dict[str, dict[int, Tensor | tuple[Tensor, ...]]]
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """Facts that hooks collected since the last pass; ``module`` if a gradient came to a module's tensor or a tag."""
+
+    order: list[int] = field(default_factory=list)
+    calls: dict[int, int] = field(default_factory=partial(defaultdict, int))
+    logged: Logged = field(default_factory=partial(defaultdict, dict))
+    contributed: dict[int, Tensor] = field(default_factory=dict)
+    module: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,17 +81,28 @@ class GradientSnapshot:
     def arrived(self) -> list[list[int]]:
         """Return all tensors of the pass in the order of their gradients, in one list where it is unknown; -1 is no parameter."""
         if self.done.graph is not None:
-            by_id = {identity: index for index, identity in enumerate(self.parameters.ids())}
-            groups = self.done.graph.groups()
-            return [[by_id.get(id(leaf), -1) for leaf in group] for group in groups]
+            return self._arrived_in(self.done.graph)
         # Only matched parameters have hooks that see the order: other parameters may have come before them.
-        told = set(self.done.indices)
-        params = enumerate(self.parameters.params())
-        others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
-        return [*([others] if others else []), *([index] for index in self.done.indices)]
+        known = set(self.done.indices)
+        others = []
+        for index, param in enumerate(self.parameters.params()):
+            if param is not None and param.requires_grad and index not in known:
+                others.append(index)
+        groups = [[index] for index in self.done.indices]
+        if others:
+            groups.insert(0, others)
+        return groups
+
+    def _arrived_in(self, graph: BackwardGraph) -> list[list[int]]:
+        by_id = {identity: index for index, identity in enumerate(self.parameters.ids())}
+        arrived = []
+        for leaves in graph.groups():
+            indices = [by_id.get(id(leaf), -1) for leaf in leaves]
+            arrived.append(indices)
+        return arrived
 
     def among(self, indices: Sequence[int]) -> GradientSnapshot:
-        """Return what it says of some of its parameters."""
+        """Return the snapshot of some of its parameters."""
         own = set(indices).intersection(self.members)
         return replace(
             self,
@@ -89,9 +113,13 @@ class GradientSnapshot:
 
     def without_graph(self) -> GradientSnapshot:
         """Return a copy without the graph, which keeps tensors alive; with the order that a report may need."""
-        finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
-        first = () if finite else self.order
-        indices = tuple(dict.fromkeys((*first, *self.done.indices)))
+        order: Sequence[int] = ()
+        for _, norms in self.norms:
+            # Norms on a device are not read here: that would wait.
+            if not _torch.is_host(norms) or not norms.isfinite().all():
+                order = self.order
+                break
+        indices = tuple(dict.fromkeys((*order, *self.done.indices)))
         return replace(self, done=replace(self.done, indices=indices, graph=None))
 
 
@@ -103,11 +131,10 @@ class PassHistory:
 
     def add(self, snapshot: GradientSnapshot) -> None:
         members = set(snapshot.members)
-        # A step of many micro-batches must not keep the graph of each.
-        self._snapshots = [
-            earlier if members.isdisjoint(earlier.members) else earlier.without_graph()
-            for earlier in self._snapshots
-        ]
+        for place, earlier in enumerate(self._snapshots):
+            # A step of many micro-batches must not keep the graph of each.
+            if not members.isdisjoint(earlier.members):
+                self._snapshots[place] = earlier.without_graph()
         self._snapshots.append(snapshot)
 
     def feeding(self, counter: StepCounter) -> Sequence[GradientSnapshot]:

@@ -3,7 +3,6 @@
 import hashlib
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
@@ -17,7 +16,7 @@ from gradsurgeon.runtime.effect import Due
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.votes_heard import ALONE, Heard
+from gradsurgeon.runtime.votes_heard import ALONE, Heard, VotedPass
 from gradsurgeon.tensors import _dist
 
 _OWN_NORM = (
@@ -34,44 +33,46 @@ _ALONE = (
 )
 
 
-@dataclass(slots=True)
-class _Voted:
-    """A pass that was voted on, and the tensors whose last pass it is."""
-
-    voter: Voter
-    number: int
-    indices: set[int]
-
-
 class RankAgreement:
     """The votes of a session on updates. In one process nothing is voted on."""
 
     def __init__(self, context: Context, effects: Effects) -> None:
         self._context = context
         self._effects = effects
-        acting = context.rules if context.mode == "act" else ()
-        self._decides = any(map(_decides, acting))
-        # Decisions by norms that all ranks have need no vote.
-        self._votes = any(_decides(rule) and self._is_trap(rule) for rule in acting)
-        # Losses in both modes, because ranks average the gradients of single losses.
-        self._drifts = any(map(_lets_drift, acting)) or any(map(_averages_losses, context.rules))
-        # In both modes: rules that measure whole gradients at the update, although ranks hold shards.
-        self._measures = any(map(self._measures_whole, context.rules))
+        self._decides = False
+        self._votes = False
+        self._drifts = False
+        self._measures = False
         # Rules that record shards.
-        self._records = any(map(_records, context.rules))
+        self._records = False
+        for rule in context.rules:
+            self._note_needs(rule)
         # The roll of the ranks in some groups, by the names of these groups.
         self._rolls: dict[tuple[str, ...], Roll | None] = {}
         self._seeks = False
         self._voters: dict[tuple[str, ...], Voter] = {}
-        self._voted: list[_Voted] = []
+        self._voted: list[VotedPass] = []
         # The rules, with their tensors, whose norms were checked.
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
 
-    def _is_trap(self, rule: Rule) -> bool:
-        return self._effects[rule.id].votes
+    def _note_needs(self, rule: Rule) -> None:
+        if self._context.mode == "act":
+            if _decides(rule):
+                self._decides = True
+                # Decisions by norms that all ranks have need no vote.
+                self._votes |= self._effects[rule.id].votes
+            if _lets_drift(rule):
+                self._drifts = True
+        # The other needs exist in both modes, because ranks work together to measure and to average.
+        if _averages_losses(rule):
+            self._drifts = True
+        if self._measures_whole(rule):
+            self._measures = True
+        if _records(rule):
+            self._records = True
 
     def _measures_whole(self, rule: Rule) -> bool:
-        """Tell whether a rule takes norms or statistics over all shards of a gradient."""
+        """Return whether a rule takes norms or statistics over all shards of a gradient."""
         return rule.target == "params" and self._effects[rule.id].measures
 
     def find_sessions(self, done: BackwardPass) -> None:
@@ -82,7 +83,7 @@ class RankAgreement:
             self.roll(self._groups(done))
 
     def _share_rows(self, groups: _dist.Groups) -> None:
-        """Let the ranks of some groups exchange their rows of shards. Rows wait for ranks without rules that act."""
+        """Arrange that the ranks of some groups exchange their rows of shards. Rows wait for ranks without rules that act."""
         shared = self._context.recorder.shared
         if self._measures or self._decides or self._drifts:
             roll = self.roll(groups)
@@ -93,7 +94,7 @@ class RankAgreement:
             shared.seek(self._meeting(groups).find)
 
     def votes(self, done: BackwardPass) -> bool:
-        """Tell whether the ranks vote on the update after a pass."""
+        """Return whether the ranks vote on the update after a pass."""
         return bool(self._voting(done))
 
     def _voting(self, done: BackwardPass) -> _dist.Groups:
@@ -104,7 +105,7 @@ class RankAgreement:
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
         """Cast this rank's objections to the update after a pass, without waiting."""
         groups = self._voting(done)
-        if not (self._voted or groups):
+        if not self._voted and not groups:
             return
         indices = set(done.indices)
         for earlier in self._voted:
@@ -117,38 +118,48 @@ class RankAgreement:
             return
         if names not in self._voters:
             hosts = [session.host for session in roll.sessions.values()]
-            self._voters[names] = Voter(roll.channel, hosts, _dist.patience(groups), self._tell)
+            self._voters[names] = Voter(roll.channel, hosts, _dist.patience(groups), self._warn)
         voter = self._voters[names]
-        self._voted.append(_Voted(voter, voter.cast(objections), indices))
+        self._voted.append(VotedPass(voter, voter.cast(objections), indices))
 
     def heard(self, counter: StepCounter) -> Heard:
         """Return the votes of the ranks on an update. Waits for votes, never for updates."""
         context = self._context
         if not context.ranks.are_several:
             return ALONE
-        indices = set(counter.indices) if self._voted else set()
-        voted = (one for one in reversed(self._voted) if not one.indices.isdisjoint(indices))
-        if (last := next(voted, None)) is None:
+        indices = set(counter.indices)
+        last = None
+        for voted in self._voted:
+            if not voted.indices.isdisjoint(indices):
+                last = voted
+        if last is None:
+            return self._heard_without_votes(counter)
+        decision = last.voter.decision(last.number)
+        if decision is None:
+            decision = VoteResult()
+        unanimous = decision.unanimous
+        objections = []
+        for objection in decision.objections:
+            index = context.index_of.get(objection.concerns)
+            # A rank can have parameters that this rank lacks.
+            if index is None or index in indices:
+                objections.append(objection)
+                if objection.severity <= FINE:
+                    unanimous = False
+        return Heard(last.voter, tuple(objections), unanimous)
+
+    def _heard_without_votes(self, counter: StepCounter) -> Heard:
+        context = self._context
+        if counter.passes:
             # If a rank without rules is known, an earlier notice has said so.
-            if self._votes and counter.passes and None not in self._rolls.values():
+            if self._votes and None not in self._rolls.values():
                 context.event_log.notice_once("alone", _ALONE, step=counter.step)
-            # A session attached after the backward pass has not heard the findings of other ranks.
-            missed = not counter.passes and (
-                context.ranks.wrappers_of(counter.indices)
-                or context.ranks.shard_groups(counter.indices)
-            )
-            return Heard() if missed else ALONE
-        told = last.voter.decision(last.number)
-        decision = told or VoteResult()
-        names = context.names
-        # A rank can have parameters that this rank lacks.
-        objections = tuple(
-            one
-            for one in decision.objections
-            if one.concerns not in names or names.index(one.concerns) in indices
-        )
-        unanimous = decision.unanimous and all(one.severity > FINE for one in objections)
-        return Heard(last.voter, objections, unanimous)
+            return ALONE
+        # A session attached after the backward pass has not heard the findings of other ranks.
+        ranks = context.ranks
+        if ranks.wrappers_of(counter.indices) or ranks.shard_groups(counter.indices):
+            return Heard()
+        return ALONE
 
     def close(self) -> None:
         self._voted.clear()
@@ -157,25 +168,30 @@ class RankAgreement:
             if roll is not None:
                 roll.channel.close()
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
 
     def check_norms(self, counter: StepCounter, due: Due) -> None:
         """Warn once per rule whose norm differs by rank; refuse a `spike-trap` that would stop by such a norm."""
         context = self._context
-        for bound in due.at_step if context.ranks.is_reducing else ():
+        if not context.ranks.is_reducing:
+            return
+        for bound in due.at_step:
             rule = bound.rule
             indices = bound.indices
             # A rule that stops or skips an update by norms at the update itself.
             judges = _decides(rule)
-            one_norm = rule.edits and getattr(rule, "per", "") == "rule"
-            if not (judges or one_norm) or (rule.id, indices) in self._asked:
+            has_one_norm = rule.edits and getattr(rule, "per", "") == "rule"
+            is_concerned = judges or has_one_norm
+            if not is_concerned or (rule.id, indices) in self._asked:
                 continue
             self._asked.add((rule.id, indices))
-            own = [context.names[index] for index in context.ranks.own(indices)]
-            if own and judges and context.mode == "act":
+            own = context.names_of(context.ranks.own(indices))
+            if not own:
+                continue
+            if judges and context.mode == "act":
                 raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(own)))
-            if own and one_norm and len(own) < len(indices):
+            if has_one_norm and len(own) < len(indices):
                 text = _OWN_NORM.format(name=own[0])
                 log = context.event_log
                 log.notice_once("own norm", text, rule=rule.id, step=counter.step, warn=True)
@@ -196,27 +212,31 @@ class RankAgreement:
         return self._rolls[names]
 
     def _meeting(self, groups: _dist.Groups) -> Meeting:
-        """Tell the ranks of some groups that this session is there."""
+        """Announce this session to the ranks of some groups."""
         context = self._context
-        peers = tuple(sorted({rank for group in groups for rank in _dist.members(group)}))
-        fingerprint = self._fingerprint(shared=self._shares(groups))
+        peers: set[int] = set()
+        for group in groups:
+            peers.update(_dist.members(group))
+        plan = self._fingerprint(shared=self._shares(groups))
         # An update that one rank makes alone shifts only schedules.
-        scheduled = any(not rule.steps.always for rule in context.rules)
-        step = context.counters.latest if scheduled else 0
-        host = platform.node()
-        info = SessionInfo(fingerprint, step, self._drifts, self._measures, host, peers)
+        is_scheduled = not all(rule.steps.always for rule in context.rules)
+        step = context.counters.latest if is_scheduled else 0
+        members = tuple(sorted(peers))
+        info = SessionInfo(plan, step, self._drifts, self._measures, platform.node(), members)
         return Meeting(groups, context.ranks.shapes(groups), info)
 
     def _shares(self, groups: _dist.Groups) -> bool:
-        """Tell whether parameters are divided over some of these groups."""
+        """Return whether parameters are divided over some of these groups."""
         ranks = self._context.ranks
         divided = ranks.shard_groups(range(len(self._context.names)))
         return not set(divided).isdisjoint(groups)
 
     def _call(self, groups: _dist.Groups) -> Roll | None:
         context = self._context
-        params = [param for param in context.parameters.params() if param is not None]
-        for device in {_dist.local(param).device for param in params}:
+        devices = set()
+        for param in context.parameters.present():
+            devices.add(_dist.local(param).device)
+        for device in devices:
             # The host may have run ahead of the ranks' common work on the device, by more than the time limit.
             _dist.settle(device)
         meeting = self._meeting(groups)
@@ -225,9 +245,12 @@ class RankAgreement:
         if not roll.lacking:
             return roll
         roll.channel.close()
-        shared = self._shares(groups)
-        measured = shared and (self._measures or any(s.measures for s in roll.sessions.values()))
-        if measured or any(answer.drifts for answer in roll.sessions.values()):
+        measures = self._measures
+        drifts = False
+        for session in roll.sessions.values():
+            measures |= session.measures
+            drifts |= session.drifts
+        if drifts or (measures and self._shares(groups)):
             raise GradSurgeonError(
                 f"{roll.lacking}: norms over shards, and gradients of single losses, would wait for ever, and weights "
                 f"would drift apart if a step is skipped or a final gradient edited; {REMEDY}"
@@ -238,15 +261,14 @@ class RankAgreement:
 
     def _fingerprint(self, *, shared: bool) -> str:
         """Return a hash of the mode and of the rules that all ranks must have."""
-        rules = [
-            rule.model_dump_json()
-            for rule in self._context.rules
-            if _decides(rule)
-            or _changes(rule)
-            or _averages_losses(rule)
-            or (shared and (self._measures_whole(rule) or _records(rule)))
-        ]
-        return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
+        lines: list[str] = [self._context.mode]
+        for rule in self._context.rules:
+            is_common = _decides(rule) or _changes(rule) or _averages_losses(rule)
+            if shared and not is_common:
+                is_common = self._measures_whole(rule) or _records(rule)
+            if is_common:
+                lines.append(rule.model_dump_json())
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _names(groups: _dist.Groups) -> tuple[str, ...]:
@@ -270,6 +292,7 @@ def _decides(rule: Rule) -> bool:
 
 
 def _lets_drift(rule: Rule) -> bool:
-    """Tell whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
-    edits = _changes(rule) and rule.target == "params" and rule.point == "step"
-    return edits or getattr(rule, "then", "") == "skip-step"
+    """Return whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
+    if getattr(rule, "then", "") == "skip-step":
+        return True
+    return _changes(rule) and rule.target == "params" and rule.point == "step"

@@ -45,7 +45,7 @@ class Guard:
         return isinstance(error, Exception) and self.settles(error)
 
     def settles(self, error: Exception) -> bool:
-        """Report an error if the script is to go on; tell whether it is. Code that runs often calls this on errors alone."""
+        """Report an error if the script is to go on; return whether it is. Code that runs often calls this on errors alone."""
         if not self.lenient or isinstance(error, TrapError) or _torch.is_control_flow(error):
             return False
         with suppress(Exception):  # a second fault must not end the script either
@@ -61,9 +61,10 @@ class Guard:
 
 
 def settle_for_all(guards: Sequence[Guard], error: Exception) -> bool:
-    """Report an error in work for several sessions; tell whether the script goes on: all of them must be lenient."""
-    is_lenient = bool(guards) and all(guard.lenient for guard in guards)
-    return is_lenient and all(guard.settles(error) for guard in guards)
+    """Report an error in work for several sessions; return whether the script goes on: all of them must be lenient."""
+    if not guards or not all(guard.lenient for guard in guards):
+        return False
+    return all(guard.settles(error) for guard in guards)
 
 
 class Refusals(Guard):
@@ -98,7 +99,8 @@ class Refusals(Guard):
 
     def refuse_rules(self, rules: Iterable[str], why: str) -> None:
         """Refuse rules, if there are any, for one reason."""
-        if refused := list(dict.fromkeys(rules)):
+        refused = list(dict.fromkeys(rules))
+        if refused:
             self.refuse(BindError([f"rule {rule}: {why}" for rule in refused]), refused)
 
     def refuse_complaints(self, refused: Mapping[str, Sequence[str]]) -> None:
@@ -112,12 +114,12 @@ class Refusals(Guard):
             raise error
         if not self._abstained:
             self._abstained = True
-            self._tell(reason(error), ())
+            self._emit(reason(error), ())
 
     def soften_skips(self, rules: Iterable[str], why: str) -> None:
-        """Tell of traps that would skip updates, and only warn from now on."""
+        """Report traps that would skip updates, and only warn from now on."""
         for rule in rules:
-            self._tell(f"only warns: {why}", [rule])
+            self._emit(f"only warns: {why}", [rule])
 
     def settle(self, error: Exception) -> None:
         self._rest(error, self._schedule.rules)
@@ -129,17 +131,21 @@ class Refusals(Guard):
         self._event_log.excuse(news)
         self.over = self._schedule.resting.issuperset(self._schedule.rules)
         if not self.over:
-            self._tell(f"{'rests' if len(news) == 1 else 'rest'}: {reason(error)}", news)
+            verb = "rests" if len(news) == 1 else "rest"
+            self._emit(f"{verb}: {reason(error)}", news)
             return
-        self._tell(f"no rule acts: {reason(error)}", ())
+        self._emit(f"no rule acts: {reason(error)}", ())
         for reference in self._last_acts:
             with suppress(Exception):
-                if (act := reference()) is not None:
+                act = reference()
+                if act is not None:
                     act()
 
-    def _tell(self, text: str, rules: Collection[str]) -> None:
-        """Say a line, and record it as an event; a recorder that fails must not keep the line back."""
-        rule = next(iter(rules)) if len(rules) == 1 else ""
+    def _emit(self, text: str, rules: Collection[str]) -> None:
+        """Warn, and record the warning as an event; a recorder that fails must not suppress the warning."""
+        rule = ""
+        if len(rules) == 1:
+            (rule,) = rules
         if len(rules) > 1:
             text = f"{shorten_names([*rules])} {text}"
         self._event_log.warn(text, rule=rule)
@@ -150,11 +156,13 @@ class Refusals(Guard):
 def reason(error: Exception) -> str:
     """Return in one line why rules cannot act."""
     if isinstance(error, BindError):
-        return "; ".join(dict.fromkeys(_RULE.sub("", text, 1) for text in error.complaints))
+        complaints = [_RULE.sub("", text, 1) for text in error.complaints]
+        return "; ".join(dict.fromkeys(complaints))
     text = printable(str(error).partition("\n")[0])
     if isinstance(error, GradSurgeonError):
         return _RULE.sub("", text, 1)
-    if failure := _torch.device_failure(error):
+    failure = _torch.device_failure(error)
+    if failure:
         return printable(failure)
     return f"{type(error).__name__}: {text} ({_place(error)}; a fault of gradsurgeon, please report it)"
 

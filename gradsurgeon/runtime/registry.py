@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 
@@ -45,28 +46,38 @@ _on_tags: list[str] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
-    return next(
-        (attachment for attachment in applied_to(model) if attachment.model() is model), None
-    )
+    for attachment in applied_to(model):
+        if attachment.model() is model:
+            return attachment
+    return None
 
 
 def applied_to(model: nn.Module) -> list[Attachment]:
     """Return the session of a model, and sessions left behind by an earlier container of its modules."""
     with _changing:
-        attachments = [one for one in _attached if not (one.removed or one.options.beside)]
-    modules = set(model.modules()) if any(one.model() is None for one in attachments) else set()
-    return [
-        one
-        for one in attachments
-        if one.model() is model
-        or (one.model() is None and not modules.isdisjoint(one.controller.model.modules))
-    ]
+        attachments = list(_attached)
+    applied = []
+    for attachment in attachments:
+        if attachment.removed or attachment.options.beside:
+            continue
+        if attachment.model() is model or _has_outlived(attachment, model):
+            applied.append(attachment)
+    return applied
+
+
+def _has_outlived(attachment: Attachment, model: nn.Module) -> bool:
+    """Return whether the model of a session is gone, and another model has some of its modules."""
+    if attachment.model() is not None:
+        return False
+    return not set(model.modules()).isdisjoint(attachment.controller.model.modules)
 
 
 def watch_steps() -> None:
     """Watch every optimizer step until `unwatch_steps`; called before a step in which a session may be attached."""
-    first = _watching_steps[:1] or [register_optimizer_step_pre_hook(_on_step)]
-    _watching_steps.extend(first)
+    if _watching_steps:
+        _watching_steps.append(_watching_steps[0])
+    else:
+        _watching_steps.append(register_optimizer_step_pre_hook(_on_step))
 
 
 def unwatch_steps() -> None:
@@ -78,7 +89,7 @@ def unwatch_steps() -> None:
 
 def enter(model: nn.Module, attachment: Attachment) -> None:
     beside = attachment.options.beside
-    old = [] if beside else applied_to(model)
+    replaced = [] if beside else applied_to(model)
     # The finalizer notices when a model dies; it must not keep the model alive.
     finalizer = weakref.finalize(model, attachment.model_gone)
     finalizer.atexit = False
@@ -88,14 +99,14 @@ def enter(model: nn.Module, attachment: Attachment) -> None:
         finalizer.detach()
         raise
     try:
-        for one in old:
-            one.remove()
+        for earlier in replaced:
+            earlier.remove()
     except BaseException:  # Ctrl-C during a wait
         attachment.discard()
         raise
     with _changing:
         # Replaced at once: another thread may be about to iterate over the sessions.
-        _attached[:] = sorted([*_attached, attachment], key=lambda one: one.options.beside)
+        _attached[:] = sorted([*_attached, attachment], key=attrgetter("options.beside"))
         for other in _attached:
             if other.options.beside and not beside and other.model() is model:
                 other.controller.go_last()
@@ -107,15 +118,17 @@ def enter(model: nn.Module, attachment: Attachment) -> None:
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     finalizer.detach()
     with _changing:
-        _attached[:] = [one for one in _attached if not one.removed]
+        _attached[:] = [attachment for attachment in _attached if not attachment.removed]
         _sessions_changed()
         if _watching and not _attached:
             _watching.pop().close()
 
 
 def _sessions_changed() -> None:
-    sessions = [controller.effects for controller in _controllers()]
-    _on_tags[:] = [effect.rule.id for effects in sessions for effect in effects.tags]
+    on_tags = []
+    for controller in _controllers():
+        on_tags += [effect.rule.id for effect in controller.effects.tags]
+    _on_tags[:] = on_tags
     loss_backward.note_retained(wanted=bool(_with_loss_rules()))
 
 
@@ -140,7 +153,9 @@ def _watch() -> ExitStack:
 def tag(tensor: Tensor, name: str) -> Tensor:
     """Show a tensor to the rules of all sessions; return the tensor to go on with."""
     # Code compiled without rules on tags recompiles once this list is no longer empty.
-    return _show(tensor, name) if _on_tags else tensor
+    if not _on_tags:
+        return tensor
+    return _show(tensor, name)
 
 
 # Without rules on tags the call becomes part of the caller's graph, but never a graph of its own.
@@ -158,8 +173,13 @@ def _show(tensor: Tensor, name: str) -> Tensor:
 def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
     """Run the backward pass of the sum of losses, with the rules of all sessions on each loss's gradient."""
     controllers = _with_loss_rules()
-    modules = (module for one in controllers for module in one.model.modules)
-    loss_backward.backward(losses, scaler, [one.losses for one in controllers], modules)
+    rules = [controller.losses for controller in controllers]
+    loss_backward.backward(losses, scaler, rules, _modules_of(controllers))
+
+
+def _modules_of(controllers: Sequence[Controller]) -> Iterator[nn.Module]:
+    for controller in controllers:
+        yield from controller.model.modules
 
 
 @uncompiled
@@ -178,17 +198,18 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         try:
             _put_in_order(controllers, optimizer)
         except Exception as error:
-            if not settle_for_all([one.context.refusals for one in controllers], error):
+            if not settle_for_all([each.context.refusals for each in controllers], error):
                 raise
 
 
 def _put_in_order(controllers: Sequence[Controller], optimizer: Optimizer) -> None:
-    """Let the sessions of the launcher act after those of the script."""
-    others = [one.steps for one in controllers if not one.context.outside]
-    if others:
-        for controller in controllers:
-            if controller.context.outside:
-                controller.steps.go_after(others, optimizer)
+    """Make the sessions of the launcher act after the sessions of the script."""
+    others = [each.steps for each in controllers if not each.context.outside]
+    if not others:
+        return
+    for controller in controllers:
+        if controller.context.outside:
+            controller.steps.go_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
@@ -203,7 +224,9 @@ def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Schedule a search for replaced parameters and layers before the next forward pass."""
     del name, value
-    for controller in () if _before_forward else _controllers():
+    if _before_forward:
+        return
+    for controller in _controllers():
         with controller.context.refusals:
             if controller.model.knows(module):
                 look = module_hooks.register_module_forward_pre_hook(_look_at_models)
@@ -242,16 +265,18 @@ def _backward_watches() -> list[BackwardWatch]:
 
 def _before_pass(graph: BackwardGraph, inputs: Sequence[Tensor]) -> None:
     if data_parallel.is_any_awaiting():
-        loss_backward.before_plain_pass([one.losses for one in _with_loss_rules()], graph, inputs)
+        rules = [controller.losses for controller in _with_loss_rules()]
+        loss_backward.before_plain_pass(rules, graph, inputs)
 
 
 def _with_loss_rules() -> list[Controller]:
-    return [one for one in _controllers() if one.losses.effects]
+    return [controller for controller in _controllers() if controller.losses.effects]
 
 
 def _controllers() -> list[Controller]:
-    return [
-        attachment.controller
-        for attachment in tuple(_attached)
-        if not (attachment.removed or attachment.context.refusals.over)
-    ]
+    controllers = []
+    for attachment in tuple(_attached):
+        if attachment.removed or attachment.context.refusals.over:
+            continue
+        controllers.append(attachment.controller)
+    return controllers

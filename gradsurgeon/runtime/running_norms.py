@@ -63,8 +63,9 @@ class JudgedNorms:
         """The running means of the norms of the tensors, 0 for a tensor without a mean."""
         if not self.spikes.over_rule:
             return self.before[1]
-        usual = self.statistic.usual
-        return usual if self.columns is None else usual[self.columns]
+        if self.columns is None:
+            return self.statistic.usual
+        return self.statistic.usual[self.columns]
 
     @property
     def flags(self) -> Norms:
@@ -79,8 +80,7 @@ class JudgedNorms:
 
     def read(self, numbers: Tensor) -> tuple[list[float], list[float], Tensor]:
         """Return norms, passed norms and the state before, once the numbers of `to_be_read` are on the host."""
-        count, rows = len(self.norms), self.spikes.bound.rows
-        table = numbers.reshape(2 + rows, count)
+        table = numbers.reshape(2 + self.spikes.bound.rows, len(self.norms))
         norms, passed = table[:2].tolist()
         return norms, passed, table[2:]
 
@@ -93,23 +93,34 @@ class JudgedNorms:
 
     def learn(self) -> None:
         """Enter the norms into the statistic. A spike enters with the norm that `clip` would have let through."""
-        old, columns, over_rule = self.statistic, self.columns, self.spikes.over_rule
+        statistic = self.statistic
+        columns = self.columns
+        over_rule = self.spikes.over_rule
         if over_rule or columns is None:
-            old.kept = self.after
+            statistic.kept = self.after
         else:
-            old.kept = old.kept.index_copy(1, columns, self.after)
-        if over_rule and self.spikes.then != "clip":
-            each, usual = self.each * self.factors(self.indices), self.usual
-            new = (_BETA * usual + (1 - _BETA) * each).where(usual > 0, each)
-            new = new.where(each.isfinite(), usual)
-            old.usual = new if columns is None else old.usual.index_copy(0, columns, new)
+            statistic.kept = statistic.kept.index_copy(1, columns, self.after)
+        if not over_rule or self.spikes.then == "clip":
+            return
+        each = self.each * self.factors(self.indices)
+        usual = self.usual
+        new = (_BETA * usual + (1 - _BETA) * each).where(usual > 0, each)
+        new = new.where(each.isfinite(), usual)
+        if columns is None:
+            statistic.usual = new
+        else:
+            statistic.usual = statistic.usual.index_copy(0, columns, new)
 
 
 def regrouped(
     spikes: Spikes, indices: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
 ) -> RunningStatistic:
     """Return the learnt state of tensors that several statistics had; a norm over other tensors has none."""
-    device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
+    device = torch.device("cpu")
+    for statistic in earlier:
+        if statistic is not None:
+            device = statistic.kept.device
+            break
     columns = 1 if spikes.over_rule else len(indices)
     kept = torch.zeros(spikes.bound.rows, columns, dtype=_wide_dtype(device), device=device)
     new = RunningStatistic(indices, kept, kept.new_zeros(len(indices)))
@@ -120,7 +131,8 @@ def regrouped(
             if not spikes.over_rule:
                 kept[:, place] = old.kept[:, column].to(device)
     whole = earlier[0]
-    if spikes.over_rule and whole is not None and all(one is whole for one in earlier):
+    is_one = all(statistic is whole for statistic in earlier)
+    if spikes.over_rule and whole is not None and is_one:
         new.kept = whole.kept.clone()
     return new
 
@@ -139,19 +151,30 @@ _ABOVE_0 = 2
 
 def _sound(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
     for number, part in enumerate(rule.statistics):
-        count, kept, usual = len(part.params), part.kept, part.usual
+        count = len(part.params)
+        kept = part.kept
+        usual = part.usual
         # The bound of a rule that is gone has an unknown number of rows.
-        rows = (info.context or {}).get(rule.bound, len(kept) if kept.dim() else 0)
-        wanted = (rows, 1 if rule.per == "rule" else count), (count,)
-        if (kept.shape, usual.shape) != wanted or len(set(part.params)) < count:
-            sizes = f"{tuple(kept.shape)} and {tuple(usual.shape)}, should be {wanted[0]} and {wanted[1]}"
+        rows = len(kept) if kept.dim() else 0
+        if info.context:
+            rows = info.context.get(rule.bound, rows)
+        columns = 1 if rule.per == "rule" else count
+        have_sizes = kept.shape == (rows, columns) and usual.shape == (count,)
+        if not have_sizes or len(set(part.params)) < count:
+            sizes = f"{tuple(kept.shape)} and {tuple(usual.shape)}, should be {(rows, columns)} and {(count,)}"
             raise _flaw(f"statistic {number} of {count} parameters has numbers of sizes {sizes}")
-        plain = all(t.layout == torch.strided and t.is_floating_point() for t in (kept, usual))
-        if not (plain and kept.isfinite().all() and usual.isfinite().all()) or any(
-            bool(t.lt(0).any()) for t in (kept[:_ABOVE_0], usual)
-        ):
+        if not _is_learnable(kept, _ABOVE_0) or not _is_learnable(usual, count):
             raise _flaw(f"statistic {number} has numbers that a rule never learns")
     return rule
+
+
+def _is_learnable(numbers: Tensor, above_0: int) -> bool:
+    """Return whether all numbers are finite, and those of the first rows, ``above_0``, are not negative."""
+    if numbers.layout != torch.strided or not numbers.is_floating_point():
+        return False
+    if not numbers.isfinite().all():
+        return False
+    return not numbers[:above_0].lt(0).any()
 
 
 def _flaw(text: str) -> PydanticCustomError:

@@ -60,7 +60,7 @@ class RunningStep(WeightUpdate):
         self.returned = False
 
     def is_on_stack(self) -> bool:
-        """Tell whether the step still runs in its thread."""
+        """Return whether the step still runs in its thread."""
         # A variable with this function's own frame would be a cycle, which keeps all that its callers hold alive.
         return self.frame in callers(sys._current_frames().get(self.thread))  # noqa: SLF001 # documented
 
@@ -84,8 +84,10 @@ class RunningStep(WeightUpdate):
             self._counts = None
 
     def has_cleared(self) -> bool | None:
-        """Tell whether the step has cleared the gradients that it found; `None` if it found none."""
-        return None if self.witness is None else self.witness.grad is None
+        """Return whether the step has cleared the gradients that it found; `None` if it found none."""
+        if self.witness is None:
+            return None
+        return self.witness.grad is None
 
     def end(self) -> None:
         running.remove(self)
@@ -102,7 +104,7 @@ class HiddenGradients:
     """
 
     def __init__(self, optimizer: Optimizer, params: Iterable[Tensor | None]) -> None:
-        self._params = [param for param in params if param is not None]
+        self._params = list(params)
         self._grads: list[tuple[Tensor, Tensor]] = []
         self._thread = threading.get_ident()
         self._watching = ExitStack()
@@ -118,12 +120,13 @@ class HiddenGradients:
 
     def _take(self) -> None:
         for param in self._params:
-            if param.grad is not None:
+            if param is not None and param.grad is not None:
                 self._grads.append((param, param.grad))
                 param.grad = None
 
     def _give_back(self) -> None:
-        grads, self._grads = self._grads, []
+        grads = self._grads
+        self._grads = []
         for param, grad in grads:
             if param.grad is None:
                 # The step may have given the parameter another shape or dtype.
@@ -160,11 +163,13 @@ class Counts:
         self._tables = [(table, _numbers(table)) for table in tables]
 
     def put_back(self) -> None:
-        for key in [key for key in self._state if key not in self._known]:
-            del self._state[key]
+        for key in list(self._state):
+            if key not in self._known:
+                del self._state[key]
         for table, numbers in self._tables:
-            for key in [key for key in _numbers(table) if key not in numbers]:
-                del table[key]
+            for key in _numbers(table):
+                if key not in numbers:
+                    del table[key]
             for key, (value, content) in numbers.items():
                 if content is not None:
                     # Schedulers and captured graphs hold the tensor itself.
@@ -174,7 +179,7 @@ class Counts:
 
 
 def _numbers(table: dict[Any, Any]) -> dict[Any, tuple[Any, Tensor | None]]:
-    """Return the numbers in a table, with a copy of the content of those that are tensors."""
+    """Return the numbers in a table, with a copy of the content of each tensor among them."""
     numbers: dict[Any, tuple[Any, Tensor | None]] = {}
     for key, value in table.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -205,7 +210,7 @@ def _leave(leave: Callable[..., Any], *args: Any) -> Any:
         if running:
             # The caller of the patched function.
             frame = sys._getframe(2)  # noqa: SLF001 # documented
-            # The sessions of one step take off what they put on in reverse order. Other threads begin and end steps.
+            # The sessions of one step undo their changes in reverse order. Other threads begin and end steps.
             for update in reversed(tuple(running)):
                 if update.frame is frame:
                     update.failed(update)

@@ -39,18 +39,22 @@ class Scaling:
         self._stepping: dict[int, weakref.ref[GradScaler]] = {}
 
     def _concerns(self, scaler: GradScaler) -> bool:
-        return scaler.is_enabled() and (self._named is None or self._named() is scaler)
+        if not scaler.is_enabled():
+            return False
+        return self._named is None or self._named() is scaler
 
     def scaled(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
         """Mark losses that a scaler has scaled: their backward passes carry its scale."""
         if not self._concerns(scaler):
             return
         self._losses_scaled = True
-        scaling_ref, scaler_ref = weakref.ref(self), weakref.ref(scaler)
+        scaling_ref = weakref.ref(self)
+        scaler_ref = weakref.ref(scaler)
 
         @uncompiled
         def begins(_grad: Tensor) -> None:
-            scaling, scaler = scaling_ref(), scaler_ref()
+            scaling = scaling_ref()
+            scaler = scaler_ref()
             if scaling is not None and scaler is not None:
                 with scaling._guard:  # noqa: SLF001 # of this class
                     scaling.began(scaler)
@@ -75,22 +79,26 @@ class Scaling:
         """Whether a loss of the running pass may have been scaled."""
         return self._losses_scaled
 
-    def of(self, tasks: Sequence[int]) -> Tensor | None:
+    def pop_scale(self, tasks: Sequence[int]) -> Tensor | None:
         """Return the scale on the gradients of a finished pass, given its task numbers."""
         if not self._passes:
             return None
         scales = [self._passes.pop(task) for task in tasks if task in self._passes]
-        return scales[0] if scales else None
+        if not scales:
+            return None
+        return scales[0]
 
     @property
     def scale(self) -> Tensor | None:
         """The scale on the gradients of the running backward pass, as a 0-dim tensor, without waiting."""
-        return self._passes.get(_torch.graph_task()) if self._passes else None
+        if not self._passes:
+            return None
+        return self._passes.get(_torch.graph_task())
 
     @contextmanager
     def steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[bool]:
         """Mark a scaler that steps an optimizer, or skips its step; yield whether no call of a base class is under way."""
-        key = id(_torch.stepping(optimizer) or optimizer)
+        key = _key(optimizer)
         if not self._concerns(scaler) or key in self._stepping:
             yield False
             return
@@ -101,15 +109,24 @@ class Scaling:
             del self._stepping[key]
 
     def stepping(self, optimizer: Optimizer) -> Tensor | None:
-        reference = self._stepping.get(id(_torch.stepping(optimizer) or optimizer))
+        reference = self._stepping.get(_key(optimizer))
         scaler = None if reference is None else reference()
-        return None if scaler is None else _scale_of(scaler)
+        if scaler is None:
+            return None
+        return _scale_of(scaler)
+
+
+def _key(optimizer: Optimizer) -> int:
+    """Return one key for a wrapper and its wrapped optimizer."""
+    return id(_torch.stepping(optimizer) or optimizer)
 
 
 def _scale_of(scaler: GradScaler) -> Tensor:
     scale: Tensor | None = scaler._scale  # noqa: SLF001 # `get_scale` waits for the device
-    # The scaler makes its scale when it scales the first loss.
-    return torch.ones((), device="cpu") if scale is None else scale
+    if scale is None:
+        # The scaler makes its scale when it scales the first loss.
+        return torch.ones((), device="cpu")
+    return scale
 
 
 def unscaled(grad: Tensor, scale: Tensor | None) -> Tensor:
@@ -138,7 +155,8 @@ def in_true_units(
 
 def refuse_scaling(rules: Iterable[Rule]) -> None:
     """Refuse rules that act before a `GradScaler` looks for its overflow, and hide it."""
-    if refused := dict.fromkeys(rule.id for rule in rules if rule.hides_overflow):
+    refused = dict.fromkeys(rule.id for rule in rules if rule.hides_overflow)
+    if refused:
         text = (
             "an enabled GradScaler must see its overflow to back off, so non-finite elements cannot be "
             "replaced before the scaler looks; use `nan-trap` with `then: skip-step`"

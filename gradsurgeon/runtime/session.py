@@ -231,7 +231,8 @@ class Session(RecordQueries):
         return self._attachment.context.recorder.shared.ask(canonical, stat, answer)
 
     def _lookup(self) -> Lookup:
-        records, manifest = self._attachment.records, self.plan.manifest
+        records = self._attachment.records
+        manifest = self.plan.manifest
         # A module can return several tensors, each with a name of its own.
         measured: dict[str, set[str]] = {}
         for series in records:
@@ -242,9 +243,12 @@ class Session(RecordQueries):
                 bound = {binding.name for binding in self.plan.of(rule.id)}
                 names = bound | measured.get(rule.id, set())
                 logged[rule.id] = getattr(rule, "stats", ()), names
+        known: dict[str, None] = {}
+        aliases = {}
         things: list[ModuleEntry | Param] = [*manifest.params, *manifest.modules]
-        aliases = {alias: thing.name for thing in things for alias in thing.aliases}
-        known = dict.fromkeys(thing.name for thing in things)
+        for thing in things:
+            known[thing.name] = None
+            aliases.update(dict.fromkeys(thing.aliases, thing.name))
         known |= dict.fromkeys(sorted(set().union(*measured.values())))
         return Lookup(tuple(known), aliases, logged, records.series)
 
@@ -261,24 +265,26 @@ class Session(RecordQueries):
         return type(None), ()
 
     def __repr__(self) -> str:
-        attachment, plan = self._attachment, self.plan
-        words = [f"step {self.step}"]
-        words += ["removed"] if attachment.removed else ["paused"] * attachment.context.paused
-        words += ["observing only"] * (attachment.options.mode == "observe")
+        attachment = self._attachment
+        plan = self.plan
+        words = [f"step {self.step}", *attachment.limits()]
         # A cut by a trap is no trip.
         cutting = {rule.id for rule in plan.rules.rules if rule.edits}
         traps = [event for event in attachment.events if is_trip(event, cutting)]
         last = "no trap has tripped"
         if traps:
-            on = f" on {traps[-1].name}" if traps[-1].name else ""
-            last = f"the last trap tripped at step {traps[-1].step}: rule {traps[-1].rule}{on}"
+            trip = traps[-1]
+            last = f"the last trap tripped at step {trip.step}: rule {trip.rule}"
+            if trip.name:
+                last += f" on {trip.name}"
         # A debugger that displays a session must not make the training wait.
         statuses = attachment.status(wait=False).values()
+        fired = [status for status in statuses if status.fired > 0]
         params = len(plan.manifest.params)
         lines = (
             f"Session of {plan.rules.file} on {plan.subject} ({params} parameters)",
             f"  {', '.join(words)}; {last}",
-            f"  {sum(of.fired > 0 for of in statuses)} of {len(statuses)} rules have fired",
+            f"  {len(fired)} of {len(statuses)} rules have fired",
         )
         return "\n".join(map(printable, lines))
 

@@ -50,7 +50,8 @@ _FORM = TypeAdapter(_State)
 def state_dict(controller: Controller) -> dict[str, Any]:
     """Return the state of a session as plain tensors, numbers and texts. Waits for the device."""
     context = controller.context
-    names, counters = context.names, context.counters
+    names = context.names
+    counters = context.counters
     return {
         "version": _VERSION,
         "step": counters.latest,
@@ -72,13 +73,14 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     if state["version"] != _VERSION:
         raise GradSurgeonError(_NEWER.format(version=printable(str(state["version"]))))
     context = controller.context
-    bounds = [trap.decision.bound for trap in _learning(controller)]
+    rows = {}
+    for trap in _learning(controller):
+        bound = trap.decision.bound
+        rows[bound.name] = bound.rows
     try:
-        sound = _FORM.validate_python(
-            dict(state), context={bound.name: bound.rows for bound in bounds}
-        )
-    except ValidationError as found:
-        flaw = found.errors(include_url=False)[0]
+        sound = _FORM.validate_python(dict(state), context=rows)
+    except ValidationError as error:
+        flaw = error.errors(include_url=False)[0]
         place = "".join(f"[{part!r}]" for part in flaw["loc"])
         text = f"state{place}: {flaw['msg']}"
         raise GradSurgeonError(f"{printable(text)}; {_RESTART}") from None
@@ -93,30 +95,42 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
 
 def _shapes(controller: Controller) -> dict[str, list[int]]:
     context = controller.context
-    named = zip(context.names, context.parameters.params(), strict=True)
-    # The shape of a sharded parameter is the shape of the whole.
-    return {name: list(param.shape) for name, param in named if param is not None}
+    shapes = {}
+    for name, param in zip(context.names, context.parameters.params(), strict=True):
+        if param is not None:
+            # The shape of a sharded parameter is the shape of the whole.
+            shapes[name] = list(param.shape)
+    return shapes
 
 
 def _resume(controller: Controller, state: _State) -> Iterator[tuple[str, str]]:
     """Resume from a state; yield each mismatch, with its rule if it concerns one."""
     context = controller.context
-    index_of = {name: index for index, name in enumerate(context.names)}
-    steps = {index_of[name]: step for name, step in state.steps.items() if name in index_of}
+    index_of = context.index_of
+    steps = {}
+    gone = []
+    for name, step in state.steps.items():
+        if name in index_of:
+            steps[index_of[name]] = step
+        else:
+            gone.append(name)
     context.counters.resume(steps, common=state.common_step, latest=state.step)
-    if gone := [name for name in state.steps if name not in index_of]:
+    if gone:
         yield "", f"the state knows {shorten_names(gone)}, which this model does not have: ignored"
-    if new := [name for name in index_of if name not in state.steps]:
+    new = [name for name in index_of if name not in state.steps]
+    if new:
         text = "which the state does not have: rules restart what they learn of them"
         yield "", f"the model has {shorten_names(new)}, {text}"
     shapes = _shapes(controller)
-    reshaped = {n for n, shape in state.shapes.items() if shapes.get(n, shape) != shape}
+    reshaped = set()
+    for name, shape in state.shapes.items():
+        if shapes.get(name, shape) != shape:
+            reshaped.add(name)
     traps = _learning(controller)
-    for rule in sorted(state.rules.keys() - {trap.rule.id for trap in traps}):
-        yield (
-            "",
-            f"the state knows a rule {printable(rule)}, which learns nothing here: ignored",
-        )
+    learning = {trap.rule.id for trap in traps}
+    for rule in sorted(state.rules.keys() - learning):
+        text = f"the state knows a rule {printable(rule)}, which learns nothing here: ignored"
+        yield "", text
     for trap in traps:
         rule = trap.rule.id
         for text in trap.load(state.rules.get(rule), index_of, reshaped):
@@ -149,7 +163,9 @@ def write(folder: Path, controller: Controller) -> None:
     with replacing(folder / state_name(_dist.rank()), binary=True) as target:
         target.write(file.getvalue())
     # An earlier training with more ranks has left files that must not pass for files of this training.
-    for path in folder.glob(state_name("*")) if _dist.rank() == 0 else ():
-        of = path.stem.rpartition("-")[2]
-        if of.isdecimal() and int(of) >= _dist.world():
+    if _dist.rank() != 0:
+        return
+    for path in folder.glob(state_name("*")):
+        rank = path.stem.rpartition("-")[2]
+        if rank.isdecimal() and int(rank) >= _dist.world():
             path.unlink()

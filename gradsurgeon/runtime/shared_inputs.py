@@ -55,34 +55,38 @@ class SharedInputs:
         # The forks by tensor id, as long as a module can still send a gradient back.
         self._forks: weakref.WeakValueDictionary[int, _Fork] = weakref.WeakValueDictionary()
 
-    def take(
+    def branch(
         self, effects: Sequence[NamedEffect], tensor: Tensor, owner: str, *, in_place: bool
     ) -> Tensor:
         """Return the tensor that a module receives instead of a tensor."""
-        activations, name = self._activations, printable(owner)
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
+        activations = self._activations
+        if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         if activations.is_unreadable(tensor, effects, owner):
             return tensor
         if in_place:
-            activations.warn("shared", _IN_PLACE.format(owner=name), effects, owner)
+            text = _IN_PLACE.format(owner=printable(owner))
+            activations.warn("shared", text, effects, owner)
             return tensor
         if _dist.is_sharded(tensor):
             for effect, _ in effects:
-                self._refuse(effect, "shared", _SHARDED.format(owner=name))
+                self._refuse(effect, "shared", _SHARDED.format(owner=printable(owner)))
             return tensor
         with activations.lock:
             fork = self._forks.get(id(tensor))
             if fork is None or not fork.is_of(tensor):
                 if fork is not None and fork.tensor is tensor:
-                    text = _WRITTEN.format(before=_listed(fork.meeting.taken), owner=name)
+                    before = _listed(fork.meeting.taken)
+                    text = _WRITTEN.format(before=before, owner=printable(owner))
                     activations.warn("in-place", text, effects, owner)
-                fork = self._forks[id(tensor)] = _Fork(self, tensor)
+                fork = _Fork(self, tensor)
+                self._forks[id(tensor)] = fork
             return fork.branch(owner, effects)
 
     def arrived(self, meeting: _Meeting, total: Tensor) -> Tensor | None:
         """Compare or combine the gradients of modules; return the tensor that replaces their sum, if one does."""
-        given, makes_graph = meeting.take(), torch.is_grad_enabled()
+        given = meeting.pop_grads()
+        makes_graph = torch.is_grad_enabled()
         if is_taken() or self._context.paused or not given:
             return None
         activations = self._activations
@@ -114,21 +118,21 @@ class SharedInputs:
             # A script calls `torch.autograd.grad` of one loss to inspect it.
             return
         meeting.passes += 1
+        missing = [name for name in meeting.waiting() if name not in given]
         for effect, _ in meeting.effects:
             matched = meeting.matched[effect]
             there = [name for name in given if name in matched]
-            waiting = [
-                name for name, hooks in meeting.taken.items() if any(hook() for hook in hooks)
-            ]
-            missing = [n for n in waiting if n in matched and n not in given]
-            if there and missing and (_torch.keeps_graph() or meeting.passes > 1):
-                text = _APART.format(missing=_listed(missing), there=_listed(there))
+            if not there:
+                continue
+            lacking = [name for name in missing if name in matched]
+            if lacking and (_torch.keeps_graph() or meeting.passes > 1):
+                text = _APART.format(missing=_listed(lacking), there=_listed(there))
                 self._refuse(effect, "apart", text)
-            elif there and meeting.in_reentrant and len(matched) == 1:
+            elif meeting.in_reentrant and len(matched) == 1:
                 self._refuse(effect, "apart", _REENTRANT.format(there=_listed(there)))
 
     def _step(self, effect: Effect) -> int:
-        return self._activations.counters.of(self._members[effect][0]).step
+        return self._activations.counters.counter_of(self._members[effect][0]).step
 
     def _refuse(self, effect: Effect, topic: str, text: str) -> None:
         """Raise if a rule has to combine and cannot; warn if it only observes."""
@@ -171,7 +175,8 @@ class _Fork:
 
     def close(self) -> None:
         """Release the tensor: its gradients have met."""
-        self.tensor = self._common = None
+        self.tensor = None
+        self._common = None
 
 
 class _Meeting:
@@ -180,7 +185,8 @@ class _Meeting:
     __torch_unserializable__ = True
 
     def __init__(self, shared: SharedInputs, fork: _Fork, *, is_leaf: bool) -> None:
-        self._shared, self._fork = weakref.ref(shared), weakref.ref(fork)
+        self._shared = weakref.ref(shared)
+        self._fork = weakref.ref(fork)
         self.effects: list[NamedEffect] = []
         # The modules that have taken the tensor, by effect.
         self.matched: dict[Effect, set[str]] = {}
@@ -199,6 +205,14 @@ class _Meeting:
                 self.effects.append(named)
             self.matched.setdefault(named.effect, set()).add(module)
 
+    def waiting(self) -> list[str]:
+        """Return the modules that can still send a gradient back."""
+        waiting = []
+        for module, hooks in self.taken.items():
+            if any(hook() for hook in hooks):
+                waiting.append(module)
+        return waiting
+
     def give(self, module: str, grad: Tensor) -> None:
         shared = self._shared()
         if shared is not None and not is_taken():
@@ -206,19 +220,26 @@ class _Meeting:
                 self._add(module, grad)
 
     def _add(self, module: str, grad: Tensor) -> None:
-        # A pass that failed, or did not come this far, leaves gradients that do not belong to the next pass.
-        if (task := _torch.graph_task()) != self._task:
-            self._task, self._given = task, {}
+        task = _torch.graph_task()
+        if task != self._task:
+            # A pass that failed, or did not come this far, leaves gradients that do not belong to the next pass.
+            self._task = task
+            self._given = {}
         with torch.no_grad():
-            before = self._given.get(module)
             # A batch of gradients (is_grads_batched) cannot be detached, and need not be.
-            one = grad.detach() if grad.requires_grad else grad
-            # The sum is a new tensor, because autograd holds this one.
-            self._given[module] = one if before is None else before + one
+            if grad.requires_grad:
+                grad = grad.detach()
+            if module in self._given:
+                # The sum is a new tensor, because autograd holds this one.
+                grad = self._given[module] + grad
+            self._given[module] = grad
 
-    def take(self) -> dict[str, Tensor]:
-        given, self._given = self._given, {}
-        return given if self._task == _torch.graph_task() else {}
+    def pop_grads(self) -> dict[str, Tensor]:
+        given = self._given
+        self._given = {}
+        if self._task != _torch.graph_task():
+            return {}
+        return given
 
     @uncompiled
     def __call__(self, total: Tensor | None) -> Tensor | None:

@@ -22,7 +22,7 @@ from gradsurgeon.runtime.running_norms import (
     regrouped,
     wide,
 )
-from gradsurgeon.runtime.spike_report import spike_report, told_of_cut
+from gradsurgeon.runtime.spike_report import describe_cut, spike_report
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_report import TrapReport
@@ -90,14 +90,16 @@ class SpikeEffect(Trap):
         )
 
     def _statistic(self, indices: tuple[int, ...], device: torch.device) -> RunningStatistic:
-        """Return what was learnt of the parameters of a counter, on a device."""
+        """Return the learnt statistic of the parameters of a counter, on a device."""
         statistic = self.statistics.get(indices[0])
         if statistic is None or statistic.indices != indices:
             earlier = [self.statistics.get(index) for index in indices]
             # Another optimizer may have owned some of these parameters meanwhile.
-            own = (one for one in earlier if one is not None and one.indices == indices)
-            statistic = next(own, None) or regrouped(self.decision, indices, earlier)
-            if statistic not in earlier:
+            own = [known for known in earlier if known is not None and known.indices == indices]
+            if own:
+                statistic = own[0]
+            else:
+                statistic = regrouped(self.decision, indices, earlier)
                 self._keep(statistic)
         if statistic.kept.device != device:
             statistic.kept = statistic.kept.to(device)
@@ -134,16 +136,17 @@ class SpikeEffect(Trap):
 
         def tell(numbers: Tensor) -> None:
             norms, passed, _ = judged.read(numbers)
-            if not all(map(math.isfinite, norms)):
+            if not all(math.isfinite(norm) for norm in norms):
                 self.log.emit("notice", LEFT_ALONE, rule=rule, step=step)
             shortened = [norm for norm, bound in zip(norms, passed, strict=True) if bound < norm]
             if not shortened:
                 return
-            text, name = told_of_cut(self.context.names, judged, numbers)
+            text, name = describe_cut(self.context.names, judged, numbers)
             self.log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
-            if not is_counted:
-                number = len(indices) if judged.spikes.over_rule else len(shortened)
-                self.log.count_changed(rule, number)
+            if is_counted:
+                return
+            number = len(indices) if judged.spikes.over_rule else len(shortened)
+            self.log.count_changed(rule, number)
 
         self.log.when_read(judged.to_be_read(), tell)
 
@@ -154,17 +157,20 @@ class SpikeEffect(Trap):
                 judged.learn()
 
     def state(self) -> dict[str, Any]:
-        """Return what was learnt: plain tensors on the host, numbers and texts."""
-        names = self.context.names
+        """Return the learnt state: plain tensors on the host, numbers and texts."""
+        names_of = self.context.names_of
         parts = []
         for statistic in dict.fromkeys(self.statistics.values()):
-            params = [names[index] for index in statistic.indices]
-            numbers = {"kept": statistic.kept.cpu(), "usual": statistic.usual.cpu()}
-            parts.append({"params": params, **numbers})
+            part = {
+                "params": names_of(statistic.indices),
+                "kept": statistic.kept.cpu(),
+                "usual": statistic.usual.cpu(),
+            }
+            parts.append(part)
         return {
             "bound": self.decision.bound.name,
             "per": self.per,
-            "params": [names[index] for index in self.indices],
+            "params": names_of(self.indices),
             "statistics": parts,
         }
 
@@ -184,7 +190,7 @@ class SpikeEffect(Trap):
         if (learnt.bound, learnt.per) != (bound, self.per):
             yield _UNLIKE.format(old=learnt.bound, old_per=learnt.per, new=bound, new_per=self.per)
             return
-        params = {self.context.names[index] for index in self.indices}
+        params = set(self.context.names_of(self.indices))
         others = params.symmetric_difference(learnt.params) | params.intersection(reshaped)
         restarts = self.decision.over_rule
         if others:
@@ -198,7 +204,11 @@ class SpikeEffect(Trap):
             self._resume(part, known)
 
     def _resume(self, part: Learnt, index_of: Mapping[str, int]) -> None:
-        columns = [column for column, name in enumerate(part.params) if name in index_of]
-        indices = tuple(index_of[part.params[column]] for column in columns)
+        columns = []
+        indices = []
+        for column, name in enumerate(part.params):
+            if name in index_of:
+                columns.append(column)
+                indices.append(index_of[name])
         kept = part.kept.clone() if self.decision.over_rule else part.kept[:, columns]
-        self._keep(RunningStatistic(indices, kept, part.usual[columns]))
+        self._keep(RunningStatistic(tuple(indices), kept, part.usual[columns]))

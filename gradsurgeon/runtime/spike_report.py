@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -25,17 +26,17 @@ def spike_report(
 
     ``arrived`` has the order of backward, empty if it is unknown: tensors of one node share a group, -1 is no parameter.
     """
-    before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
-    total, spikes = count(len(judged.indices), "gradient"), judged.spikes
+    spikes = judged.spikes
+    total = count(len(judged.indices), "gradient")
     if spikes.over_rule:
-        head = f"spike: over {total} {_above(spikes, norms[0], before[:, 0])}"
-        title, rows = "each parameter's share of the squared norm:", _by_share(judged)
+        norm = judged.norms.tolist()[0]
+        head = f"spike: over {total} {_above(spikes, norm, judged.before.cpu()[:, 0])}"
+        title = "each parameter's share of the squared norm:"
+        rows = _by_share(judged)
     else:
-        places = [p for p, norm in enumerate(norms) if not passed[p] >= norm or norm == math.inf]
-        places.sort(key=lambda place: -_excess(norms[place], passed[place]))
-        head = f"spike: {len(places)} of {total} above the bound of its own past"
+        rows = _by_excess(judged)
+        head = f"spike: {len(rows)} of {total} above the bound of its own past"
         title = "the largest first:"
-        rows = [(judged.indices[p], _above(spikes, norms[p], before[:, p])) for p in places]
     shown = [(printable(names[index]), text) for index, text in rows[:_SPIKES_SHOWN]]
     lines = [title, *grid(shown)]
     if len(rows) > _SPIKES_SHOWN:
@@ -45,64 +46,117 @@ def spike_report(
     return TrapReport(names[rows[0][0]], head, lines, goes_on=GOES_ON, reduced=False)
 
 
-def told_of_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:
+def describe_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:
     """Return a line on the norm that `clip` has cut most, and its parameter; no name for a norm over all."""
     norms, passed, before = judged.read(numbers)
-    cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
-    place = max(cut, key=lambda place: _excess(norms[place], passed[place]))
-    told = f"{_above(judged.spikes, norms[place], before[:, place])}: cut to {passed[place]:.3g}"
+    excesses = {}
+    for place, norm in enumerate(norms):
+        if passed[place] < norm:
+            excesses[place] = _excess(norm, passed[place])
+    place = max(excesses, key=excesses.__getitem__)
+    reason = _above(judged.spikes, norms[place], before[:, place])
+    cut = f"{reason}: cut to {passed[place]:.3g}"
     if judged.spikes.over_rule:
-        return f"over {count(len(judged.indices), 'gradient')} {told}", ""
+        return f"over {count(len(judged.indices), 'gradient')} {cut}", ""
     name = names[judged.indices[place]]
-    return f"of {printable(name)} {told}", name
+    return f"of {printable(name)} {cut}", name
 
 
 def _above(spikes: Spikes, norm: float, kept: Tensor) -> str:
     """Return the reason, in words, why a norm is a spike."""
-    if not math.isfinite(norm):
-        return f"the norm is {'NaN' if math.isnan(norm) else 'infinite'}"
+    if math.isnan(norm):
+        return "the norm is NaN"
+    if math.isinf(norm):
+        return "the norm is infinite"
     bound = spikes.bound.bounds(kept.tolist())
-    above = "" if bound is None else f" is above {bound[0]:.3g} ({bound[1]})"
-    return f"the norm {norm:.3g}{above}"
+    if bound is None:
+        return f"the norm {norm:.3g}"
+    return f"the norm {norm:.3g} is above {bound[0]:.3g} ({bound[1]})"
 
 
 def _excess(norm: float, passed: float) -> float:
-    return norm / passed if passed > 0 and math.isfinite(norm) else math.inf
+    if passed > 0 and math.isfinite(norm):
+        return norm / passed
+    return math.inf
+
+
+def _by_excess(judged: JudgedNorms) -> list[tuple[int, str]]:
+    """Return the parameters above their own bounds, the largest excess first, with the reason."""
+    norms = judged.norms.tolist()
+    passed = judged.passed.tolist()
+    before = judged.before.cpu()
+    excesses = {}
+    for place, norm in enumerate(norms):
+        # A NaN in either number fails every comparison.
+        is_below = passed[place] >= norm
+        if not is_below or norm == math.inf:
+            excesses[place] = _excess(norm, passed[place])
+    rows = []
+    # With `reverse`, places of equal excess keep their order.
+    for place in sorted(excesses, key=excesses.__getitem__, reverse=True):
+        reason = _above(judged.spikes, norms[place], before[:, place])
+        rows.append((judged.indices[place], reason))
+    return rows
+
+
+def _norms_and_means(judged: JudgedNorms) -> list[tuple[int, float, float]]:
+    """Return each parameter with its norm and its running mean. Waits for the device."""
+    return list(zip(judged.indices, judged.each.tolist(), judged.usual.tolist(), strict=True))
 
 
 def _by_share(judged: JudgedNorms) -> list[tuple[int, str]]:
     """Return the parameters that carry a norm, the largest first, with a text."""
-    each = zip(judged.indices, judged.each.tolist(), judged.usual.tolist(), strict=True)
-    rows = sorted(each, key=lambda row: -math.inf if math.isnan(row[1]) else -row[1])
-    total, found = sum(norm * norm for _, norm, _ in rows), []
-    known = math.isfinite(total) and total > 0
-    for index, norm, mean in rows:
-        share = f"{norm * norm / total:4.0%}  " if known else ""
-        times = f", {norm / mean:.3g} times its running mean {mean:.3g}" if mean else ""
-        found.append((index, f"{share}norm {norm:.3g}{times if math.isfinite(norm) else ''}"))
-    return found
+    norms = _norms_and_means(judged)
+    norms.sort(key=_nan_first)
+    total = sum(norm * norm for _, norm, _ in norms)
+    has_shares = math.isfinite(total) and total > 0
+    rows = []
+    for index, norm, mean in norms:
+        text = f"norm {norm:.3g}"
+        if has_shares:
+            text = f"{norm * norm / total:4.0%}  {text}"
+        if mean and math.isfinite(norm):
+            text += f", {norm / mean:.3g} times its running mean {mean:.3g}"
+        rows.append((index, text))
+    return rows
+
+
+def _nan_first(row: tuple[int, float, float]) -> float:
+    """Return the sorting key that puts NaN first, then the largest norm."""
+    norm = row[1]
+    return -math.inf if math.isnan(norm) else -norm
 
 
 def _beginning(
     names: Sequence[str], judged: JudgedNorms, arrived: Sequence[Sequence[int]]
 ) -> Iterator[str]:
     """Report where, in the order of backward, gradients begin to exceed their past; nothing if the order is unknown."""
-    each = zip(judged.indices, judged.each.tolist(), judged.usual.tolist(), strict=True)
-    times = {t: norm / mean for t, norm, mean in each if mean and math.isfinite(norm)}
+    times = {}
+    for index, norm, mean in _norms_and_means(judged):
+        if mean and math.isfinite(norm):
+            times[index] = norm / mean
     order = [group for group in arrived if not times.keys().isdisjoint(group)]
-    is_known = times.keys() <= {index for group in order for index in group}
+    is_known = times.keys() <= set(chain.from_iterable(order))
     largest = max(times.values(), default=0.0)
     # If all come from one node, as in a fully compiled model, they have no order.
-    if not is_known or len(order) < min(len(times), 2) or largest < _LEAST:
+    has_order = is_known and len(order) >= min(len(times), 2)
+    if not has_order or largest < _LEAST:
         return
-    peaks = [max((times[index], index) for index in group if index in times) for group in order]
+    peaks = []
+    for group in order:
+        judged_indices = times.keys() & group
+        peaks.append(max((times[index], index) for index in judged_indices))
     # Half of the growth on a logarithmic scale.
     half = math.sqrt(largest)
-    first = next(place for place, (grown, _) in enumerate(peaks) if grown >= half)
+    before = 0.0
+    first = 0
+    while not peaks[first][0] >= half:
+        before = max(before, peaks[first][0])
+        first += 1
     grown, index = peaks[first]
-    before = max((peak for peak, _ in peaks[:first]), default=0.0)
     # Nearly all of the growth in one place outweighs growth by the loss, or by chance, before it.
-    if before and grown >= before * (_LEAST if before < _LEAST else half**1.5):
+    needed = _LEAST if before < _LEAST else half**1.5
+    if before and grown >= before * needed:
         yield (
             f"in the order of backward the spike begins at {_times(names, times, index)}; "
             f"{_times(names, times, peaks[first - 1][1])} right before it: look at this layer, and at the layers between "
@@ -110,8 +164,10 @@ def _beginning(
         )
         return
     # An earlier gradient that the rule does not judge could be the origin.
-    is_start = not first and order[0] is arrived[0] and times.keys() >= set(order[0])
-    if is_start and min(times[one] for one in order[0]) >= _GROWN:
+    is_start = first == 0 and order[0] is arrived[0]
+    if not is_start or not times.keys() >= set(order[0]):
+        return
+    if min(times[start] for start in order[0]) >= _GROWN:
         yield (
             f"the first gradient of the backward pass is large already, {_times(names, times, index)}: the spike came "
             "with the loss, or from the operations between the loss and this layer: look at the batch of this step (a "

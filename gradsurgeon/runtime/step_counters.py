@@ -7,7 +7,7 @@ from gradsurgeon.actions import Rule
 
 
 class Schedule:
-    """Tells which rules are due at a step. A rule that rests is never due."""
+    """Decides which rules are due at a step. A rule that rests is never due."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = [rule.id for rule in rules]
@@ -17,7 +17,7 @@ class Schedule:
         return rule.id in self.resting
 
     def rest(self, rules: Collection[str]) -> list[str]:
-        """Let rules rest for good; return those that did not rest before."""
+        """Make rules rest for good; return the rules that did not rest before."""
         news = [rule for rule in rules if rule not in self.resting]
         self.resting.update(news)
         return news
@@ -43,7 +43,7 @@ class StepCounter:
     scaler_skips: int = 0
 
     def take_rows(self, other: "StepCounter") -> None:
-        """Go on with the rows of trips and skips of another counter."""
+        """Continue the rows of trips and skips of another counter."""
         self.scaler_skips = max(self.scaler_skips, other.scaler_skips)
         for rule, number in other.trips.items():
             self.trips[rule] = max(self.trips.get(rule, 0), number)
@@ -53,7 +53,8 @@ class StepCounter:
         self.step += 1
         self.passes = 0
         if self.trips_now:
-            self.trips = {rule: n for rule, n in (self.trips | self.trips_now).items() if n}
+            trips = self.trips | self.trips_now
+            self.trips = {rule: number for rule, number in trips.items() if number}
             self.trips_now.clear()
 
 
@@ -85,7 +86,9 @@ class StepCounters:
 
     @property
     def latest(self) -> int:
-        return max((counter.step for counter in self.all), default=self.common.step)
+        if not self.all:
+            return self.common.step
+        return max([counter.step for counter in self.all])
 
     def begin(self, indices: Iterable[int]) -> int:
         """Return the first number of a counter for tensors that no optimizer has owned yet."""
@@ -94,7 +97,8 @@ class StepCounters:
     def resume(self, steps: Mapping[int, int], *, common: int, latest: int) -> None:
         """Resume from the numbers of tensors; tensors without a number begin with the latest."""
         self._resumed = dict(steps)
-        self.common.step, self.start = common, latest
+        self.common.step = common
+        self.start = latest
         for counter in self.all:
             if counter is not self.common:
                 counter.step = self.begin(counter.indices)
@@ -102,8 +106,8 @@ class StepCounters:
     def claim(self, indices: Iterable[int], counter: StepCounter) -> None:
         """Give tensors to a counter, which goes on from their latest one: a script may rebuild its optimizer."""
         wanted = tuple(sorted(indices))
-        held = [index for index, holder in enumerate(self._of) if holder is counter]
-        if held == list(wanted):
+        held = self._held_by(counter)
+        if held == wanted:
             return
         for index in held:
             self._of[index] = self.common
@@ -119,6 +123,32 @@ class StepCounters:
             self._of[index] = counter
         counter.indices = wanted
         for other in {*self._of, *earlier, self.common}:
-            other.indices = tuple(i for i, holder in enumerate(self._of) if holder is other)
+            other.indices = self._held_by(other)
         self.all = list(dict.fromkeys(self._of))
         self.version += 1
+
+    def _held_by(self, counter: StepCounter) -> tuple[int, ...]:
+        held = [index for index, holder in enumerate(self._of) if holder is counter]
+        return tuple(held)
+
+
+class ModuleCounters:
+    """Looks up the step counter of a module now: that of the optimizer that owns its first parameter."""
+
+    def __init__(
+        self, counters: StepCounters, param_names: Sequence[str], schedule: Schedule
+    ) -> None:
+        self.all = counters
+        self.schedule = schedule
+        self._first_params: dict[str, int] = {}
+        for index, name in enumerate(param_names):
+            module = name
+            while module:
+                module = module.rpartition(".")[0]
+                self._first_params.setdefault(module, index)
+
+    def counter_of(self, module: str) -> StepCounter:
+        if not self._first_params:
+            return self.all.common
+        # A module without parameters uses the first parameter of the model.
+        return self.all[self._first_params.get(module, 0)]

@@ -35,26 +35,33 @@ class StepDiagnosis:
         # The rules with a trip that ranks have diagnosed together.
         self._shared: set[str] = set()
 
-    def of(
+    def diagnose_trips(
         self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, heard: Heard
     ) -> dict[str, Diagnosis]:
         """Return diagnoses by rule, for rules that trip for the first time; all ranks take part if some objected."""
-        asked = {one.rule for one in heard.objections}.intersection(self._asked) - self._shared
+        objecting = {objection.rule for objection in heard.objections}
+        asked = objecting.intersection(self._asked) - self._shared
         if heard.severity > OVERFLOWED and asked:
             self._shared |= asked
             self.pending -= asked
             failed = self._failed(step, scale, reports.values())
             diagnosis = self._among_ranks(failed, reports.values(), heard, asked)
-            return {} if diagnosis is None else dict.fromkeys(asked, diagnosis)
+            if diagnosis is None:
+                return {}
+            return dict.fromkeys(asked, diagnosis)
         diagnoses = {}
-        for rule in [rule for rule in reports if rule in self.pending]:
+        for rule, report in reports.items():
+            if rule not in self.pending:
+                continue
             self.pending.discard(rule)
-            failed = self._failed(step, scale, [reports[rule]])
-            if (diagnosis := self._run(failed, [rule])) is not None:
+            diagnosis = self._run(self._failed(step, scale, [report]), [rule])
+            if diagnosis is not None:
                 diagnoses[rule] = diagnosis
         return diagnoses
 
-    def of_skip(self, step: int, scale: Tensor | None, report: TrapReport) -> Diagnosis | None:
+    def diagnose_skip(
+        self, step: int, scale: Tensor | None, report: TrapReport
+    ) -> Diagnosis | None:
         """Return the diagnosis of a step that a scaler skipped, if no loss scale can help."""
         if not self.pending:
             return None
@@ -62,25 +69,29 @@ class StepDiagnosis:
             failed = self._failed(step, scale, [report])
             if _dist.world() > 1:
                 return diagnose_inputs(failed)
-            found = self._replayed(failed)
-            fault = "" if found.cause is None else found.cause.fault
-            # The loss scale has no effect on what a model is given and makes of it. An infinity may be meant.
-            is_scaled = found.what != "NaN" or found.where == "backward"
-            if fault in _NO_OVERFLOW and (found.certainty == "reproduced" or not is_scaled):
-                return found
+            diagnosis = self._replayed(failed)
+            if diagnosis.cause is None or diagnosis.cause.fault not in _NO_OVERFLOW:
+                return None
+            # The loss scale has no effect on inputs and on the forward pass. An infinity may be meant.
+            is_scaled = diagnosis.what != "NaN" or diagnosis.where == "backward"
+            if diagnosis.certainty == "reproduced" or not is_scaled:
+                return diagnosis
         return None
 
     def _failed(
         self, step: int, scale: Tensor | None, reports: Collection[TrapReport]
     ) -> FailedStep:
-        modules = tuple(name for report in reports for name in report.modules)
-        bad = tuple(name for report in reports for name in report.bad)
+        modules: list[str] = []
+        bad: list[str] = []
+        for report in reports:
+            modules += report.modules
+            bad += report.bad
         edits = [effect.rule.id for effect in self._effects.sites if effect.edits]
         rested = tuple(sorted(edits))
         kept = replace(self._kept.step)
         for call in kept.calls:
             call.forget_overwritten()
-        return FailedStep(kept, step, _dist.rank(), scale, modules, bad, rested)
+        return FailedStep(kept, step, _dist.rank(), scale, tuple(modules), tuple(bad), rested)
 
     def _among_ranks(
         self,
@@ -93,16 +104,23 @@ class StepDiagnosis:
         assert heard.voter is not None  # noqa: S101 # ranks have objected
         own = self._run(failed, rules) if reports else None
         by_rank: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
-        diagnoses = [diagnosis for diagnosis in (own, *by_rank.values()) if diagnosis is not None]
-        # A diagnosis that blames an operation or tensor says most.
-        return min(diagnoses, key=lambda diagnosis: not diagnosis.where, default=None)
+        chosen = own
+        for diagnosis in by_rank.values():
+            if diagnosis is None:
+                continue
+            # A diagnosis that blames an operation or tensor says most.
+            if chosen is None or (diagnosis.where and not chosen.where):
+                chosen = diagnosis
+        return chosen
 
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:
             with self._context.resting():
                 diagnosis = self._replayed(failed)
                 folder = self._folder(rules)
-                return diagnosis if folder is None else with_bundle(diagnosis, failed, folder)
+                if folder is None:
+                    return diagnosis
+                return with_bundle(diagnosis, failed, folder)
         except Exception as error:  # noqa: BLE001 # the decision of the trap stays
             text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
             log = self._context.event_log
@@ -122,5 +140,7 @@ class StepDiagnosis:
         writer = self._context.recorder.writer
         if writer is not None and not writer.closed:
             return writer.path
-        wanted = any(trap.rule.id in rules and trap.bundle for trap in self._effects.traps)
-        return Path("gradsurgeon-traps") if wanted else None
+        for trap in self._effects.traps:
+            if trap.bundle and trap.rule.id in rules:
+                return Path("gradsurgeon-traps")
+        return None

@@ -68,7 +68,7 @@ class Training:
                 bound.effect.before_unscaling(update, bound, scaler.get_scale())
 
     def act_at_step(self, update: WeightUpdate, heard: Heard, *, had_pass: bool) -> StepDecision:
-        """Let traps judge an update, then let the effects at `step` act."""
+        """Ask traps for their judgement of an update, then run the effects at `step`."""
         due = update.due
         gradients = Gradients(self.context, due.final, update.scale)
         gradients.hidden = due.hidden_by
@@ -122,7 +122,7 @@ class Training:
                 trap.forget([counter])
 
     def _act_after(self, done: BackwardPass, known: Gradients | None = None) -> None:
-        """Let effects act on the gradients of a pass; ``known`` are those of an update that had no pass."""
+        """Run effects on the gradients of a pass; ``known`` are the gradients of an update that had no pass."""
         context = self.context
         for counter in context.counters.among(done.indices):
             due = self.effects.due(counter)
@@ -135,7 +135,7 @@ class Training:
             normed = gradients.having(due.normed)
             norms = gradients.take_norms(normed)
             if known is not None:
-                known.know(normed, norms)
+                known.keep_norms(normed, norms)
             # Inside a backward pass the whole pass comes later.
             if due.keeps_passes and not done.is_part:
                 snapshot = GradientSnapshot(

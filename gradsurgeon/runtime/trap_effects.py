@@ -87,9 +87,10 @@ class NonfiniteTrap(Trap):
         self, update: DueUpdate, bound: Bound, evidence: GradientEvidence
     ) -> None:
         rule = self.rule.id
-        names = [self.context.names[i] for i in bound.indices if i in evidence.repaired]
-        objected = any(objection.rule == rule for objection in update.heard.objections)
-        if names and not objected:
+        repaired = [index for index in bound.indices if index in evidence.repaired]
+        names = self.context.names_of(repaired)
+        objecting = [objection.rule for objection in update.heard.objections]
+        if names and rule not in objecting:
             text = _REPAIRED.format(number=len(names), names=shorten_names(names))
             self.log.emit("notice", text, rule=rule, step=update.step, name=names[0])
 
@@ -116,8 +117,9 @@ class ThresholdTrap(Trap):
         statistic = self.decision.statistic
         indices = update.gradients.having(bound.indices)
         values = update.gradients.statistics(statistic, indices).tolist()
-        names = [self.context.names[index] for index in indices]
-        return threshold_report(statistic, names, values, [i in doubtful for i in indices])
+        names = self.context.names_of(indices)
+        tripped = [index in doubtful for index in indices]
+        return threshold_report(statistic, names, values, tripped)
 
 
 class TensorTrap(Trap):
@@ -160,7 +162,7 @@ class TensorTrap(Trap):
         return flag
 
     def _is_known(self, name: str) -> bool:
-        """Tell whether the original run of a recomputed forward pass left a flag that can feed an update."""
+        """Return whether the original run of a recomputed forward pass left a flag that can feed an update."""
         # Reentrant checkpointing runs the forward pass without gradients first: such flags can feed none.
         last = self._last.get(name)
         return last is not None and last.could_feed
@@ -179,9 +181,8 @@ class TensorTrap(Trap):
 
     def report_so_far(self, counters: Sequence[StepCounter]) -> TrapReport | None:
         """Report on the flags that the next update must judge."""
-        return self._report(
-            _counted([flag for flag in self._flags if flag.fed and flag.counter() in counters])
-        )
+        flags = [flag for flag in self._flags if flag.fed and flag.counter() in counters]
+        return self._report(_counted(flags))
 
     def has_flags(self, counters: Sequence[StepCounter]) -> bool:
         return any(flag.fed and flag.counter() in counters for flag in self._flags)
@@ -189,26 +190,38 @@ class TensorTrap(Trap):
     def report(self, counters: Sequence[StepCounter]) -> TrapReport | None:
         """Report on the flags that an update must judge, and forget them. Reads the device once."""
         self._last.clear()
-        counted = self._taken(lambda flag: flag.counter() in counters)
-        fed = [(flag, count) for flag, count in counted if flag.fed]
-        trapped = {flag.name for flag, count in fed if count}
-        self._mention((f, c) for f, c in counted if not f.fed and f.name not in trapped)
+        fed = []
+        unfed = []
+        trapped = set()
+        for flag, count in self._taken(lambda flag: flag.counter() in counters):
+            if not flag.fed:
+                unfed.append((flag, count))
+                continue
+            fed.append((flag, count))
+            if count:
+                trapped.add(flag.name)
+        self._mention([counted for counted in unfed if counted[0].name not in trapped])
         return self._report(fed)
 
     def _report(self, counted: Sequence[tuple[Flag, int]]) -> TrapReport | None:
-        return activation_report(counted) if any(count for _, count in counted) else None
+        if any(count for _, count in counted):
+            return activation_report(counted)
+        return None
 
     def forget(self, counters: Sequence[StepCounter]) -> None:
         self._flags = [flag for flag in self._flags if flag.counter() not in counters]
 
     def mention_all(self) -> None:
-        self._mention(self._taken(lambda _: True))
+        flags = self._flags
+        self._flags = []
+        self._mention(_counted(flags))
 
     def _taken(self, is_wanted: Callable[[Flag], bool]) -> list[tuple[Flag, int]]:
         wanted: list[Flag] = []
         others: list[Flag] = []
         for flag in self._flags:
-            (wanted if is_wanted(flag) else others).append(flag)
+            target = wanted if is_wanted(flag) else others
+            target.append(flag)
         self._flags = others
         return _counted(wanted)
 

@@ -41,7 +41,7 @@ class TrapReport:
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
         """Return the report with the ranks that contributed NaN or Inf, if they are known."""
-        if not (ranks and self.reduced):
+        if not ranks or not self.reduced:
             return self
         cause = f"{_dist.named(ranks)} contributed NaN or Inf"
         return replace(self, head=f"{self.head}; {cause}", ranks=ranks)
@@ -66,74 +66,109 @@ class GradientEvidence:
 
     @cached_property
     def before(self) -> frozenset[int]:
+        """The gradients that were non-finite after the last pass."""
         norms = as_dict(self.norms)
-        found = {index for index, norm in self._after.items() if not math.isfinite(norm)}
-        # The norm of finite elements can overflow, and then it still does at the update.
-        overflowed = {
-            index
-            for index in found - self.now.keys()
-            if math.isinf(self._after[index]) and not math.isfinite(norms.get(index, math.inf))
-        }
-        return frozenset(found - overflowed)
+        nonfinite = set()
+        for index, norm in self._after.items():
+            if math.isfinite(norm):
+                continue
+            # The norm of finite elements can overflow, and then it still does at the update.
+            still_infinite = math.isinf(norm) and not math.isfinite(norms.get(index, math.inf))
+            if index in self.now or not still_infinite:
+                nonfinite.add(index)
+        return frozenset(nonfinite)
 
     @cached_property
     def repaired(self) -> frozenset[int]:
         return self.before.intersection(self.indices).difference(self.now)
 
     def concerns(self, indices: Iterable[int]) -> bool:
-        """Tell whether one of some gradients is non-finite."""
+        """Return whether one of some gradients is non-finite."""
         return not self.now.keys().isdisjoint(indices)
 
     @property
     def _guilty(self) -> bool:
         # The first pass that reduced a non-finite gradient decides: later passes add to gradients that are non-finite already.
         # A rank that did not use its part of the model contributed nothing, and got these gradients from other ranks.
-        wanted = self.before.union(self.now)
+        nonfinite = self.before.union(self.now)
         for snapshot in self.snapshots:
-            norms, contributed = as_dict(snapshot.norms), snapshot.done.contributed
-            there = wanted & contributed.keys()
-            if spoilt := [t for t in there if not math.isfinite(norms.get(t, 0.0))]:
-                return any(not bool(contributed[index].isfinite()) for index in spoilt)
+            norms = as_dict(snapshot.norms)
+            own_norms = snapshot.done.contributed
+            is_decisive = False
+            for index in nonfinite & own_norms.keys():
+                if math.isfinite(norms.get(index, 0.0)):
+                    continue
+                is_decisive = True
+                if not own_norms[index].isfinite():
+                    return True
+            if is_decisive:
+                return False
         return False
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
         """Return a report on the border after the first pass that shows one, else at the update."""
-        order, norms, passes = tuple(self.indices), self.norms, len(self.snapshots)
-        moment, bad, edited = "right before the update", self.now, passes > 0
-        for number, snapshot in enumerate(self.snapshots, 1):
-            if found := self._nonfinite(snapshot):
-                moment, bad, edited = "after backward", found, False
-                if passes > 1:
-                    moment += f", micro-batch {number} of {passes}"
-                # Some tensors keep a gradient from an earlier pass and received none in this pass.
-                order, norms = (*snapshot.order, *snapshot.indices), snapshot.norms
-                break
-        if edited:
-            moment += ", and finite after backward: something in between did it"
-            order = (*self.snapshots[-1].order, *order)
-        # The norm of a part is not the norm of the whole.
-        told = {t: norm for t, norm in as_dict(norms).items() if t not in self.divided}
-        report = gradient_report(names, moment, order, bad, told, edited=edited)
+        report = self._report_after_pass(names) or self._report_at_update(names)
         bad_now = tuple(names[index] for index in self.now)
         return replace(report, head=why + report.head, guilty=self._guilty, bad=bad_now)
 
+    def _report_after_pass(self, names: Sequence[str]) -> TrapReport | None:
+        """Return a report on the first pass that left a non-finite gradient, ``None`` if no pass did."""
+        passes = len(self.snapshots)
+        for number, snapshot in enumerate(self.snapshots, 1):
+            nonfinite = self._nonfinite(snapshot)
+            if not nonfinite:
+                continue
+            moment = "after backward"
+            if passes > 1:
+                moment += f", micro-batch {number} of {passes}"
+            # Some tensors keep a gradient from an earlier pass and received none in this pass.
+            order = (*snapshot.order, *snapshot.indices)
+            norms = self._whole_norms(snapshot.norms)
+            return gradient_report(names, moment, order, nonfinite, norms)
+        return None
+
+    def _report_at_update(self, names: Sequence[str]) -> TrapReport:
+        moment = "right before the update"
+        order = tuple(self.indices)
+        was_finite = bool(self.snapshots)
+        if was_finite:
+            moment += ", and finite after backward: something in between did it"
+            order = (*self.snapshots[-1].order, *order)
+        norms = self._whole_norms(self.norms)
+        return gradient_report(names, moment, order, self.now, norms, edited=was_finite)
+
+    def _whole_norms(self, norms: Norms) -> dict[int, float]:
+        """Return norms without those of parts: the norm of a part is not the norm of the whole."""
+        whole = as_dict(norms)
+        for index in self.divided:
+            whole.pop(index, None)
+        return whole
+
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
+        known: Mapping[int, NonfiniteCount] = {}
         # The counts at the update hold for the pass only if the script has not clipped since.
-        known = self.now if _finite(self._after) == _finite(as_dict(self.norms)) else {}
-        return {
-            index: known.get(index, uncounted(norm))
-            for index, norm in as_dict(snapshot.norms).items()
-            if not math.isfinite(norm) and index in self.before
-        }
+        if _finite(self._after) == _finite(as_dict(self.norms)):
+            known = self.now
+        nonfinite = {}
+        for index, norm in as_dict(snapshot.norms).items():
+            if index in self.before and not math.isfinite(norm):
+                nonfinite[index] = known.get(index, uncounted(norm))
+        return nonfinite
 
 
 def uncounted(norm: float) -> NonfiniteCount:
     """Return the kind of a gradient with a non-finite norm, without a count."""
-    return NonfiniteCount("NaN" if math.isnan(norm) else "Inf", 0)
+    kind = "NaN" if math.isnan(norm) else "Inf"
+    return NonfiniteCount(kind, 0)
 
 
 def _finite(norms: Mapping[int, float]) -> dict[int, float | None]:
-    return {i: norm if math.isfinite(norm) else None for i, norm in norms.items()}
+    """Return norms with ``None`` for each non-finite norm: NaN does not equal NaN."""
+    comparable: dict[int, float | None] = dict(norms)
+    for index, norm in norms.items():
+        if not math.isfinite(norm):
+            comparable[index] = None
+    return comparable
 
 
 def gradient_report(
@@ -149,21 +184,17 @@ def gradient_report(
     order = tuple(dict.fromkeys(arrived))
     labels = [printable(names[index]) for index in order]
     first = next(place for place, index in enumerate(order) if index in bad)
-    rows = [
-        (
-            bad[index].kind if index in bad else "",
-            label,
-            _note(bad.get(index), norms.get(index)),
-        )
-        for index, label in zip(order, labels, strict=True)
-    ]
+    rows = []
+    for index, label in zip(order, labels, strict=True):
+        nonfinite = bad.get(index)
+        kind = "" if nonfinite is None else nonfinite.kind
+        rows.append((kind, label, _note(nonfinite, norms.get(index))))
     lines = _table("in the order in which backward produced them:", "finite", rows)
     if edited:
         lines.append(_EDITED)
     elif first > 0:
-        before, bad_one = labels[first - 1], labels[first]
         lines.append(
-            f"the border lies between {before} (still finite) and {bad_one} (first that is not)"
+            f"the border lies between {labels[first - 1]} (still finite) and {labels[first]} (first that is not)"
         )
     else:
         # Any NaN of the forward pass reaches the loss, and so every gradient.
@@ -176,37 +207,41 @@ def gradient_report(
 
 
 def _note(bad: NonfiniteCount | None, norm: float | None) -> str:
-    if bad is None:
-        return "" if norm is None else f"norm {norm:.3g}"
-    return count(bad.number, "element") if bad.number else ""
+    if bad is not None and bad.number:
+        return count(bad.number, "element")
+    if bad is None and norm is not None:
+        return f"norm {norm:.3g}"
+    return ""
 
 
 def threshold_report(
     stat: str, names: Sequence[str], values: Sequence[float], tripped: Sequence[bool]
 ) -> TrapReport:
-    rows = [
-        ("refused" * bad, printable(name), f"{stat} {value:.3g}")
-        for name, value, bad in zip(names, values, tripped, strict=True)
-    ]
+    rows = []
+    for name, value, is_refused in zip(names, values, tripped, strict=True):
+        word = "refused" if is_refused else ""
+        rows.append((word, printable(name), f"{stat} {value:.3g}"))
     head = f"{sum(tripped)} of {len(names)} gradients are refused for their {stat}"
     lines = _table("in the order of the model:", "let pass", rows)
     return TrapReport(names[tripped.index(True)], head, lines, goes_on=GOES_ON, reduced=False)
 
 
 def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
-    rows = [
-        (
-            "non-finite" * bool(bad),
-            f"the {flag.what} of {printable(flag.name)}",
-            f"{bad:,} elements" * bool(bad),
-        )
-        for flag, bad in flags
-    ]
+    rows = []
+    bad_labels = []
+    modules = []
+    for flag, nonfinite in flags:
+        label = f"the {flag.what} of {printable(flag.name)}"
+        if not nonfinite:
+            rows.append(("", label, ""))
+            continue
+        rows.append(("non-finite", label, f"{nonfinite:,} elements"))
+        bad_labels.append(label)
+        modules.append(flag.name)
     lines = _table("in the order in which they came:", "finite", rows)
-    lines.append(f"the first non-finite one is {next(label for word, label, _ in rows if word)}")
-    modules = tuple(flag.name for flag, bad in flags if bad)
+    lines.append(f"the first non-finite one is {bad_labels[0]}")
     head = f"{len(modules)} of {len(flags)} tensors are not finite"
-    return TrapReport(modules[0], head, lines, reduced=False, modules=modules)
+    return TrapReport(modules[0], head, lines, reduced=False, modules=tuple(modules))
 
 
 def _table(title: str, fine: str, rows: Sequence[tuple[str, str, str]]) -> list[str]:
@@ -215,9 +250,16 @@ def _table(title: str, fine: str, rows: Sequence[tuple[str, str, str]]) -> list[
     A row is a word, a label and a note; it is ``fine`` without a word.
     """
     first = next(place for place, (word, _, _) in enumerate(rows) if word)
-    cells = [(f"> {word}" if word else f"  {fine}", label, note) for word, label, note in rows]
     start = max(0, min(first - _SHOWN // 2, len(rows) - _SHOWN))
-    above = [f"    ... {start} more before"] if start else []
+    cells = []
+    for word, label, note in rows[start : start + _SHOWN]:
+        marked = f"> {word}" if word else f"  {fine}"
+        cells.append((marked, label, note))
+    lines = [title]
+    if start:
+        lines.append(f"    ... {start} more before")
+    lines += grid(cells)
     after = len(rows) - start - _SHOWN
-    below = [f"    ... {after} more after"] if after > 0 else []
-    return [title, *above, *grid(cells[start : start + _SHOWN]), *below]
+    if after > 0:
+        lines.append(f"    ... {after} more after")
+    return lines

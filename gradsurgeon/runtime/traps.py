@@ -63,7 +63,7 @@ class Traps:
         names = self._context.names
         concerns = names[counter.indices[0]]
         judges = self._effects.due(counter).judges
-        deciding = [one for one in judges if one.effect.votes and one.effect.decides]
+        deciding = [bound for bound in judges if bound.effect.votes and bound.effect.decides]
         passes = self.passes.feeding(counter) if deciding else ()
         norms = passes[-1].norms if passes else ()
         (doubtful,) = measure.nonfinite(norms)
@@ -155,7 +155,7 @@ class Traps:
         for trap in self._effects.tensor_traps:
             trap.forget(self._holders(counter))
         scale = self.passes.scale(counter)
-        return self._conclusions.of(counter, {}, heard, scale, moved=moved)
+        return self._conclusions.conclude(counter, {}, heard, scale, moved=moved)
 
     def _conclude(
         self, update: DueUpdate, findings: Findings, *, moved: bool, known: bool = False
@@ -165,7 +165,7 @@ class Traps:
         if update.heard is ALONE and not rows and not any(findings.values()):
             return GOES_ON
         scale = self.passes.scale(counter)
-        return self._conclusions.of(
+        return self._conclusions.conclude(
             counter, findings, update.heard, scale, known=known, moved=moved
         )
 
@@ -176,7 +176,7 @@ class Traps:
         self._context.event_log.emit("scaler-skip", SCALER_SKIP.format(step=step), step=step)
         findings = self._judge_skip(counter, is_low=float(scale) < 1.0)
         kept_scale = self.passes.scale(counter)
-        decision = self._conclusions.of(counter, findings, ALONE, kept_scale)
+        decision = self._conclusions.conclude(counter, findings, ALONE, kept_scale)
         if decision.error is not None:
             raise decision.error()
 
@@ -184,11 +184,11 @@ class Traps:
         due = self._effects.due(counter)
         evidence = self._evidence_of_skip(counter, due.trapped)
         # A skip caused by other tensors says nothing about a trap: its row goes on.
-        traps = [
-            bound.effect
-            for bound in due.judges
-            if isinstance(bound.effect, NonfiniteTrap) and evidence.concerns(bound.indices)
-        ]
+        traps = []
+        for bound in due.judges:
+            trap = bound.effect
+            if isinstance(trap, NonfiniteTrap) and evidence.concerns(bound.indices):
+                traps.append(trap)
         if not traps or self._context.mode == "observe":
             return {}
         skips = counter.scaler_skips
@@ -213,10 +213,16 @@ class Traps:
     def _evidence_of_skip(self, counter: StepCounter, trapped: Sequence[int]) -> GradientEvidence:
         # A scaler checks before the script can repair or clip, so the trap must do the same.
         passes = self.passes.feeding(counter)
-        seen = passes[-1].norms if passes else ()
-        norms = seen or self._norms_here(trapped)
+        norms: Norms = ()
+        if passes:
+            norms = passes[-1].norms
+        if not norms:
+            norms = self._norms_here(trapped)
         by_index = measure.as_dict(norms)
-        bad = {index: uncounted(n) for index, n in by_index.items() if not math.isfinite(n)}
+        bad = {}
+        for index, norm in by_index.items():
+            if not math.isfinite(norm):
+                bad[index] = uncounted(norm)
         return GradientEvidence(passes, list(by_index), bad)
 
     def _norms_here(self, indices: Sequence[int]) -> Norms:
@@ -225,12 +231,12 @@ class Traps:
         return measure.plain_norms(having, _dist.parts(grads))
 
     def _diagnose_skip(self, counter: StepCounter, rule: str, evidence: GradientEvidence) -> None:
-        """Say once where a NaN of a skipped step was born, if it is no overflow."""
+        """Report once the origin of a NaN in a skipped step, if it is no overflow."""
         context = self._context
         step = counter.step
         report = evidence.report(context.names)
         scale = self.passes.scale(counter)
-        diagnosis = self._conclusions.diagnosis.of_skip(step, scale, report)
+        diagnosis = self._conclusions.diagnosis.diagnose_skip(step, scale, report)
         if diagnosis is not None:
             text = "\n".join([f"{context.place(step, rule)}: {_NO_OVERFLOW}", *diagnosis.text()])
             context.event_log.notice_once("no-overflow", text, rule=rule, step=step, warn=True)

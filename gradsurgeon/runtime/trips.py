@@ -58,7 +58,9 @@ class Trip:
 
     @property
     def then(self) -> str:
-        return "raise" if self._gives_up or self._is_forced else self.decision.then
+        if self._gives_up or self._is_forced:
+            return "raise"
+        return self.decision.then
 
     @property
     def _gives_up(self) -> bool:
@@ -66,7 +68,10 @@ class Trip:
 
     @property
     def _is_forced(self) -> bool:
-        return (self.unheard or self.moved) and self.decision.then == "skip-step"
+        """Whether this rank cannot skip the step, although its rule would."""
+        if self.decision.then != "skip-step":
+            return False
+        return self.unheard or self.moved
 
     @property
     def severity(self) -> int:
@@ -81,11 +86,11 @@ class Trip:
         if self._gives_up and self.decision.then != "raise":
             limit = f"(give_up_after: {self.decision.give_up_after})"
             return f"giving up: tripped {self.in_a_row} times in a row {limit}"
-        return {
-            "raise": _MOVED if self.moved else "stopped before the update: no weight was moved",
-            "skip-step": f"step skipped: {_HIDDEN}",
-            "warn": self.report.goes_on,
-        }[self.then]
+        if self.then == "skip-step":
+            return f"step skipped: {_HIDDEN}"
+        if self.then == "warn":
+            return self.report.goes_on
+        return _MOVED if self.moved else "stopped before the update: no weight was moved"
 
 
 class Conclusions:
@@ -93,7 +98,7 @@ class Conclusions:
         self._context = context
         self.diagnosis = StepDiagnosis(context, kept, effects)
 
-    def of(
+    def conclude(
         self,
         counter: StepCounter,
         findings: Findings,
@@ -114,21 +119,22 @@ class Conclusions:
         is_unheard = heard is not ALONE and heard.severity <= FINE and not known
         self._count(counter, findings, heard)
         trips = []
+        reports = {}
         for trap, report in findings.items():
             if report is not None:
                 # Norms at the update are alike on all ranks, so the others trip also.
                 unheard = is_unheard and trap.votes
                 in_a_row = counter.trips_now[trap.rule.id]
                 trips.append(Trip(trap, in_a_row, report, unheard, moved))
-        if not (trips or heard.objections):
+                reports[trap.rule.id] = report
+        if not trips and not heard.objections:
             return GOES_ON
-        reports = {trip.rule: trip.report for trip in trips}
-        diagnoses = self.diagnosis.of(reports, step, scale, heard)
+        diagnoses = self.diagnosis.diagnose_trips(reports, step, scale, heard)
         # The other ranks must hear of the most severe trip.
         worst = FINE
         cause: StopReason | None = None
         for trip in trips:
-            reason = self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule))
+            reason = self._emit(trip, step, heard.guilty, diagnoses.get(trip.rule))
             if cause is None or trip.severity > worst:
                 worst = trip.severity
                 cause = reason
@@ -140,37 +146,48 @@ class Conclusions:
 
     def _count(self, counter: StepCounter, findings: Findings, heard: Heard) -> None:
         """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
-        elsewhere = {objection.rule for objection in heard.objections if objection.rule}
-        tripped = {trap.rule.id: report is not None for trap, report in findings.items()}
-        tripped |= dict.fromkeys(elsewhere, True)
+        tripped: dict[str, bool] = {}
+        for trap, report in findings.items():
+            tripped[trap.rule.id] = report is not None
+        for objection in heard.objections:
+            if objection.rule:
+                tripped[objection.rule] = True
         for rule, is_trip in tripped.items():
             # `StepCounter.tick` makes the count final: an update is judged after each call of a closure.
-            counter.trips_now[rule] = counter.trips.get(rule, 0) + 1 if is_trip else 0
+            counter.trips_now[rule] = 0
+            if is_trip:
+                counter.trips_now[rule] = counter.trips.get(rule, 0) + 1
 
     def _follow(
-        self, step: int, told: Objection, diagnosis: Diagnosis | None, *, moved: bool
+        self, step: int, objection: Objection, diagnosis: Diagnosis | None, *, moved: bool
     ) -> StepDecision:
-        severity = RAISE if moved else told.severity
-        raised, text = severity == RAISE, told.text
-        if told.rule:
-            what = "stop" if raised else "skip the step"
-            text = f"step {step}: rank {told.rank} trapped, and all ranks {what}: {text}"
+        """Do what the objection of another rank demands."""
+        severity = objection.severity
+        if moved:
+            severity = RAISE
+        stops = severity == RAISE
+        kind: EventKind = "trap" if stops else "skipped-step"
+        rule = objection.rule
+        text = objection.text
+        if rule:
+            what = "stop" if stops else "skip the step"
+            text = f"step {step}: rank {objection.rank} trapped, and all ranks {what}: {text}"
             text = "\n".join([text, *_diagnosed(diagnosis)])
-        kind: EventKind = "trap" if raised else "skipped-step"
-        where: dict[str, Any] = {"rule": told.rule, "step": step, "name": told.name}
-        self._context.event_log.emit(kind, text, **where, quiet=raised)
-        cause = StopReason(told.rank, told.rule, told.name, text, diagnosis)
+        log = self._context.event_log
+        log.emit(kind, text, rule=rule, step=step, name=objection.name, quiet=stops)
+        cause = StopReason(objection.rank, rule, objection.name, text, diagnosis)
         return _decided(severity, cause, step)
 
     def head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
         """Return the first line of a report; ``ranks`` are the ranks that put NaN or Inf into an average."""
         return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
 
-    def _tell(
+    def _emit(
         self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
     ) -> StopReason:
         """Emit the report of a trap, and return it; ``ranks`` are the ranks that put NaN or Inf into an average."""
-        context, report = self._context, trip.report.caused_by(ranks)
+        context = self._context
+        report = trip.report.caused_by(ranks)
         outcome = trip.outcome(context.mode)
         lines = [self.head(step, trip, ranks), outcome, *report.lines, *_diagnosed(diagnosis)]
         text = "\n".join(lines)
@@ -181,16 +198,19 @@ class Conclusions:
         log.emit(trip.decision.kind, text, **where, warn=then == "warn", quiet=then == "raise")
         if then == "skip-step":
             log.emit("skipped-step", f"step {step} skipped: {_HIDDEN}", **where)
-        rank = report.ranks[0] if report.ranks else _dist.rank()
+        rank = _dist.rank()
+        if report.ranks:
+            rank = report.ranks[0]
         return StopReason(rank, trip.rule, report.name, text, diagnosis, trip.decision.error)
 
 
 def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
     if diagnosis is None:
         return []
-    elsewhere = diagnosis.rank != _dist.rank()
-    head = f"found by rank {diagnosis.rank}, in its part of the batch:"
-    return [*([head] if elsewhere else ()), *diagnosis.text()]
+    lines = list(diagnosis.text())
+    if diagnosis.rank != _dist.rank():
+        lines.insert(0, f"found by rank {diagnosis.rank}, in its part of the batch:")
+    return lines
 
 
 def _decided(severity: int, cause: StopReason, step: int) -> StepDecision:

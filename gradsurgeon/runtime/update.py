@@ -56,11 +56,11 @@ class DueUpdate:
         self.norms = (*before, *self._norms)
 
     def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
-        """Return what is known of the gradients, given those with a doubtful norm. Waits for the device."""
+        """Return the evidence on the gradients, given the gradients with a doubtful norm. Waits for the device."""
         if self._evidence is None:
             gradients = self.gradients
-            there = [index for index in doubtful if index in gradients]
-            bad = measure.counts(dict(zip(there, gradients.of(there), strict=True)))
+            present = [index for index in doubtful if index in gradients]
+            bad = measure.counts(dict(zip(present, gradients.grads_of(present), strict=True)))
             divided = [index for index in self._searched if _dist.is_sharded(gradients[index])]
             self._evidence = GradientEvidence(
                 self.passes, self._searched, bad, self._norms, frozenset(divided)

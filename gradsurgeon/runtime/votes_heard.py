@@ -1,9 +1,19 @@
 """What the ranks have said of an update, with the votes that they cast at the end of its last backward pass."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from gradsurgeon.distributed.ranks import FINE
 from gradsurgeon.distributed.votes import Objection, Voter
+
+
+@dataclass(slots=True)
+class VotedPass:
+    """A pass that was voted on, and the tensors whose last pass it is."""
+
+    voter: Voter
+    number: int
+    indices: set[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +31,20 @@ class Heard:
     @property
     def severity(self) -> int:
         """The worst severity of the objections."""
-        return max((one.severity for one in self.objections), default=FINE)
+        return max((objection.severity for objection in self.objections), default=FINE)
 
     @property
     def worst(self) -> Objection:
         """The objection that all ranks follow: the worst one, from the lowest rank that raised it."""
-        return min(self.objections, key=lambda one: (-one.severity, one.rank))
+        severity = self.severity
+        worst = [each for each in self.objections if each.severity == severity]
+        return min(worst, key=attrgetter("rank"))
 
     @property
     def guilty(self) -> tuple[int, ...]:
         """The ranks that contributed NaN or Inf to an average."""
-        return tuple(sorted({one.rank for one in self.objections if one.guilty}))
+        guilty = {objection.rank for objection in self.objections if objection.guilty}
+        return tuple(sorted(guilty))
 
 
 ALONE = Heard()

@@ -31,7 +31,7 @@ class RecordWeights(Effect):
         self._before: dict[StepCounter, dict[int, Tensor]] = {}
 
     def before_step(self, update: WeightUpdate, bound: Bound) -> None:
-        # Of a script that updates weights by hand no update is known.
+        # If a script updates weights by hand, the session does not see when.
         if update.optimizer() is None:
             return
         samples: dict[int, Tensor] = {}
@@ -43,15 +43,15 @@ class RecordWeights(Effect):
         before = self._before.pop(bound.counter, None)
         if before is None or not update.took_place:
             return
-        there = {}
+        params = {}
         for index, param in self._params_of(bound):
             if index in before or not self._of_changes:
-                there[index] = param.detach()
-        if not there:
+                params[index] = param.detach()
+        if not params:
             return
         with torch.no_grad():
-            self._record(bound, there, before)
-        self.log.count_fired(self.rule.id, bound.counter.step, len(there))
+            self._record(bound, params, before)
+        self.log.count_fired(self.rule.id, bound.counter.step, len(params))
 
     def _params_of(self, bound: Bound) -> list[tuple[int, Tensor]]:
         params = zip(bound.indices, self.context.parameters.params(bound.indices), strict=True)
@@ -90,18 +90,25 @@ def _pair(old: Tensor, param: Tensor) -> Tensor:
 
 
 def _changes(stat: str, pairs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return pairs if STATISTICS[stat].of_update else [pair[1] - pair[0] for pair in pairs]
+    if STATISTICS[stat].of_update:
+        return pairs
+    return [pair[1] - pair[0] for pair in pairs]
 
 
 def _scaled(stat: str, values: Tensor, params: Sequence[Tensor], pairs: Sequence[Tensor]) -> Tensor:
     """Return numbers of samples, scaled to the parts of parameters that this rank holds."""
     # Sums grow with the number of elements.
-    power = 0.5 if stat == "l2" else 1.0 if STATISTICS[stat].merge == "sum" else 0.0
-    sizes = [
-        _dist.local(param).numel() / max(1, pair.shape[1])
-        for param, pair in zip(params, pairs, strict=True)
-    ]
-    if power == 0.0 or max(sizes) <= 1.0:
+    if stat == "l2":
+        power = 0.5
+    elif STATISTICS[stat].merge == "sum":
+        power = 1.0
+    else:
+        return values
+    sizes = []
+    for param, pair in zip(params, pairs, strict=True):
+        sampled = max(1, pair.shape[1])
+        sizes.append(_dist.local(param).numel() / sampled)
+    if max(sizes) <= 1.0:
         return values
     # Multiplied one by one: factors in a tensor would have to be copied to a device.
     return torch.stack([value * size**power for value, size in zip(values, sizes, strict=True)])
