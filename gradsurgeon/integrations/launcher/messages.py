@@ -30,6 +30,14 @@ def say(text: str) -> None:
     to_stderr(f"gradsurgeon: {text}")
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, or its type if it has no text."""
+    line = str(error).strip().partition("\n")[0]
+    if not line:
+        return type(error).__name__
+    return line
+
+
 def write(lines: Iterable[str], rank: int) -> None:
     text = "\n".join(lines)
     if rank != 0 or not text:
@@ -63,7 +71,8 @@ def start(*, dry_run: bool) -> None:
 
 def explain() -> None:
     """Note that rules act, or that a message said why they do not."""
-    if file := os.environ.get(STATUS_FILE):
+    file = os.environ.get(STATUS_FILE)
+    if file:
         with suppress(OSError):
             Path(file).touch()
 
@@ -71,7 +80,8 @@ def explain() -> None:
 def _end(pid: int, file: Path, *, dry_run: bool) -> None:
     if os.getpid() != pid:
         return  # a forked child
-    explained = file.exists() or hasattr(sys, "last_type")  # a traceback explains, too
+    has_traceback = hasattr(sys, "last_type")  # which explains, too
+    explained = has_traceback or file.exists()
     file.unlink(missing_ok=True)
     if explained:
         return
