@@ -104,11 +104,16 @@ class LightningCallback(AppliedRules, Callback):
     def _log_last(self, trainer: Any) -> None:
         self._keep(trainer)
         # Lightning counts a batch at its end, which a batch that raised does not reach.
-        stepped = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001 # as above
-        self._log(trainer, stepped if self._updating else max(0, stepped - 1))
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001 # as above
+        if not self._updating:
+            step = max(0, step - 1)
+        self._log(trainer, step)
         self._updating = False
 
     def _log(self, trainer: Any, step: int) -> None:
-        if trainer.is_global_zero and trainer.loggers and (metrics := self._metrics()):
+        if not trainer.is_global_zero or not trainer.loggers:
+            return
+        metrics = self._metrics()
+        if metrics:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)

@@ -68,8 +68,9 @@ class TransformersCallback(AppliedRules, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
         self._come_first()
-        if (left := _on.pop(model, None)) is not None:
-            left._end(failed=True)  # noqa: SLF001 # of this class
+        unended = _on.pop(model, None)
+        if unended is not None:
+            unended._end(failed=True)  # noqa: SLF001 # of this class
         session = self._begin(model, state.global_step)
         try:
             self._resume(session, state.global_step)
@@ -107,10 +108,8 @@ class TransformersCallback(AppliedRules, TrainerCallback):
     def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         if self.session is None:
             return
-        folder = (
-            Path(args.output_dir)
-            / f"{_transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        )
+        prefix = _transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
+        folder = Path(args.output_dir) / f"{prefix}-{state.global_step}"
         # A rank on another machine may have no folder; it resumes from the state of the first rank.
         if not folder.is_dir() and _dist.rank():
             return
