@@ -36,8 +36,10 @@ def content_hash(text: str) -> str:
 
 def folder() -> Path:
     package = Path(__file__).resolve().parents[1]
-    inside = package / "rules"
-    return inside if inside.is_dir() else package.parent / "rules"
+    installed = package / "rules"
+    if installed.is_dir():
+        return installed
+    return package.parent / "rules"
 
 
 def published() -> dict[str, Included]:
@@ -50,7 +52,10 @@ def published() -> dict[str, Included]:
             for spec, entry in lock["packs"].items()
         }
     except (OSError, ValueError, KeyError) as error:
-        message = f"the list of packs cannot be read: {getattr(error, 'strerror', None) or error}"
+        cause = getattr(error, "strerror", None)
+        if not cause:
+            cause = str(error)
+        message = f"the list of packs cannot be read: {cause}"
         raise IncludeError(message, "install gradsurgeon again") from None
 
 
@@ -59,10 +64,13 @@ def rule_file(spec: str) -> Included:
     name = spec[len(PREFIX) :]
     if name in known:
         return known[name]
+    hint = did_you_mean(name, known)
+    if not hint:
+        hint = f"known: {', '.join(PREFIX + pack for pack in known)}"
     raise IncludeError(
         f"there is no pack `{name[:60]}`; packs are named with their version, NAME@N, because an update "
         "of gradsurgeon must not change what a reviewed file means",
-        did_you_mean(name, known) or f"known: {', '.join(f'{PREFIX}{one}' for one in known)}",
+        hint,
     )
 
 

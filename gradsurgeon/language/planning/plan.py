@@ -80,7 +80,9 @@ class Plan:
     @property
     def subject(self) -> str:
         """The name of the model."""
-        return self.title or self.manifest.origin
+        if not self.title:
+            return self.manifest.origin
+        return self.title
 
     @cached_property
     @_live.uncollected()
@@ -135,7 +137,9 @@ class Plan:
         bound = self.of(rule.id)
         entry: dict[str, Any] = {"id": rule.id, "action": rule.action}
         if isinstance(rule, LossRule):
-            entry["losses"] = list(rule.losses or ())
+            entry["losses"] = []
+            if rule.losses:
+                entry["losses"] += rule.losses
             entry["method"] = getattr(rule, "method", None)
         entry["tensor"] = str(rule.ref)
         entry["point"] = rule.point
@@ -189,7 +193,9 @@ def _rules(plan: Plan) -> Iterator[str]:
     rows = [("rule", "action", "at", "hook", "binds", "elements", "steps")]
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
-        hook = bound[0].hook if bound else "-"
+        hook = "-"
+        if bound:
+            hook = bound[0].hook
         binds = count(len(bound), NOUNS[rule.target])
         dormant = sum(binding.dormant for binding in bound)
         if dormant:
@@ -230,7 +236,9 @@ def _chains(plan: Plan) -> Iterator[str]:
     aliases = {param.name: param.aliases for param in plan.manifest.params}
     for chain, names in islice(groups.items(), _MAX_CHAINS):
         yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
-        noun = "parameter" if names[0] in aliases else "tensor"
+        noun = "tensor"
+        if names[0] in aliases:
+            noun = "parameter"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
     if len(groups) > _MAX_CHAINS:
         more = len(groups) - _MAX_CHAINS
