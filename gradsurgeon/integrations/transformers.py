@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from gradsurgeon.common._libraries import library
-from gradsurgeon.errors import printable, warn
+from gradsurgeon.errors import cause_of, printable, warn
 from gradsurgeon.integrations.applied import AppliedRules
 from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.runtime import session_state
@@ -116,7 +116,7 @@ class TransformersCallback(AppliedRules, TrainerCallback):
         try:
             session_state.write(folder, attachment_of(self.session).controller)
         except OSError as error:
-            why = printable(error.strerror or str(error))
+            why = printable(cause_of(error))
             self._warn(
                 f"cannot save what the rules learnt in {printable(str(folder))}: {why}; training continues"
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from gradsurgeon.errors import HintedError, did_you_mean
+from gradsurgeon.errors import HintedError, cause_of, did_you_mean
 
 PREFIX = "gradsurgeon:"
 
@@ -52,10 +52,7 @@ def published() -> dict[str, Included]:
             for spec, entry in lock["packs"].items()
         }
     except (OSError, ValueError, KeyError) as error:
-        cause = getattr(error, "strerror", None)
-        if not cause:
-            cause = str(error)
-        message = f"the list of packs cannot be read: {cause}"
+        message = f"the list of packs cannot be read: {cause_of(error)}"
         raise IncludeError(message, "install gradsurgeon again") from None
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
-from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.errors import Place, Problem, RuleFileError, cause_of
 from gradsurgeon.language.yaml_hints import hint_for, indicator_hint, text_of
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -156,9 +156,7 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
     except UnicodeDecodeError as error:
         cause = f"byte {error.start + 1} is not UTF-8 text"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path itself
-        cause = getattr(error, "strerror", "")
-        if not cause:
-            cause = str(error)
+        cause = cause_of(error)
     message = f"cannot read the file: {cause}"
     hint = "name a readable file of UTF-8 text"
     raise RuleFileError([Problem(Place(name, 1, 1), "unreadable-file", message, hint)])

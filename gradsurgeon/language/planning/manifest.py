@@ -192,6 +192,8 @@ def _slots(tree: Iterable[tuple[str, Any]]) -> Iterator[ParameterSlot]:
 @_live.uncollected()
 def from_model(model: Any) -> Manifest:
     """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
+    if not hasattr(model, "_modules") or not hasattr(model, "_parameters"):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     tree = list(walk(model))
     # The places of each parameter by its id: a tied one has several.
     groups: dict[int, list[ParameterSlot]] = {}

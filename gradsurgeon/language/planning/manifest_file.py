@@ -13,7 +13,7 @@ from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from gradsurgeon.actions import described
-from gradsurgeon.errors import ManifestError, Place, Problem, shorten_names
+from gradsurgeon.errors import ManifestError, Place, Problem, cause_of, shorten_names
 from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Name, Param, Shape
 from gradsurgeon.language.schema import Built
 from gradsurgeon.records.store.files import check_replaceable, replacing
@@ -179,10 +179,7 @@ def _read_json(file: str, *, header: bool = False) -> object:
                 length = min(length, _header_length(stream, file))
             raw = stream.read(length)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        cause = getattr(error, "strerror", None)
-        if not cause:
-            cause = str(error)
-        _refuse(file, f"cannot read the file: {cause}", _KINDS, "unreadable-file")
+        _refuse(file, f"cannot read the file: {cause_of(error)}", _KINDS, "unreadable-file")
     if len(raw) > MAX_BYTES:
         _refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read", _KINDS)
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
