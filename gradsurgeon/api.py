@@ -199,12 +199,11 @@ def attach(
         for delivery in deliveries:
             undo.callback(delivery.discard)
         attachment = runtime.Attachment(model, bound, options, writer, deliveries)
+        log = attachment.context.event_log
         for delivery in deliveries:
-            warning = planning.curves_of_nothing(bound, delivery.patterns)
-            if warning:
-                attachment.context.event_log.emit(
-                    "notice", f"{delivery.name}: {warning}", step=options.start_step, warn=True
-                )
+            doubt = planning.curves_of_nothing(bound, delivery.patterns)
+            if doubt:
+                log.emit("notice", f"{delivery.name}: {doubt}", step=options.start_step, warn=True)
         runtime.enter(model, attachment)
         undo.pop_all()
     for delivery in deliveries:

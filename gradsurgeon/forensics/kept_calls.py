@@ -48,13 +48,14 @@ class KeptCalls:
         self.model = weakref.ref(model)
         if self.evaluations is None:
             self.evaluations = 0
-        devices = [
-            device
-            for device in {param.device for param in model.parameters()}
-            if _has_random_state(device)
-        ]
-        self._devices = tuple(str(device) for device in devices)
-        self._kinds = {"cpu"}.union(device.type for device in devices)
+        devices = []
+        kinds = {"cpu"}
+        for device in {param.device for param in model.parameters()}:
+            if _has_random_state(device):
+                devices.append(str(device))
+                kinds.add(device.type)
+        self._devices = tuple(devices)
+        self._kinds = kinds
         for name, module in _called(model):
             if is_scripted(class_names(module)):
                 continue  # Its code calls no hooks.

@@ -132,8 +132,10 @@ def _without_gradient(attachment: Attachment) -> list[str]:
     if model is not None:
         # A script may freeze more after the plan was made.
         manifest = from_model(model)
-    trained = [param for param in manifest.params if param.requires_grad and not param.sharding]
-    silent = {param.name for param in trained}
+    silent = set()
+    for param in manifest.params:
+        if param.requires_grad and not param.sharding:
+            silent.add(param.name)
     recorded: dict[str, None] = {}
     for series in records:
         if series.key.point != "accumulated":

@@ -33,7 +33,6 @@ class NameIndex:
         # Each hint compares its pattern with all names, so a big model has few hints to give.
         self._hints = max(_MAX_HINTED, _MAX_COMPARED // (len(things) + 1))
         self._subject = subject
-        self._things = things
         self._names: list[str] = []
         self._named: dict[str, Thing] = {}
         self._place: dict[str, int] = {}
@@ -61,8 +60,11 @@ class NameIndex:
         if candidates:
             fewest = min(candidates, key=len)
             names = [names[place] for place in sorted(set(fewest))]
-        matched = [names[place] for place in select([pattern], names)]
-        return {name: self._named[name] for name in matched}
+        hits = {}
+        for place in select([pattern], names):
+            name = names[place]
+            hits[name] = self._named[name]
+        return hits
 
     @cached_property
     def _having(self) -> dict[str, list[int]]:
@@ -88,10 +90,12 @@ class NameIndex:
         return suggest(text, self._names)
 
     def select(self, rule: Rule) -> list[Thing]:
-        chosen = self._matched(rule.patterns).keys() - self._matched(rule.exclude).keys()
+        matched = self._matched(rule.patterns)
+        for name in self._matched(rule.exclude):
+            matched.pop(name, None)
         # Each of many rules may match few of many names, so only the matches are looked at.
-        places = sorted([self._place[name] for name in chosen])
-        things = [self._things[place] for place in places]
+        names = sorted(matched, key=self._place.__getitem__)
+        things = [matched[name] for name in names]
         if rule.where == Where():
             return things
         return [thing for thing in things if not self._failed(rule.where, thing)]
@@ -198,7 +202,7 @@ def _failed_of_param(where: Where, param: Param) -> str:
 class Match:
     things: tuple[Thing, ...] = ()  # none for tags, which the script names
     names: tuple[str, ...] = ()  # canonical, in model order; for tags, the patterns
-    members: frozenset[str] = frozenset()  # the names as a set
+    members: frozenset[str] = frozenset()  # the same names
     elements: int = 0  # of the parameters
     is_for: bool = True  # False if `model` names another class
     undecided: tuple[str, ...] = ()  # conditions that the names cannot decide; then nothing matches
@@ -227,10 +231,14 @@ class Matcher:
         if rule.target == "tensors":
             names = tuple(dict.fromkeys(rule.patterns))
             return Match(names=names, members=frozenset(names))
-        things = tuple(self.names[rule.target].select(rule))
-        names = tuple(thing.name for thing in things)
-        elements = sum(thing.numel for thing in things if isinstance(thing, Param))
-        return Match(things, names, frozenset(names), elements)
+        things = self.names[rule.target].select(rule)
+        names = []
+        elements = 0
+        for thing in things:
+            names.append(thing.name)
+            if isinstance(thing, Param):
+                elements += thing.numel
+        return Match(tuple(things), tuple(names), frozenset(names), elements)
 
 
 def is_for(rule: Rule, manifest: Manifest) -> bool:

@@ -37,9 +37,12 @@ class MatchedRules:
     """The rules of one set by id, in file order, with their matches in one model."""
 
     def __init__(self, rules: RuleSet, matcher: Matcher) -> None:
-        self.rules = {rule.id: rule for rule in rules.rules}
-        self.matches = {rule.id: matcher.match(rule) for rule in rules.rules}
+        self.rules: dict[str, Rule] = {}
+        self.matches: dict[str, Match] = {}
         self.matcher = matcher
+        for rule in rules.rules:
+            self.rules[rule.id] = rule
+            self.matches[rule.id] = matcher.match(rule)
 
     @cached_property
     def chains(self) -> dict[str, tuple[str, ...]]:
@@ -185,8 +188,11 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
 
 
 def _scripted(match: Match) -> Iterator[str]:
-    modules = [thing for thing in match.things if isinstance(thing, ModuleEntry)]
-    scripted = [module for module in modules if "ScriptModule" in module.module_type]
+    scripted = [
+        thing
+        for thing in match.things
+        if isinstance(thing, ModuleEntry) and "ScriptModule" in thing.module_type
+    ]
     if scripted:
         yield (
             f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "

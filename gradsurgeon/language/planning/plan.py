@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -52,6 +52,10 @@ class Binding:
     dormant: bool = False
 
 
+def names_of(bindings: Iterable[Binding]) -> list[str]:
+    return [binding.name for binding in bindings]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Rules bound to the names of one model. ``str(plan)`` is a table.
@@ -90,7 +94,7 @@ class Plan:
         """Per tensor, such as ``conv1 output.grad``, its rules in order of effect."""
         names = {}
         for rule in self.rules.rules:
-            names[rule.id] = [binding.name for binding in self.of(rule.id)]
+            names[rule.id] = names_of(self.of(rule.id))
         chains = chains_of(self.rules.rules, names)
         in_model_order = {}
         for param in self.manifest.params:
@@ -147,7 +151,7 @@ class Plan:
         entry["params"] = []
         entry["modules"] = []
         if rule.target != "tensors":
-            entry[rule.target] = [binding.name for binding in bound]
+            entry[rule.target] = names_of(bound)
         entry["elements"] = sum(binding.numel for binding in bound)
         entry["warnings"] = list(self.rule_warnings.get(rule.id, ()))
         return entry
@@ -197,16 +201,20 @@ def _rules(plan: Plan) -> Iterator[str]:
         if bound:
             hook = bound[0].hook
         binds = count(len(bound), NOUNS[rule.target])
-        dormant = sum(binding.dormant for binding in bound)
+        elements = 0
+        dormant = 0
+        for binding in bound:
+            elements += binding.numel
+            if binding.dormant:
+                dormant += 1
         if dormant:
             # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
             binds += f" ({dormant} without requires_grad)"
-        elements = "-"
+        size = "-"
         if rule.target == "params":
-            elements = f"{sum(binding.numel for binding in bound):,}"
-        rows.append(
-            (rule.id, rule.action, rule.point, hook, binds, elements, _steps_text(rule.steps))
-        )
+            size = f"{elements:,}"
+        steps = _steps_text(rule.steps)
+        rows.append((rule.id, rule.action, rule.point, hook, binds, size, steps))
     yield from grid(rows, right=frozenset({4, 5}))
 
 
@@ -231,9 +239,13 @@ def _chains(plan: Plan) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, chain in plan.chains.items():
         groups.setdefault(chain, []).append(name)
-    untouched = sum(param.name not in plan.chains for param in plan.manifest.params)
+    aliases = {}
+    untouched = 0
+    for param in plan.manifest.params:
+        aliases[param.name] = param.aliases
+        if param.name not in plan.chains:
+            untouched += 1
     yield "effects per tensor, in order of effect"
-    aliases = {param.name: param.aliases for param in plan.manifest.params}
     for chain, names in islice(groups.items(), _MAX_CHAINS):
         yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
         noun = "tensor"

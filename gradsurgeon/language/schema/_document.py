@@ -175,14 +175,17 @@ def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
 
 def tidy(problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems in the order of the file, each once: aliases of one mapping repeat them."""
-    of_yaml = [problem for problem in problems if problem.check.startswith("yaml-")]
-    misread = {problem.place for problem in of_yaml}
+    misread = {problem.place for problem in problems if _is_of_yaml(problem)}
     kept: dict[Problem, None] = {}
     for problem in problems:
         # The wrong type of a value with a YAML problem of its own is noise.
-        if problem.check.startswith("yaml-") or problem.place not in misread:
+        if _is_of_yaml(problem) or problem.place not in misread:
             kept[problem] = None
     return sorted(kept, key=_position)
+
+
+def _is_of_yaml(problem: Problem) -> bool:
+    return problem.check.startswith("yaml-")
 
 
 def _position(problem: Problem) -> tuple[int, int]:

@@ -102,13 +102,16 @@ def _sha256(text: str) -> str:
 
 def from_rules(rules: Sequence[Rule]) -> RuleSet:
     source = Built(None, file="<python>")
-    ids = list(enumerate([rule.id for rule in rules]))
+    ids = []
+    written: dict[str, tuple[Located, int]] = {}
+    for index, rule in enumerate(rules):
+        ids.append((index, rule.id))
+        written[rule.id] = (source, index)
     problems = list(duplicate_ids(source, ids, {}))
     if not rules:
         problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
     if problems:
         raise RuleFileError(problems)
-    written = {rule.id: (source, index) for index, rule in enumerate(rules)}
     return RuleSet(tuple(rules), _written=written)
 
 
