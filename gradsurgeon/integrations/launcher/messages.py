@@ -1,4 +1,4 @@
-"""Lines of the launcher on stderr, that never break a progress bar, and the one at the end if no rule acted.
+"""Lines of the launcher on stderr, which never break a progress bar, and a line at the end if no rule acted.
 
 Under torchrun the first process only waits for its workers. So a process that trains makes a file, and the launched
 process looks for the file at its end; a command of another environment, such as a shell, does not.

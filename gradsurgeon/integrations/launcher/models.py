@@ -30,13 +30,13 @@ from gradsurgeon.tensors import _dist
 
 @dataclass(slots=True, eq=False)
 class AttachedModel:
-    """A model of the script and the rules on it; another model with all of its parameters may have replaced it."""
+    """A model of the script and the rules on it. A larger model with all its parameters may have replaced it."""
 
     module: weakref.ref[nn.Module]
     attachment: Attachment
     record: Path | None
     start: int
-    # The ids of its parameters when the rules were bound. Between passes a sharded model may show others.
+    # The ids of its parameters when the rules were bound. Between passes a sharded model may show other parameters.
     owned: frozenset[int]
     begun: bool = False
     replaced: bool = False
@@ -77,20 +77,21 @@ class Models:
         self.attached: list[AttachedModel] = []
         # The rank of this process; its process group may be gone at the end.
         self.rank = 0
-        self.fitting = False
+        # Whether the rules were checked against all models, at the first step.
+        self.checked = False
         # Nobody chose the rules of a pack for this script, so they never end it.
-        self.guard = Guard(self._speak, lenient=settings.rules.startswith(packs.PREFIX))
-        # Opens the debugger where the fault of the last diagnosed step was made.
+        self.guard = Guard(self._report, lenient=settings.rules.startswith(packs.PREFIX))
+        # Opens the debugger at the operation that made the last diagnosed step fail.
         self.debug: Callable[[], object] | None = None
         # Whether the script has ended. Then the summary reports the events.
         self.at_end = False
         # The run directory of the first model of this process.
         self._folder: Path | None = None
         # The class of the optimizer of each parameter that belongs to no module, by the id of the parameter.
-        self._free: dict[int, str] = {}
+        self._outside_modules: dict[int, str] = {}
 
-    def cover(self, params: Iterable[Tensor]) -> bool:
-        """Tell whether rules were bound to all of these; parameters that a model gained later are not bound."""
+    def have_bound(self, params: Iterable[Tensor]) -> bool:
+        """Tell whether rules were bound to all these parameters. Rules are not bound to a parameter that is newer."""
         bound: set[int] = set()
         for model in self._alive():
             bound |= model.bound_ids()
@@ -110,13 +111,13 @@ class Models:
             in_modules |= param_ids(root)
         for param in params:
             if id(param) not in in_modules:
-                self._free[id(param)] = type(optimizer).__name__
+                self._outside_modules[id(param)] = type(optimizer).__name__
         for root in roots:
             with self.guard:
-                self._put_on(root, [optimizer])
+                self._attach_rules(root, [optimizer])
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Write the headers, now that training begins; bind models again that were incomplete before."""
+        """Write the headers, because training begins. First bind models again that were incomplete before."""
         self._bind_again(self.waiting())
         # The process group may be newer than the optimizer.
         self.rank = _dist.rank()
@@ -140,9 +141,9 @@ class Models:
             whole = param_ids(root)
             if parts and all(model.bound_ids() != whole for model in parts):
                 with self.guard:
-                    self._put_on(root, None)
+                    self._attach_rules(root, None)
 
-    def _speak(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if not self.at_end:
             say_from_rank(text)
 
@@ -151,9 +152,9 @@ class Models:
 
     def without_module(self) -> Iterator[str]:
         """Yield a line about the parameters that optimizers update and no module holds, if there are any."""
-        if not self._free:
+        if not self._outside_modules:
             return
-        numbers = Counter(self._free.values())
+        numbers = Counter(self._outside_modules.values())
         groups = [f"{count(number, 'parameter')} of {kind}" for kind, number in numbers.items()]
         where = f"{' and '.join(groups)} in no module"
         explain()
@@ -179,7 +180,7 @@ class Models:
         return lines
 
     def _replace_parts(self, root: nn.Module) -> int:
-        """Take the rules off the parts of a new whole, and return the step that the whole goes on from."""
+        """Remove the rules from the parts of a larger model, and return the step at which it continues."""
         inside = module_ids(root)
         step = self.settings.first_step
         for model in self._alive():
@@ -193,14 +194,14 @@ class Models:
                     self.attached.remove(model)
         return step
 
-    def _put_on(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
+    def _attach_rules(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
         explain()
         options = SessionOptions(
             optimizers,
             start_step=self._replace_parts(root),
             beside=True,
             lenient=self.guard.lenient,
-            say=self._speak,
+            say=self._report,
         )
         if self.settings.observe:
             options = options._replace(mode="observe")
@@ -305,16 +306,16 @@ class Models:
         return {model.title: model.attachment.plan for model in self.attached if not model.replaced}
 
     def check(self) -> None:
-        """Refuse rules that match nothing on any rank; of a pack report them, without asking the other ranks."""
+        """Refuse rules that match nothing on any rank. Rules of a pack are reported instead, by this rank alone."""
         plans = self._plans()
         if plans and self.guard.lenient:
             for problem in self.shortfalls():
-                self._speak(problem)
+                self._report(problem)
         elif plans:
             complaints, _ = lacking(self.rules, plans)
             if complaints:
                 raise BindError(complaints)
-        self.fitting = True
+        self.checked = True
 
     def shortfalls(self) -> list[str]:
         models = {title: plan.manifest for title, plan in self._plans().items()}

@@ -92,7 +92,7 @@ class ScriptEnd:
         # A script that has caught the exit and trained on has not ended by it.
         if ended_by is None and self._steps_at_exit == self._steps():
             ended_by = self._exit
-        refused = isinstance(ended_by, BindError) and not models.fitting
+        refused = isinstance(ended_by, BindError) and not models.checked
         models.at_end = True
         for model in models.attached:
             with models.guard:
@@ -117,7 +117,7 @@ class ScriptEnd:
         problems = []
         if settings.dry_run:
             problems.append("dry run: no optimizer took a step, so there is no plan")
-        if not models.fitting:
+        if not models.checked:
             problems += models.shortfalls()
         if not settings.quiet and not settings.dry_run:
             for model in models.attached:

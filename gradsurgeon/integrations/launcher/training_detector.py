@@ -75,7 +75,7 @@ def _nothing() -> None:
 
 
 class TrainingDetector:
-    """Finds the models of the parameters that an optimizer holds; ``found`` is called when rules were put on some."""
+    """Finds the models of the parameters that an optimizer holds, and calls ``found`` when some models got rules."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class TrainingDetector:
             self._sizes[optimizer] = -1
         else:
             self._sizes[optimizer] = len(params)
-            if self._models.cover(params):
+            if self._models.have_bound(params):
                 return
             self._models.attach(roots_of(params), params, optimizer)
             self._found()

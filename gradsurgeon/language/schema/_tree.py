@@ -144,7 +144,7 @@ def inspect(source: Located, files: Files = DISK) -> Inspection:
         rules=tuple(tree.rules),
         file=source.file,
         text=source.text,
-        files=tuple((read.file, read.text) for read in sources if read.text),
+        files=tuple((document.file, document.text) for document in sources if document.text),
         _written=tree.written,
         _entries=tree.entries,
     )
