@@ -229,8 +229,8 @@ class Matcher:
         if not is_for(rule, self.manifest):
             return Match(is_for=False)
         if rule.target == "tensors":
-            names = tuple(dict.fromkeys(rule.patterns))
-            return Match(names=names, members=frozenset(names))
+            patterns = tuple(dict.fromkeys(rule.patterns))
+            return Match(names=patterns, members=frozenset(patterns))
         things = self.names[rule.target].select(rule)
         names = []
         elements = 0
