@@ -12,11 +12,21 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
 _CHECKPOINT = "gradsurgeon"
-# Lightning has two names: first the one by which the script imported it, then one that is installed.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-_LOADED = [name for name in _NAMES if sys.modules.get(name)]
-_INSTALLED = [name for name in _NAMES if is_installed(name.partition(".")[0])]
-_pl = library([*_LOADED, *_INSTALLED, *_NAMES][0], "lightning", "LightningCallback")
+
+
+def _name_of_lightning() -> str:
+    """Return the name by which the script imported Lightning, or else the name of an installed package."""
+    for name in _NAMES:
+        if sys.modules.get(name):
+            return name
+    for name in _NAMES:
+        if is_installed(name.partition(".")[0]):
+            return name
+    return _NAMES[0]
+
+
+_pl = library(_name_of_lightning(), "lightning", "LightningCallback")
 if not TYPE_CHECKING:
     Callback = _pl.Callback
 

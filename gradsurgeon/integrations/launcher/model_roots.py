@@ -122,16 +122,15 @@ def _equal(copy: nn.Module, model: nn.Module) -> bool:
 
 def _without_repetition(roots: list[nn.Module], trained: set[int]) -> list[nn.Module]:
     """Drop roots whose trained parameters all belong to other roots: no gradient is edited twice."""
-    held = {id(root): param_ids(root) for root in roots}
 
     def most_trained_then_smallest(root: nn.Module) -> tuple[int, int]:
-        params = held[id(root)]
+        params = param_ids(root)
         return -len(params & trained), len(params)
 
     chosen: list[nn.Module] = []
     covered: set[int] = set()
     for root in sorted(roots, key=most_trained_then_smallest):
-        params = held[id(root)]
+        params = param_ids(root)
         if not (params & trained) <= covered:
             chosen.append(root)
             covered |= params

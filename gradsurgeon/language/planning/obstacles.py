@@ -125,23 +125,23 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
             owners = []
         key = tuple(titles)
         if key not in indexes:
-            indexes[key] = _joint_indexes({title: models[title] for title in titles})
+            indexes[key] = _joint_indexes(titles, models)
         short = _shortfalls(rule, things, indexes[key][rule.target], owners)
         complaints += [complaint(rules, rule, shortfall) for shortfall in short]
     return complaints
 
 
-def _joint_indexes(models: Mapping[str, Manifest]) -> dict[str, NameIndex]:
+def _joint_indexes(titles: Sequence[str], models: Mapping[str, Manifest]) -> dict[str, NameIndex]:
     params: list[Param] = []
     modules: list[ModuleEntry] = []
-    for manifest in models.values():
-        params += manifest.params
-        modules += manifest.modules
-    origin = ", ".join(models)
-    owner = "the model"
-    if len(models) > 1:
-        owner = f"the models {printable(origin)}"
-    return name_indexes(Manifest(origin, tuple(params), tuple(modules)), owner)
+    for title in titles:
+        params += models[title].params
+        modules += models[title].modules
+    origin = ", ".join(titles)
+    subject = "the model"
+    if len(titles) > 1:
+        subject = f"the models {printable(origin)}"
+    return name_indexes(Manifest(origin, tuple(params), tuple(modules)), subject)
 
 
 def _shortfalls(

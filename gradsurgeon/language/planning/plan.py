@@ -115,7 +115,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [_head(self), "", *_rules(self), "", *_chains(self)]
-        doubts = [f"  {text}" for text in _doubts(self)]
+        doubts = list(_doubts(self))
         if doubts:
             lines += ["", "to know", *doubts]
         return "\n".join(lines)
@@ -262,5 +262,6 @@ def _chains(plan: Plan) -> Iterator[str]:
 def _doubts(plan: Plan) -> Iterator[str]:
     for rule in plan.rules.rules:
         for text in plan.rule_warnings.get(rule.id, ()):
-            yield f"{rule.id}: {text}"
-    yield from plan.warnings
+            yield f"  {rule.id}: {text}"
+    for text in plan.warnings:
+        yield f"  {text}"
