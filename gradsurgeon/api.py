@@ -86,8 +86,10 @@ def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:
         RuleFileError: the rules are not valid.
         BindError: rules match nothing or cannot act on their matches; the error lists all of them.
     """
-    given = model_or_manifest
-    return planning.bind(load(rules), given if isinstance(given, Manifest) else _manifest_of(given))
+    rule_set = load(rules)
+    if isinstance(model_or_manifest, Manifest):
+        return planning.bind(rule_set, model_or_manifest)
+    return planning.bind(rule_set, planning.from_model(model_or_manifest))
 
 
 def apply(
@@ -163,9 +165,9 @@ def _bound(model: nn.Module, rules: Rules) -> Plan:
 
     if _dist.world() == 1:
         return plan(model, rules)
-    found = load(rules)
-    bound = planning.bind(found, _manifest_of(model), alone=False)
-    errors, elsewhere = session_discovery.lacking(found, {bound.subject: bound}, alone=True)
+    rule_set = load(rules)
+    bound = planning.bind(rule_set, planning.from_model(model), alone=False)
+    errors, elsewhere = session_discovery.lacking(rule_set, {bound.subject: bound}, alone=True)
     if errors:
         raise BindError(errors)
     return dataclasses.replace(bound, elsewhere=elsewhere)
@@ -189,18 +191,19 @@ def attach(
             "rules are already applied to this model or its modules: call gradsurgeon.remove(model) first, or pass replace=True"
         )
     with ExitStack() as undo:
-        writer = None if record is None else _writer(model, record, bound, options)
-        if writer is not None:
+        writer = None
+        if record is not None:
+            writer = _writer(model, record, bound, options)
             undo.callback(writer.discard)
         deliveries = _deliveries(sinks, bound, title)
         for delivery in deliveries:
             undo.callback(delivery.discard)
         attachment = runtime.Attachment(model, bound, options, writer, deliveries)
+        log = attachment.context.event_log
         for delivery in deliveries:
-            if text := planning.curves_of_nothing(bound, delivery.patterns):
-                attachment.context.event_log.emit(
-                    "notice", f"{delivery.name}: {text}", step=options.start_step, warn=True
-                )
+            doubt = planning.curves_of_nothing(bound, delivery.patterns)
+            if doubt:
+                log.emit("notice", f"{delivery.name}: {doubt}", step=options.start_step, warn=True)
         runtime.enter(model, attachment)
         undo.pop_all()
     for delivery in deliveries:
@@ -243,7 +246,9 @@ def tag(tensor: Tensor, name: str) -> Tensor:
         view of it.
     """
     registry = sys.modules.get("gradsurgeon.runtime.registry")
-    return tensor if registry is None else cast("Tensor", registry.tag(tensor, name))
+    if registry is None:
+        return tensor
+    return cast("Tensor", registry.tag(tensor, name))
 
 
 def backward(losses: Mapping[str, Tensor], *, scaler: GradScaler | None = None) -> None:
@@ -290,18 +295,22 @@ def replay(
     runtime = _runtime()
     from gradsurgeon import forensics  # noqa: PLC0415 # needs torch
 
-    _manifest_of(model)  # reports an argument that is no module
+    planning.from_model(model)  # reports an argument that is no module
     failed, doubts = forensics.read(bundle, model)
     attachment = runtime.find(model)
-    watch_tags = nullcontext if attachment is None else attachment.context.watching_tags
-    with nullcontext() if attachment is None else attachment.context.resting():
+    watch_tags: Any = nullcontext
+    resting: Any = nullcontext()
+    if attachment is not None:
+        watch_tags = attachment.context.watching_tags
+        resting = attachment.context.resting()
+    with resting:
         try:
             return forensics.diagnose(failed, doubts, watch_tags=watch_tags, debugger=debugger)
         except Exception as error:
             # A bundle from elsewhere may contain anything.
-            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-            place = printable(str(bundle))
-            raise GradSurgeonError(f"{place} cannot be diagnosed: {printable(why)}") from error
+            line = str(error).partition("\n")[0]
+            why = f"cannot be diagnosed: {type(error).__name__}: {line[:200]}"
+            raise GradSurgeonError(printable(f"{bundle} {why}")) from error
 
 
 def _runtime() -> Any:
@@ -344,13 +353,14 @@ def _writer(
     from gradsurgeon.records.store import writer  # noqa: PLC0415 # other functions work without SQLite
     from gradsurgeon.tensors import _dist  # noqa: PLC0415 # the same
 
-    version = str(torch.__version__)
-    ranks = Ranks(lambda: list(model.parameters())) if _dist.world() > 1 else Ranks()
+    ranks = Ranks()
+    if _dist.world() > 1:
+        ranks = Ranks(lambda: list(model.parameters()))
     meta = describe(
         bound,
         mode=options.mode,
         start_step=options.start_step,
-        torch=version,
+        torch=str(torch.__version__),
         ranks=_dist.world(),
         replicas=bool(ranks.wrappers()),
     )
@@ -374,20 +384,16 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
     return [Delivery(sink, title=title, texts=texts) for sink in sinks]
 
 
-def _manifest_of(model: Any) -> Manifest:
-    if not (hasattr(model, "_modules") and hasattr(model, "_parameters")):
-        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    return planning.from_model(model)
-
-
 def _optimizers(given: Any) -> list[Any] | None:
     if given is None:
         return None
-    found = list(given) if isinstance(given, Sequence) else [given]
-    for one in found:
-        if not hasattr(one, "register_step_pre_hook"):
+    optimizers = [given]
+    if isinstance(given, Sequence):
+        optimizers = list(given)
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "register_step_pre_hook"):
             raise TypeError(
-                f"optimizer= must be torch optimizers, not {type(one).__name__}; an empty list declares "
+                f"optimizer= must be torch optimizers, not {type(optimizer).__name__}; an empty list declares "
                 "that the script updates weights by hand"
             )
-    return found
+    return optimizers

@@ -21,18 +21,31 @@ def printable(text: str) -> str:
     """Return ``text`` with control and invisible characters written as escapes."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        char.encode("unicode_escape").decode("ascii")
-        if unicodedata.category(char) in _HIDDEN_CATEGORIES
-        else char
-        for char in text
-    )
+    return "".join(_visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    if unicodedata.category(char) not in _HIDDEN_CATEGORIES:
+        return char
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the words of the system for an error, without number and path, or the text of another error."""
+    cause = getattr(error, "strerror", None)
+    if cause:
+        return str(cause)
+    return str(error)
 
 
 def reason_of(error: BaseException) -> str:
     """Return the first line of an error as printable text, and its type if it has no text."""
-    text = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
-    return printable(text or type(error).__name__)
+    reason = getattr(error, "strerror", None)
+    if not reason:
+        reason = str(error).strip().partition("\n")[0]
+    if not reason:
+        reason = type(error).__name__
+    return printable(reason)
 
 
 _SHOWN = 3
@@ -41,8 +54,10 @@ _MOST = 100  # complaints that a message shows
 
 def shorten_names(names: Sequence[str]) -> str:
     """Return the first names for a message, and the number of the others."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(printable(name) for name in names[:_SHOWN]) + more
+    shown = ", ".join(printable(name) for name in names[:_SHOWN])
+    if len(names) <= _SHOWN:
+        return shown
+    return f"{shown} and {len(names) - _SHOWN} more"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -50,14 +65,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     # Folding case finds `Clamp` for `clamp`, which the similarity ratio alone rates as far away.
     folded = {name.casefold(): name for name in known}
     near = get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
-    return f"did you mean `{folded[near[0]]}`?" if near else ""
+    if not near:
+        return ""
+    return f"did you mean `{folded[near[0]]}`?"
 
 
 class HintedError(ValueError):
     """An unusable part of a rule, before its place is known."""
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(f"{message} ({hint})" if hint else message)
+        text = message
+        if hint:
+            text += f" ({hint})"
+        super().__init__(text)
         self.message = message
         self.hint = hint
 
@@ -73,23 +93,29 @@ class Place:
     width: int = 1
 
     def __str__(self) -> str:
+        text = printable(self.file)
         # Rules from Python have no line; `file` then names their source.
-        position = f":{self.line}:{self.col}" if self.line else ""
-        return f"{printable(self.file)}{position}"
+        if self.line:
+            text += f":{self.line}:{self.col}"
+        return text
 
     def excerpt(self) -> str:
         """Return the source line with the place underlined; empty without a text."""
         if not self.line_text.strip():
             return ""
         # A window keeps a 10,000-column line readable and the underline below the right place.
-        start = max(0, self.col - 61)
-        before = printable(self.line_text[start : self.col - 1])
-        marked = printable(self.line_text[self.col - 1 : self.col - 1 + max(1, self.width)][:80])
-        after = printable(self.line_text[self.col - 1 + self.width : self.col + 39])
+        at = self.col - 1
+        start = max(0, at - 60)
+        before = printable(self.line_text[start:at])
+        if start:
+            before = f"...{before}"
+        width = min(80, max(1, self.width))
+        marked = printable(self.line_text[at : at + width])
+        after = printable(self.line_text[at + self.width : at + 40])
         gutter = f"{self.line:>6} | "
-        lead = "..." if start else ""
-        under = " " * (len(gutter) - 2) + "| " + " " * len(lead + before)
-        return f"{gutter}{lead}{before}{marked}{after}\n{under}{'^' * max(1, len(marked))}"
+        empty_gutter = " " * (len(gutter) - 2) + "| "
+        underline = "^" * max(1, len(marked))
+        return f"{gutter}{before}{marked}{after}\n{empty_gutter}{' ' * len(before)}{underline}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +130,16 @@ class Problem:
 
     def concise(self) -> str:
         """Return the one-line form ``file:line:col: severity: message (hint) [check]``."""
-        hint = f" ({printable(self.hint)})" if self.hint else ""
-        return f"{self.place}: {self.severity}: {printable(self.message)}{hint} [{self.check}]"
+        message = printable(self.message)
+        if self.hint:
+            message += f" ({printable(self.hint)})"
+        return f"{self.place}: {self.severity}: {message} [{self.check}]"
 
     def full(self) -> str:
         """Return the form for people: message, source line with underline, remedy."""
         lines = [f"{self.place}: {self.severity}: {printable(self.message)} [{self.check}]"]
-        if excerpt := self.place.excerpt():
+        excerpt = self.place.excerpt()
+        if excerpt:
             lines.append(excerpt)
         if self.hint:
             lines.append(f"       = {printable(self.hint)}")
@@ -132,14 +161,21 @@ class GradSurgeonError(Exception):
     """Base of every error that gradsurgeon raises on purpose."""
 
 
+def _count_of_problems(count: int) -> str:
+    if count == 1:
+        return "1 problem"
+    return f"{count} problems"
+
+
 class _FileError(GradSurgeonError):
     _of: ClassVar[str]
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
-        count = sum(problem.severity == "error" for problem in self.problems)
-        head = f"{count} problem{'s' * (count != 1)} in {self._of}"
-        super().__init__("\n".join([head, *(problem.full() for problem in self.problems)]))
+        errors = [problem for problem in self.problems if problem.severity == "error"]
+        lines = [f"{_count_of_problems(len(errors))} in {self._of}"]
+        lines += [problem.full() for problem in self.problems]
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[Self], tuple[Sequence[Problem]]]:
         return type(self), (self.problems,)
@@ -179,9 +215,11 @@ class BindError(GradSurgeonError):
     def __init__(self, complaints: Sequence[str]) -> None:
         self.complaints: tuple[str, ...] = tuple(complaints)
         count = len(self.complaints)
-        head = f"{count} problem{'s' * (count != 1)} in binding the rules; nothing was changed"
-        more = [f"and {count - _MOST} more"] if count > _MOST else []
-        super().__init__("\n".join([head, *self.complaints[:_MOST], *more]))
+        lines = [f"{_count_of_problems(count)} in binding the rules; nothing was changed"]
+        lines += self.complaints[:_MOST]
+        if count > _MOST:
+            lines.append(f"and {count - _MOST} more")
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[BindError], tuple[Sequence[str]]]:
         return type(self), (self.complaints,)

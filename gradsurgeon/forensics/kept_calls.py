@@ -46,26 +46,29 @@ class KeptCalls:
     def attach(self, model: nn.Module) -> None:
         self.detach()
         self.model = weakref.ref(model)
-        self.evaluations = self.evaluations or 0
-        devices = [
-            device
-            for device in {param.device for param in model.parameters()}
-            if device.type not in ("cpu", "meta")
-            and hasattr(torch.get_device_module(device), "get_rng_state")
-        ]
-        self._devices = tuple(map(str, devices))
-        self._kinds = {"cpu", *(device.type for device in devices)}
+        if self.evaluations is None:
+            self.evaluations = 0
+        devices = []
+        kinds = {"cpu"}
+        for device in {param.device for param in model.parameters()}:
+            if _has_random_state(device):
+                devices.append(str(device))
+                kinds.add(device.type)
+        self._devices = tuple(devices)
+        self._kinds = kinds
         for name, module in _called(model):
             if is_scripted(class_names(module)):
                 continue  # Its code calls no hooks.
             self._buffers[name] = _buffers(module)
-            # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
-            compiled = name == ROOT and type(model).__name__ == "OptimizedModule"
-            hooked = model if compiled else module
+            hooked = module
+            if name == ROOT and type(model).__name__ == "OptimizedModule":
+                # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
+                hooked = model
             hook = _Hook(self, name, module)
             # It comes before hooks of the script, which a replay runs as well.
             before = hooked.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-            for handle in (before, hooked.register_forward_hook(hook.after, always_call=True)):
+            after = hooked.register_forward_hook(hook.after, always_call=True)
+            for handle in (before, after):
                 _unsaved_hooks.leave_behind(handle)
                 self._handles.append(handle)
         self._forget()
@@ -87,58 +90,79 @@ class KeptCalls:
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
     ) -> None:
         self._running.append(None)
-        outermost = len(self._running) == 1
-        if outermost and self.step.updated:
+        if len(self._running) > 1:
+            return
+        if self.step.updated:
             self._forget()
-        if outermost and not (torch.is_grad_enabled() or module.training):
-            self.evaluations = (self.evaluations or 0) + 1
-        if not outermost or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            if not module.training and self.evaluations is not None:
+                self.evaluations += 1
             return
         if torch._C._get_tracing_state() is not None:  # noqa: SLF001 # the public name has no types
             return
         if self._is_paused():
             self.step.problem = "the session was paused"
             return
-        # The tables of scripted modules have no `get`.
-        places = [(path, table[key]) for path, table, key in self._buffers[name] if key in table]
-        buffers = [(path, b) for path, b in places if b is not None and readable(b) is not None]
-        given: list[Tensor]
-        if not kwargs and {*map(type, args)} == {Tensor}:  # nearly always: nothing needs a copy
+        only_tensors = {type(arg) for arg in args} == {Tensor}
+        if only_tensors and not kwargs:  # nearly always: nothing needs a copy
             iterators: list[str] = []
-            given = list(args)
+            inputs = list(args)
         else:
             # The script may change its dicts and lists later.
             copied = Copied((args, kwargs))
             args, kwargs = copied.value
             iterators = copied.iterators
-            given = [tensor for _, tensor in tensors_in(copied.value)]
+            inputs = [tensor for _, tensor in tensors_in(copied.value)]
         call = KeptCall(
             weakref.ref(module),
             name,
             args,
             kwargs,
             RandomState.now(self._devices),
-            {path: buffer.detach().clone() for path, buffer in buffers},
-            {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self._kinds},
+            self._copied_buffers(name),
+            self._autocast(),
             compiled=compiled,
             iterators=tuple(iterators),
         )
-        held = [*given, *call.buffers.values()]
-        call.bytes = _RANDOM_BYTES + sum([x.numel() * x.element_size() for x in held])
+        call.bytes = _RANDOM_BYTES
+        for tensor in (*inputs, *call.buffers.values()):
+            call.bytes += tensor.numel() * tensor.element_size()
         self._running[-1] = call
 
+    def _copied_buffers(self, name: str) -> dict[str, Tensor]:
+        copies = {}
+        for path, table, key in self._buffers[name]:
+            if key not in table:  # the tables of scripted modules have no `get`
+                continue
+            buffer = table[key]
+            if buffer is not None and readable(buffer) is not None:
+                copies[path] = buffer.detach().clone()
+        return copies
+
+    def _autocast(self) -> dict[str, tuple[bool, torch.dtype]]:
+        """Return, by kind of device, whether autocast is on, and its dtype."""
+        states = {}
+        for kind in self._kinds:
+            states[kind] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        return states
+
     def end(self, output: Any) -> None:
-        call = self._running.pop() if self._running else None
+        if not self._running:
+            return
+        call = self._running.pop()
         if call is None or output is None:
             return  # Without output the call has raised, or returned nothing.
         for path, tensor in tensors_in(output):
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
-            if (known := fingerprint(tensor)) is not None:
-                call.outputs[path] = known
-                call.versions[path] = _torch.writes(known[1])
-                call.bytes += known[1].nbytes
-            if (node := tensor.grad_fn) is not None:
+            output_fingerprint = fingerprint(tensor)
+            if output_fingerprint is not None:
+                _, sample = output_fingerprint
+                call.outputs[path] = output_fingerprint
+                call.versions[path] = _torch.writes(sample)
+                call.bytes += sample.nbytes
+            node = tensor.grad_fn
+            if node is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)
                 node.register_prehook(keep)
                 call.last_node = max(call.last_node, node._sequence_nr())  # noqa: SLF001 # no public name
@@ -167,7 +191,10 @@ class KeptCalls:
             except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
                 self.spare(error)
 
-    def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
+    def _keep(
+        self, call: weakref.ref[KeptCall], path: Path, output_number: int, grads: Any
+    ) -> None:
+        """Keep the gradient of one output: the hook of the node that made the output gets the gradients of all."""
         try:
             kept = call()
             if _backward_calls.is_only_grad():
@@ -175,13 +202,16 @@ class KeptCalls:
             if self._begins:
                 self._begins = False
                 self.step.passes += 1
-            if kept is None or grads[number] is None:
+            if kept is None or grads[output_number] is None:
                 return
-            grad = grads[number].detach()
-            # Several passes through one output add up, as they do in the parameters.
-            kept.grads[path] = kept.grads[path] + grad if path in kept.grads else grad
-            kept.number = kept.number or self.step.passes
+            grad = grads[output_number].detach()
             kept.bytes += grad.numel() * grad.element_size()
+            if path in kept.grads:
+                # Several passes through one output add up, as they do in the parameters.
+                grad = kept.grads[path] + grad
+            kept.grads[path] = grad
+            if not kept.number:
+                kept.number = self.step.passes
             self.step.shorten()
         except Exception as error:  # noqa: BLE001 # as above
             self.spare(error)
@@ -191,7 +221,9 @@ class _Hook:
     """A forward hook that reaches the kept calls and the module weakly."""
 
     def __init__(self, kept: KeptCalls, name: str, module: nn.Module) -> None:
-        self._kept, self._name, self._module = weakref.ref(kept), name, weakref.ref(module)
+        self._kept = weakref.ref(kept)
+        self._name = name
+        self._module = weakref.ref(module)
 
     def before(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -207,7 +239,10 @@ class _Hook:
 
     def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del hooked, args
-        if torch.compiler.is_compiling() or (kept := self._kept()) is None:
+        if torch.compiler.is_compiling():
+            return
+        kept = self._kept()
+        if kept is None:
             return
         try:
             kept.end(output)
@@ -225,16 +260,29 @@ def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if getattr(type(module), "forward", None) is not nn.Module.forward:
             yield name, module
             continue
-        prefix = "" if name == ROOT else f"{name}."
-        inner = (f"{prefix}{key}" for key, _ in module.named_children())
-        pending += [name for name in inner if name in modules]
+        prefix = ""
+        if name != ROOT:
+            prefix = f"{name}."
+        for key, _ in module.named_children():
+            if prefix + key in modules:
+                pending.append(prefix + key)
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
     """Return name, table and key of each buffer that a forward pass may change: a large one is a mask or a table."""
-    return [
-        (f"{prefix}.{key}" if prefix else key, inner._buffers, key)  # noqa: SLF001 # where modules keep them
-        for prefix, inner in module.named_modules()
-        for key, buffer in inner._buffers.items()  # noqa: SLF001 # as above
-        if buffer is not None and buffer.numel() <= _LARGEST_BUFFER
-    ]
+    places = []
+    for path, inner in module.named_modules():
+        prefix = ""
+        if path:
+            prefix = f"{path}."
+        table = inner._buffers  # noqa: SLF001 # where modules keep them
+        for key, buffer in table.items():
+            if buffer is not None and buffer.numel() <= _LARGEST_BUFFER:
+                places.append((prefix + key, table, key))
+    return places
+
+
+def _has_random_state(device: torch.device) -> bool:
+    if device.type in ("cpu", "meta"):
+        return False
+    return hasattr(torch.get_device_module(device), "get_rng_state")

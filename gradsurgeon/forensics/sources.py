@@ -114,8 +114,13 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tenso
         by_element = _taken_by_element(inputs, where_is(output, kind))
         if by_element is not None:
             return by_element
-    whole = [(tensor, one) for tensor, _ in inputs for one in kinds_in(tensor)]
-    alike = [(tensor, one) for tensor, one in whole if (one == "NaN") == (kind == "NaN")]
+    whole = []
+    alike = []
+    for tensor, _ in inputs:
+        for kind_of_input in kinds_in(tensor):
+            whole.append((tensor, kind_of_input))
+            if (kind_of_input == "NaN") == (kind == "NaN"):
+                alike.append((tensor, kind_of_input))
     if alike:
         return alike, False
     return whole, False

@@ -43,7 +43,8 @@ class RandomState:
                 torch.get_device_module(name).set_rng_state(state, torch.device(name))
         if self.python is not None:
             random.setstate(self.python)
-        if self.numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy = sys.modules.get("numpy.random")
+        if self.numpy is not None and numpy is not None:
             numpy.set_state(self.numpy)
 
 
@@ -54,35 +55,50 @@ _read: tuple[bytes, tuple[Any, ...]] = (b"", ())
 def _state_of_numpy() -> tuple[Any, ...] | None:
     global _read  # noqa: PLW0603 # numpy has one state, too
     numpy = sys.modules.get("numpy.random")
-    generator: Any = None if numpy is None else numpy.get_bit_generator()
-    if numpy is None or type(generator).__name__ != "MT19937":
+    if numpy is None:
+        return None
+    generator = numpy.get_bit_generator()
+    if type(generator).__name__ != "MT19937":
         return None
     memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    # The second of two normal numbers lies elsewhere.
-    if _read[0] != memory or _read[1][3]:
+    last_memory, state = _read
+    # A second normal number, which the state then holds, lies elsewhere in memory.
+    if memory != last_memory or state[3]:
         name, words, *rest = numpy.get_state()
-        _read = memory, (name, words.tolist(), *rest)
-    return _read[1]
+        state = (name, words.tolist(), *rest)
+        _read = (memory, state)
+    return state
 
 
 @contextmanager
 def undisturbed(module: nn.Module, then: RandomState) -> Iterator[None]:
     """Set a random state for a replay, which works on copies of what modules keep in attributes."""
     now = RandomState.now(then.torch)
-    tables = [vars(inner) for inner in module.modules()]
-    kept = [{key: table[key] for key in table.keys() - _OF_TORCH} for table in tables]
-    copies = Copied([{key: _own(value) for key, value in held.items()} for held in kept]).value
+    tables = []
+    kept = []
+    own = []
+    for inner in module.modules():
+        table = vars(inner)
+        attributes = _attributes(table)
+        tables.append(table)
+        kept.append(attributes)
+        own.append({key: _own(value) for key, value in attributes.items()})
+    copies = Copied(own).value
     try:
-        for table, held in zip(tables, copies, strict=True):
-            table.update(held)
+        for table, attributes in zip(tables, copies, strict=True):
+            table.update(attributes)
         then.set()
         yield
     finally:
         now.set()
-        for table, held in zip(tables, kept, strict=True):
-            for key in table.keys() - held.keys() - _OF_TORCH:
+        for table, attributes in zip(tables, kept, strict=True):
+            for key in _attributes(table).keys() - attributes.keys():
                 del table[key]
-            table.update(held)
+            table.update(attributes)
+
+
+def _attributes(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: table[key] for key in table.keys() - _OF_TORCH}
 
 
 def _own(value: Any) -> Any:
@@ -95,7 +111,9 @@ def _own(value: Any) -> Any:
         # A read-only array may be a file that is larger than memory.
         if isinstance(value, numpy.ndarray) and value.flags.writeable:
             return value.copy()
-    return copy.deepcopy(value) if isinstance(value, kinds) else value
+    if isinstance(value, kinds):
+        return copy.deepcopy(value)
+    return value
 
 
 def exchanged(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:

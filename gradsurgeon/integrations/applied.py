@@ -49,8 +49,9 @@ class AppliedRules:
         )
         self.session = session
         self._acting = True
-        if text := planning.curves_of_nothing(session.plan, self._names):
-            self._warn(text)
+        warning = planning.curves_of_nothing(session.plan, self._names)
+        if warning:
+            self._warn(warning)
         return session
 
     def _warn(self, text: str) -> None:
@@ -61,8 +62,10 @@ class AppliedRules:
 
     def _warn_of_clip(self, clip: float | None, how: str) -> None:
         """Warn if the trainer clips norms before a rule that learns from norms sees them."""
-        rules = () if self.session is None else self.session.plan.rules.rules
-        if clip and (learning := [rule.id for rule in rules if rule.judges_first]):
+        if not clip or self.session is None:
+            return
+        learning = [rule.id for rule in self.session.plan.rules.rules if rule.judges_first]
+        if learning:
             self._warn(
                 f"the trainer clips the norm of the gradients to {clip:g} before rule {learning[0]} sees it, so the rule "
                 f"finds no spike: {how}, and clip by a `clip-norm` rule"
@@ -77,8 +80,11 @@ class AppliedRules:
         """Remove the rules. The error of a check is raised unless the training ends by another one."""
         acting = self._acting
         self._acting = False
+        error = None
+        if failed:
+            error = Exception
         if acting and self.session is not None:
-            self.session.__exit__(Exception if failed else None)
+            self.session.__exit__(error)
 
     def _note(self, event: Event) -> None:
         self._counts[event.kind] += 1
@@ -89,14 +95,16 @@ class AppliedRules:
         """Return the last measurements of each rule, if they are new, and the counts of events. Waits for the device."""
         if not self._acting:
             return {}
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for row in self._new_rows():
-            found |= self._curves.scalars(row)
-        if not found and self._counts == self._reported:
+            for name, value in self._curves.scalars(row).items():
+                metrics[f"{_PREFIX}/{name}"] = value
+        if not metrics and self._counts == self._reported:
             return {}
         self._reported = self._counts.copy()
-        found |= {f"events/{kind}": float(count) for kind, count in self._counts.items()}
-        return {f"{_PREFIX}/{name}": value for name, value in found.items()}
+        for kind, count in self._counts.items():
+            metrics[f"{_PREFIX}/events/{kind}"] = float(count)
+        return metrics
 
     def _new_rows(self) -> Iterator[RecordedRow]:
         session: Any = self.session

@@ -12,11 +12,21 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
 _CHECKPOINT = "gradsurgeon"
-# Lightning has two names: first the one by which the script imported it, then one that is installed.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-_LOADED = [name for name in _NAMES if sys.modules.get(name)]
-_INSTALLED = [name for name in _NAMES if is_installed(name.partition(".")[0])]
-_pl = library([*_LOADED, *_INSTALLED, *_NAMES][0], "lightning", "LightningCallback")
+
+
+def _name_of_lightning() -> str:
+    """Return the name by which the script imported Lightning, or else the name of an installed package."""
+    for name in _NAMES:
+        if sys.modules.get(name):
+            return name
+    for name in _NAMES:
+        if is_installed(name.partition(".")[0]):
+            return name
+    return _NAMES[0]
+
+
+_pl = library(_name_of_lightning(), "lightning", "LightningCallback")
 if not TYPE_CHECKING:
     Callback = _pl.Callback
 
@@ -104,11 +114,16 @@ class LightningCallback(AppliedRules, Callback):
     def _log_last(self, trainer: Any) -> None:
         self._keep(trainer)
         # Lightning counts a batch at its end, which a batch that raised does not reach.
-        stepped = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001 # as above
-        self._log(trainer, stepped if self._updating else max(0, stepped - 1))
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001 # as above
+        if not self._updating:
+            step = max(0, step - 1)
+        self._log(trainer, step)
         self._updating = False
 
     def _log(self, trainer: Any, step: int) -> None:
-        if trainer.is_global_zero and trainer.loggers and (metrics := self._metrics()):
+        if not trainer.is_global_zero or not trainer.loggers:
+            return
+        metrics = self._metrics()
+        if metrics:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)

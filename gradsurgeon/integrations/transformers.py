@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from gradsurgeon.common._libraries import library
-from gradsurgeon.errors import printable, warn
+from gradsurgeon.errors import cause_of, printable, warn
 from gradsurgeon.integrations.applied import AppliedRules
 from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.runtime import session_state
@@ -68,8 +68,9 @@ class TransformersCallback(AppliedRules, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
         self._come_first()
-        if (left := _on.pop(model, None)) is not None:
-            left._end(failed=True)  # noqa: SLF001 # of this class
+        unended = _on.pop(model, None)
+        if unended is not None:
+            unended._end(failed=True)  # noqa: SLF001 # of this class
         session = self._begin(model, state.global_step)
         try:
             self._resume(session, state.global_step)
@@ -107,17 +108,15 @@ class TransformersCallback(AppliedRules, TrainerCallback):
     def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         if self.session is None:
             return
-        folder = (
-            Path(args.output_dir)
-            / f"{_transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        )
+        prefix = _transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
+        folder = Path(args.output_dir) / f"{prefix}-{state.global_step}"
         # A rank on another machine may have no folder; it resumes from the state of the first rank.
         if not folder.is_dir() and _dist.rank():
             return
         try:
             session_state.write(folder, attachment_of(self.session).controller)
         except OSError as error:
-            why = printable(error.strerror or str(error))
+            why = printable(cause_of(error))
             self._warn(
                 f"cannot save what the rules learnt in {printable(str(folder))}: {why}; training continues"
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from gradsurgeon.errors import HintedError, did_you_mean
+from gradsurgeon.errors import HintedError, cause_of, did_you_mean
 
 PREFIX = "gradsurgeon:"
 
@@ -36,8 +36,10 @@ def content_hash(text: str) -> str:
 
 def folder() -> Path:
     package = Path(__file__).resolve().parents[1]
-    inside = package / "rules"
-    return inside if inside.is_dir() else package.parent / "rules"
+    installed = package / "rules"
+    if installed.is_dir():
+        return installed
+    return package.parent / "rules"
 
 
 def published() -> dict[str, Included]:
@@ -50,7 +52,7 @@ def published() -> dict[str, Included]:
             for spec, entry in lock["packs"].items()
         }
     except (OSError, ValueError, KeyError) as error:
-        message = f"the list of packs cannot be read: {getattr(error, 'strerror', None) or error}"
+        message = f"the list of packs cannot be read: {cause_of(error)}"
         raise IncludeError(message, "install gradsurgeon again") from None
 
 
@@ -59,10 +61,13 @@ def rule_file(spec: str) -> Included:
     name = spec[len(PREFIX) :]
     if name in known:
         return known[name]
+    hint = did_you_mean(name, known)
+    if not hint:
+        hint = f"known: {', '.join(PREFIX + pack for pack in known)}"
     raise IncludeError(
         f"there is no pack `{name[:60]}`; packs are named with their version, NAME@N, because an update "
         "of gradsurgeon must not change what a reviewed file means",
-        did_you_mean(name, known) or f"known: {', '.join(f'{PREFIX}{one}' for one in known)}",
+        hint,
     )
 
 

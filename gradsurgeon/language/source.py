@@ -9,7 +9,8 @@ from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
-from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.errors import Place, Problem, RuleFileError, cause_of
+from gradsurgeon.language.yaml_hints import hint_for, indicator_hint, text_of
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -34,38 +35,13 @@ _CORE = re.compile(
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
     r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
 )
-
-
-_INDICATORS = {"*": "an alias", "&": "an anchor", "!": "a tag", "[": "a list", "{": "a mapping"}
-_VALUE = re.compile(r"\s*(?:- +)*(?:[^\s:\"'\[{]+:\s+)?(\S)")  # first character of a line's value
+_BASES = {"int": 10, "oct": 8, "hex": 16}
+# What a key is that is no text.
+_KINDS = {bool: "true or false", type(None): "nothing"}
 
 
 def _mark_at(line: int, column: int) -> yaml.Mark:
     return yaml.Mark("", 0, line, column, None, 0)
-
-
-def _indicator_hint(char: str) -> str:
-    return f'`{char}` starts {_INDICATORS[char]} in YAML: quote patterns, e.g. params: "*.weight"'
-
-
-def _hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
-    context = error.context or ""
-    problem = error.problem or ""
-    value = _VALUE.match(line[:500])
-    first = "*" if "alias" in context else value[1] if value else ""
-    if "\t" in line:
-        return "YAML does not allow tabs for indentation: use spaces"
-    if "unknown escape" in problem:
-        return "use single quotes for regular expressions, e.g. 're:.*\\.bias'"
-    if first in _INDICATORS and "flow" not in context:
-        return _indicator_hint(first)
-    if error.context_mark and "flow" in context:
-        opened = error.context_mark.line + 1
-        return f"is the quote or the bracket that opens on line {opened} closed?"
-    return (
-        "quote text with special characters, write `key: value` with a blank behind the colon, and give the "
-        "keys of one mapping the same indentation; the mistake may be in the line above"
-    )
 
 
 class _HaltError(Exception):
@@ -94,17 +70,23 @@ class _Collection(_Node):
 
 class _Text:
     def __init__(self, file: str, text: str) -> None:
-        self.file, self.text = file, text.removeprefix("\ufeff")
+        self.file = file
+        self.text = text.removeprefix("\ufeff")
         self.lines = [line.removesuffix("\r") for line in self.text[:MAX_BYTES].split("\n")]
 
     def place(self, start: Any, end: Any = None) -> Place:
         last = len(self.lines) - 1
         if start.line > last:  # libyaml ends a file without a line feed on a line of its own
-            start = end = _mark_at(last, len(self.lines[last]))
+            start = _mark_at(last, len(self.lines[last]))
+            end = start
+        if end is None:
+            end = start
         line = self.lines[start.line]
-        end = end or start
-        width = (end.column if end.line == start.line else len(line)) - start.column
-        return Place(self.file, start.line + 1, start.column + 1, line, max(1, width))
+        end_column = len(line)
+        if end.line == start.line:
+            end_column = end.column
+        width = max(1, end_column - start.column)
+        return Place(self.file, start.line + 1, start.column + 1, line, width)
 
 
 @dataclass(frozen=True)
@@ -127,16 +109,23 @@ class Document:
 
     def key_place(self, path: Path) -> Place:
         parent = self._find(path[:-1])
-        if path and isinstance(parent, _Collection) and (key := parent.keys.get(str(path[-1]))):
-            return self._source.place(key.start, key.end)
+        if path and isinstance(parent, _Collection):
+            key = parent.keys.get(str(path[-1]))
+            if key is not None:
+                return self._source.place(key.start, key.end)
         return self.place(path)
 
     def missing_place(self, path: Path) -> Place:
+        """Return the place of the first key, for a key that is missing beside it."""
         node = self._find(path)
-        first = next(iter(node.keys.values()), None) if isinstance(node, _Collection) else node
-        if first is not None:
-            return self._source.place(first.start, first.end)
-        return self._source.place(node.start if node else _mark_at(0, 0))
+        if node is None:
+            return self._source.place(_mark_at(0, 0))
+        first: _Node | None = node
+        if isinstance(node, _Collection):
+            first = next(iter(node.keys.values()), None)
+        if first is None:
+            return self._source.place(node.start)
+        return self._source.place(first.start, first.end)
 
     def _find(self, path: Path) -> _Node | None:
         node = self._root
@@ -149,33 +138,42 @@ class Document:
 def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None) -> Document:
     """Read a rule file. Messages use ``name`` or its path; ``raw`` is the content, if known."""
     file = os.fspath(path)
+    if not name:
+        name = file
     try:
         if raw is None:  # bounded, so a device or a file of gigabytes is refused like any long text
             with pathlib.Path(file).open("rb") as stream:
                 raw = stream.read(MAX_BYTES + 4)
         if b"\0" not in raw:
-            errors = "strict" if len(raw) <= MAX_BYTES + 3 else "replace"
-            document = parse(raw.decode("utf-8-sig", errors), name or file)
+            errors = "strict"
+            if len(raw) > MAX_BYTES + 3:
+                errors = (
+                    "replace"  # the cut may be inside a character, and the text is too long anyway
+                )
+            document = parse(raw.decode("utf-8-sig", errors), name)
             return replace(document, folder=pathlib.Path(file).parent)
         cause = "it holds NUL bytes, so it is binary or UTF-16"
     except UnicodeDecodeError as error:
         cause = f"byte {error.start + 1} is not UTF-8 text"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path itself
-        cause = getattr(error, "strerror", None) or str(error)
-    place = Place(name or file, 1, 1)
+        cause = cause_of(error)
+    message = f"cannot read the file: {cause}"
     hint = "name a readable file of UTF-8 text"
-    raise RuleFileError([Problem(place, "unreadable-file", f"cannot read the file: {cause}", hint)])
+    raise RuleFileError([Problem(Place(name, 1, 1), "unreadable-file", message, hint)])
 
 
 def parse(text: str, file: str = "<text>") -> Document:
-    reader = _YamlReader(source := _Text(file, text))
+    source = _Text(file, text)
+    reader = _YamlReader(source)
     root = None
+    data = None
     try:
         reader.check_text()
         root = reader.walk()
+        data = root.data
     except _HaltError as halt:
         reader.problems.append(halt.args[0])
-    return Document(file, text, root and root.data, tuple(reader.problems), source, root)
+    return Document(file, text, data, tuple(reader.problems), source, root)
 
 
 class _YamlReader:
@@ -188,26 +186,33 @@ class _YamlReader:
         self.quoted: Any = None  # the newest event of a text in quotes
 
     def halt(self, check: str, message: str, hint: str, mark: Any = None) -> NoReturn:
-        raise _HaltError(Problem(self.source.place(mark or _mark_at(0, 0)), check, message, hint))
+        if mark is None:
+            mark = _mark_at(0, 0)
+        raise _HaltError(Problem(self.source.place(mark), check, message, hint))
 
     def note(self, check: str, message: str, hint: str, node: _Node) -> None:
         if len(self.problems) == _MAX_PROBLEMS:
-            self.halt(
-                "too-large", f"over {_MAX_PROBLEMS} problems: the rest is not read", "", node.start
-            )
+            rest = f"over {_MAX_PROBLEMS} problems: the rest is not read"
+            self.halt("too-large", rest, "", node.start)
         place = self.source.place(node.start, node.end)
         self.problems.append(Problem(place, check, message, hint))
 
     def check_text(self) -> None:
         text = self.source.text
-        limit = _MAX_BYTES_PURE if _LOADER is yaml.SafeLoader else MAX_BYTES
+        limit = MAX_BYTES
+        hint = "use `include`"
+        if _LOADER is yaml.SafeLoader:
+            limit = _MAX_BYTES_PURE
+            hint += "; PyYAML with libyaml reads files of 1 MiB"
         if len(text.encode("utf-8", "surrogatepass")) > limit:
-            more = "" if limit == MAX_BYTES else "; PyYAML with libyaml reads files of 1 MiB"
-            self.halt("too-large", f"over {limit // 1024} KiB of text", f"use `include`{more}")
-        if match := _FORBIDDEN.search(text):
-            start = match.start()
-            mark = _mark_at(text.count("\n", 0, start), start - text.rfind("\n", 0, start) - 1)
-            message = f"YAML syntax: {match[0]!a} is not allowed"
+            self.halt("too-large", f"over {limit // 1024} KiB of text", hint)
+        forbidden = _FORBIDDEN.search(text)
+        if forbidden is not None:
+            start = forbidden.start()
+            line = text.count("\n", 0, start)
+            line_start = text.rfind("\n", 0, start) + 1
+            mark = _mark_at(line, start - line_start)
+            message = f"YAML syntax: {forbidden[0]!a} is not allowed"
             hint = "remove it; characters can be written as escapes in double quotes"
             self.halt("yaml-syntax", message, hint, mark)
 
@@ -228,7 +233,7 @@ class _YamlReader:
                 self.read_event(event)
         except yaml.MarkedYAMLError as error:
             # libyaml 0.2.6 refuses 1,000 levels by itself, before it hands out the first of them.
-            if "maximum nesting depth" in (error.problem or ""):
+            if "maximum nesting depth" in text_of(error.problem):
                 self.refuse_depth(error.problem_mark)
             self.halt_at(error)
         if self.root is None or self.root.data is None:
@@ -237,30 +242,34 @@ class _YamlReader:
         return self.root
 
     def halt_at(self, error: yaml.MarkedYAMLError) -> NoReturn:
-        message = ", ".join(filter(None, (error.context, error.problem)))
-        mark: Any = error.problem_mark
+        parts = [part for part in (error.context, error.problem) if part]
+        message = f"YAML syntax: {', '.join(parts)}"
         quote = self.open_quote(error)
         if quote is not None:
             hint = f"close the quote that opens on line {quote.line + 1}"
-            self.halt("yaml-syntax", f"YAML syntax: {message}", hint, quote)
-        # A token that does not end is noticed late.
-        if "scanning" in (error.context or "") and "tab" not in (error.problem or ""):
-            mark = error.context_mark or mark
+            self.halt("yaml-syntax", message, hint, quote)
+        mark: Any = error.problem_mark
+        is_in_token = "scanning" in text_of(error.context) and "tab" not in text_of(error.problem)
+        if is_in_token and error.context_mark is not None:
+            # A token that does not end is noticed late.
+            mark = error.context_mark
         lines = self.source.lines
-        hint = _hint_for(error, lines[min(mark.line, len(lines) - 1)])
-        self.halt("yaml-syntax", f"YAML syntax: {message}", hint, mark)
+        hint = hint_for(error, lines[min(mark.line, len(lines) - 1)])
+        self.halt("yaml-syntax", message, hint, mark)
 
     def open_quote(self, error: yaml.MarkedYAMLError) -> Any:
         """Return where a quote opens whose text goes on over several lines into the error."""
         stopped: Any = error.problem_mark
-        if "quoted" in (error.context or ""):
-            opened: Any = error.context_mark
-            unfinished = "end of stream" in (error.problem or "")
-            return opened if unfinished or opened.line < stopped.line else None
-        text = self.quoted
-        if text is None or text.end_mark.line != stopped.line:
+        opened: Any = None
+        if "quoted" in text_of(error.context):
+            opened = error.context_mark
+            if "end of stream" in text_of(error.problem):
+                return opened
+        elif self.quoted is not None and self.quoted.end_mark.line == stopped.line:
+            opened = self.quoted.start_mark
+        if opened is None or opened.line >= stopped.line:
             return None
-        return text.start_mark if text.start_mark.line < stopped.line else None
+        return opened
 
     def read_event(self, event: Any) -> None:
         if isinstance(event, yaml.ScalarEvent):
@@ -268,7 +277,9 @@ class _YamlReader:
         elif isinstance(event, yaml.AliasEvent):
             self.attach(self.alias(event))
         elif isinstance(event, yaml.CollectionStartEvent):
-            data: object = {} if isinstance(event, yaml.MappingStartEvent) else []
+            data: object = []
+            if isinstance(event, yaml.MappingStartEvent):
+                data = {}
             node = _Collection(data, event.start_mark, event.end_mark, flow=event.flow_style)
             self.register(event, node)
             self.stack.append(node)
@@ -282,7 +293,7 @@ class _YamlReader:
             self.anchors[event.anchor] = node
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")[:80]
-            self.note("yaml-tag", f"the YAML tag {tag} is not allowed", _indicator_hint("!"), node)
+            self.note("yaml-tag", f"the YAML tag {tag} is not allowed", indicator_hint("!"), node)
 
     def scalar(self, event: Any) -> _Node:
         text = event.value
@@ -290,8 +301,11 @@ class _YamlReader:
         if event.style in ("'", '"'):
             self.quoted = event
         size = 1 + len(text) // 64  # an alias may repeat a long text
-        # `!bias` is a tag without a value. Its text as the value avoids a second problem.
-        node = _Node(text or event.tag or "", event.start_mark, event.end_mark, plain, size)
+        data = text
+        if not text and event.tag is not None:
+            # `!bias` is a tag without a value. Its text as the value avoids a second problem.
+            data = event.tag
+        node = _Node(data, event.start_mark, event.end_mark, plain, size)
         self.register(event, node)
         if plain:
             try:
@@ -308,7 +322,7 @@ class _YamlReader:
         if node is None:
             node = _Node(f"*{name}", event.start_mark, event.end_mark)
             message = f"YAML syntax: there is no anchor &{name[:80]}"
-            self.note("yaml-syntax", message, _indicator_hint("*"), node)
+            self.note("yaml-syntax", message, indicator_hint("*"), node)
         if isinstance(node, _Collection) and node.open:
             self.halt("too-large", f"*{name[:80]} contains itself", "", event.start_mark)
         return node
@@ -341,27 +355,36 @@ class _YamlReader:
         name = key.data
         if key.plain and name == "<<":
             self.note("merge-key", "the merge key << is not allowed", "write the keys out", key)
-        elif not isinstance(name, str):
-            kind = {bool: "true or false", type(None): "nothing"}.get(type(name), "a number")
+            return
+        if not isinstance(name, str):
+            kind = _KINDS.get(type(name), "a number")
             self.note("key-type", f"keys must be text, this one is {kind}", "quote the key", key)
-        elif first := parent.keys.get(name):
+            return
+        first = parent.keys.get(name)
+        if first is not None:
             message = f"duplicate key `{name[:80]}` (first on line {first.start.line + 1})"
             self.note("duplicate-key", message, "remove one of the two", key)
-        else:
-            parent.keys[name] = key
-            parent.items[name] = value
-            parent.data[name] = value.data
+            return
+        parent.keys[name] = key
+        parent.items[name] = value
+        parent.data[name] = value.data
 
 
 # Most texts are the keys of rules, which come again and again.
 @lru_cache(maxsize=1024)
 def _core_value(text: str) -> str | float | bool | None:
     match = _CORE.fullmatch(text)
-    kind = match.lastgroup if match else "text"
-    if kind in {"int", "oct", "hex"}:
+    if match is None:
+        return text
+    kind = match.lastgroup
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind in _BASES:
         if len(text) > _MAX_INT:
             raise ValueError(text)
-        return int(text, {"int": 10, "oct": 8, "hex": 16}[kind])
-    if kind in {"float", "inf", "nan"}:
-        return float(text if kind == "float" else text.replace(".", ""))
-    return {"null": None, "bool": text.lower() == "true"}.get(kind or "", text)
+        return int(text, _BASES[kind])
+    if kind == "float":
+        return float(text)
+    return float(text.replace(".", ""))  # `.inf` or `.nan`

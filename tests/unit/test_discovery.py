@@ -7,7 +7,7 @@ import copy
 import pytest
 from torch import Tensor, nn
 
-from gradsurgeon.integrations.launcher.models import roots_of
+from gradsurgeon.integrations.launcher.model_roots import roots_of
 
 
 class Holder(nn.Module):

@@ -28,12 +28,13 @@ def main(argv: Sequence[str]) -> int:
         return _fail(f"no script is given\nusage: {_USAGE}")
     if is_off(os.environ):
         return _become_target(target, dict(os.environ))
-    if problem := next(_problems(**given), ""):
+    problem = next(_problems(**given), None)
+    if problem is not None:
         return _fail(problem)
     for name in ("rules", "record", "resume", "dry_run"):
         if given[name] and not given[name].startswith(packs.PREFIX):
             given[name] = str(Path(given[name]).absolute())
-    given["sinks"] = tuple(map(absolute, given["sinks"]))
+    given["sinks"] = tuple(absolute(sink) for sink in given["sinks"])
     return _become_target(target, Settings(**given).environment(os.environ))
 
 
@@ -56,7 +57,10 @@ def _problems(
             f"--resume: {printable(resume)} holds no state to resume from: it is no run directory, or the run was killed "
             "within its first minute; pass `--start-step N` instead"
         )
-    yield from (f"--sink: {reason}" for sink in sinks if (reason := why_no_sink(sink)))
+    for sink in sinks:
+        reason = why_no_sink(sink)
+        if reason:
+            yield f"--sink: {reason}"
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -67,7 +71,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         word = words[script]
         if word in ("--", "-m") or not word.startswith("-") or word == "-":
             break
-        script += 2 if word in _WITH_VALUE else 1
+        script += 1
+        if word in _WITH_VALUE:
+            script += 1
     return words[:script], words[script:]
 
 
@@ -81,7 +87,9 @@ def script_command(target: Sequence[str]) -> list[str]:
 
 
 def _become_target(target: list[str], environment: dict[str, str]) -> int:
-    command = target[1:] if target[0] == "--" else script_command(target)
+    command = target[1:]
+    if target[0] != "--":
+        command = script_command(target)
     if not command:
         return _fail("nothing follows `--`: a command is expected, such as torchrun")
     program = shutil.which(command[0])

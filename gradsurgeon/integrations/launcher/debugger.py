@@ -17,7 +17,8 @@ from gradsurgeon.integrations.launcher.messages import say
 from gradsurgeon.integrations.launcher.models import Models
 from gradsurgeon.tensors import _dist
 
-_OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
+# The folders whose frames are not the script's.
+_OURS = (str(Path(gradsurgeon.__file__).parent), str(Path(torch.__file__).parent))
 
 
 def install(models: Models) -> None:
@@ -34,7 +35,10 @@ def _on_end(
     end(kind, error, traceback)
     # The script may have raised another error from the trap's error.
     while error is not None and not isinstance(error, TrapError):
-        error = error.__cause__ or error.__context__
+        cause = error.__cause__
+        if cause is None:
+            cause = error.__context__
+        error = cause
     if error is None or error.__traceback__ is None:
         return
     if _dist.world() > 1:
@@ -53,9 +57,10 @@ def _on_end(
 
 def cut_behind_the_script(traceback: TracebackType) -> None:
     """Drop the last frames of a traceback, which belong to gradsurgeon and torch."""
-    last = frame = traceback
-    while (deeper := frame.tb_next) is not None:
-        frame = deeper
+    last_of_script = traceback
+    frame = traceback.tb_next
+    while frame is not None:
         if not frame.tb_frame.f_code.co_filename.startswith(_OURS):
-            last = frame
-    last.tb_next = None
+            last_of_script = frame
+        frame = frame.tb_next
+    last_of_script.tb_next = None

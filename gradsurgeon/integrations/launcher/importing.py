@@ -34,9 +34,8 @@ def _activate(settings: Settings) -> None:
         # Imported late, because this module imports the rest of the package, and torch.
         from gradsurgeon.integrations.launcher.training_detector import activate  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         messages.explain()
-        messages.say(f"the script runs on without rules: {reason}")
+        messages.say(f"the script runs on without rules: {messages.first_line(error)}")
     else:
         activate(settings)
 

@@ -1,4 +1,4 @@
-"""Lines of the launcher on stderr, that never break a progress bar, and the one at the end if no rule acted.
+"""Lines of the launcher on stderr, which never break a progress bar, and a line at the end if no rule acted.
 
 Under torchrun the first process only waits for its workers. So a process that trains makes a file, and the launched
 process looks for the file at its end; a command of another environment, such as a shell, does not.
@@ -28,6 +28,14 @@ def to_stderr(text: str) -> None:
 
 def say(text: str) -> None:
     to_stderr(f"gradsurgeon: {text}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, or its type if it has no text."""
+    line = str(error).strip().partition("\n")[0]
+    if not line:
+        return type(error).__name__
+    return line
 
 
 def write(lines: Iterable[str], rank: int) -> None:
@@ -63,7 +71,8 @@ def start(*, dry_run: bool) -> None:
 
 def explain() -> None:
     """Note that rules act, or that a message said why they do not."""
-    if file := os.environ.get(STATUS_FILE):
+    file = os.environ.get(STATUS_FILE)
+    if file:
         with suppress(OSError):
             Path(file).touch()
 
@@ -71,7 +80,8 @@ def explain() -> None:
 def _end(pid: int, file: Path, *, dry_run: bool) -> None:
     if os.getpid() != pid:
         return  # a forked child
-    explained = file.exists() or hasattr(sys, "last_type")  # a traceback explains, too
+    has_traceback = hasattr(sys, "last_type")  # which explains, too
+    explained = has_traceback or file.exists()
     file.unlink(missing_ok=True)
     if explained:
         return

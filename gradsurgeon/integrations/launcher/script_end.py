@@ -25,8 +25,9 @@ class ScriptEnd:
         # The process that trains, which may be a forked worker; 0 if there is nothing left to do.
         self._pid = 0
         self._prepared = False
-        # How the script left, and after how many steps.
-        self._exit: tuple[SystemExit, int] | None = None
+        # The exit of the script, and the number of steps before it.
+        self._exit: SystemExit | None = None
+        self._steps_at_exit = 0
 
     def prepare(self) -> None:
         # Registered last, so it runs first: sessions write before their records are closed at exit.
@@ -46,7 +47,8 @@ class ScriptEnd:
         """Remember the exit status, which Python forgets before the functions at exit run."""
         with self._models.guard:
             if threading.current_thread() is threading.main_thread():
-                self._exit = SystemExit(*status), self._steps()
+                self._exit = SystemExit(*status)
+                self._steps_at_exit = self._steps()
         original(*status)
 
     def _steps(self) -> int:
@@ -56,20 +58,30 @@ class ScriptEnd:
         self._models.check()
         if not self._settings.dry_run or not self._models.attached:
             return
-        self._pid = code = 0
-        for number, model in enumerate(self._models.attached if self._models.rank == 0 else ()):
-            print(model.attachment.plan, flush=True)  # noqa: T201 # the product of a dry run
+        self._pid = 0
+        code = 0
+        if self._models.rank == 0 and not self._write_plans():
+            code = 2
+        sys.exit(code)
+
+    def _write_plans(self) -> bool:
+        """Print the plans and write the names of the models; tell whether all files were written."""
+        complete = True
+        for number, model in enumerate(self._models.attached):
+            plan = model.attachment.plan
+            print(plan, flush=True)  # noqa: T201 # the product of a dry run
             path = Path(self._settings.dry_run)
             if number:
                 path = path.with_name(f"{path.stem}.{model.title}{path.suffix}")
+            shown = printable(str(path))
             try:
-                manifest_file.write(model.attachment.plan.manifest, path)
+                manifest_file.write(plan.manifest, path)
             except (OSError, RecordError) as error:
-                say(f"dry run: error: cannot write {printable(str(path))}: {printable(str(error))}")
-                code = 2
+                say(f"dry run: error: cannot write {shown}: {printable(str(error))}")
+                complete = False
             else:
-                say(f"dry run: wrote {printable(str(path))}")
-        sys.exit(code)
+                say(f"dry run: wrote {shown}")
+        return complete
 
     def _finish(self) -> None:
         if os.getpid() != self._pid:
@@ -78,9 +90,9 @@ class ScriptEnd:
         models = self._models
         ended_by = getattr(sys, "last_value", None)
         # A script that has caught the exit and trained on has not ended by it.
-        if ended_by is None and self._exit is not None and self._exit[1] == self._steps():
-            ended_by = self._exit[0]
-        refused = isinstance(ended_by, BindError) and not models.fitting
+        if ended_by is None and self._steps_at_exit == self._steps():
+            ended_by = self._exit
+        refused = isinstance(ended_by, BindError) and not models.checked
         models.at_end = True
         for model in models.attached:
             with models.guard:
@@ -102,11 +114,14 @@ class ScriptEnd:
         models = self._models
         settings = self._settings
         # If no optimizer took a step, the rules were never checked against the models.
-        problems = [] if models.fitting else models.shortfalls()
+        problems = []
         if settings.dry_run:
-            problems.insert(0, "dry run: no optimizer took a step, so there is no plan")
-        for model in models.attached if not (settings.quiet or settings.dry_run) else ():
-            write(summary(model.attachment, model.start, model.record), models.rank)
+            problems.append("dry run: no optimizer took a step, so there is no plan")
+        if not models.checked:
+            problems += models.shortfalls()
+        if not settings.quiet and not settings.dry_run:
+            for model in models.attached:
+                write(summary(model.attachment, model.start, model.record), models.rank)
         for model in models.attached:
             # At the end of the process, warnings are no longer shown. Each rank names what it lost.
             lost = model.attachment.context.recorder.lost

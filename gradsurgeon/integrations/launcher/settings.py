@@ -27,14 +27,22 @@ class Settings:
     pdb: bool = False
     quiet: bool = False
 
+    @property
+    def first_step(self) -> int:
+        """The number of the first update, if no resumed run decides it."""
+        if self.start_step is None:
+            return 0
+        return self.start_step
+
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment in which Python puts the rules on what it runs."""
         # An empty entry of PYTHONPATH is the working directory; an empty variable has no entries.
         before = base.get("PYTHONPATH", "")
-        paths = before.split(os.pathsep) if before else []
-        paths = [str(BOOTSTRAP), *(entry for entry in paths if entry != str(BOOTSTRAP))]
-        own = {OPTIONS: json.dumps(asdict(self)), "PYTHONPATH": os.pathsep.join(paths)}
-        return {**base, **own}
+        paths = [str(BOOTSTRAP)]
+        if before:
+            paths += [entry for entry in before.split(os.pathsep) if entry != str(BOOTSTRAP)]
+        options = json.dumps(asdict(self))
+        return {**base, OPTIONS: options, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def is_off(environment: Mapping[str, str]) -> bool:
@@ -47,4 +55,5 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
     if not environment.get(OPTIONS) or is_off(environment):
         return None
     options = json.loads(environment[OPTIONS])
-    return Settings(**{**options, "sinks": tuple(options["sinks"])})
+    options["sinks"] = tuple(options["sinks"])
+    return Settings(**options)

@@ -1,6 +1,6 @@
 """The header and the summary of one model of a launched script, as lines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
@@ -14,33 +14,44 @@ from gradsurgeon.runtime import Attachment
 
 
 def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
-    by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
-    by += f", from step {start}" if start else ""
-    size = f"{count(len(plan.manifest.params), 'parameter')}, {count(plan.manifest.elements, 'element')}"
     path = Path(plan.rules.file)
     here = Path.cwd()
-    file = path.relative_to(here) if path.is_relative_to(here) else path
-    yield f"gradsurgeon: {printable(str(file))} on {plan.subject} ({size}{by})"
-    rows = []
-    for rule in plan.rules.rules:
-        bound = len(plan.of(rule.id))
-        what = count(bound, NOUNS[rule.target]) if bound else "nothing in this model"
-        what = "rests" if rule.id in plan.refused else what
-        rows.append((printable(rule.id), rule.action, _moment(rule), what))
-    yield from grid(rows)
-    of_rules = [
-        f"{rule}: {text}"
-        for rule, texts in plan.rule_warnings.items()
-        for text in texts
-        if text != NO_MATCH  # the row of the rule says so
+    if path.is_relative_to(here):
+        path = path.relative_to(here)
+    facts = [
+        count(len(plan.manifest.params), "parameter"),
+        count(plan.manifest.elements, "element"),
     ]
-    yield from (f"  note: {printable(text)}" for text in (*plan.warnings, *of_rules))
+    if optimizers:
+        facts.append(f"updated by {' and '.join(optimizers)}")
+    if start:
+        facts.append(f"from step {start}")
+    yield f"gradsurgeon: {printable(str(path))} on {plan.subject} ({', '.join(facts)})"
+    yield from grid([_row_of(rule, plan) for rule in plan.rules.rules])
+    for text in plan.warnings:
+        yield f"  note: {printable(text)}"
+    for rule_id, texts in plan.rule_warnings.items():
+        for text in texts:
+            if text != NO_MATCH:  # the row of the rule says so
+                yield f"  note: {printable(f'{rule_id}: {text}')}"
+
+
+def _row_of(rule: Rule, plan: Plan) -> tuple[str, str, str, str]:
+    matched = "nothing in this model"
+    bound = len(plan.of(rule.id))
+    if rule.id in plan.refused:
+        matched = "rests"
+    elif bound:
+        matched = count(bound, NOUNS[rule.target])
+    return printable(rule.id), rule.action, _moment(rule), matched
 
 
 def _moment(rule: Rule) -> str:
     if isinstance(rule, TrapRule):
         return "before each update"
-    return "around updates" if isinstance(rule, CheckRule) else f"at {rule.point}"
+    if isinstance(rule, CheckRule):
+        return "around updates"
+    return f"at {rule.point}"
 
 
 def _work_of(rule: Rule, status: RuleStatus, events: Sequence[Event]) -> tuple[str, str, str]:
@@ -59,36 +70,28 @@ def _work_of(rule: Rule, status: RuleStatus, events: Sequence[Event]) -> tuple[s
 def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator[str]:
     plan = attachment.plan
     statuses = attachment.status()
-    fired = {rule for rule, status in statuses.items() if status.fired}
+    fired = {rule_id for rule_id, status in statuses.items() if status.fired}
     if not fired and attachment.context.refusals.over:
         return  # a line has said so
-    if not (fired or attachment.controller.has_gradients):
+    if not fired and not attachment.controller.has_gradients:
         yield f"gradsurgeon: {plan.subject}: no gradient arrived, so no rule acted on it"
         return
-    since = f", from step {start}" if start else ""
-    yield f"gradsurgeon: {plan.subject}, {count(attachment.step - start, 'step')}{since}"
+    text = f"gradsurgeon: {plan.subject}, {count(attachment.step - start, 'step')}"
+    if start:
+        text += f", from step {start}"
+    yield text
+    rules = [rule for rule in plan.rules.rules if not isinstance(rule, CheckRule)]
+    yield from grid(list(_rows_of_work(rules, statuses, attachment)))
     diagnosis = printable(first_diagnosis(attachment.events))
-    rows = []
-    pending = attachment.pending_steps()
     checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule) and rule.id in fired]
-    resting = attachment.context.schedule.resting - fired
-    for rule in plan.rules.rules:
-        if not plan.of(rule.id) or isinstance(rule, CheckRule) or rule.id in resting:
-            continue
-        status = settled(statuses[rule.id], pending)
-        rows.append((printable(rule.id), rule.action, *_work_of(rule, status, attachment.events)))
-    yield from grid(rows)
     if checks:
-        found = sum(event.kind == "check" for event in attachment.events)
-        names = ", ".join(printable(rule.id) for rule in checks)
-        nothing = "nothing else" if diagnosis else "nothing"
-        yield f"  checked: {names}; found: {count(found, 'fault') if found else nothing}"
-    if silent := _without_gradient(attachment):
+        names = ", ".join(printable(check.id) for check in checks)
+        faults = _faults_found(attachment.events, diagnosis)
+        yield f"  checked: {names}; found: {faults}"
+    silent = _without_gradient(attachment)
+    if silent:
         yield f"  {never_reached(silent)}"
-    shown = [event for event in attachment.events if event.kind != "notice"]
-    first, left_out, last = shown_groups(shown)
-    more = [f"  ... and {left_out:,} more"] if left_out else []
-    lines = [*map(_line, first), *more, *map(_line, last)]
+    lines = list(_event_lines(attachment.events))
     yield from lines
     # Without a diagnosis that is the line of the first trip.
     if diagnosis and not any(diagnosis in line for line in lines):
@@ -97,23 +100,73 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
         yield f"  gradsurgeon report {printable(str(record))}"
 
 
+def _rows_of_work(
+    rules: Sequence[Rule], statuses: Mapping[str, RuleStatus], attachment: Attachment
+) -> Iterator[tuple[str, ...]]:
+    pending = attachment.pending_steps()
+    resting = attachment.context.schedule.resting
+    for rule in rules:
+        status = statuses[rule.id]
+        rests = rule.id in resting and not status.fired
+        if attachment.plan.of(rule.id) and not rests:
+            work = _work_of(rule, settled(status, pending), attachment.events)
+            yield (printable(rule.id), rule.action, *work)
+
+
+def _faults_found(events: Sequence[Event], diagnosis: str) -> str:
+    faults = sum(event.kind == "check" for event in events)
+    if faults:
+        return count(faults, "fault")
+    if diagnosis:
+        return "nothing else"
+    return "nothing"
+
+
 def _without_gradient(attachment: Attachment) -> list[str]:
+    """Return the names of trained parameters that rules recorded, and that never got a gradient."""
     records = attachment.records
+    if records.dropped:
+        return []
+    manifest = attachment.plan.manifest
     model = attachment.model()
-    # A script may freeze more after the plan was made.
-    now = attachment.plan.manifest if model is None else from_model(model)
-    learning = {one.name for one in now.params if one.requires_grad and not one.sharding}
-    every = [] if records.dropped else [one for one in records if one.key.point == "accumulated"]
-    got = {name for one in every for name in learning & one.columns.keys() if one.last(name)}
-    names = dict.fromkeys(name for one in every for name in one.key.names)
-    return [name for name in names if name in learning - got]
+    if model is not None:
+        # A script may freeze more after the plan was made.
+        manifest = from_model(model)
+    silent = set()
+    for param in manifest.params:
+        if param.requires_grad and not param.sharding:
+            silent.add(param.name)
+    recorded: dict[str, None] = {}
+    for series in records:
+        if series.key.point != "accumulated":
+            continue
+        recorded.update(dict.fromkeys(series.key.names))
+        for name in silent & series.columns.keys():
+            if series.last(name):
+                silent.remove(name)
+    return [name for name in recorded if name in silent]
+
+
+def _event_lines(events: Sequence[Event]) -> Iterator[str]:
+    shown = [event for event in events if event.kind != "notice"]
+    first, left_out, last = shown_groups(shown)
+    for group in first:
+        yield _line(group)
+    if left_out:
+        yield f"  ... and {left_out:,} more"
+    for group in last:
+        yield _line(group)
 
 
 def _line(group: EventGroup) -> str:
     event = group.first
     text = printable(event.message.partition("\n")[0])
-    rule = f", rule {printable(event.rule)}" if event.rule else ""
     # The message of an exception begins with the step.
-    where = "" if text.startswith("step ") else f"step {event.step}{rule}: "
-    repeated = f" ({group.repeated})" if group.repeated else ""
-    return f"  {event.kind}: {where}{text}{repeated}"
+    if not text.startswith("step "):
+        where = f"step {event.step}"
+        if event.rule:
+            where += f", rule {printable(event.rule)}"
+        text = f"{where}: {text}"
+    if group.repeated:
+        text += f" ({group.repeated})"
+    return f"  {event.kind}: {text}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,13 +18,14 @@ from gradsurgeon import api
 from gradsurgeon.common import _live
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.errors import RuleFileError
-from gradsurgeon.integrations.launcher.messages import explain, write
-from gradsurgeon.integrations.launcher.models import Models, roots_of
+from gradsurgeon.integrations.launcher.messages import explain
+from gradsurgeon.integrations.launcher.model_roots import roots_of
+from gradsurgeon.integrations.launcher.models import Models, say_from_rank
 from gradsurgeon.integrations.launcher.script_end import ScriptEnd
 from gradsurgeon.integrations.launcher.settings import Settings
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.runtime import registry
-from gradsurgeon.tensors import _backward_calls, _dist
+from gradsurgeon.tensors import _backward_calls
 from gradsurgeon.tensors._backward_calls import BackwardCall
 
 
@@ -52,8 +54,10 @@ def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:
         "eps": settings.perturb,
         "seed": settings.seed,
     }
-    names = {"noise-of-inputs": "input", "noise-of-output-gradients": "output.grad"}
-    added = [{"id": id_, "tensor": tensor, **noise} for id_, tensor in names.items()]
+    added = [
+        {"id": "noise-of-inputs", "tensor": "input", **noise},
+        {"id": "noise-of-output-gradients", "tensor": "output.grad", **noise},
+    ]
     first = api.load({"version": 1, "rules": added}).rules
     return replace(rules, rules=(*first, *rules.rules))
 
@@ -63,8 +67,7 @@ class _LogLines(logging.Handler):
         # The sessions of the launcher write their lines themselves.
         if getattr(record, "is_said", False):
             return
-        rank = f"rank {_dist.rank()}: " if _dist.rank() else ""
-        write([f"gradsurgeon: {rank}{record.getMessage()}"], 0)
+        say_from_rank(record.getMessage())
 
 
 def _nothing() -> None:
@@ -72,7 +75,7 @@ def _nothing() -> None:
 
 
 class TrainingDetector:
-    """Finds the models of the parameters that an optimizer holds; ``found`` is called when rules were put on some."""
+    """Finds the models of the parameters that an optimizer holds, and calls ``found`` when some models got rules."""
 
     def __init__(
         self,
@@ -145,15 +148,17 @@ class TrainingDetector:
 
     def _search(self, optimizer: Optimizer) -> None:
         # A wrapper that skips the constructor of its base may have no groups.
-        groups = getattr(optimizer, "param_groups", ())
-        params = [param for group in groups for param in group["params"]]
+        params: list[Tensor] = []
+        for group in getattr(optimizer, "param_groups", ()):
+            params += group["params"]
         if self._sizes.get(optimizer) == len(params):
             return
         # Lazy parameters have a shape by the first backward pass.
-        lazy = any(map(is_lazy, params))
-        self._sizes[optimizer] = -1 if lazy else len(params)
-        if not lazy:
-            if self._models.cover(params):
+        if any(is_lazy(param) for param in params):
+            self._sizes[optimizer] = -1
+        else:
+            self._sizes[optimizer] = len(params)
+            if self._models.have_bound(params):
                 return
             self._models.attach(roots_of(params), params, optimizer)
             self._found()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.common import _live
@@ -10,7 +11,7 @@ from gradsurgeon.errors import BindError, printable
 from gradsurgeon.language.planning.manifest import Manifest, Param
 from gradsurgeon.language.planning.matching import Match, Matcher, Thing, quoted
 from gradsurgeon.language.planning.obstacles import MatchedRules, complaint
-from gradsurgeon.language.planning.plan import Binding, Plan, hook_of
+from gradsurgeon.language.planning.plan import Binding, Plan, hook_of, names_of
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.language.schema import RuleSet
 
@@ -32,7 +33,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: boo
         if complaints:
             refused[rule.id] = tuple(complaints)
     if refused and not lenient:
-        raise BindError([text for texts in refused.values() for text in texts])
+        raise BindError(list(chain.from_iterable(refused.values())))
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
@@ -109,7 +110,7 @@ def _cost(plan: Plan) -> Iterator[str]:
             continue
         bound = plan.of(rule.id)
         if bound:
-            matched.update(binding.name for binding in bound)
+            matched.update(names_of(bound))
             losses.update(rule.losses)
     params = [param for param in plan.manifest.params if param.name in matched]
     if params:
@@ -127,7 +128,7 @@ def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
         return ""
     names: list[str] = []
     for rule in rules:
-        names += [binding.name for binding in plan.of(rule.id)]
+        names += names_of(plan.of(rule.id))
     unmatched = [text for text in patterns if not select([compile_pattern(text)], names)]
     if not unmatched:
         return ""

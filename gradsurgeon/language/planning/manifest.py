@@ -48,7 +48,9 @@ class Param:
 
     @property
     def numel(self) -> int:
-        return 0 if self.shape is None else prod(self.shape)
+        if self.shape is None:
+            return 0
+        return prod(self.shape)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,16 +146,24 @@ def _transparent(kind: type) -> frozenset[str]:
     return frozenset(segments)
 
 
-def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    yield prefix, module
+def walk(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a module and all modules inside it with their canonical paths; the path of the root is empty."""
+    yield path, module
     transparent = _transparent(type(module))  # type: ignore[arg-type] # a class has the hash of a class
+    prefix = _prefix(path)
     for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
         if child is None:
             continue
-        path = prefix
-        if key not in transparent:
-            path = f"{prefix}.{key}" if prefix else key
-        yield from walk(child, path)
+        if key in transparent:
+            yield from walk(child, path)
+        else:
+            yield from walk(child, prefix + key)
+
+
+def _prefix(path: str) -> str:
+    if not path:
+        return ""
+    return f"{path}."
 
 
 def unwrapped(model: Any) -> Any:
@@ -166,33 +176,54 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def slots(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> Iterator[ParameterSlot]:
-    for path, module in tree or walk(model):
+def slots(model: Any) -> Iterator[ParameterSlot]:
+    return _slots(walk(model))
+
+
+def _slots(tree: Iterable[tuple[str, Any]]) -> Iterator[ParameterSlot]:
+    for path, module in tree:
+        prefix = _prefix(path)
         # `named_parameters` shows a tied parameter once, under its first name.
         for key, param in module._parameters.items():  # noqa: SLF001
             if param is not None:
-                yield ParameterSlot(f"{path}.{key}" if path else key, module, key)
+                yield ParameterSlot(prefix + key, module, key)
 
 
 @_live.uncollected()
 def from_model(model: Any) -> Manifest:
     """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
+    if not hasattr(model, "_modules") or not hasattr(model, "_parameters"):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     tree = list(walk(model))
+    # The places of each parameter by its id: a tied one has several.
     groups: dict[int, list[ParameterSlot]] = {}
-    for slot in slots(model, tree):
-        groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
-    *_, root = (module for path, module in tree if not path)
+    for slot in _slots(tree):
+        param = slot.owner._parameters[slot.key]  # noqa: SLF001 # the slot itself
+        groups.setdefault(id(param), []).append(slot)
+    names = _by_name(tree)
+    root = names[ROOT]
     managed = _managed(tree)
     return Manifest(
         origin=type(root).__name__,
         params=tuple(_param(group, managed) for group in groups.values()),
-        modules=tuple(_modules(named_modules(model, tree))),
+        modules=tuple(_modules(names)),
         model_type=class_names(root),
     )
 
 
-def named_modules(model: Any, tree: Iterable[tuple[str, Any]] = ()) -> dict[str, Any]:
-    return {path or ROOT: module for path, module in tree or walk(model)}
+def named_modules(model: Any) -> dict[str, Any]:
+    return _by_name(walk(model))
+
+
+def _by_name(tree: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    modules = {}
+    for path, module in tree:
+        name = path
+        if not path:
+            # The innermost module of the wrappers comes last.
+            name = ROOT
+        modules[name] = module
+    return modules
 
 
 def _modules(names: Mapping[str, Any]) -> Iterator[ModuleEntry]:
@@ -208,7 +239,7 @@ def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
     ids: set[int] = set()
     for _, module in tree:
         if "FSDPModule" in class_names(module):
-            ids.update(map(id, module.modules()))
+            ids.update(id(inner) for inner in module.modules())
     return ids
 
 
@@ -218,7 +249,9 @@ def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
         return "FullyShardedDataParallel"
     if "DTensor" not in class_names(tensor):
         return ""
-    return "fully_shard" if id(owner) in managed else "tensor parallel"
+    if id(owner) in managed:
+        return "fully_shard"
+    return "tensor parallel"
 
 
 def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
@@ -231,10 +264,13 @@ def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
         names[slot.name] = None
         types |= dict.fromkeys(class_names(slot.owner))
     name, *aliases = names
+    shape: tuple[int, ...] | None = None
+    if "UninitializedTensorMixin" not in class_names(tensor):
+        shape = tuple(tensor.shape)
     return Param(
         name=name,
         aliases=tuple(aliases),
-        shape=None if "UninitializedTensorMixin" in class_names(tensor) else tuple(tensor.shape),
+        shape=shape,
         dtype=str(tensor.dtype).removeprefix("torch."),
         requires_grad=tensor.requires_grad,
         module_type=tuple(types),

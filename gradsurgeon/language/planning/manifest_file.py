@@ -4,15 +4,16 @@ import hashlib
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from gradsurgeon.actions import described
-from gradsurgeon.errors import ManifestError, Place, Problem, shorten_names
+from gradsurgeon.errors import ManifestError, Place, Problem, cause_of, shorten_names
 from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Name, Param, Shape
 from gradsurgeon.language.schema import Built
 from gradsurgeon.records.store.files import check_replaceable, replacing
@@ -64,15 +65,17 @@ class _Tensor:
 
 
 def to_dict(manifest: Manifest) -> dict[str, Any]:
-    kinds: dict[str, Any] = {"params": tuple[Param, ...], "modules": tuple[ModuleEntry, ...]}
     content = {
-        key: TypeAdapter(kind).dump_python(
-            getattr(manifest, key), mode="json", by_alias=True, exclude_defaults=True
-        )
-        for key, kind in kinds.items()
+        "params": _plain(tuple[Param, ...], manifest.params),
+        "modules": _plain(tuple[ModuleEntry, ...], manifest.modules),
     }
     head = {"version": VERSION, "origin": manifest.origin, "hash": digest(content)}
     return {**head, **content}
+
+
+def _plain(kind: Any, things: Sequence[Param | ModuleEntry]) -> Any:
+    adapter = TypeAdapter(kind)
+    return adapter.dump_python(things, mode="json", by_alias=True, exclude_defaults=True)
 
 
 def digest(content: dict[str, Any]) -> str:
@@ -86,7 +89,8 @@ def dumps(manifest: Manifest) -> str:
     for key, value in to_dict(manifest).items():
         text = json.dumps(value)
         if isinstance(value, list) and value:
-            text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
+            items = [f"  {json.dumps(item)}" for item in value]
+            text = "[\n" + ",\n".join(items) + "\n ]"
         entries.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
@@ -108,12 +112,13 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 def from_dict(data: object, file: str = "<dict>") -> Manifest:
     """Return the manifest that `to_dict` has written; a wrong hash becomes a note of the manifest."""
     top = _checked(_File, data, file)
-    for noun, things in (("parameter", top.params), ("module", top.modules)):
-        names = Counter(name for thing in things for name in thing.names)
-        if twice := [name for name, count in names.items() if count > 1]:
-            _refuse(file, f"the {noun} `{twice[0][:60]}` is listed twice", _WRITE_AGAIN)
-    root = next((one.module_type for one in top.modules if one.name == ROOT), ())
-    manifest = Manifest(top.origin, top.params, top.modules, root)
+    _refuse_repetition("parameter", top.params, file)
+    _refuse_repetition("module", top.modules, file)
+    model_type: tuple[str, ...] = ()
+    for module in top.modules:
+        if module.name == ROOT:
+            model_type = module.module_type
+    manifest = Manifest(top.origin, top.params, top.modules, model_type)
     if to_dict(manifest)["hash"] == top.hash:
         return manifest
     note = (
@@ -121,6 +126,15 @@ def from_dict(data: object, file: str = "<dict>") -> Manifest:
         "with `gradsurgeon params`"
     )
     return replace(manifest, notes=(note,))
+
+
+def _refuse_repetition(noun: str, things: Sequence[Param | ModuleEntry], file: str) -> None:
+    names: Counter[str] = Counter()
+    for thing in things:
+        names.update(thing.names)
+    for name, times in names.items():
+        if times > 1:
+            _refuse(file, f"the {noun} `{name[:60]}` is listed twice", _WRITE_AGAIN)
 
 
 def _from_weights(file: str) -> Manifest:
@@ -131,7 +145,7 @@ def _from_weights(file: str) -> Manifest:
     tensors = _checked(dict[Name, _Tensor], entries, file)
     params = []
     left_out = []
-    # The root and every prefix of the names, each before the modules inside it.
+    # The modules: every prefix of the names, each before the modules inside it.
     paths = {ROOT: None}
     for name in sorted(tensors):
         dtype = tensors[name].dtype
@@ -141,8 +155,11 @@ def _from_weights(file: str) -> Manifest:
             continue
         dtype = _DTYPES.get(dtype, dtype.lower())
         params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
-        parts = name.split(".")
-        paths.update((".".join(parts[:depth]), None) for depth in range(1, len(parts)))
+        path = ""
+        for segment in name.split(".")[:-1]:
+            path += segment
+            paths[path] = None
+            path += "."
     notes = [
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters"
@@ -154,24 +171,18 @@ def _from_weights(file: str) -> Manifest:
 
 
 def _read_json(file: str, *, header: bool = False) -> object:
-    path = Path(file)
-    length = MAX_BYTES
     try:
-        with path.open("rb") as stream:
+        with Path(file).open("rb") as stream:
+            # A bounded read, because the path may be a device. One byte more tells that there is more.
+            length = MAX_BYTES + 1
             if header:
-                lead = stream.read(_LEAD)
-                length = int.from_bytes(lead, "little")
-                if len(lead) < _LEAD or length > os.fstat(stream.fileno()).st_size - _LEAD:
-                    message = "no safetensors file, or one that is cut off"
-                    _refuse(file, message, "save it again, or download it, as by `git lfs pull`")
-            # A bounded read, because the path may be a device.
-            raw = stream.read(min(length, MAX_BYTES) + (length >= MAX_BYTES))
+                length = min(length, _header_length(stream, file))
+            raw = stream.read(length)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        cause = getattr(error, "strerror", None) or str(error)
-        _refuse(file, f"cannot read the file: {cause}", _KINDS, "unreadable-file")
+        _refuse(file, f"cannot read the file: {cause_of(error)}", _KINDS, "unreadable-file")
     if len(raw) > MAX_BYTES:
         _refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read", _KINDS)
-    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > _MAX_VALUES:
         _refuse(file, f"more than {_MAX_VALUES:,} values are not read", _KINDS)
     try:
         return from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
@@ -179,19 +190,35 @@ def _read_json(file: str, *, header: bool = False) -> object:
         _refuse(file, f"not JSON: {error}", _KINDS)
 
 
+def _header_length(stream: BinaryIO, file: str) -> int:
+    lead = stream.read(_LEAD)
+    length = int.from_bytes(lead, "little")
+    if len(lead) < _LEAD or length > os.fstat(stream.fileno()).st_size - _LEAD:
+        message = "no safetensors file, or one that is cut off"
+        _refuse(file, message, "save it again, or download it, as by `git lfs pull`")
+    return length
+
+
 def _checked(kind: type[_Value], value: object, file: str) -> _Value:
     try:
         valid: _Value = TypeAdapter(kind).validate_python(value)
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
-        path = tuple(step[:60] if isinstance(step, str) else step for step in first["loc"])
+        path = tuple(_shortened(step) for step in first["loc"])
         text = first["msg"].replace("Input should be", "expected").replace("valid tuple", "list")
         message = f"{text}, found {described(first['input'])}"
         if first["type"] == "missing":
-            path, message = path[:-1], f"missing key `{path[-1]}`"
+            message = f"missing key `{path[-1]}`"
+            path = path[:-1]
         place = Built(None, file=file).place(path)
         raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
     return valid
+
+
+def _shortened(step: str | int) -> str | int:
+    if isinstance(step, str):
+        return step[:60]
+    return step
 
 
 def _refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest") -> NoReturn:

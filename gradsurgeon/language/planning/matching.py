@@ -1,6 +1,6 @@
 """Patterns and conditions of rules -> the parameters or modules that they select."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -11,15 +11,18 @@ from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, 
 
 Thing = Param | ModuleEntry
 _MAX_DOUBTS = 20  # on one rule
-_FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names compared for all hints
+_MAX_HINTED = 3  # patterns of a rule that get a hint
+_MAX_COMPARED = 100_000  # names that are compared for all hints
 
 
 class NameIndex:
+    """The names of the parameters or modules of a model, with the things that have them."""
+
     def __init__(
         self,
         noun: str,
         things: Sequence[Thing],
-        owner: str = "the model",
+        subject: str = "the model",
         owners: frozenset[str] = frozenset(),
     ) -> None:
         self.noun = noun
@@ -28,17 +31,24 @@ class NameIndex:
         # Returns the matched things by the name that a pattern matched. Only the name "." matches the root.
         self.hits = cache(self._hits)
         # Each hint compares its pattern with all names, so a big model has few hints to give.
-        self._hints = max(_FEW, _COMPARED // (len(things) + 1))
-        self._of = owner
-        self._names = [name for thing in things for name in thing.names if name != ROOT]
-        self._named = {name: thing for thing in things for name in thing.names}
-        self._things = things
-        self._place = {thing.name: place for place, thing in enumerate(things)}
+        self._hints = max(_MAX_HINTED, _MAX_COMPARED // (len(things) + 1))
+        self._subject = subject
+        self._names: list[str] = []
+        self._named: dict[str, Thing] = {}
+        self._place: dict[str, int] = {}
+        for place, thing in enumerate(things):
+            self._place[thing.name] = place
+            for name in thing.names:
+                self._named[name] = thing
+                if name != ROOT:
+                    self._names.append(name)
 
     def _hits(self, text: str) -> dict[str, Thing]:
         pattern = compile_pattern(text)
         if pattern.is_literal:
-            return {text: self._named[text]} if text in self._named else {}
+            if text not in self._named:
+                return {}
+            return {text: self._named[text]}
         # If a segment of the pattern is known, only the names that have it are compared.
         names = self._names
         candidates = []
@@ -50,8 +60,11 @@ class NameIndex:
         if candidates:
             fewest = min(candidates, key=len)
             names = [names[place] for place in sorted(set(fewest))]
-        matched = [names[place] for place in select([pattern], names)]
-        return {name: self._named[name] for name in matched}
+        hits = {}
+        for place in select([pattern], names):
+            name = names[place]
+            hits[name] = self._named[name]
+        return hits
 
     @cached_property
     def _having(self) -> dict[str, list[int]]:
@@ -62,8 +75,13 @@ class NameIndex:
                 having.setdefault(without_zeros(segment), []).append(place)
         return having
 
-    def _under(self, texts: Sequence[str]) -> dict[str, Thing]:
-        return {thing.name: thing for text in texts for thing in self.hits(text).values()}
+    def _matched(self, texts: Sequence[str]) -> dict[str, Thing]:
+        """Return the things that patterns match, by canonical name."""
+        matched = {}
+        for text in texts:
+            for thing in self.hits(text).values():
+                matched[thing.name] = thing
+        return matched
 
     def _hint(self, text: str) -> str:
         self._hints -= 1
@@ -72,9 +90,12 @@ class NameIndex:
         return suggest(text, self._names)
 
     def select(self, rule: Rule) -> list[Thing]:
-        chosen = self._under(rule.patterns).keys() - self._under(rule.exclude).keys()
+        matched = self._matched(rule.patterns)
+        for name in self._matched(rule.exclude):
+            matched.pop(name, None)
         # Each of many rules may match few of many names, so only the matches are looked at.
-        things = [self._things[place] for place in sorted(map(self._place.__getitem__, chosen))]
+        names = sorted(matched, key=self._place.__getitem__)
+        things = [matched[name] for name in names]
         if rule.where == Where():
             return things
         return [thing for thing in things if not self._failed(rule.where, thing)]
@@ -82,65 +103,85 @@ class NameIndex:
     def doubts(self, rule: Rule) -> list[str]:
         doubts = []
         if len(rule.patterns) > 1:
-            missed = [text for text in rule.patterns if not self.hits(text)]
-            doubts += [
-                f"pattern {quoted(text)} matches nothing; {self._hint(text)}" for text in missed
-            ]
-        kept = set(self._under(rule.patterns))
-        for text in rule.exclude:
-            hits = self.hits(text)
-            dropped = {thing.name: thing for thing in hits.values() if thing.name in kept}
-            if not dropped:
-                doubts.append(f"exclude {quoted(text)} removes nothing from the match")
-            for thing in dropped.values():
-                others = [name for name in thing.names if name not in hits]
-                if others:
-                    what = "tensor" if isinstance(thing, Param) else "module"
-                    shown = printable(", ".join(others))
-                    doubts.append(f"exclude {quoted(text)} also removes {shown}: the same {what}")
-            kept -= dropped.keys()
+            for text in rule.patterns:
+                if not self.hits(text):
+                    hint = self._hint(text)
+                    doubts.append(f"pattern {quoted(text)} matches nothing; {hint}")
+        if rule.exclude:
+            doubts += self._doubts_of_exclude(rule)
         if len(doubts) > _MAX_DOUBTS:
             doubts[_MAX_DOUBTS:] = [f"and {len(doubts) - _MAX_DOUBTS} more doubts of this kind"]
         return doubts
 
+    def _doubts_of_exclude(self, rule: Rule) -> Iterator[str]:
+        kept = set(self._matched(rule.patterns))
+        for text in rule.exclude:
+            hits = self.hits(text)
+            dropped = {thing.name: thing for thing in hits.values() if thing.name in kept}
+            if not dropped:
+                yield f"exclude {quoted(text)} removes nothing from the match"
+            for thing in dropped.values():
+                others = [name for name in thing.names if name not in hits]
+                if others:
+                    shown = printable(", ".join(others))
+                    kind = "module"
+                    if isinstance(thing, Param):
+                        kind = "tensor"
+                    yield f"exclude {quoted(text)} also removes {shown}: the same {kind}"
+            kept -= dropped.keys()
+
     def no_match(self, rule: Rule) -> str:
-        matched = list(self._under(rule.patterns).values())
+        matched = list(self._matched(rule.patterns).values())
         if not matched:
             texts = shorten_names([f'"{text}"' for text in rule.patterns])
-            hints = dict.fromkeys(map(self._hint, rule.patterns[:_FEW]))
-            return f"no {self.noun} of {self._of} matches {texts}; {'; '.join(hints)}"
+            hints = dict.fromkeys([self._hint(text) for text in rule.patterns[:_MAX_HINTED]])
+            return f"no {self.noun} of {self._subject} matches {texts}; {'; '.join(hints)}"
         plural = f"{len(matched)} {self.noun}s match"
-        reasons = {self._failed(rule.where, thing): None for thing in matched}
-        reasons.pop("", None)
-        if not reasons:
+        # Dictionaries, because they keep the order and drop repeated reasons and names.
+        failed: dict[str, None] = {}
+        classes: dict[str, None] = {}
+        for thing in matched:
+            condition = self._failed(rule.where, thing)
+            if condition:
+                failed[f"`{condition}`"] = None
+            classes.update(dict.fromkeys(thing.module_type[:1]))
+        if not failed:
             return f"{plural}, but `exclude` removes all of them"
-        causes = ", ".join(f"`{key}`" for key in reasons)
-        if "module_type" in reasons:
-            known = dict.fromkeys(name for thing in matched for name in thing.module_type[:1])
-            causes += f"; the classes are {shorten_names(list(known))}"
+        causes = ", ".join(failed)
+        if "`module_type`" in failed:
+            causes += f"; the classes are {shorten_names(list(classes))}"
         return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}"
 
     def _failed(self, where: Where, thing: Thing) -> str:
+        """Return the condition that a thing does not meet, empty if it meets all of them."""
         if where.module_type is not None:
             pattern = compile_pattern(where.module_type)
             if not any(pattern.matches(name) for name in thing.module_type):
                 return "module_type"
         if isinstance(thing, Param):
-            return _failed_param(where, thing)
-        owns = not self._owners.isdisjoint(thing.names)
-        return "" if where.owns_params in (None, owns) else "owns_params"
+            return _failed_of_param(where, thing)
+        if where.owns_params is not None:
+            owns_params = not self._owners.isdisjoint(thing.names)
+            if owns_params != where.owns_params:
+                return "owns_params"
+        return ""
 
 
-def name_indexes(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
-    names = (name for param in manifest.params for name in param.names)
-    owners = frozenset(name.rpartition(".")[0] or ROOT for name in names)
+def name_indexes(manifest: Manifest, subject: str = "the model") -> dict[str, NameIndex]:
+    owners: set[str] = set()
+    for param in manifest.params:
+        for name in param.names:
+            owner = name.rpartition(".")[0]
+            if not owner:
+                owner = ROOT
+            owners.add(owner)
     return {
-        "params": NameIndex("parameter", manifest.params, owner),
-        "modules": NameIndex("module", manifest.modules, owner, owners),
+        "params": NameIndex("parameter", manifest.params, subject),
+        "modules": NameIndex("module", manifest.modules, subject, frozenset(owners)),
     }
 
 
-def _failed_param(where: Where, param: Param) -> str:
+def _failed_of_param(where: Where, param: Param) -> str:
     if where.ndim is not None and (param.shape is None or len(param.shape) != where.ndim):
         return "ndim"
     if where.dtype is not None and param.dtype != where.dtype:
@@ -148,9 +189,11 @@ def _failed_param(where: Where, param: Param) -> str:
     if where.requires_grad is not None and param.requires_grad != where.requires_grad:
         return "requires_grad"
     if where.numel is not None:
-        low = where.numel.min or 0
+        low = where.numel.min
         high = where.numel.max
-        if param.numel < low or (high is not None and param.numel > high):
+        if low is not None and param.numel < low:
+            return "numel"
+        if high is not None and param.numel > high:
             return "numel"
     return ""
 
@@ -159,7 +202,7 @@ def _failed_param(where: Where, param: Param) -> str:
 class Match:
     things: tuple[Thing, ...] = ()  # none for tags, which the script names
     names: tuple[str, ...] = ()  # canonical, in model order; for tags, the patterns
-    members: frozenset[str] = frozenset()  # the names as a set
+    members: frozenset[str] = frozenset()  # the same names
     elements: int = 0  # of the parameters
     is_for: bool = True  # False if `model` names another class
     undecided: tuple[str, ...] = ()  # conditions that the names cannot decide; then nothing matches
@@ -186,12 +229,16 @@ class Matcher:
         if not is_for(rule, self.manifest):
             return Match(is_for=False)
         if rule.target == "tensors":
-            names = tuple(dict.fromkeys(rule.patterns))
-            return Match(names=names, members=frozenset(names))
-        things = tuple(self.names[rule.target].select(rule))
-        names = tuple(thing.name for thing in things)
-        elements = sum(thing.numel for thing in things if isinstance(thing, Param))
-        return Match(things, names, frozenset(names), elements)
+            patterns = tuple(dict.fromkeys(rule.patterns))
+            return Match(names=patterns, members=frozenset(patterns))
+        things = self.names[rule.target].select(rule)
+        names = []
+        elements = 0
+        for thing in things:
+            names.append(thing.name)
+            if isinstance(thing, Param):
+                elements += thing.numel
+        return Match(tuple(things), tuple(names), frozenset(names), elements)
 
 
 def is_for(rule: Rule, manifest: Manifest) -> bool:
@@ -199,14 +246,16 @@ def is_for(rule: Rule, manifest: Manifest) -> bool:
     if rule.model is None:
         return True
     pattern = compile_pattern(rule.model)
-    return any(pattern.matches(name) for name in manifest.model_type or (manifest.origin,))
+    if not manifest.model_type:
+        return pattern.matches(manifest.origin)
+    return any(pattern.matches(name) for name in manifest.model_type)
 
 
 def _undecided(rule: Rule, manifest: Manifest) -> list[str]:
     """Return complaints about conditions on facts that the source of the names lacks."""
     where = rule.where
     asked = {rule.model, where.module_type, where.requires_grad} - {None}
-    if not (asked and manifest.lacks_classes):
+    if not asked or not manifest.lacks_classes:
         return []
     return [
         f"`model`, `module_type` and `requires_grad` cannot be decided: {printable(manifest.origin)} lacks these "

@@ -37,9 +37,12 @@ class MatchedRules:
     """The rules of one set by id, in file order, with their matches in one model."""
 
     def __init__(self, rules: RuleSet, matcher: Matcher) -> None:
-        self.rules = {rule.id: rule for rule in rules.rules}
-        self.matches = {rule.id: matcher.match(rule) for rule in rules.rules}
+        self.rules: dict[str, Rule] = {}
+        self.matches: dict[str, Match] = {}
         self.matcher = matcher
+        for rule in rules.rules:
+            self.rules[rule.id] = rule
+            self.matches[rule.id] = matcher.match(rule)
 
     @cached_property
     def chains(self) -> dict[str, tuple[str, ...]]:
@@ -122,23 +125,23 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
             owners = []
         key = tuple(titles)
         if key not in indexes:
-            indexes[key] = _joint_indexes({title: models[title] for title in titles})
+            indexes[key] = _joint_indexes(titles, models)
         short = _shortfalls(rule, things, indexes[key][rule.target], owners)
         complaints += [complaint(rules, rule, shortfall) for shortfall in short]
     return complaints
 
 
-def _joint_indexes(models: Mapping[str, Manifest]) -> dict[str, NameIndex]:
+def _joint_indexes(titles: Sequence[str], models: Mapping[str, Manifest]) -> dict[str, NameIndex]:
     params: list[Param] = []
     modules: list[ModuleEntry] = []
-    for manifest in models.values():
-        params += manifest.params
-        modules += manifest.modules
-    origin = ", ".join(models)
-    owner = "the model"
-    if len(models) > 1:
-        owner = f"the models {printable(origin)}"
-    return name_indexes(Manifest(origin, tuple(params), tuple(modules)), owner)
+    for title in titles:
+        params += models[title].params
+        modules += models[title].modules
+    origin = ", ".join(titles)
+    subject = "the model"
+    if len(titles) > 1:
+        subject = f"the models {printable(origin)}"
+    return name_indexes(Manifest(origin, tuple(params), tuple(modules)), subject)
 
 
 def _shortfalls(
@@ -185,8 +188,11 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
 
 
 def _scripted(match: Match) -> Iterator[str]:
-    modules = [thing for thing in match.things if isinstance(thing, ModuleEntry)]
-    scripted = [module for module in modules if "ScriptModule" in module.module_type]
+    scripted = [
+        thing
+        for thing in match.things
+        if isinstance(thing, ModuleEntry) and "ScriptModule" in thing.module_type
+    ]
     if scripted:
         yield (
             f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "

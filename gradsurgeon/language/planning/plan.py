@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -52,6 +52,10 @@ class Binding:
     dormant: bool = False
 
 
+def names_of(bindings: Iterable[Binding]) -> list[str]:
+    return [binding.name for binding in bindings]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Rules bound to the names of one model. ``str(plan)`` is a table.
@@ -80,7 +84,9 @@ class Plan:
     @property
     def subject(self) -> str:
         """The name of the model."""
-        return self.title or self.manifest.origin
+        if not self.title:
+            return self.manifest.origin
+        return self.title
 
     @cached_property
     @_live.uncollected()
@@ -88,7 +94,7 @@ class Plan:
         """Per tensor, such as ``conv1 output.grad``, its rules in order of effect."""
         names = {}
         for rule in self.rules.rules:
-            names[rule.id] = [binding.name for binding in self.of(rule.id)]
+            names[rule.id] = names_of(self.of(rule.id))
         chains = chains_of(self.rules.rules, names)
         in_model_order = {}
         for param in self.manifest.params:
@@ -109,7 +115,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [_head(self), "", *_rules(self), "", *_chains(self)]
-        doubts = [f"  {text}" for text in _doubts(self)]
+        doubts = list(_doubts(self))
         if doubts:
             lines += ["", "to know", *doubts]
         return "\n".join(lines)
@@ -135,7 +141,9 @@ class Plan:
         bound = self.of(rule.id)
         entry: dict[str, Any] = {"id": rule.id, "action": rule.action}
         if isinstance(rule, LossRule):
-            entry["losses"] = list(rule.losses or ())
+            entry["losses"] = []
+            if rule.losses:
+                entry["losses"] += rule.losses
             entry["method"] = getattr(rule, "method", None)
         entry["tensor"] = str(rule.ref)
         entry["point"] = rule.point
@@ -143,7 +151,7 @@ class Plan:
         entry["params"] = []
         entry["modules"] = []
         if rule.target != "tensors":
-            entry[rule.target] = [binding.name for binding in bound]
+            entry[rule.target] = names_of(bound)
         entry["elements"] = sum(binding.numel for binding in bound)
         entry["warnings"] = list(self.rule_warnings.get(rule.id, ()))
         return entry
@@ -189,18 +197,24 @@ def _rules(plan: Plan) -> Iterator[str]:
     rows = [("rule", "action", "at", "hook", "binds", "elements", "steps")]
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
-        hook = bound[0].hook if bound else "-"
+        hook = "-"
+        if bound:
+            hook = bound[0].hook
         binds = count(len(bound), NOUNS[rule.target])
-        dormant = sum(binding.dormant for binding in bound)
+        elements = 0
+        dormant = 0
+        for binding in bound:
+            elements += binding.numel
+            if binding.dormant:
+                dormant += 1
         if dormant:
             # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
             binds += f" ({dormant} without requires_grad)"
-        elements = "-"
+        size = "-"
         if rule.target == "params":
-            elements = f"{sum(binding.numel for binding in bound):,}"
-        rows.append(
-            (rule.id, rule.action, rule.point, hook, binds, elements, _steps_text(rule.steps))
-        )
+            size = f"{elements:,}"
+        steps = _steps_text(rule.steps)
+        rows.append((rule.id, rule.action, rule.point, hook, binds, size, steps))
     yield from grid(rows, right=frozenset({4, 5}))
 
 
@@ -225,12 +239,18 @@ def _chains(plan: Plan) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, chain in plan.chains.items():
         groups.setdefault(chain, []).append(name)
-    untouched = sum(param.name not in plan.chains for param in plan.manifest.params)
+    aliases = {}
+    untouched = 0
+    for param in plan.manifest.params:
+        aliases[param.name] = param.aliases
+        if param.name not in plan.chains:
+            untouched += 1
     yield "effects per tensor, in order of effect"
-    aliases = {param.name: param.aliases for param in plan.manifest.params}
     for chain, names in islice(groups.items(), _MAX_CHAINS):
         yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
-        noun = "parameter" if names[0] in aliases else "tensor"
+        noun = "tensor"
+        if names[0] in aliases:
+            noun = "parameter"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
     if len(groups) > _MAX_CHAINS:
         more = len(groups) - _MAX_CHAINS
@@ -242,5 +262,6 @@ def _chains(plan: Plan) -> Iterator[str]:
 def _doubts(plan: Plan) -> Iterator[str]:
     for rule in plan.rules.rules:
         for text in plan.rule_warnings.get(rule.id, ()):
-            yield f"{rule.id}: {text}"
-    yield from plan.warnings
+            yield f"  {rule.id}: {text}"
+    for text in plan.warnings:
+        yield f"  {text}"

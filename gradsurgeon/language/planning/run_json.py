@@ -35,9 +35,12 @@ def about(plan: Plan) -> dict[str, Any]:
     rules = plan.rules
     roles = {}
     for rule in rules.rules:
-        # A trap that cuts gradients edits them.
-        role = "edit" if rule.edits else rule.role
+        role = rule.role
+        if rule.edits:
+            # A trap that cuts gradients edits them.
+            role = "edit"
         roles[rule.id] = {"role": role, "stats": list(getattr(rule, "stats", ()))}
+    files = [{"file": file, "text": text} for file, text in rules.files]
     aliases = {}
     for module in plan.manifest.modules:
         for alias in module.aliases:
@@ -47,7 +50,7 @@ def about(plan: Plan) -> dict[str, Any]:
             "file": rules.file,
             "text": rules.text,
             "sha256": rules.sha256,
-            "files": [{"file": file, "text": text} for file, text in rules.files],
+            "files": files,
         },
         "model": {
             "origin": plan.manifest.origin,

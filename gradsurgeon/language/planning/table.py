@@ -24,10 +24,10 @@ def grid(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> 
     columns = []
     for number, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
+        justify = str.ljust
         if number in right:
-            columns.append([cell.rjust(width) for cell in column])
-        else:
-            columns.append([cell.ljust(width) for cell in column])
+            justify = str.rjust
+        columns.append([justify(cell, width) for cell in column])
     for cells in zip(*columns, strict=True):
         yield "  " + "  ".join(cells).rstrip()
 

@@ -43,8 +43,13 @@ class Built:
 
     def place(self, path: Path) -> Place:
         """Return the path, such as ``<dict> rules[2].min``, as a place without a line."""
-        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
-        return Place(f"{self.file} {''.join(steps).lstrip('.')}".strip(), 0, 0)
+        steps = ""
+        for step in path:
+            if isinstance(step, int):
+                steps += f"[{step}]"
+            else:
+                steps += f".{step}"
+        return Place(f"{self.file} {steps.lstrip('.')}".strip(), 0, 0)
 
     key_place = place
     missing_place = place
@@ -79,16 +84,19 @@ def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
 
 def meets(version: str, requirement: str) -> bool | None:
     """Tell whether a version meets a requirement such as ``>=0.1, <0.3``; ``None`` for any other text."""
+    clauses = []
+    for text in requirement.split(","):
+        clause = _CLAUSE.fullmatch(text.strip())
+        if clause is None:
+            return None
+        clauses.append(clause)
+    have = _release(version)
+    return all(_COMPARISONS[clause[1]](have, _release(clause[2])) for clause in clauses)
 
-    def release(text: str) -> tuple[int, ...]:
-        numbers = [int(part) for part in text.split(".")]
-        return tuple(numbers + [0] * (4 - len(numbers)))
 
-    clauses = [_CLAUSE.fullmatch(clause.strip()) for clause in requirement.split(",")]
-    if not all(clauses):
-        return None
-    have = release(version)
-    return all(_COMPARISONS[one[1]](have, release(one[2])) for one in clauses if one)
+def _release(version: str) -> list[int]:
+    numbers = [int(part) for part in version.split(".")]
+    return numbers + [0] * (4 - len(numbers))
 
 
 def _requirement(text: str) -> str:
@@ -125,7 +133,9 @@ class _RuleFile(Options):
 
 
 def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
-    yield from (_problem(source, (), flaw) for flaw in read_options(_RuleFile, data)[1])
+    _, flaws = read_options(_RuleFile, data)
+    for flaw in flaws:
+        yield _problem(source, (), flaw)
 
 
 def duplicate_ids(
@@ -156,22 +166,35 @@ def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
     path: Path = (*at, *flaw.path)
     if flaw.is_missing:
         place = source.missing_place(path[:-1])
+    elif flaw.is_unknown_key:
+        place = source.key_place(path)
     else:
-        place = source.key_place(path) if flaw.is_unknown_key else source.place(path)
+        place = source.place(path)
     return Problem(place, flaw.check, flaw.message, flaw.hint)
 
 
 def tidy(problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems in the order of the file, each once: aliases of one mapping repeat them."""
-    # The wrong type of a value with a YAML problem of its own is noise.
-    misread = {one.place for one in problems if one.check.startswith("yaml-")}
-    kept = [one for one in problems if one.check.startswith("yaml-") or one.place not in misread]
-    return sorted(dict.fromkeys(kept), key=lambda one: (one.place.line, one.place.col))
+    misread = {problem.place for problem in problems if _is_of_yaml(problem)}
+    kept: dict[Problem, None] = {}
+    for problem in problems:
+        # The wrong type of a value with a YAML problem of its own is noise.
+        if _is_of_yaml(problem) or problem.place not in misread:
+            kept[problem] = None
+    return sorted(kept, key=_position)
+
+
+def _is_of_yaml(problem: Problem) -> bool:
+    return problem.check.startswith("yaml-")
+
+
+def _position(problem: Problem) -> tuple[int, int]:
+    return problem.place.line, problem.place.col
 
 
 def bounded(problems: Sequence[Problem]) -> list[Problem]:
     """Return the first problems, in order, and then the number of further problems."""
-    kept = [*problems[:MAX_PROBLEMS]]
+    kept = list(problems[:MAX_PROBLEMS])
     more = problems[MAX_PROBLEMS:]
     if more:
         message = f"and {len(more)} more problems, from here on"

@@ -38,7 +38,11 @@ class Files(NamedTuple):
     read: Callable[[packs.Included], Located]
 
 
-DISK = Files(packs.file_on_disk, lambda target: source.read(target.path, target.name))
+def _read_from_disk(target: packs.Included) -> source.Document:
+    return source.read(target.path, target.name)
+
+
+DISK = Files(packs.file_on_disk, _read_from_disk)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,9 @@ class RuleSet:
         if rule_id not in self._written:
             return Place(self.file, 0, 0)
         source, index = self._written[rule_id]
-        return source.place(("rules", index, *(path or ("id",))))
+        if not path:
+            path = ("id",)
+        return source.place(("rules", index, *path))
 
     def place_to_correct(self, rule_id: str, *path: str | int) -> Place:
         """Return the place of an option. For a pack, which users cannot change, it is the `include`."""
@@ -82,8 +88,12 @@ class RuleSet:
         """Hash of the text, of the hashes of all texts if files are included, or of rules from Python."""
         if not self.text:
             return _sha256("\n".join(rule.model_dump_json() for rule in self.rules))
-        hashes = [_sha256(text) for _, text in self.files] or [_sha256(self.text)]
-        return hashes[0] if len(hashes) == 1 else _sha256("\n".join(hashes))
+        hashes = [_sha256(text) for _, text in self.files]
+        if not hashes:
+            return _sha256(self.text)
+        if len(hashes) == 1:
+            return hashes[0]
+        return _sha256("\n".join(hashes))
 
 
 def _sha256(text: str) -> str:
@@ -92,12 +102,16 @@ def _sha256(text: str) -> str:
 
 def from_rules(rules: Sequence[Rule]) -> RuleSet:
     source = Built(None, file="<python>")
-    problems = list(duplicate_ids(source, [(i, rule.id) for i, rule in enumerate(rules)], {}))
+    ids = []
+    written: dict[str, tuple[Located, int]] = {}
+    for index, rule in enumerate(rules):
+        ids.append((index, rule.id))
+        written[rule.id] = (source, index)
+    problems = list(duplicate_ids(source, ids, {}))
     if not rules:
         problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
     if problems:
         raise RuleFileError(problems)
-    written = {rule.id: (source, index) for index, rule in enumerate(rules)}
     return RuleSet(tuple(rules), _written=written)
 
 
@@ -118,24 +132,28 @@ class Inspection(NamedTuple):
 
 def inspect(source: Located, files: Files = DISK) -> Inspection:
     tree = _Tree(source, files)
+    collected: list[Problem] = []
     # The problems of a file come before the problems of its included files.
-    problems = tuple(bounded([problem for group in tree.problems for problem in group]))
-    rules = None
-    if not problems:
-        rules = RuleSet(
-            rules=tuple(tree.rules),
-            file=source.file,
-            text=source.text,
-            files=tuple((one.file, one.text) for one in tree.sources if one.text),
-            _written=tree.written,
-            _entries=tree.entries,
-        )
-    return Inspection(rules, problems, tuple(tree.sources))
+    for problems_of_file in tree.problems:
+        collected += problems_of_file
+    problems = tuple(bounded(collected))
+    sources = tuple(tree.sources)
+    if problems:
+        return Inspection(None, problems, sources)
+    rules = RuleSet(
+        rules=tuple(tree.rules),
+        file=source.file,
+        text=source.text,
+        files=tuple((document.file, document.text) for document in sources if document.text),
+        _written=tree.written,
+        _entries=tree.entries,
+    )
+    return Inspection(rules, (), sources)
 
 
 class _Tree:
     def __init__(self, source: Located, files: Files) -> None:
-        self._from = files
+        self._files = files
         self.rules: list[Rule] = []
         self.sources: list[Located] = []
         self.entries: dict[str, Place] = {}
@@ -151,20 +169,20 @@ class _Tree:
         self._add_file(source, source.folder)
 
     def _add_file(self, source: Located, folder: pathlib.Path | None) -> None:
-        group: list[Problem] = []
-        self.problems.append(group)
+        problems_of_file: list[Problem] = []
+        self.problems.append(problems_of_file)
         self.sources.append(source)
         data = source.data
         if not isinstance(data, dict):
-            group += no_mapping(source)
+            problems_of_file += no_mapping(source)
             return
         # In a file for another version the same words may have other meanings, so the rest is not checked.
-        if refused := refusal(source, data):
-            group.append(refused)
+        refused = refusal(source, data)
+        if refused is not None:
+            problems_of_file.append(refused)
             return
         problems = [*source.problems, *top_level(source, data)]
-        included = data.get("include")
-        for index, entry in enumerate(included if isinstance(included, list | tuple) else ()):
+        for index, entry in enumerate(_items(data, "include")):
             place = source.place(("include", index))
             if isinstance(entry, str):
                 problems += self._follow(entry, place, folder)
@@ -172,24 +190,26 @@ class _Tree:
                 message = f"expected a pack or the path of a file, found {described(entry)}"
                 hint = f'such as "{packs.PREFIX}nan-trap@1"'
                 problems.append(Problem(place, "wrong-type", message, hint))
-        group += tidy([*problems, *self._add_rules(source, data)])
+        problems += self._add_rules(source, _items(data, "rules"))
+        problems_of_file += tidy(problems)
 
-    def _add_rules(self, source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
-        given = data.get("rules")
-        given = given if isinstance(given, list | tuple) else []
-        wrong = 0
-        for index, entry in enumerate(given):
-            if wrong > MAX_PROBLEMS:
+    def _add_rules(self, source: Located, entries: Sequence[object]) -> Iterator[Problem]:
+        flaw_count = 0
+        for index, entry in enumerate(entries):
+            if flaw_count > MAX_PROBLEMS:
                 message = f"over {MAX_PROBLEMS} problems: the rules from here on are not checked"
                 yield Problem(source.place(("rules", index)), "too-large", message)
                 break
             rule, flaws = rule_at(source, index, entry)
-            wrong += len(flaws)
+            flaw_count += len(flaws)
             yield from flaws
             if rule is not None:
                 self.written.setdefault(rule.id, (source, index))
                 self.rules.append(rule)
-        ids = [(i, entry.get("id")) for i, entry in enumerate(given) if isinstance(entry, dict)]
+        ids = []
+        for index, entry in enumerate(entries):
+            if isinstance(entry, dict):
+                ids.append((index, entry.get("id")))
         yield from duplicate_ids(source, ids, self._ids)
 
     def _follow(self, entry: str, place: Place, folder: pathlib.Path | None) -> Iterator[Problem]:
@@ -201,14 +221,17 @@ class _Tree:
                 yield Problem(place, "bad-include", message, "include fewer files")
             return
         try:
-            target = packs.locate(entry, folder, self._from.find)
+            target = packs.locate(entry, folder, self._files.find)
             first = self._reached.setdefault(target.path, place)
             if first is not place:  # a circle, too
                 message = f"{target.name} is included twice, first at {first}"
                 yield Problem(place, "bad-include", message, "remove one of the two entries")
                 return
-            # A pack has no folder, and comes with gradsurgeon.
-            document = (DISK if target.folder is None else self._from).read(target)
+            files = self._files
+            if target.folder is None:
+                # A pack has no folder, and comes with gradsurgeon.
+                files = DISK
+            document = files.read(target)
             target.check(document.text)
             self.entries[document.file] = place
         except packs.IncludeError as error:
@@ -218,6 +241,14 @@ class _Tree:
             yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
         else:
             self._add_file(document, target.folder)
+
+
+def _items(data: Mapping[str, object], key: str) -> Sequence[object]:
+    """Return the list under a key. `top_level` reports a value that is no list."""
+    items = data.get(key)
+    if isinstance(items, list | tuple):
+        return items
+    return ()
 
 
 def pack(name: str) -> source.Document:

@@ -1,0 +1,41 @@
+"""What to do about text that is no YAML."""
+
+import re
+
+import yaml
+
+_INDICATORS = {"*": "an alias", "&": "an anchor", "!": "a tag", "[": "a list", "{": "a mapping"}
+_VALUE = re.compile(r"\s*(?:- +)*(?:[^\s:\"'\[{]+:\s+)?(\S)")  # first character of a line's value
+
+
+def indicator_hint(char: str) -> str:
+    return f'`{char}` starts {_INDICATORS[char]} in YAML: quote patterns, e.g. params: "*.weight"'
+
+
+def text_of(part: str | None) -> str:
+    if part is None:
+        return ""
+    return part
+
+
+def hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
+    context = text_of(error.context)
+    first = ""
+    value = _VALUE.match(line[:500])
+    if "alias" in context:
+        first = "*"
+    elif value is not None:
+        first = value[1]
+    if "\t" in line:
+        return "YAML does not allow tabs for indentation: use spaces"
+    if "unknown escape" in text_of(error.problem):
+        return "use single quotes for regular expressions, e.g. 're:.*\\.bias'"
+    if first in _INDICATORS and "flow" not in context:
+        return indicator_hint(first)
+    if error.context_mark and "flow" in context:
+        opened = error.context_mark.line + 1
+        return f"is the quote or the bracket that opens on line {opened} closed?"
+    return (
+        "quote text with special characters, write `key: value` with a blank behind the colon, and give the "
+        "keys of one mapping the same indentation; the mistake may be in the line above"
+    )
