@@ -106,29 +106,18 @@ class TestRules:
         ]
 
 
-def scale(factor: float) -> dict[str, Any]:
-    return {"id": "it", "action": "scale", "params": "*", "factor": factor}
-
-
 def clip(**options: Any) -> dict[str, Any]:
     return {"id": "it", "action": "clip-norm", "params": "*", "max_norm": 1.0, **options}
-
-
-def during(start: int, stop: int | None, every: int = 1) -> dict[str, Any]:
-    return zero(steps={"from": start, "every": every} | ({"to": stop} if stop else {}))
 
 
 @pytest.mark.parametrize(
     ("old", "new", "option"),
     [
-        (clamp(max=1), clamp(max=0.5), "max"),
         (clamp(max=1), clamp(max=1, min=0), "min"),
         (clip(), clip(max_norm=0.5), "max_norm"),
         (clip(), clip(per="rule"), "per"),
-        (scale(0.5), scale(0.1), "factor"),
         (TRAP, {**TRAP, "then": "warn"}, "then"),
-        (during(0, None), during(0, 100), "steps"),
-        (during(0, 100, 4), during(0, 100, 3), "steps"),
+        (zero(), zero(steps={"from": 0, "to": 100}), "steps"),
         (zero(), zero(optional=True), "optional"),
         (zero(), zero(expect={"params": 6}), "expect"),
         (zero(at="step"), zero(), "at"),
@@ -137,31 +126,22 @@ def during(start: int, stop: int | None, every: int = 1) -> dict[str, Any]:
 def test_changed_options(old: Any, new: Any, option: str) -> None:
     found = diff([old], [new])
     names = [one.name for change in found.changed for one in change.options]
-    assert names == ([option] if option else [])
+    assert names == [option]
 
 
-class TestNames:
-    @pytest.mark.parametrize(
-        "other",
-        [
-            zero("after"),  # rules go by their ids, and so do records
-            zero("after", params="head.*"),
-            zero("after", params="h.{0..1}.*"),
-            clamp("after", min=0),
-            zero("after", at="step"),
-        ],
-    )
-    def test_rules_that_differ_under_another_id_are_two(self, other: Any) -> None:
-        found = diff([zero("before")], [other])
-        assert ([one.id for one in found.removed], [one.id for one in found.added]) == (
-            ["before"],
-            ["after"],
-        )
+def test_a_rule_under_another_id_is_another_rule() -> None:
+    # Records go by ids.
+    found = diff([zero("before")], [zero("after")])
+    assert [one.id for one in found.removed] == ["before"]
+    assert [one.id for one in found.added] == ["after"]
 
 
 class TestOrder:
     def test_an_order_that_tensors_see(self) -> None:
-        first, second = zero("first"), {**scale(2), "id": "second"}
+        first, second = (
+            zero("first"),
+            {"id": "second", "action": "scale", "params": "*", "factor": 2},
+        )
         found = diff([first, second], [second, first])
         assert found.order_changed
         assert len(found.params) == 6
@@ -200,12 +180,9 @@ class TestFindings:
         assert diff([clamp("gone", min=0)], [other]).lost == ()
         assert len(diff([other], [NORMS]).lost) >= 6
 
-    @pytest.mark.parametrize(
-        "gone", [TRAP, {"id": "trap", "action": "freeze", "params": "*"}], ids=["trap", "freeze"]
-    )
-    def test_a_trap_or_a_freeze_that_other_rules_outlive_leaves_the_chains(self, gone: Any) -> None:
+    def test_a_trap_that_other_rules_outlive_leaves_the_chains(self) -> None:
         edit = zero("z", params="*")
-        found = diff([edit, gone], [edit, {**gone, "params": "h.*"}])
+        found = diff([edit, TRAP], [edit, {**TRAP, "params": "h.*"}])
         assert found.lost == ()
         lines = text.render(found).splitlines()
         at = lines.index("  embed.weight, head.weight")
@@ -383,11 +360,7 @@ HOSTILE = (
     "re:(a|b`c\\|</table><script>@everyone #1 &lt; https://x.y)?",
     "@team",
     "a`b``c",
-    "<!-- x -->",
-    "x|y",
-    " *bold* ",
     "\u202e\x1b[31mred\n- [x] done\r\n```",
-    "`",
 )
 
 
@@ -415,39 +388,25 @@ class TestMarkdown:
         assert "no difference in effect" in text.markdown(diff([NORMS], [NORMS]))
 
     def test_the_worked_example(self, example: Difference) -> None:
-        lines = text.markdown(example).splitlines()
-        assert lines[0] == (
-            "**Effect of the change: 2 added, 1 removed, 2 changed; "
-            "51 -> 48 of 51 parameters under rules; 3 lost all protection.**"
-        )
-        signs = [line[0] for line in lines if line[:2] in ("+ ", "- ", "! ")]
-        assert signs == ["!", "!", "+", "+", "-", "!", "!"]
-
-
-class TestText:
-    def test_the_worked_example(self, example: Difference) -> None:
-        lines = text.render(example).splitlines()
-        assert lines[1] == (
+        head = (
             "2 added, 1 removed, 2 changed; 51 -> 48 of 51 parameters under rules; "
             "3 lost all protection"
         )
-        signs = [line.split()[:2] for line in lines if line[:2] in ("+ ", "- ", "~ ")]
-        assert signs == [
-            ["+", "clipped-outputs"],
-            ["+", "steady-gates"],
-            ["-", "slow-embedding"],
-            ["~", "trap"],
-            ["~", "bounded-attention"],
+        lines = text.markdown(example).splitlines()
+        assert lines[0] == f"**Effect of the change: {head}.**"
+        signs = [line[0] for line in lines if line[:2] in ("+ ", "- ", "! ")]
+        assert signs == ["!", "!", "+", "+", "-", "!", "!"]
+        lines = text.render(example).splitlines()
+        assert lines[1] == head
+        signed = [line.split(" ")[1] for line in lines if line[:2] in ("+ ", "- ", "~ ")]
+        assert signed == [
+            "clipped-outputs",
+            "steady-gates",
+            "slow-embedding",
+            "trap",
+            "bounded-attention",
         ]
         assert "      max: 1.0 -> 0.5" in lines
-
-    def test_control_codes_are_shown(self) -> None:
-        names = manifest("h.\x1b[31m\u202ered\r\n.weight")
-        written = text.render(compare(load(NORMS), load(NORMS, zero()), names))
-        assert "\x1b" not in written
-        assert "\u202e" not in written
-        assert "\r" not in written
-        assert "\\x1b[31m" in written
 
 
 class TestLosses:

@@ -54,10 +54,7 @@ class TestWorst:
             tmp_path,
             {
                 **{f"calm.{number}": calm(number) for number in range(12)},
-                "gains": [*calm(20)[:-1], 5.0],
                 "spikes": with_one(calm(21), 40, 64.0),
-                "vanishes": [*calm(22)[:-1], 0.01],
-                "dies": [*calm(23)[:-1], 0.0],
                 "spikes more": with_one(calm(24), 90, 6400.0),
                 "breaks": with_one(calm(25), 70, math.nan),
                 "breaks first": with_one(calm(26), 60, math.inf),
@@ -67,29 +64,17 @@ class TestWorst:
             },
         ).close()
         lines = shown(newest_report(tmp_path))
-        at = lines.index("norms (l2) of 21 parameters, recorded by norms (at accumulated)")
-        names = [re.split(r" {2,}", line.strip())[0] for line in lines[at + 2 : at + 12]]
-        assert names[:5] == [
-            "breaks with it",
-            "breaks first",
-            "breaks",
-            "spikes more",
-            "spikes",
-        ]
-        assert len(names) == 10
-
-        def cells(name: str) -> list[str]:
-            line = next(line for line in lines if line.startswith(f"  {name}  "))
-            return re.split(r" {2,}", line.strip())
-
-        assert cells("breaks")[-1] == "1"
-        assert cells("spikes more")[4] == "6.4e+03"
-        assert (
-            "non-finite: 3 parameters, first at step 60: breaks first, breaks with it; until step 70"
-            in ("\n".join(lines))
-        )
-        drawn = cells("breaks")[1]
-        assert drawn.index("✗") == 70 * len(drawn) // STEPS
+        at = lines.index("norms (l2) of 18 parameters, recorded by norms (at accumulated)")
+        rows = [re.split(r" {2,}", line.strip()) for line in lines[at + 2 : at + 12]]
+        names = [row[0] for row in rows]
+        assert names[:5] == ["breaks with it", "breaks first", "breaks", "spikes more", "spikes"]
+        assert len(set(names)) == 10
+        breaks, spikes = rows[2], rows[3]
+        assert breaks[-1] == "1"
+        assert breaks[1].index("✗") == 70 * len(breaks[1]) // STEPS
+        assert spikes[4] == "6.4e+03"
+        told = "first at step 60: breaks first, breaks with it; until step 70"
+        assert f"non-finite: 3 parameters, {told}" in "\n".join(lines)
 
     def test_only_the_newest_rows_are_read(self, tmp_path: pathlib.Path) -> None:
         broken = with_one(with_one([1.0] * 10_000, 3, math.nan), 9_999, 3.0)
@@ -145,22 +130,6 @@ class TestWorst:
         with open_run(tmp_path) as run:
             assert "ranks differ from step 10 on" in str(from_run(run))
 
-    def test_a_look_compares_the_newest_rows_of_ranks(self, tmp_path: pathlib.Path) -> None:
-        for differs_at, found in (
-            (3, ""),
-            (2_900, "ranks differ from step 2900 on: the norm of w"),
-        ):
-            run = tmp_path / str(differs_at)
-            histories = [with_one([1.0] * 3_000, differs_at, 1.0 + rank) for rank in (0, 1)]
-            for writer in [write(run, {"w": one}, rank=rank) for rank, one in enumerate(histories)]:
-                writer.close()
-            remarks = newest_report(run).remarks
-            assert [one[: len(found)] for one in remarks if one.startswith("ranks")] == [
-                found
-            ] * bool(found)
-            with open_run(run) as opened:
-                assert f"ranks differ from step {differs_at} on" in str(from_run(opened))
-
     def test_fewer_rows_of_a_large_model(self, tmp_path: pathlib.Path) -> None:
         names = tuple(f"w{number}" for number in range(5_000))
         writer = RunWriter(tmp_path, meta=meta(names))
@@ -195,20 +164,11 @@ class TestWorst:
 
 class TestTotal:
     def test_it_is_that_of_each_step(self, tmp_path: pathlib.Path) -> None:
-        write(tmp_path, {"a": [3.0, 6.0, 1.0], "b": [4.0, 8.0, None]}).close()
+        write(tmp_path, {"a": [3.0, 6.0, 1.0, 3.0], "b": [4.0, 8.0, None, math.inf]}).close()
         report = newest_report(tmp_path)
         (whole,) = report.history.gradients
-        assert (whole.steps.tolist(), whole.norms.tolist()) == ([0, 1, 2], [5.0, 10.0, 1.0])
-        (line,) = (line for line in shown(report) if line.startswith("norm of all "))
-        assert line == "norm of all 2 parameters: 1 at step 2"
-
-    @pytest.mark.parametrize("broken", [math.nan, math.inf])
-    def test_of_what_is_not_finite(self, tmp_path: pathlib.Path, broken: float) -> None:
-        write(tmp_path, {"a": [3.0, broken], "b": [4.0, 1.0]}).close()
-        (line,) = (
-            one for one in screen(newest_report(tmp_path), 100) if one.startswith("norm of all")
-        )
-        assert line == f"norm of all 2 parameters: {broken} at step 1"
+        assert whole.norms.tolist() == [5.0, 10.0, 1.0, math.inf]
+        assert "norm of all 2 parameters: inf at step 3" in shown(report)
 
     def test_each_tensor_counts_once_on_several_ranks(self, tmp_path: pathlib.Path) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
@@ -252,18 +212,6 @@ class TestEvents:
         row = "  step 13  trap  nans  w  x17, steps 13..29"
         assert f"{row}  bad" in shown(report)
         assert f"\n{row}\n      bad" in report.text()
-
-    def test_each_is_read_once_and_new_ones_are_seen(self, tmp_path: pathlib.Path) -> None:
-        writer = write(tmp_path, {"w": [1.0]})
-        writer.event(trap(0))
-        for _ in range(3):
-            assert kinds(newest_report(tmp_path)) == {"trap": 1}
-        writer.event(trap(1))
-        writer.event(Event("notice", "", 1, 0, "", "hello"))
-        report = newest_report(tmp_path)
-        assert kinds(report) == {"trap": 2, "notice": 1}
-        assert report.events[-1].message == "hello"
-        writer.close()
 
     def test_more_than_are_read_at_a_time(self, tmp_path: pathlib.Path) -> None:
         writer = write(tmp_path, {"w": [1.0]})
@@ -320,26 +268,17 @@ class TestHead:
         assert shown(newest_report(tmp_path))[1] == "running"
         writers[0].close()
         lock_file(writers[1]._database).unlink()
-        report = newest_report(tmp_path)
-        first = shown(report, 300)[1]
+        first = shown(newest_report(tmp_path), 300)[1]
         assert re.fullmatch(
             r"rank 0: ended; rank 1: no end was written, last record at [-0-9]+ [:0-9]+: what came after it is "
             r"missing; rank 2: running",
             first,
         )
         writers[2].close()
-        report = newest_report(tmp_path)
-        assert shown(report, 300)[1].startswith("rank 0, 2: ended; rank 1: no end was written, ")
+        first = shown(newest_report(tmp_path), 300)[1]
+        assert first.startswith("rank 0, 2: ended; rank 1: no end was written, ")
         writers[1].close()
         assert shown(newest_report(tmp_path))[1] == "ended, clean"
-
-    def test_ranks_may_join(self, tmp_path: pathlib.Path) -> None:
-        writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
-        ended = newest_report(tmp_path).ended
-        assert ended is not None
-        assert list(ended.ranks) == [0, 1]
-        for writer in writers:
-            writer.close()
 
 
 def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
@@ -370,32 +309,16 @@ class TestSize:
         writer.close()
         return newest_report(tmp_path)
 
-    @pytest.mark.parametrize("columns", [1, 20, 40, 80, 120, 300])
+    @pytest.mark.parametrize("columns", [1, 40, 300])
     def test_nothing_is_longer_than_there_is(self, full: Report, columns: int) -> None:
-        lines = screen(full, columns)
-        assert max(map(len, lines)) <= columns
+        assert max(map(len, screen(full, columns))) <= columns
 
-    def test_what_comes_first(self, full: Report) -> None:
-        lines = shown(full, 80)
-        # How it ended, and the events with the traps before others.
-        assert lines[1].startswith("ended, traps tripped in 8 steps")
-        assert lines.index("events (16): trap 8, notice 8") < 6
-        (norms,) = (place for place, line in enumerate(lines) if line.startswith("norms (l2) of"))
-        assert norms < 20
-        assert any(line.startswith("norm of all 30 parameters: ") for line in lines)
-        assert any(line == "rules (12)" for line in lines)
-
-    @pytest.mark.parametrize("columns", [80, 120])
-    def test_names_lose_their_middle_at_dots_and_keep_their_numbers(
-        self, full: Report, columns: int
-    ) -> None:
-        lines = screen(full, columns)
+    def test_names_lose_their_middle_at_dots_and_keep_their_numbers(self, full: Report) -> None:
+        lines = screen(full, 80)
         rows = [line for line in lines if "weight  " in line]
         assert len({row.split()[0] for row in rows}) == len(rows) == 10
         for row in rows:
-            assert re.match(r"  ….*\.\d+\..*weight  +[▁▂▃▄▅▆▇█]{8,}  +\d", row), row
-            # No number is cut.
-            assert row.endswith("  -")
+            assert re.fullmatch(r"  ….*\.\d+\..*weight  +[▁▂▃▄▅▆▇█]{8,}  +\d.*  -", row), row
 
 
 @pytest.mark.parametrize(
@@ -423,8 +346,7 @@ def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
     )
     writer = RunWriter(tmp_path, meta=about)
     for point in ("accumulated", evil):
-        writer.add(Key(evil, "l2", point, (evil,)), 0, values(1.0))
-        writer.add(Key("norms", "l2", evil, ("y" + evil,)), 0, values(math.nan))
+        writer.add(Key(evil, "l2", point, (evil,)), 0, values(math.nan))
     writer.statuses({evil: RuleStatus(1, 1, 0, 0, (evil,))})
     writer.event(Event("trap", evil, 0, 0, evil, evil))
     writer.close()
