@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -137,30 +136,6 @@ class TestSarif:
         result = sarif([problem("{0} [click](http://evil)")])["runs"][0]["results"][0]
         assert result["message"]["text"] == "{{0}} [click\\](http://evil) (write 1)"
 
-    def test_the_log_has_no_property_that_sarif_does_not_know(self) -> None:
-        # Section numbers are those of the OASIS standard, SARIF 2.1.0.
-        log = sarif(all_cases())
-        assert set(log) == {"$schema", "version", "runs"}  # 3.13
-        assert log["version"] == "2.1.0"
-        (run,) = log["runs"]
-        assert set(run) == {"tool", "columnKind", "results"}  # 3.14
-        assert set(run["tool"]) == {"driver"}  # 3.18
-        driver = run["tool"]["driver"]
-        assert set(driver) <= {"name", "semanticVersion", "rules"}  # 3.19
-        keys = {"id", "shortDescription", "help"}
-        for rule in driver["rules"]:
-            assert set(rule) == keys  # 3.49
-        assert len({rule["id"] for rule in driver["rules"]}) == len(driver["rules"])
-        keys = {"ruleId", "level", "message", "locations"}
-        for result in run["results"]:
-            assert set(result) == keys  # 3.27
-            assert result["level"] in {"error", "warning", "note", "none"}
-            assert set(result["message"]) == {"text"}  # 3.11
-            text = result["message"]["text"].replace("{{", "").replace("}}", "")
-            assert not set("{}") & set(text)
-            (location,) = result["locations"]
-            assert set(location["physicalLocation"]) == {"artifactLocation", "region"}  # 3.29
-
 
 # The schema as OASIS published it with the standard, and with its errata. Not copied to here: the
 # source distribution of sarif-pydantic, which `.ci/run` downloads, holds the first as it is.
@@ -236,21 +211,3 @@ class TestSarifSchema:
             for one in log["runs"][0]["results"]
         }
         assert len(uris) >= len(cases) > 2
-
-    @pytest.mark.parametrize(
-        "harm",
-        [
-            lambda log: log.pop("runs"),
-            lambda log: log["runs"][0].pop("tool"),
-            lambda log: log["runs"][0]["results"][0].pop("message"),
-            lambda log: log["runs"][0]["results"][0].update(level="bad"),
-            lambda log: log["runs"][0]["results"][0].update(line=3),
-        ],
-    )
-    def test_it_would_find_what_is_wrong(
-        self, check: Validator, harm: Callable[[Any], object]
-    ) -> None:
-        log = sarif([problem()])
-        assert not list(check.iter_errors(log))
-        harm(log)
-        assert list(check.iter_errors(log))

@@ -278,13 +278,6 @@ def test_every_number_is_that_of_the_records(
             hold_wholes(history.gradients, list(wholes_of(series, newest)))
 
 
-def test_the_series_above_hold_what_there_is_to_hold() -> None:
-    facts = [facts_of(one) for seed in range(30) for one in records_of(recorded(seed)).values()]
-    assert sum(one.spike is not None for one in facts) > 5
-    assert sum(one.zero_since is not None for one in facts) > 5
-    assert sum(len(one.nonfinite_steps) > 1 for one in facts) > 5
-
-
 STEPS, FEW = 4000, 8
 
 
@@ -312,37 +305,22 @@ def long_histories() -> dict[str, list[float | None]]:
         ],
         "broken": with_some(calm(8), s1234=NAN, s1300=INF, s3333=NAN),
         "broken at the end": with_some(calm(9), s3999=INF),
-        "broken throughout": [INF] * STEPS,
         "late": [*[None] * 1500, *calm(10)[1500:]],
         "early": calm(11)[:1500] + [None] * 2500,
-        "rare": [2.0 if step % 97 == 5 else None for step in range(STEPS)],
-        "dead": [0.0] * STEPS,
         "died at an edge": calm(12)[:2560] + [0.0] * (STEPS - 2560),
         "died": calm(13)[:2600] + [0.0] * (STEPS - 2600),
         "died late": calm(14)[: STEPS - 40] + [0.0] * 40,
-        "asleep": calm(15)[: STEPS - 3] + [0.0] * 3,
         # As an expert that is rarely chosen, within a cell and over several of them.
         "often at rest": [
             *(1.0 if step % 60 == 0 else 0.0 for step in range(STEPS - 50)),
             *[0.0] * 50,
         ],
-        "mostly at rest": [1.0 if step % 900 == 0 else 0.0 for step in range(STEPS)],
         "never": [None] * STEPS,
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "moved"),
-    [
-        (480 * FEW + 1, 0),
-        (3, 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(STEPS, 0), (STEPS - 1, 0), (480 * FEW, 0), (STEPS, 1), (STEPS, 2000)]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("number", "moved"), [(480 * FEW + 1, 0), (3, 0), (STEPS, 2000)])
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_long_run_has_the_numbers_of_every_row(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, number: int, pending: bool, moved: int

@@ -222,31 +222,6 @@ def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: pathlib.Pa
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-@pytest.mark.skipif(not pathlib.Path("/dev/shm").is_dir(), reason="needs a small file system")
-def test_a_small_file_system_that_fills_up(tmp_path: pathlib.Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("this process must not mount")
-    try:
-        writer = RunWriter(tmp_path / "run", meta=meta())
-        key = Key("norms", "l2", "step", tuple(map(str, range(500))))
-        for step in range(2000):
-            writer.add(key, step, values(*[1.0] * 500))
-            if step % 50 == 0:
-                writer.commit()
-        said = writer.news()
-        assert len(said) == 1
-        assert "full" in said[0]
-        with open_run(tmp_path / "run") as run:
-            assert run.history("7")[0] == (0, 1.0)
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
 @pytest.mark.parametrize("wal", [True, False])
 def test_a_directory_that_is_removed_is_noticed(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *, wal: bool
