@@ -115,22 +115,11 @@ def write(
 ) -> pathlib.Path:
     """Write a run of some ranks: one value for outputs, another for gradients, of two layers."""
     rules = [
-        {
-            "id": "outputs",
-            "action": "norm-log",
-            "tensor": "output",
-            "point": "forward",
-            "modules": ["a", "b"],
-        },
-        {
-            "id": "grads",
-            "action": "norm-log",
-            "tensor": "grad",
-            "point": "accumulated",
-            "params": ["a.w", "b.w"],
-        },
+        {"id": "outputs", "tensor": "output", "point": "forward", "modules": ["a", "b"]},
+        {"id": "grads", "tensor": "grad", "point": "accumulated", "params": ["a.w", "b.w"]},
     ]
-    about = meta(("a.w", "b.w"), ranks=of, plan={"rules": rules})
+    logs = [{"action": "norm-log", **rule} for rule in rules]
+    about = meta(("a.w", "b.w"), ranks=of, plan={"rules": logs})
     with ExitStack() as writers:
         for rank, (output, gradient) in ranks.items():
             writer = RunWriter(path, rank=rank, meta=about)
