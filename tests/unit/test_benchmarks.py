@@ -209,39 +209,6 @@ def test_targets_are_judged_by_their_medians() -> None:
     assert found["waits for the device outside flush and trap"] == "not run: no CUDA device"
 
 
-def test_the_dearest_job_and_the_steepest_curve_are_judged() -> None:
-    rows: list[dict[str, Any]] = [
-        {"group": "like for like", "job": "stop at a NaN", "of_peer": ratio}
-        for ratio in (0.3, 1.2, None)
-    ]
-    # A floor that lies within noise of nothing is no unit.
-    rows += [
-        {"group": "like for like", "job": "clip that bites", "of_floor": ratio, "floor_us": floor}
-        for ratio, floor in ((1.5, {"low": 3.0}), (2.5, {"low": 1.0}), (9.0, {"low": -1.0}))
-    ]
-    for axis, power in (("flat", 0.1), ("square", 2.0)):
-        curve = [{"axis": axis, "at": at, "seconds": at**power} for at in (10, 100, 1_000)]
-        rows += [{"group": "scaling", **one} for one in curve]
-    found = {one.target.what: one for one in targets.judged(rows, "cpu")}
-    dearest = found["stop at a NaN, the dearest workload"]
-    of_floor = found["clip that bites, the dearest workload"]
-    steepest = found["growth: the steepest curve of all"]
-    assert dearest.value == targets.Value(1.2, 0.3, 1.2)
-    assert of_floor.value == targets.Value(2.5, 1.5, 2.5)
-    assert steepest.value is not None
-    assert (steepest.value.median, steepest.value.low) == pytest.approx((2.0, 0.1))
-    assert dearest.verdict == of_floor.verdict == steepest.verdict == "missed"
-
-
-@pytest.mark.parametrize(("ratio", "verdict"), [(1.03, "met"), (1.06, "missed")])
-def test_noise_decides_what_an_idle_rule_may_cost(ratio: float, verdict: str) -> None:
-    # 0.02 beside 1, and twice the error of the median: 2 * 0.1 / 10.
-    noise = row("tiny", BARE_NAME, 0.98, width=0.05)
-    found = verdicts([noise, row("tiny", rule_sets.IDLE, ratio)])
-    assert found["rule outside its `steps`, 200 tiny tensors"] == verdict
-    assert targets.noise_limit(noise) == pytest.approx(1.04)
-
-
 @pytest.mark.parametrize(("more", "verdict"), [(8, "met"), (9, "missed")])
 def test_what_is_asked_of_a_device_is_compared_with_torch_s_own_clipping(
     more: int, verdict: str

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -71,11 +71,14 @@ def test_a_trap(tmp_path: pathlib.Path) -> None:
 
 
 def test_skipped_steps(tmp_path: pathlib.Path) -> None:
-    train(tmp_path, NORMS, {**TRAP, "then": "skip-step"}, broken=4)
-    first, diagnosis = head(tmp_path)[:2]
+    # A caught exception before it makes no difference.
+    with contextlib.suppress(NonFiniteGradientError):
+        train(tmp_path / "first", TRAP, broken=2)
+    train(tmp_path / "run", NORMS, {**TRAP, "then": "skip-step"}, broken=4)
+    first, diagnosis = head(tmp_path / "run")[:2]
     assert first == "ended, 1 step skipped"
     assert diagnosis.startswith("  step 4")
-    assert ended(tmp_path)["state"] == "ended"
+    assert ended(tmp_path / "run")["state"] == "ended"
 
 
 def test_what_a_rule_clips_is_no_trip(tmp_path: pathlib.Path) -> None:
@@ -116,18 +119,12 @@ def test_an_exception_in_a_step(tmp_path: pathlib.Path) -> None:
     assert head(tmp_path)[0] == "stopped by MemoryError"
 
 
-@pytest.mark.parametrize("broken", [None, 4])
-def test_a_training_after_a_caught_exception_has_ended(
-    tmp_path: pathlib.Path, broken: int | None
-) -> None:
-    """It makes no difference whether a trap or the script has raised it."""
-    skips = {**TRAP, "then": "skip-step"}
+def test_a_training_after_a_caught_exception_has_ended(tmp_path: pathlib.Path) -> None:
     try:
-        train(tmp_path / "first", TRAP, broken=2) if broken else int("no number")
-    except (NonFiniteGradientError, ValueError):
-        train(tmp_path / "run", NORMS, skips, broken=broken)
-    said = "ended, clean" if broken is None else "ended, 1 step skipped"
-    assert head(tmp_path / "run")[0] == said
+        int("no number")
+    except ValueError:
+        train(tmp_path / "run", NORMS)
+    assert head(tmp_path / "run")[0] == "ended, clean"
     with pytest.raises(ValueError, match="own"):
         _raise_after_training(tmp_path / "own")
     assert head(tmp_path / "own")[0] == "stopped by ValueError"
@@ -162,9 +159,7 @@ for step in range(3):
     ("end", "said"),
     [
         ("", "ended, clean"),
-        ("sys.exit(0)", "ended, clean"),
         ("raise KeyError('x')", "stopped by KeyError"),
-        ("import os; os._exit(1)", NO_END),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", NO_END),
     ],
 )
@@ -223,7 +218,7 @@ def test_odd_texts_of_an_end_are_inert(tmp_path: pathlib.Path) -> None:
     assert head(tmp_path)[0] == "stopped by \\x1b[2J"
 
 
-@contextmanager
+@contextlib.contextmanager
 def gan(path: pathlib.Path) -> Iterator[gradsurgeon.Session]:
     """Train the two models of a GAN; the last pass of the generator leaves gradients in the other one."""
     torch.manual_seed(0)

@@ -231,12 +231,6 @@ class TestWhatStillWorks:
         assert ids("HEAD@{1}:rules.yaml") == ["first"]
         assert ids("main:rules.yaml") == ["good"]
 
-    def test_packed_objects_and_refs_and_a_detached_head(self, evil: Evil) -> None:
-        git(evil.folder, "gc", "-q")
-        git(evil.folder, "checkout", "-q", "--detach")
-        assert (evil.folder / ".git/packed-refs").exists()
-        assert ids("main:rules.yaml") == ids("HEAD:rules.yaml") == ["good"]
-
     def test_long_hashes(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         git(tmp_path, "init", "-q", "-b", "main", "--object-format=sha256")
         commit(tmp_path, "long")

@@ -44,9 +44,7 @@ def _block() -> nn.Module:
     ("options", "count"),
     [
         ({"params": "*"}, 60),
-        ({"params": "*.weight"}, 36),
         ({"params": "h.{0..2}.*"}, 15),
-        ({"params": "h.1.*"}, 5),
         ({"params": "h.1*"}, 15),  # 1, 10 and 11: what a range is there to avoid
         ({"params": ["h.0.attn.*", "h.0.*.weight"]}, 4),
         ({"params": "re:h\\.\\d\\.attn\\..*"}, 20),
@@ -54,10 +52,8 @@ def _block() -> nn.Module:
         ({"params": "*", "exclude": ["*.bias", "*.norm.*"]}, 24),
         ({"params": "*", "where": {"module_type": "Linear"}}, 36),
         ({"params": "*", "where": {"module_type": "*Norm"}}, 24),
-        ({"params": "*", "where": {"module_type": "Module"}}, 60),
         ({"params": "*", "where": {"ndim": 2}}, 24),
         ({"params": "*", "where": {"numel": {"min": 3}}}, 24),
-        ({"params": "*", "where": {"numel": {"max": 3}}}, 36),
         ({"params": "*", "where": {"dtype": "float32"}}, 60),
         ({"params": "*", "where": {"requires_grad": True, "ndim": 1}}, 36),
     ],
@@ -122,9 +118,8 @@ def compiled(model: nn.Module) -> Any:
         compiled,
         checkpoint_wrapper,
         lambda model: nn.DataParallel(compiled(model)),
-        lambda model: compiled(nn.DataParallel(model)),
     ],
-    ids=["bare", "DataParallel", "compile", "checkpoint", "both", "both, other way round"],
+    ids=["bare", "DataParallel", "compile", "checkpoint", "both"],
 )
 def test_segments_of_wrappers_are_dropped_and_only_those(wrap: Any) -> None:
     assert [param.name for param in from_model(wrap(Inner())).params] == [

@@ -9,7 +9,6 @@ from commands import git
 
 import gradsurgeon
 from gradsurgeon.cli.review import sources
-from gradsurgeon.errors import ModelError
 
 pytestmark = pytest.mark.slow
 
@@ -157,13 +156,6 @@ class TestCommits:
         assert "bad file" in problem("HEAD:rules")[1]
         assert "over 1024 KiB" in problem("HEAD:large.yaml")[1]
 
-    def test_nothing_that_a_repository_brings_along_is_run(self, repository: Repository) -> None:
-        # `git show` would run this.
-        repository.git("config", "diff.evil.textconv", "touch ran; cat")
-        repository.commit(**{".gitattributes": "*.yaml diff=evil filter=evil\n"})
-        assert ids("HEAD:rules/r.yaml")[-1] == "new"
-        assert not (repository.folder / "ran").exists()
-
 
 class TestSpecs:
     @pytest.mark.parametrize(
@@ -218,13 +210,3 @@ class TestSpecs:
         _, message, hint = problem("HEAD:r.yaml")
         assert "fatal: not a git repository" in message
         assert hint.startswith("write REF:PATH")
-
-    def test_without_git(self, repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PATH", str(repository.folder))
-        assert problem("HEAD:rules/r.yaml")[1] == "cannot read the file: git is not installed"
-
-
-class TestNames:
-    def test_a_model_that_is_not_there(self) -> None:
-        with pytest.raises(ModelError, match="cannot import `MODULE`"):
-            sources.manifest_of(model="MODULE:BUILD")

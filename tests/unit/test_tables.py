@@ -9,7 +9,6 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-import pandas as pd
 import pytest
 from commands import call
 from runs import meta, values, write
@@ -75,7 +74,6 @@ def test_lines_are_those_of_the_export(run: Run, capsys: pytest.CaptureFixture[s
     [
         ({"stat": "max"}, 1),
         ({"stat": "l2", "name": "b"}, 4),
-        ({"name": "?"}, 11),
         ({"name": "re:w|x"}, 7),
         ({"name": "{w,b}", "rule": "norms"}, 10),
         ({"rule": "peaks"}, 1),
@@ -99,15 +97,6 @@ def test_what_does_not_fit_is_said_as_the_export_says_it(
         run.to_pandas(**{column: "x"})
     assert "; recorded: norms l2, peaks max" in str(error.value)
     assert main(["export", str(run.path), "--format", "csv", f"--{column}", "x"]) == 2
-    assert capsys.readouterr().err == f"gradsurgeon: {error.value}\n"
-
-
-def test_a_malformed_pattern_is_said_as_the_export_says_it(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ValueError, match="`\\[` at character 2 is not closed") as error:
-        run.to_pandas(name="w[")
-    assert main(["export", str(run.path), "--format", "csv", "--name", "w["]) == 2
     assert capsys.readouterr().err == f"gradsurgeon: {error.value}\n"
 
 
@@ -157,21 +146,6 @@ def test_what_to_install_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
         run.to_pandas()
     assert str(error.value).startswith("to_pandas needs the library pandas, which cannot")
     assert str(error.value).endswith("pip install 'gradsurgeon[pandas]'")
-
-
-def test_parquet_keeps_values_and_types(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("pyarrow")
-    names = ("w", "a\udc80")
-    writer = RunWriter(tmp_path / "run", meta=meta(names))
-    writer.add(Key("norms", "l2", "step", names), 0, values(0.1, NAN))
-    writer.close()
-    with open_run(tmp_path / "run") as run:
-        table = run.to_pandas()
-    table.to_parquet(tmp_path / "norms.parquet")
-    read = pd.read_parquet(tmp_path / "norms.parquet")
-    assert dict(read.dtypes.astype(str)) == TYPES
-    assert read["name"].tolist() == ["w", r"a\udc80"]
-    assert read["value"].to_numpy().tobytes() == values(0.1, NAN)
 
 
 _WITHOUT_NUMPY = """
