@@ -48,42 +48,15 @@ def run_path(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def test_names_aliases_and_errors_are_those_of_a_session(run_path: pathlib.Path) -> None:
+def test_names_and_aliases_are_those_of_a_session(run_path: pathlib.Path) -> None:
     with open_run(run_path) as run:
         assert run.params == ("a.weight", "a.bias")
         assert run.latest("tied.a.bias") == run.latest("a.bias") == 299.0
         assert run.history("tied.a.bias", rule="norms")[1] == (1, 1.0)
-        with pytest.raises(KeyError, match=r"no parameter 'a.bia' in the model; nearest: a.bias, "):
-            run.latest("a.bia")
         with pytest.raises(
             RecordError, match=r"no rule records max of a.bias; recorded: norms: l2"
         ):
             run.history("a.bias", "max")
-        with pytest.raises(
-            RecordError, match=r"no rule 'norm' records l2 of a.bias; recorded: norms: l2"
-        ):
-            run.history("a.bias", rule="norm")
-
-
-def test_what_was_planned_and_never_came(tmp_path: pathlib.Path) -> None:
-    RunWriter(tmp_path, meta=meta()).close()
-    with (
-        open_run(tmp_path) as run,
-        pytest.raises(RecordError, match=r"l2 of a.bias has not been recorded yet"),
-    ):
-        run.latest("a.bias")
-
-
-def test_several_rules_are_an_error_that_lists_them(run_path: pathlib.Path) -> None:
-    shutil.rmtree(run_path)
-    writer = RunWriter(run_path, meta=meta())
-    for rule in ("norms", "final"):
-        writer.add(Key(rule, "l2", "step", KEY.names), 0, values(1.0, 2.0))
-    writer.close()
-    with open_run(run_path) as run:
-        with pytest.raises(RecordError, match=r"pass rule= one of final, norms"):
-            run.latest("a.bias")
-        assert run.latest("a.bias", rule="final") == 2.0
 
 
 def test_ranks_are_merged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

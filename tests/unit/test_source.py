@@ -37,7 +37,7 @@ def found(document: Document) -> list[tuple[int, int, str]]:
 def test_scalars_are_yaml_1_2_core(text: str, value: object) -> None:
     document = parse(f"a: {text}\n")
     assert document.data == {"a": value}
-    assert type(document.data["a"]) is type(value)  # type: ignore[index,call-overload]
+    assert type(document.data["a"]) is type(value)
     assert not [p for p in document.problems if p.severity == "error"]
 
 

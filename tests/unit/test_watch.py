@@ -101,22 +101,6 @@ class TestWorst:
         with open_run(tmp_path) as run:
             assert "norm exactly 0 since step 200, and until the end: dead" in str(from_run(run))
 
-    def test_optimizers_that_step_in_turn_add_up_while_one_has_yet_to_step(
-        self, tmp_path: pathlib.Path
-    ) -> None:
-        writer = RunWriter(tmp_path, meta=meta(("a", "b")))
-        one, other = (Key("norms", "l2", "accumulated", (name,)) for name in "ab")
-        for step in range(5):
-            writer.add(one, step, values(3.0))
-            writer.commit()
-            before = shown(newest_report(tmp_path))
-            writer.add(other, step, values(4.0))
-            writer.commit()
-            if step:
-                assert f"norm of all 2 parameters: 5 at step {step - 1}" in before
-            assert f"norm of all 2 parameters: 5 at step {step}" in shown(newest_report(tmp_path))
-        writer.close()
-
     def test_ranks_that_differed_before_the_newest_rows(self, tmp_path: pathlib.Path) -> None:
         writers = [RunWriter(tmp_path, rank=n, meta=meta(("w",), replicas=True)) for n in (0, 1)]
         for writer in writers:
