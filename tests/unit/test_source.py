@@ -13,7 +13,8 @@ import yaml
 from gradsurgeon.language import source
 from gradsurgeon.language.source import Document, parse
 
-# What each text means, or where it is refused: values, syntax errors with their remedy, and problems after which reading goes on.
+# What each text means, or where it is refused: values, syntax errors with their remedy, problems after which reading goes on,
+# and the places of values, keys and missing keys in RULES.
 CASES = json.loads(Path(__file__).parents[1].joinpath("cases", "source.json").read_text())
 LOADERS = [pytest.param(yaml.SafeLoader, id="pure")]
 if hasattr(yaml, "CSafeLoader"):
@@ -125,45 +126,13 @@ rules:
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "line", "col", "width"),
-    [
-        ((), 1, 1, 7),
-        (("version",), 1, 10, 1),
-        (("rules",), 3, 3, 1),
-        (("rules", 0), 3, 5, 2),
-        (("rules", 0, "id"), 3, 9, 1),
-        (("rules", 0, "params"), 4, 13, 9),
-        (("rules", 0, "params", 1), 4, 19, 2),
-        (("rules", 0, "steps"), 5, 12, 9),
-        (("rules", 0, "clamp", "steps", "to"), 6, 17, 1),
-        (("rules", 1, "min"), 8, 9, 1),
-        (("rules", 1, "min", "float"), 8, 9, 1),
-        (("rules", 7), 3, 3, 1),
-        (("nothing",), 1, 1, 7),
-    ],
-)
-def test_places_of_values(path: source.Path, line: int, col: int, width: int) -> None:
-    place = parse(RULES, "f.yaml").place(path)
+@pytest.mark.parametrize(("method", "path", "line", "col", "width"), CASES["places"])
+def test_places_of_values_of_keys_and_of_missing_keys(
+    method: str, path: list[str | int], line: int, col: int, width: int
+) -> None:
+    place = getattr(parse(RULES, "f.yaml"), method)(tuple(path))
     assert (place.file, place.line, place.col, place.width) == ("f.yaml", line, col, width)
     assert place.line_text == RULES.split("\n")[line - 1]
-
-
-def test_places_of_keys_and_of_missing_keys() -> None:
-    document = parse(RULES)
-    place = document.key_place(("rules", 0, "steps", "to"))
-    assert (place.line, place.col, place.width) == (6, 13, 2)
-    place = document.key_place(("rules", 0, "zero", "params"))
-    assert (place.line, place.col, place.width) == (4, 5, 6)
-    place = document.key_place(("rules", 1))  # an item of a list has no key
-    assert (place.line, place.col) == (7, 5)
-    assert document.key_place(()) == document.place(())
-    place = document.missing_place(("rules", 1))
-    assert (place.line, place.col, place.width) == (7, 5, 2)
-    place = document.missing_place(("rules", 0, "steps"))
-    assert (place.line, place.col, place.width) == (5, 13, 4)
-    place = document.missing_place(("rules", 0, "id"))
-    assert (place.line, place.col) == (3, 9)
 
 
 def test_a_missing_key_of_an_empty_mapping_is_placed_at_its_brace() -> None:
