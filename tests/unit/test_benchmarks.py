@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from benchmarks import (
     check,
     cli,
-    device_counts,
     formatting,
     measure,
     peers,
@@ -37,15 +35,6 @@ def row(
     found |= dict.fromkeys(("mean_extra_us", "peak_bytes", "allocations", "reads"), 0)
     kind = "baseline" if case == BARE_NAME else "rules"
     return {"group": "overhead", "workload": workload, "case": case, "kind": kind, **found, **more}
-
-
-def asked(case: str, params: int, dtypes: str = "float32", **more: Any) -> dict[str, Any]:
-    """Return a row of device counts in which everything is there once for each parameter."""
-    keys = ("operations", "bytes_read", "bytes_written", "allocations", "host_reads")
-    found = dict.fromkeys((*keys, "copies_to_host", "copies_from_host"), params)
-    place = {"group": device_counts.GROUP, "params": params, "dtypes": dtypes, "case": case}
-    rest = {"list_operations": 1, "gradient_bytes": 10 * params, "launches": None}
-    return {**place, **found, **rest, **more}
 
 
 # Pages.
@@ -104,27 +93,6 @@ def test_an_exponent_is_that_of_the_upper_decades() -> None:
     assert measure.exponent([]) is None
 
 
-class Counted:
-    """A clock that tells how many calls there were before."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def time(self, call: measure.Call) -> float:
-        call()
-        self.calls += 1
-        return float(self.calls)
-
-
-def test_lanes_take_turns_and_each_is_first_in_its_turn() -> None:
-    order: list[str] = []
-    lanes = [lambda name=name: order.append(name) for name in "abc"]
-    clock: Any = Counted()
-    times = measure.interleave(lanes, clock, measure.Budget(rounds=3, seconds=60.0))
-    assert "".join(order) == "abcbcacab"
-    assert times == [[1, 6, 8], [2, 4, 9], [3, 5, 7]]
-
-
 # Check.
 
 
@@ -146,24 +114,6 @@ BEFORE = [row("tiny", BARE_NAME, 0.0), row("tiny", "rules", 0.5), row("mlp", "ru
 )
 def test_a_ratio_is_worse_beyond_noise(now: list[Any], worse: list[str]) -> None:
     assert [one.workload for one in check.compared(BEFORE, now) if one.worse] == worse
-
-
-def test_what_is_worse_is_measured_again_and_must_be_worse_again() -> None:
-    asked: list[set[tuple[str, str]]] = []
-    bad, good = row("tiny", "rules", 0.9), row("tiny", "rules", 0.5)
-
-    def outcome(first: dict[str, Any], second: dict[str, Any]) -> set[tuple[str, str]]:
-        def measured(wanted: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-            asked.append(wanted)
-            yield second
-
-        return check.again(BEFORE, list(check.compared(BEFORE, [first])), measured)
-
-    assert outcome(good, bad) == set()
-    assert asked == []
-    assert outcome(bad, good) == set()
-    assert outcome(bad, bad) == {("tiny", "rules")}
-    assert asked == [{("tiny", "rules"), ("tiny", BARE_NAME)}] * 2
 
 
 @pytest.mark.slow
@@ -207,58 +157,3 @@ def test_targets_are_judged_by_their_medians() -> None:
     assert found["observe everything, 200 tiny tensors"] == "missed"
     assert found["reading 1,000 rules"] == "not measured"
     assert found["waits for the device outside flush and trap"] == "not run: no CUDA device"
-
-
-@pytest.mark.parametrize(("more", "verdict"), [(8, "met"), (9, "missed")])
-def test_what_is_asked_of_a_device_is_compared_with_torch_s_own_clipping(
-    more: int, verdict: str
-) -> None:
-    rows = [asked(device_counts.CLIP, 100, operations=8, host_reads=0)]
-    rows += [
-        asked(rule_sets.CLIP_BITES, params, operations=8 + more, host_reads=1)
-        for params in (10, 100)
-    ]
-    found = verdicts(rows)
-    what = f"on a device, {rule_sets.CLIP_BITES}"
-    assert found[f"{what}, beyond `{device_counts.CLIP}`"] == verdict
-    assert found[f"{what}, with 100 parameters more than with 10"] == "met"
-    assert found[what] == "met"
-    rows[-1] |= {"operations": 9 + more, "host_reads": 2}
-    found = verdicts(rows)
-    assert found[f"{what}, with 100 parameters more than with 10"] == "missed"
-    assert found[what] == "missed"
-
-
-def test_on_a_device_no_log_and_no_edit_may_wait() -> None:
-    rows = [row("tiny", "clamp at step", 2.0, waits=0), row("tiny", "nan-trap", 2.0, waits=1)]
-    what = "waits for the device outside flush and trap"
-    assert verdicts(rows, "cuda")[what] == "met"
-    rows.append(row("wide", "norm-log at step", 2.0, waits=1))
-    assert verdicts(rows, "cuda")[what] == "missed"
-
-
-# Files.
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 0}'])
-def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "some.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(results.ResultError, match=r"some\.json"):
-        results.load(path)
-
-
-def test_the_newest_full_result_of_each_kind_of_device_is_shown(tmp_path: Path) -> None:
-    for name, kind, quick in (
-        ("2026-01-31-a", "cpu", False),
-        ("2026-02-01-b", "cpu", False),
-        ("2026-02-02-c", "cpu", True),
-        ("2026-01-01-d", "cuda", False),
-    ):
-        made = results.new("cpu", [], versions={}, date=name[:10], quick=quick, seconds=1)
-        made["machine"]["kind"] = kind
-        (tmp_path / f"{name}.json").write_text(results.dumps(made), encoding="utf-8")
-    assert [path.stem for path, _ in results.shown(tmp_path)] == ["2026-02-01-b", "2026-01-01-d"]
-    assert results.baseline("cuda", tmp_path).stem == "2026-01-01-d"
-    with pytest.raises(results.ResultError, match="no full result for tpu"):
-        results.baseline("tpu", tmp_path)

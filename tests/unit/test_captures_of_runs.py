@@ -91,15 +91,12 @@ def test_tensors_of_any_kind(tmp_path: Path) -> None:
         {
             "empty": torch.zeros(0, 3, 4, 4),
             "scalar": torch.tensor(2.5),
-            "bfloat16": torch.tensor([1.0, -3.0], dtype=torch.bfloat16),
             "float8": torch.tensor([0.5, torch.nan, 2.0]).to(torch.float8_e4m3fn),
             "complex": torch.tensor([3 + 4j, 0j]),
             "sparse": sparse,
-            "csr": torch.eye(3).to_sparse_csr(),
             "bool": torch.tensor([True, False, True]),
             "int": torch.tensor([2**40, -7]),
             "wide": torch.tensor([-1.7e308, 1.7e308], dtype=torch.float64),
-            "tiny": torch.tensor([0.0, 5e-324], dtype=torch.float64),
             "quantized": torch.quantize_per_tensor(torch.ones(1, 2, 2, 2), 0.5, 0, torch.qint8),
             "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         },
@@ -108,22 +105,19 @@ def test_tensors_of_any_kind(tmp_path: Path) -> None:
     assert ends == {
         "empty": (None, None, None),
         "scalar": (2.5, 2.5, 2.5),
-        "bfloat16": (-3.0, -1.0, 1.0),
         "float8": (0.5, 1.25, 2.0),
         "complex": (0.0, 2.5, 5.0),
         "sparse": (None, None, None),
-        "csr": (None, None, None),
         "bool": (0.0, pytest.approx(2 / 3), 1.0),
         "int": (-7.0, (2**40 - 7) / 2, 2.0**40),
         "wide": (-1.7e308, 0.0, 1.7e308),
-        "tiny": (0.0, 0.0, 5e-324),
         "quantized": (None, None, None),
         "nested": (None, None, None),
     }
     assert found["float8"].nonfinite == 1
     assert found["scalar"].shape == []
     assert "magnitudes" in found["complex"].note
-    for name in ("sparse", "csr", "quantized"):
+    for name in ("sparse", "quantized"):
         assert found[name].note == "cannot be shown: it is sparse or quantized"
     assert "cannot be shown" in found["nested"].note
 

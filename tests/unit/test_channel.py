@@ -321,18 +321,6 @@ def test_a_session_that_leaves_is_not_taken_for_a_later_one() -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_sessions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = key_count()
-    monkeypatch.setattr("gradsurgeon.distributed.session_discovery.numbered", lambda topic: topic)
-    both = [meeting(rank, monkeypatch) for rank in (0, 1)]
-    for met in both:
-        assert isinstance(met.find(0.0), Channel)
-    for met in both:
-        met.channel.close()
-    assert key_count() == before
-
-
-@pytest.mark.usefixtures("job")
 def test_a_roll_without_some_ranks_stays_closed_and_nothing_else_stays() -> None:
     before = key_count()
     met = meeting()

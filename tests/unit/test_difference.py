@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from gradsurgeon.language import planning
 from gradsurgeon.language.planning import Manifest, ModuleEntry, Param
 from gradsurgeon.language.schema import RuleSet
 
-CASES = pathlib.Path(__file__).parents[1] / "cases" / "review"
+CASES = Path(__file__).parents[1] / "cases" / "review"
 KINDS = ("attn", "mlp")
 
 
@@ -55,29 +55,6 @@ TRAP = {"id": "trap", "action": "nan-trap", "params": "*"}
 
 
 class TestRules:
-    def test_added_and_removed(self) -> None:
-        found = diff([NORMS, zero("old")], [NORMS, {**clamp("new", min=0), "params": "head.*"}])
-        assert [one.id for one in found.added] == ["new"]
-        assert [one.id for one in found.removed] == ["old"]
-        assert found.added[0].after.names == ("head.weight",)
-        removed = found.removed[0].before
-        assert (removed.names, removed.elements) == (
-            tuple(f"h.{at}.{kind}.weight" for at in range(3) for kind in KINDS),
-            36,
-        )
-        assert found.in_effect
-
-    def test_names_and_elements_of_a_changed_rule(self) -> None:
-        found = diff([zero(params="h.*")], [zero(params="h.{0..1}.*")])
-        (change,) = found.changed
-        assert (len(change.before.names), change.before.elements) == (6, 36)
-        assert (len(change.after.names), change.after.elements) == (4, 24)
-        assert [(one.name, one.before, one.after) for one in change.options] == [
-            ("params", ["h.*"], ["h.{0..1}.*"])
-        ]
-        assert [one.name for one in found.params] == ["h.2.attn.weight", "h.2.mlp.weight"]
-        assert found.covered == (6, 4)
-
     @pytest.mark.parametrize(
         ("old", "new"),
         [
@@ -153,13 +130,6 @@ class TestOrder:
         assert found.order_changed
         assert not found.in_effect
         assert "note: the rules are in another order in the file" in text.render(found)
-
-    def test_points_come_before_the_file(self) -> None:
-        old = [zero("late", at="step"), zero("early")]
-        assert not diff(old, old[::-1]).in_effect
-
-    def test_an_added_rule_changes_no_order(self) -> None:
-        assert not diff([zero("a"), NORMS], [zero("b", at="step"), zero("a"), NORMS]).order_changed
 
 
 def kinds(found: Difference) -> list[str]:
@@ -265,7 +235,7 @@ def test_chains_are_those_of_the_plan() -> None:
     assert {one.name for one in found.tensors} == {name for name in chains if " " in name}
 
 
-def test_included_or_inline_is_no_difference(tmp_path: pathlib.Path) -> None:
+def test_included_or_inline_is_no_difference(tmp_path: Path) -> None:
     rule = '  - {id: it, action: zero, params: "h.*"}\n'
     last = '  - {id: norms, action: norm-log, params: "*"}\n'
     (tmp_path / "part.yaml").write_text(f"version: 1\nrules:\n{rule}")

@@ -377,12 +377,6 @@ def test_a_trap_that_several_ranks_note_is_one() -> None:
     assert "  step 3  notice  rank 0, 1\n      a" in text
 
 
-def test_the_header_counts_steps_and_events_by_kind() -> None:
-    events = [event(1, kind="trap"), event(1), event(3)]
-    head = report(records({"w": [1.0] * 5}), events=events).text().splitlines()[0]
-    assert head == "summary: rules.yaml on Net: steps 0..4, 3 events (1 trap, 2 notice)"
-
-
 def test_many_events_keep_the_first_and_the_last() -> None:
     events = [event(i, name=f"p{i}") for i in range(100)]
     text = report(events=events).text()

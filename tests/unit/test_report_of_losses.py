@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +71,7 @@ def fill(writer: RunWriter) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: pathlib.Path) -> pathlib.Path:
+def run(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     writer = RunWriter(path, rank=0, meta=about())
     fill(writer)
@@ -80,7 +80,7 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def report_of(path: pathlib.Path) -> dict[str, Any]:
+def report_of(path: Path) -> dict[str, Any]:
     with open_run(path) as opened:
         return to_dict(from_run(opened))
 
@@ -107,7 +107,7 @@ def numbers_of(found: dict[str, Any], stat: str) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in found["losses"] if one["stat"] == stat}
 
 
-def test_the_numbers_are_those_of_the_rows(run: pathlib.Path) -> None:
+def test_the_numbers_are_those_of_the_rows(run: Path) -> None:
     found = report_of(run)
     cosines = numbers_of(found, "cosine")
     assert list(cosines) == list(PAIRS)
@@ -125,7 +125,7 @@ def test_the_numbers_are_those_of_the_rows(run: pathlib.Path) -> None:
     assert [one["median"] for one in ratios.values()] == [2.0, 1000.0, 0.5]
 
 
-def test_what_was_combined(run: pathlib.Path) -> None:
+def test_what_was_combined(run: Path) -> None:
     found = report_of(run)
     distance = numbers_of(found, "distance")["combined"]
     assert (distance["rule"], distance["calls"], distance["nonfinite"]) == ("surgery", 4, 1)
@@ -136,7 +136,7 @@ def test_what_was_combined(run: pathlib.Path) -> None:
     ] == [("seg", 4, 1.0, 0.5, 1.5), ("depth", 4, 0.5625, 0.25, 1.0), ("edges", 4, 2.0, 1.0, 4.0)]
 
 
-def test_the_text_says_what_is_left_out(run: pathlib.Path) -> None:
+def test_the_text_says_what_is_left_out(run: Path) -> None:
     done = call_here("report", str(run), cwd=run.parent)
     assert done.returncode == 0
     text = done.stdout
@@ -152,7 +152,7 @@ def test_the_text_says_what_is_left_out(run: pathlib.Path) -> None:
     assert ["combined", "0.5", "0", "1", "1", "0%", "4", "1"] in lines
 
 
-def test_what_observes_would_have_changed(tmp_path: pathlib.Path) -> None:
+def test_what_observes_would_have_changed(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=about(mode="observe"))
     fill(writer)
     writer.close()
@@ -165,7 +165,7 @@ def test_what_observes_would_have_changed(tmp_path: pathlib.Path) -> None:
     assert remark.startswith("would have changed the sum in 75%")
 
 
-def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: pathlib.Path) -> None:
+def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=about())
     fill(writer)
     writer.add(Key("extra", "linf", "step", ("w",)), 0, values(1.0))
@@ -177,7 +177,7 @@ def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: path
     assert Report("t", (), rules_of("tasks"), {}, **shown(records)).losses == []
 
 
-def test_another_rank_adds_pairs_that_only_it_has(tmp_path: pathlib.Path) -> None:
+def test_another_rank_adds_pairs_that_only_it_has(tmp_path: Path) -> None:
     writers = [RunWriter(tmp_path / "run", rank=rank, meta=about()) for rank in range(2)]
     for writer, names in zip(writers, (("seg/depth",), ("seg/depth", "seg/edges")), strict=True):
         rank = writer.rank
@@ -233,21 +233,7 @@ def test_parts_that_come_later_have_series_of_their_own() -> None:
     ]
 
 
-def test_a_loss_is_read_whole(tmp_path: pathlib.Path) -> None:
-    losses = [1.0] * 60
-    losses[31], losses[41], losses[-1] = NAN, 77.0, NAN
-    writer = RunWriter(tmp_path, rank=0, meta=meta())
-    for step, loss in enumerate(losses):
-        writer.add(Key("loss", "mean", "forward", ("train/loss",)), step, values(loss))
-    writer.close()
-    with open_run(tmp_path) as opened:
-        (table,) = (one for one in from_run(opened).tables if one.title.startswith("losses"))
-    assert table.title.endswith("in steps 0..59")
-    assert table.rows[0][2:] == ["2.31", "1", "77", "nan", "0%", "60", "2"]
-    assert not table.notes
-
-
-def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
+def test_the_page_has_tables_and_curves(run: Path) -> None:
     with open_run(run) as opened:
         data = page_data(opened)
     cosines, _, weights, distances = data["versus"]
@@ -273,16 +259,6 @@ def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
     json.dumps(data, allow_nan=False)
 
 
-def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
-    lines = screen(newest_report(run), 100)
-    assert not any("norms" in line for line in lines)
-    assert "cosine of pairs of losses, recorded by tasks in steps 0..2" in lines
-    row = next(line.split() for line in lines if line.startswith("  seg/depth"))
-    assert row[1:] == ["-0.312", "-0.75", "0.25", "-0.25", "75%", "4", "-"]
-    row = next(line.split() for line in lines if line.startswith("  edges  "))
-    assert row[2:] == ["2", "1", "4", "1", "0%", "4", "-"]
-
-
 def test_trackers_get_median_and_least() -> None:
     def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float] | None:
         key = Key("tasks", stat, "backward", tuple(names))
@@ -303,7 +279,7 @@ def test_trackers_get_median_and_least() -> None:
     assert sent("cosine", PAIRS, NAN, NAN, NAN) is None
 
 
-def test_a_tagged_loss_is_in_text_json_page_and_on_the_screen(tmp_path: pathlib.Path) -> None:
+def test_a_tagged_loss_is_in_text_json_page_and_on_the_screen(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=about())
     for step, loss in enumerate([2.0, 0.5, math.inf, 0.25, 1.0]):
         writer.add(Key("value", "mean", "forward", ("loss", "gap")), step, values(loss, 7.0))

@@ -143,28 +143,10 @@ def test_every_pack_is_in_the_table() -> None:
     assert {words(row[0])[0] for row in rows} == {f"{packs.PREFIX}{spec}" for spec in newest}
 
 
-def test_every_action_is_in_the_reference() -> None:
-    from gradsurgeon.actions import ACTIONS
-
-    text = REFERENCE.read_text(encoding="utf-8")
-    assert re.findall(r"^## `(.*)`$", text, re.MULTILINE) == list(ACTIONS)
-
-
 def test_everything_exported_is_on_the_page_of_the_python_api() -> None:
     import python_api
 
     assert python_api.exported() == set(gradsurgeon.__all__)
-
-
-def test_every_check_is_in_the_reference() -> None:
-    from gradsurgeon.cli.review import checks
-    from gradsurgeon.cli.review.checks import CHECKS
-
-    reference = REFERENCE.read_text(encoding="utf-8")
-    found = re.findall(r"^### `(.*)` \((.*)\)$", reference, re.MULTILINE)
-    assert found == [(name, check.severity) for name, check in CHECKS.items()]
-    table = reference.partition("## Checks of reading")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(checks.READING_CHECKS)
 
 
 def test_the_table_of_points_is_that_of_the_code() -> None:

@@ -90,13 +90,6 @@ class TestValues:
         assert str(found.place("a")) == "r.yaml:4:22"
         assert (found.file, found.text) == ("r.yaml", text)
 
-    def test_the_hash_goes_by_the_text_or_by_the_rules(self) -> None:
-        text = "version: 1\nrules:\n- {id: a, action: zero, params: '*'}\n"
-        assert gradsurgeon.load(text).sha256 == gradsurgeon.load(text).sha256
-        assert gradsurgeon.load(text).sha256 != gradsurgeon.load(text + "# more\n").sha256
-        one, other = ({"version": 1, "rules": [{**ZERO, "params": name}]} for name in "ab")
-        assert gradsurgeon.load(one).sha256 != gradsurgeon.load(other).sha256
-
 
 class TestPlainData:
     def test_places_are_paths(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 from hashlib import sha256 as sha256_of
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ from bounds import within
 
 import gradsurgeon
 from gradsurgeon.errors import RuleFileError
-from gradsurgeon.language import packs, source
+from gradsurgeon.language import packs
 
-GOOD = pathlib.Path(__file__).parent.parent / "cases/schema/good"
+GOOD = Path(__file__).parent.parent / "cases/schema/good"
 
 
 def text(*ids: str, include: object = None) -> str:
@@ -32,7 +32,7 @@ def sha256(content: bytes) -> str:
 
 
 @pytest.fixture
-def here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -40,7 +40,7 @@ def here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pat
     return folder
 
 
-def put(path: pathlib.Path, *ids: str, include: object = None) -> None:
+def put(path: Path, *ids: str, include: object = None) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text(*ids, include=include))
 
@@ -51,7 +51,7 @@ def refused(rules: Any) -> list[str]:
     return [problem.concise() for problem in caught.value.problems]
 
 
-def refused_entries(here: pathlib.Path, *entries: str) -> list[str]:
+def refused_entries(here: Path, *entries: str) -> list[str]:
     """Return what is said of a file that includes others."""
     put(here / "top.yaml", "one", include=entries)
     return refused("top.yaml")
@@ -83,7 +83,7 @@ class TestOrderAndPlaces:
         assert rules.files[0][1] == rules.text
         assert rules.files[1][1] == (packs.folder() / "nan-trap.yaml").read_text(encoding="utf-8")
 
-    def test_what_does_not_bind_is_named_by_its_own_place(self, here: pathlib.Path) -> None:
+    def test_what_does_not_bind_is_named_by_its_own_place(self, here: Path) -> None:
         from torch import nn
 
         (here / "part.yaml").write_text(text("part").replace("*", "head.*"))
@@ -93,7 +93,7 @@ class TestOrderAndPlaces:
 
 
 class TestHash:
-    def test_of_several_files_it_is_that_of_their_hashes(self, here: pathlib.Path) -> None:
+    def test_of_several_files_it_is_that_of_their_hashes(self, here: Path) -> None:
         put(here / "top.yaml", "one", include=["part.yaml"])
         put(here / "part.yaml", "two")
         part, top = (gradsurgeon.load(here / name).sha256 for name in ("part.yaml", "top.yaml"))
@@ -149,7 +149,7 @@ REFUSED = [
 class TestTree:
     @pytest.mark.parametrize(("entry", "message"), REFUSED)
     def test_nothing_outside_is_read_and_nothing_that_never_ends(
-        self, here: pathlib.Path, entry: str, message: str
+        self, here: Path, entry: str, message: str
     ) -> None:
         (here / "link.yaml").symlink_to(here.parent / "outside.yaml")
         (here / "folder").symlink_to(here.parent, target_is_directory=True)
@@ -166,14 +166,12 @@ class TestTree:
         assert "outside.yaml" not in found.replace(entry, "")
         assert str(here) not in found
 
-    def test_an_absolute_path_is_refused_even_where_it_leads_inside(
-        self, here: pathlib.Path
-    ) -> None:
+    def test_an_absolute_path_is_refused_even_where_it_leads_inside(self, here: Path) -> None:
         put(here / "part.yaml", "two")
         (found,) = refused_entries(here, str(here / "part.yaml"))
         assert "is absolute, or holds a backslash: a rule file reads inside its own folder" in found
 
-    def test_links_that_stay_inside_are_followed(self, here: pathlib.Path) -> None:
+    def test_links_that_stay_inside_are_followed(self, here: Path) -> None:
         put(here / "real" / "part.yaml", "two", include=["more.yaml"])
         put(here / "real" / "more.yaml", "three")
         (here / "link").symlink_to("real", target_is_directory=True)
@@ -182,33 +180,31 @@ class TestTree:
         assert [rule.id for rule in rules.rules] == ["three", "two", "one"]
         assert rules.place("three").file == "link/more.yaml"
 
-    def test_two_names_of_one_file_are_one_file(self, here: pathlib.Path) -> None:
+    def test_two_names_of_one_file_are_one_file(self, here: Path) -> None:
         put(here / "part.yaml", "two")
         (here / "link.yaml").symlink_to("part.yaml")
         (found,) = refused_entries(here, "part.yaml", "link.yaml")
         assert "link.yaml is included twice, first at top.yaml:1:28" in found
 
-    def test_an_included_file_reads_in_its_own_folder_only(self, here: pathlib.Path) -> None:
+    def test_an_included_file_reads_in_its_own_folder_only(self, here: Path) -> None:
         put(here / "inner" / "part.yaml", "two", include=["../more.yaml"])
         put(here / "more.yaml", "three")
         (found,) = refused_entries(here, "inner/part.yaml")
         assert found.startswith("inner/part.yaml:1:28: error: `../more.yaml` leads out")
 
-    def test_a_file_that_is_too_long(self, here: pathlib.Path) -> None:
+    def test_a_file_that_is_too_long(self, here: Path) -> None:
         (here / "part.yaml").write_text("#" * (1 << 20) + "\n" + text("two"))
         (found,) = refused_entries(here, "part.yaml")
         assert found.startswith("part.yaml:1:1: error: over 1024 KiB of text")
 
 
 class TestLimits:
-    def test_more_entries_than_are_read(self, here: pathlib.Path) -> None:
+    def test_more_entries_than_are_read(self, here: Path) -> None:
         *gone, found = refused_entries(here, *["gone.yaml"] * 33)
         assert len(gone) == 32
         assert "more than 32 entries in all (include fewer files)" in found
 
-    def test_entries_that_name_nothing_are_not_looked_for_without_end(
-        self, here: pathlib.Path
-    ) -> None:
+    def test_entries_that_name_nothing_are_not_looked_for_without_end(self, here: Path) -> None:
         names = [f"{'ab' * 50}{n:03}" for n in range(100)]
         for name in names:
             (here / name).touch()
@@ -220,7 +216,7 @@ class TestLimits:
             assert len(refused_entries(here, *parts)) == 32
 
     @pytest.mark.parametrize(("depth", "read"), [(32, True), (33, False)])
-    def test_a_chain(self, here: pathlib.Path, depth: int, read: bool) -> None:
+    def test_a_chain(self, here: Path, depth: int, read: bool) -> None:
         put(here / "part0.yaml", "part0")
         for n in range(1, depth + 1):
             put(here / f"part{n}.yaml", f"part{n}", include=[f"part{n - 1}.yaml"])
@@ -235,7 +231,7 @@ class TestLimits:
 
 class TestPublished:
     @pytest.fixture
-    def rules(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    def rules(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         """Make a folder of packs of our own."""
         folder = tmp_path / "gradsurgeon" / "rules"
         folder.mkdir(parents=True)
@@ -261,17 +257,17 @@ class TestPublished:
         rules = gradsurgeon.load({"version": 1, "include": [f"gradsurgeon:{spec}"]})
         return [rule.id for rule in rules.rules]
 
-    def test_each_version_is_its_own_file(self, rules: pathlib.Path) -> None:
+    def test_each_version_is_its_own_file(self, rules: Path) -> None:
         assert self.load("one@1") == ["one-1"]
         assert self.load("one@2") == ["one-2"]
 
-    def test_a_version_that_is_there_is_proposed(self, rules: pathlib.Path) -> None:
+    def test_a_version_that_is_there_is_proposed(self, rules: Path) -> None:
         for spec in ("one", "one@3"):
             with pytest.raises(RuleFileError, match=r"did you mean `one@\d+`") as caught:
                 self.load(spec)
             assert f"there is no pack `{spec}`; packs are named with" in str(caught.value)
 
-    def test_a_pack_that_was_changed_is_refused(self, rules: pathlib.Path) -> None:
+    def test_a_pack_that_was_changed_is_refused(self, rules: Path) -> None:
         path = rules / "one.yaml"
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
         # Ends of lines may change.
@@ -288,21 +284,14 @@ class TestPublished:
         ):
             self.load("one@2")
 
-    def test_a_pack_includes_packs_only(self, rules: pathlib.Path) -> None:
+    def test_a_pack_includes_packs_only(self, rules: Path) -> None:
         (rules / "part.yaml").write_text(text("part"))
         with pytest.raises(
             RuleFileError, match=r"gradsurgeon:far@1:1:28: error: `part\.yaml` would"
         ):
             self.load("far@1")
 
-    def test_a_damaged_installation(self, rules: pathlib.Path) -> None:
+    def test_a_damaged_installation(self, rules: Path) -> None:
         (rules / "packs.json").write_text("{}")
         with pytest.raises(RuleFileError, match=r"the list of packs cannot be read: 'packs'"):
             self.load("one@2")
-
-
-def test_a_document_knows_its_folder(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "a.yaml").write_text(text("one"))
-    assert source.read(tmp_path / "a.yaml").folder == tmp_path
-    assert source.read(tmp_path / "a.yaml", "name").file == "name"
-    assert source.parse(text("one")).folder is None

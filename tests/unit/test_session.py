@@ -31,30 +31,6 @@ def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-# --- examples that people learn hooks from --------------------------------------------------------
-
-
-def test_a_leaf_gradient_times_two() -> None:
-    class Leaf(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.x = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-
-    model = Leaf()
-    text = """
-version: 1
-rules:
-  - id: double
-    action: scale
-    params: "x"
-    factor: 2
-"""
-    with gradsurgeon.apply(model, text):
-        model.x.pow(2).sum().backward()
-    assert model.x.grad is not None
-    assert model.x.grad.tolist() == [4.0, 8.0, 12.0]
-
-
 def test_the_norm_of_one_weight_right_after_one_backward_with_no_optimizer_in_sight() -> None:
     model = nn.Linear(2, 1)
     with gradsurgeon.apply(model, rules(NORMS)) as session:
@@ -100,13 +76,6 @@ def test_what_is_not_recorded_is_said_with_what_is() -> None:
         pytest.raises(RecordError, match=r"has not been recorded yet: no gradient has arrived"),
     ):
         empty.latest("0.weight")
-
-
-def test_records_by_alias() -> None:
-    model = CASES["tied"].make()
-    with gradsurgeon.apply(model, rules(NORMS)) as session:
-        CASES["tied"].backward(model, 0)
-        assert session.latest("head.weight") == session.latest("emb.weight") > 0
 
 
 # --- status and events ----------------------------------------------------------------------------
@@ -259,36 +228,6 @@ def test_an_end_without_a_step_that_is_meant_or_explained_warns_of_nothing() -> 
         model(data(0, 5, 4)).sum().backward()
         raise ZeroDivisionError
     del optimizer  # alive until here
-
-
-def test_a_replaced_parameter_is_a_lost_hook_until_rules_are_applied_again() -> None:
-    model, _ = make()
-    zero = {"id": "zero", "action": "zero", "params": "0.weight"}
-    session = gradsurgeon.apply(model, rules(zero))
-    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model[0].weight = nn.Parameter(torch.ones(3, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(GradSurgeonWarning, match=r"0.weight was replaced.*replace=True"):
-        step(model, optimizer)
-    assert model[0].weight.grad is not None
-    assert model[0].weight.grad.any()
-    assert [(e.kind, e.name) for e in session.events] == [("hook-lost", "0.weight")]
-    with gradsurgeon.apply(model, rules(zero), replace=True):
-        step(model, optimizer)
-        assert not model[0].weight.grad.any()
-
-
-def test_a_parameter_that_is_gone_is_a_lost_hook() -> None:
-    model, _ = make()
-    zero = {"id": "zero", "action": "zero", "params": "*.weight"}
-    with gradsurgeon.apply(model, rules(zero)) as session:
-        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        torch.nn.utils.parametrizations.weight_norm(model[0])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.warns(GradSurgeonWarning, match=r"0.weight was replaced, renamed"):
-            step(model, optimizer)
-        step(model, optimizer)
-    assert [(e.kind, e.name) for e in session.events] == [("hook-lost", "0.weight")]
 
 
 @pytest.mark.parametrize(

@@ -71,17 +71,6 @@ def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, l
     assert step + 100 - len(found) < 1.5 * step / 2.3
 
 
-def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib.Path) -> None:
-    with another_process(WRITES_FOR_EVER, str(tmp_path), "wal") as process:
-        process.kill()
-        process.communicate()
-    with pytest.raises(
-        RecordError,
-        match=r"already holds a run \(rank-0.db\), and records are never .* pass another directory",
-    ):
-        RunWriter(tmp_path, meta=meta())
-
-
 @pytest.mark.slow
 def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
     with another_process(WRITES_FOR_EVER, str(tmp_path), "wal"):

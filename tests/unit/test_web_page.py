@@ -21,12 +21,6 @@ from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.web_page import BEGINNING, line, page_data, web_page, write_page
 
-OUTPUTS = {
-    "rules": [
-        {"id": "norms", "action": "norm-log", "params": ["a"]},
-        {"id": "outputs", "action": "norm-log", "modules": ["layer"], "tensor": "output"},
-    ]
-}
 HOSTILE = "</script><img src=x onerror=alert(1)>.weight"
 
 
@@ -93,15 +87,6 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
     assert kind["urgent"] == list(names)
     assert kind["table"]["rows"][0] == ["a.weight", "0.5", "0.5", "0.5", "0.5", "1"]
     assert run["callouts"][0].startswith("non-finite: 1 parameter, first at step 20: a.weight")
-
-
-def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> None:
-    histories = {f"{letter}.weight": [1.0] * 30 for letter in "abcde"}
-    histories |= {"first.weight": [1e-6] * 30, "grown.weight": [1e-3 * 2**n for n in range(30)]}
-    write(tmp_path / "run", histories).close()
-    run = _run(tmp_path / "run")
-    kinds = [text.partition(";")[0] for text in run["callouts"]]
-    assert kinds == ["exploding: grown.weight", "vanishing: first.weight"]
 
 
 def test_of_several_values_at_a_step_the_worst_travels() -> None:
@@ -187,23 +172,6 @@ def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: P
     ]
 
 
-def test_each_kind_of_tensors_has_a_section_of_its_own(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",), plan=OUTPUTS))
-    for step in range(5):
-        writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(1.0))
-        writer.add(Key("outputs", "l2", "forward", ("layer",)), step, values(50.0))
-    writer.close()
-    run = _run(tmp_path / "run")
-    assert [(kind["kind"], kind["urgent"]) for kind in run["kinds"]] == [
-        ("gradient", ["a"]),
-        ("output", ["layer"]),
-    ]
-    assert [kind["table"]["title"] for kind in run["kinds"]] == [
-        "norms (l2) of 1 parameter, recorded by norms (at accumulated)",
-        "norms (l2) of 1 output, recorded by outputs (at forward)",
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "drawn"),
     [
@@ -249,12 +217,6 @@ def test_no_other_file_is_written_over(tmp_path: Path, command: str) -> None:
     assert refused.returncode == 2
     assert "is no page of `report`" in refused.stderr
     assert script.read_text(encoding="utf-8") == "print()"
-
-
-def test_a_run_without_norms_has_a_page(tmp_path: Path) -> None:
-    write(tmp_path / "run", {"a": [1.0]}, stat="linf").close()
-    run = _run(tmp_path / "run")
-    assert (run["kinds"], run["nothing"]) == ([], "norms: no l2 recorded; recorded: linf")
 
 
 def test_watch_writes_the_page_anew_until_the_run_ends(tmp_path: Path) -> None:
