@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
-import pathlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,10 +97,8 @@ def test_grad_cam_is_that_of_the_paper(model: Net, session: Session, category: i
         gradsurgeon.report.grad_cam(torch.zeros(2, 3), torch.zeros(2, 3))
 
 
-def test_the_guide_computes_a_grad_cam(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guide = pathlib.Path(__file__).parents[2] / "rules" / "guide" / "runs.md"
+def test_the_guide_computes_a_grad_cam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Path(__file__).parents[2] / "rules" / "guide" / "runs.md"
     pictures = guide.read_text(encoding="utf-8").partition("\n## Pictures\n")[2]
     rules, code = (
         pictures.split(f"```{language}\n")[1].split("```")[0] for language in ("yaml", "python")

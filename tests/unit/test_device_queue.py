@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_records_are_the_same_however_late_they_arrive(
 
 
 def test_rows_are_written_once_they_have_arrived_and_events_after_them(
-    tmp_path: pathlib.Path, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -213,7 +213,7 @@ def test_events_wait_for_no_device_and_status_does(copies: list[Copy]) -> None:
 
 
 def test_nothing_is_moved_while_a_graph_is_captured(
-    tmp_path: pathlib.Path, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -239,7 +239,7 @@ def test_nothing_is_moved_while_a_graph_is_captured(
         assert run.history("a.bias") == [(0, 1.0)]
 
 
-def test_a_notice_is_written_without_waiting(tmp_path: pathlib.Path, copies: list[Copy]) -> None:
+def test_a_notice_is_written_without_waiting(tmp_path: Path, copies: list[Copy]) -> None:
     recorder = Recorder(Records(), EventLog([], []), RunWriter(tmp_path, meta=meta()))
     recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
     recorder.event(Event("notice", "norms", 0, 0, "", "by the way"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import models
@@ -32,7 +32,7 @@ rules:
 """
 TRAP = '  - {id: trap, action: size-trap, params: "*", limit: 100, then: warn}\n'
 OWN = ["flip", "size-log", "keep", "hold", "size-trap"]
-MODULE = pathlib.Path(__file__).parent.parent / "own_actions.py"
+MODULE = Path(__file__).parent.parent / "own_actions.py"
 NAMES = ["fc1.weight", "fc1.bias", "norm.weight", "norm.bias", "fc2.weight", "fc2.bias"]
 
 
@@ -53,7 +53,7 @@ class TestReview:
     """On the command line, where nothing needs torch."""
 
     @pytest.fixture
-    def folder(self, tmp_path: pathlib.Path) -> pathlib.Path:
+    def folder(self, tmp_path: Path) -> Path:
         (tmp_path / "own_actions.py").write_text(MODULE.read_text(encoding="utf-8"))
         (tmp_path / "rules.yaml").write_text(RULES + TRAP)
         changed = (
@@ -63,11 +63,11 @@ class TestReview:
         manifest_file.write(planning.from_model(models.Mlp()), tmp_path / "params.json")
         return tmp_path
 
-    def run(self, folder: pathlib.Path, *arguments: str) -> tuple[int, str, str]:
+    def run(self, folder: Path, *arguments: str) -> tuple[int, str, str]:
         done = call(*arguments, cwd=folder, code=WITHOUT_TORCH)
         return done.returncode, done.stdout, done.stderr
 
-    def test_what_is_not_imported_is_an_error_that_says_so(self, folder: pathlib.Path) -> None:
+    def test_what_is_not_imported_is_an_error_that_says_so(self, folder: Path) -> None:
         code, out, _ = self.run(folder, "lint", "rules.yaml", "--format", "concise")
         assert code == 1
         assert (
@@ -85,7 +85,7 @@ class TestReview:
         assert (code, out) == (2, "")
         assert "cannot import `gone`" in error
 
-    def test_lint(self, folder: pathlib.Path) -> None:
+    def test_lint(self, folder: Path) -> None:
         given = ("lint", "rules.yaml", "--import", "own_actions", "--format", "concise")
         code, out, _ = self.run(folder, *given, "--fail-on", "error")
         assert (code, "error" in out) == (0, False)
@@ -94,7 +94,7 @@ class TestReview:
         assert "rules.yaml:3:62: error: unknown key `strenght` (did you mean `strength`?)" in out
 
     @pytest.mark.slow
-    def test_plan(self, folder: pathlib.Path) -> None:
+    def test_plan(self, folder: Path) -> None:
         given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
         code, out, error = self.run(folder, "plan", "rules.yaml", *given)
         assert code == 0, error
@@ -110,7 +110,7 @@ class TestReview:
         assert rules["trap"]["hook"] == "end of backward, step pre-hook"
 
     @pytest.mark.slow
-    def test_diff(self, folder: pathlib.Path) -> None:
+    def test_diff(self, folder: Path) -> None:
         given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
         code, out, error = self.run(folder, "diff", "rules.yaml", "new.yaml", *given)
         assert code == 0, error
@@ -119,7 +119,7 @@ class TestReview:
         assert fields == {"flipped": ["strength"], "trap": ["limit"]}
 
     @pytest.mark.slow
-    def test_explain(self, folder: pathlib.Path) -> None:
+    def test_explain(self, folder: Path) -> None:
         code, out, _ = self.run(folder, "explain", "--import", "own_actions", "flip")
         assert code == 0
         assert out.startswith("`flip`\n\nTurn a gradient around.")
@@ -143,7 +143,7 @@ def train(model: torch.nn.Module, rules: Any, **options: Any) -> gradsurgeon.Ses
 @pytest.mark.usefixtures("own")
 class TestTraining:
     @pytest.mark.slow
-    def test_each_kind_does_what_it_is_for(self, tmp_path: pathlib.Path) -> None:
+    def test_each_kind_does_what_it_is_for(self, tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = models.Mlp()
         held = model.fc2.weight.detach().clone()
@@ -246,7 +246,7 @@ rules:
                 return gradsurgeon.Edit(lambda grad: grad * 0.5, apply_)
 
         model = torch.nn.Linear(4, 1)
-        rule = Half(id="half", params="*", at="backward")
+        rule = Half(id="half", params=("*",), at="backward")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         warned = nullcontext() if is_linear else pytest.warns(gradsurgeon.GradSurgeonWarning)
         with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session, warned:

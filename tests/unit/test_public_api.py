@@ -166,20 +166,6 @@ def test_the_share_of_changes_is_the_quotient_of_two_counts(
     assert gradsurgeon.RuleStatus(2, fired, altered, None).changed == changed
 
 
-def test_what_pictures_take() -> None:
-    options = ["kind", "name", "rule"]
-    for kind in (gradsurgeon.Run, gradsurgeon.Session):
-        _, *parameters = inspect.signature(kind.plot).parameters.values()
-        assert [one.name for one in parameters[:3]] == options
-        assert [one.kind.name for one in parameters[:2]] == [
-            "POSITIONAL_OR_KEYWORD",
-            "KEYWORD_ONLY",
-        ]
-        assert parameters[0].default == "norms"
-    more = list(inspect.signature(gradsurgeon.Session.plot).parameters)[4:]
-    assert more == ["step", "call", "sample"]
-
-
 @pytest.mark.slow
 def test_importing_imports_no_torch_and_applying_without_it_says_what_to_install() -> None:
     code = (

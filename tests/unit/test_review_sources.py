@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 
 import pytest
 from commands import git
@@ -21,7 +21,7 @@ def text(rule: str, *includes: str) -> str:
 class Repository:
     """A real one, whose working tree is not what was committed."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.git("init", "-q", "-b", "main")
 
@@ -40,7 +40,7 @@ class Repository:
 
 
 @pytest.fixture
-def repository(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -202,9 +202,7 @@ class TestSpecs:
         assert hint in found.hint
         assert not list(repository.folder.glob("x*"))
 
-    def test_outside_a_repository(
-        self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_outside_a_repository(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         monkeypatch.chdir(tmp_path)
         _, message, hint = problem("HEAD:r.yaml")

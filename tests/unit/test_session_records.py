@@ -57,17 +57,20 @@ def test_a_run_says_what_its_session_said(tmp_path: Path) -> None:
 
 def test_recording_changes_no_bit(tmp_path: Path) -> None:
     case = CASES["mlp"]
+    norms = {"id": "n", "action": "norm-log", "params": "*"}
+    kept = {"id": "kept", "action": "capture", "params": "*"}
+    maps = {"id": "maps", "action": "capture", "modules": "*", "tensor": "output"}
+    rules = {"version": 1, "rules": [norms, kept, maps]}
     ends = []
     for path in (None, tmp_path / "run"):
         model = case.make()
         optimizer = case.optimizer(model)
-        rules = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}
         torch.manual_seed(1)
         with gradsurgeon.apply(model, rules, record=path):
             for number in range(5):
                 case.backward(model, number)
                 optimizer.step()
-        ends.append([p.detach().clone() for p in model.parameters()])
+        ends.append([*model.state_dict().values(), torch.get_rng_state()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
 import random
 import tracemalloc
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ def test_what_a_step_takes_is_what_the_documents_say() -> None:
     for step in range(rows + 1):
         records.add(key, step, bytes(4 * 1_000))
     assert (len(records), records.dropped) == (rows, 1)
-    readme = pathlib.Path(__file__).parents[2] / "README.md"
+    readme = Path(__file__).parents[2] / "README.md"
     told_of_rows = " ".join(str(gradsurgeon.apply.__doc__).split())
     assert "up to 64 MiB: a step uses 160 bytes per rule and statistic" in told_of_rows
     assert "in memory, at most 64 MiB" in readme.read_text("utf-8")

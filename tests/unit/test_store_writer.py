@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import sqlite3
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from runs import KEY, listing, meta, refuse_wal, values, write
@@ -21,7 +21,7 @@ from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 
 
-def journal_mode(path: pathlib.Path) -> str:
+def journal_mode(path: Path) -> str:
     with contextlib.closing(sqlite3.connect(path / "rank-0.db")) as connection:
         return str(connection.execute("PRAGMA journal_mode").fetchone()[0])
 
@@ -30,7 +30,7 @@ def event(message: str = "bad", step: int = 3) -> Event:
     return Event("trap", "nans", step, 0, "a.bias", message)
 
 
-def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
+def test_what_is_written_is_read(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "deep" / "run", meta=meta())
     writer.add(KEY, 0, values(1.0, 2.0))
     writer.add(KEY, 1, values(0.0, float("nan")), frozenset({0}))
@@ -47,7 +47,7 @@ def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
         assert run.meta["rules"]["text"] == "version: 1"
 
 
-def test_a_finished_run_is_one_plain_file_per_rank(tmp_path: pathlib.Path) -> None:
+def test_a_finished_run_is_one_plain_file_per_rank(tmp_path: Path) -> None:
     writer = write(tmp_path, {"w": [1.0]})
     assert journal_mode(tmp_path) == "wal"
     writer.close()
@@ -56,7 +56,7 @@ def test_a_finished_run_is_one_plain_file_per_rank(tmp_path: pathlib.Path) -> No
     assert journal_mode(tmp_path) == "delete"
 
 
-def test_a_row_is_replaced_before_and_after_its_commit(tmp_path: pathlib.Path) -> None:
+def test_a_row_is_replaced_before_and_after_its_commit(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, meta=meta())
     writer.add(KEY, 0, values(1.0, 1.0), replace=True)
     writer.add(KEY, 0, values(2.0, 2.0), replace=True)
@@ -72,7 +72,7 @@ def test_a_row_is_replaced_before_and_after_its_commit(tmp_path: pathlib.Path) -
 
 
 def test_one_commit_per_second_and_one_per_event(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -118,14 +118,14 @@ def test_one_commit_per_second_and_one_per_event(
         ("x" * 300, r"cannot write records there: File name too long"),
     ],
 )
-def test_places_that_cannot_be_written(tmp_path: pathlib.Path, place: str, message: str) -> None:
+def test_places_that_cannot_be_written(tmp_path: Path, place: str, message: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=message):
         RunWriter(tmp_path / place, meta=meta())
     assert listing(tmp_path) == ["file"]
 
 
-def test_what_was_not_begun_leaves_nothing(tmp_path: pathlib.Path) -> None:
+def test_what_was_not_begun_leaves_nothing(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {"w": [1.0]})
     writer.discard()
     writer.discard()
@@ -134,7 +134,7 @@ def test_what_was_not_begun_leaves_nothing(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_failure_while_it_is_made_leaves_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -146,7 +146,7 @@ def test_a_failure_while_it_is_made_leaves_nothing(
 
 
 def test_a_file_system_without_shared_memory_gets_no_log(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_wal(monkeypatch)
     writer = RunWriter(tmp_path, meta=meta())
@@ -174,7 +174,7 @@ def test_a_file_system_without_shared_memory_gets_no_log(
     ],
 )
 def test_network_file_systems_are_known_by_their_mounts(
-    tmp_path: pathlib.Path, mount: str, network: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mount: str, network: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "data set" / "run"
     run.mkdir(parents=True)
@@ -192,7 +192,7 @@ def test_network_file_systems_are_known_by_their_mounts(
 
 
 def test_on_a_network_file_system_no_log_is_tried(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsurgeon.records.store.database._on_network", lambda _: True)
     writer = write(tmp_path, {"w": [1.0]})
@@ -201,7 +201,7 @@ def test_on_a_network_file_system_no_log_is_tried(
     writer.close()
 
 
-def test_odd_texts_come_back_as_data(tmp_path: pathlib.Path) -> None:
+def test_odd_texts_come_back_as_data(tmp_path: Path) -> None:
     name = "w'); DROP TABLE rows; --\x1b[2J\0é\udcff"
     writer = RunWriter(tmp_path, meta=meta((name,)))
     writer.add(Key("norms", "l2", "step", (name,)), 0, values(1.0))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
-import pathlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from commands import call
@@ -30,7 +30,7 @@ TYPES = {
 }
 
 
-def make(path: pathlib.Path) -> None:
+def make(path: Path) -> None:
     """Write two ranks, two rules and statistics, a step without a gradient, NaN and infinity."""
     writers = [write(path, {"w": [0.1, NAN, 3.0], "b": [None, 5.0, INF]}, rank=r) for r in (0, 1)]
     writers[0].add(Key("peaks", "max", "step", ("w",)), 2, values(-INF))
@@ -39,7 +39,7 @@ def make(path: pathlib.Path) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: pathlib.Path) -> Iterator[Run]:
+def run(tmp_path: Path) -> Iterator[Run]:
     make(tmp_path / "run")
     with open_run(tmp_path / "run") as opened:
         yield opened
@@ -100,22 +100,20 @@ def test_what_does_not_fit_is_said_as_the_export_says_it(
     assert capsys.readouterr().err == f"gradsurgeon: {error.value}\n"
 
 
-def test_nothing_recorded_at_all(tmp_path: pathlib.Path) -> None:
+def test_nothing_recorded_at_all(tmp_path: Path) -> None:
     RunWriter(tmp_path, meta=meta()).close()
     with open_run(tmp_path) as run, pytest.raises(RecordError, match="nothing was recorded"):
         run.to_pandas()
 
 
-def test_a_table_without_a_line_has_its_types(tmp_path: pathlib.Path) -> None:
+def test_a_table_without_a_line_has_its_types(tmp_path: Path) -> None:
     write(tmp_path, {"w": [None, None]}).close()
     with open_run(tmp_path) as run:
         table = run.to_pandas()
     assert (len(table), dict(table.dtypes.astype(str))) == (0, TYPES)
 
 
-def test_blocks_join_without_a_seam(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_join_without_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_file, "_BATCH_ROWS", 3)
     histories = {f"p{i}": [None if s % 5 == i else s + i / 8 for s in range(40)] for i in range(3)}
     write(tmp_path, histories).close()
@@ -128,7 +126,7 @@ def test_blocks_join_without_a_seam(
     assert set(table["rank"]) == {0}
 
 
-def test_names_that_no_encoding_has(tmp_path: pathlib.Path) -> None:
+def test_names_that_no_encoding_has(tmp_path: Path) -> None:
     # The second reads as the first does once its surrogate is escaped.
     names = ("a\udc80", r"a\udc80", "grö\u202eße\n")
     writer = RunWriter(tmp_path, meta=meta(names))
@@ -172,7 +170,7 @@ assert sys.modules["numpy"] is None
 
 
 @pytest.mark.slow
-def test_rules_records_and_events_need_no_numpy(tmp_path: pathlib.Path) -> None:
+def test_rules_records_and_events_need_no_numpy(tmp_path: Path) -> None:
     rules = (
         'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
         '  - {id: trap, action: nan-trap, params: "*", then: warn}\n'
