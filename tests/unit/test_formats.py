@@ -72,13 +72,6 @@ class TestGitHub:
             ",line=3,col=11,endColumn=12,title=bad-value"
         )
 
-    def test_paths_start_at_the_root_that_is_given(self, tmp_path: pathlib.Path) -> None:
-        inside, outside = tmp_path / "a" / "r.yaml", pathlib.Path("/elsewhere/r.yaml")
-        both = [problem(file=str(inside)), problem(file=str(outside))]
-        first, second = formats.write(both, "github", root=tmp_path).splitlines()
-        assert first.startswith("::error file=a/r.yaml,")
-        assert second.startswith("::error file=/elsewhere/r.yaml,")
-
 
 class TestSarif:
     def test_every_problem_is_a_result_at_its_place(self) -> None:

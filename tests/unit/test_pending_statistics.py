@@ -82,26 +82,6 @@ def test_what_is_written_later_is_not_measured(size: int) -> None:
     assert rows(pending) == [(0, ("a", "b"), {"a": 3.0, "b": 7.0})]
 
 
-def test_calls_of_one_step_are_rows_in_the_order_of_the_calls() -> None:
-    pending, rule = PendingStatistics(), logging("max")
-    # Small and large ones are measured in different ways.
-    for call, size in enumerate([2, 5000, 2]):
-        pending.add(rule, "a", 3, torch.full((size,), float(call)))
-        pending.add(rule, "b", 3, torch.full((size,), 10.0 + call))
-    assert rows(pending) == [
-        (3, ("a", "b"), {"a": 0.0, "b": 10.0}),
-        (3, ("a", "b"), {"a": 1.0, "b": 11.0}),
-        (3, ("a", "b"), {"a": 2.0, "b": 12.0}),
-    ]
-
-
-def test_a_module_that_is_called_often_has_rows_of_its_own() -> None:
-    pending, rule = PendingStatistics(), logging("max")
-    for name in ("a", "cell", "cell", "b", "cell"):
-        pending.add(rule, name, 0, number(1.0))
-    assert [names for _, names, _ in rows(pending)] == [("a", "b"), *[("cell",)] * 3]
-
-
 def test_a_name_stays_where_it_is() -> None:
     pending, rule = PendingStatistics(), logging("max")
     seen = []

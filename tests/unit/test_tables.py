@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import call
 from runs import meta, values, write
 
 from gradsurgeon import GradSurgeonError, RecordError, Run, open_run
@@ -144,42 +143,3 @@ def test_what_to_install_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
         run.to_pandas()
     assert str(error.value).startswith("to_pandas needs the library pandas, which cannot")
     assert str(error.value).endswith("pip install 'gradsurgeon[pandas]'")
-
-
-_WITHOUT_NUMPY = """
-import sys
-sys.modules["numpy"] = None
-import net, torch
-import gradsurgeon
-from gradsurgeon.cli import main
-model = net.build()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with gradsurgeon.apply(model, "rules.yaml", record="run") as session:
-    model(torch.full((1, 2), float("nan"))).sum().backward()
-    optimizer.step()
-    assert session.history("0.bias") == [(0, session.latest("0.bias"))]
-with gradsurgeon.open_run("run") as run:
-    assert [event.kind for event in run.events] == ["trap"]
-    assert run.history("0.bias") == session.history("0.bias")
-calls = ("params --model net:build -o p.json", "lint rules.yaml", "plan rules.yaml --params p.json", "export run --format csv")
-codes = [main(call.split()) for call in (*calls, "diff rules.yaml rules.yaml --params p.json")]
-assert codes == [0] * 5, codes
-assert main(["report", "run"]) == 2
-assert sys.modules["numpy"] is None
-"""
-
-
-@pytest.mark.slow
-def test_rules_records_and_events_need_no_numpy(tmp_path: Path) -> None:
-    rules = (
-        'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
-        '  - {id: trap, action: nan-trap, params: "*", then: warn}\n'
-    )
-    (tmp_path / "rules.yaml").write_text(rules)
-    (tmp_path / "net.py").write_text(
-        "import torch\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Linear(2, 1))\n"
-    )
-    done = call(cwd=tmp_path, code=_WITHOUT_NUMPY, env={"PYTHONWARNINGS": "ignore"})
-    assert done.returncode == 0, done.stderr
-    assert "needs the library numpy" in done.stderr
-    assert done.stderr.endswith("pip install 'gradsurgeon[report]'\n")
