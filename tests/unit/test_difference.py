@@ -251,6 +251,10 @@ HOSTILE = (
     "re:(a|b`c\\|</table><script>@everyone #1 &lt; https://x.y)?",
     "@team",
     "a`b``c",
+    "<!-- x -->",
+    "x|y",
+    " *bold* ",
+    "`",
     "\u202e\x1b[31mred\n- [x] done\r\n```",
 )
 

@@ -59,6 +59,8 @@ def test_no_action_takes_a_key_that_nobody_knows(action: str) -> None:
         {"id": "No Bias"},
         {"action": "explode"},
         {"params": 3},
+        {"params": []},
+        {"action": "clip-norm", "max_norm": -1.0},
         {"factor": 1},
         {"action": "scale"},
         {"action": "clamp", "at": "step"},

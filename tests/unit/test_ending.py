@@ -159,6 +159,7 @@ for step in range(3):
     ("end", "said"),
     [
         ("", "ended, clean"),
+        ("sys.exit(0)", "ended, clean"),
         ("raise KeyError('x')", "stopped by KeyError"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", NO_END),
     ],

@@ -254,7 +254,9 @@ class TestWeights:
         "rule",
         [
             'action: zero, params: "*", where: {module_type: "Linear"}',
+            'action: norm-log, modules: "*", tensor: output, where: {module_type: "Linear"}',
             'action: zero, params: "*", where: {requires_grad: true}',
+            'action: zero, params: "*", where: {module_type: "Linear"}, optional: true',
             'action: zero, params: "*", model: "Net"',
         ],
     )

@@ -12,6 +12,7 @@ from gradsurgeon.common.events import Event, EventKind, RuleStatus
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.report import Report, RuleInfo
+from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.tables import BLOCKS, NONFINITE, sparkline
 
 NAN, INF = math.nan, math.inf
@@ -387,7 +388,9 @@ def test_many_events_keep_the_first_and_the_last() -> None:
 
 
 def test_nothing_at_all_still_reads() -> None:
-    text = Report(title="t", params=(), rules={}, statuses={}).text()
+    empty = Report(title="t", params=(), rules={}, statuses={})
+    assert to_dict(empty)["ended"] is None
+    text = empty.text()
     assert (
         text
         == "summary: t: no step seen, 0 events\n\nnorms: no l2 recorded; recorded: "

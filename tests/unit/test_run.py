@@ -184,6 +184,7 @@ def test_damaged_and_foreign_directories_say_what_is_wrong(
         ("\xff\xfe", r"run.json: is damaged, .*: no JSON with"),
         ("[]", FORMAT),
         ('{"format": 1}', FORMAT),
+        ('{"format": 9}', FORMAT),
     ],
 )
 def test_a_damaged_or_foreign_description_says_what_is_wrong(

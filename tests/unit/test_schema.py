@@ -240,6 +240,9 @@ class TestRequires:
         ("requirement", "met"),
         [
             (">=0.1", True),
+            ("==0.1", True),
+            ("<0.1", False),
+            ("<=0.1", True),
             (">0.1", False),
             ("!=0.1.0", False),
             (">=0.1, <0.3", True),

@@ -127,12 +127,22 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         math.nan,
         "statistic 0 has numbers that a rule never learns",
     ),
+    "a norm below 0": (
+        ("rules", "spikes", "statistics", 0, "usual", 1),
+        -1.0,
+        "statistic 0 has numbers that a rule never learns",
+    ),
     "another size": (
         ("rules", "spikes", "statistics", 0, "kept"),
         torch.ones(2, 1),
         "statistic 0 of 4 parameters has numbers of sizes (2, 1) and (4,), should be (3, 1) and (4,)",
     ),
     "a step beyond all": (("step",), 10**30, "should be less than or equal to 9007199254740992"),
+    "a name twice": (
+        ("rules", "spikes", "statistics", 0, "params", 1),
+        "0.weight",
+        "statistic 0 of 4 parameters has numbers of sizes",
+    ),
     "a name less": (
         ("rules", "spikes", "statistics", 0, "params"),
         ["0.weight"],

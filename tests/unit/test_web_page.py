@@ -175,7 +175,11 @@ def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "drawn"),
     [
+        ("loss", True),
         ("train/loss", True),
+        ("val_loss", True),
+        ("loss2", True),
+        ("KLloss", True),
         ("lossKL", True),
         ("trainLoss", True),
         ("TRAIN_LOSS", True),
