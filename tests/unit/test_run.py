@@ -58,6 +58,15 @@ def test_names_and_aliases_are_those_of_a_session(run_path: pathlib.Path) -> Non
             run.history("a.bias", "max")
 
 
+def test_what_was_planned_and_never_came(tmp_path: pathlib.Path) -> None:
+    RunWriter(tmp_path, meta=meta()).close()
+    with (
+        open_run(tmp_path) as run,
+        pytest.raises(RecordError, match=r"l2 of a.bias has not been recorded yet"),
+    ):
+        run.latest("a.bias")
+
+
 def test_ranks_are_merged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
