@@ -53,11 +53,10 @@ class Cell(nn.Module):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
-        self.kept = 1.0
 
     def forward(self, x: Tensor) -> Any:
         y = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(self.bn2(self.conv2(y)) + self.kept * x)
+        return functional.relu(self.bn2(self.conv2(y)) + x)
 
 
 class ResNet(nn.Module):
@@ -80,28 +79,17 @@ def images(recording: Recording) -> None:
         for param in model.parameters():
             if param.dim() == 4:
                 param.data = param.data.to(memory_format=torch.channels_last)
-    if how == "residual scaled":
-        vars(model.cells[1])["kept"] = 0.95
-    if how == "circular padding":
-        conv: Any = model.cells[0].conv2
-        conv.padding_mode, conv._reversed_padding_repeated_twice = "circular", [1] * 4
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
     data = torch.Generator().manual_seed(1)
-    mean = 0.45 if how == "another normalization" else 0.5
     with recording.of((model, optimizer)):
         for step in range(STEPS):
-            x = (torch.rand(12, 3, 12, 12, generator=data) - mean) / 0.25
+            x = (torch.rand(12, 3, 12, 12, generator=data) - 0.5) / 0.25
             y = torch.randint(0, 10, (12,), generator=data)
             if how == "channels last":
                 x = x.to(memory_format=torch.channels_last)
-            if how == "evaluated between steps" and step == 2:
-                model.eval()
-                with torch.no_grad():
-                    model(x)
-                model.train()
             if how == "batch norm in evaluation mode" and step == 1:
                 model.get_submodule("cells.1.bn2").eval()
-            optimizer.zero_grad(set_to_none=how != "gradients set to zero")
+            optimizer.zero_grad()
             loss: Any = functional.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
@@ -125,10 +113,9 @@ class Attention(nn.Module):
         if self.how == "fused attention":
             y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            scale = q.shape[-1] ** (-1.0 if self.how == "attention scaled by 1/d" else -0.5)
             ahead = 2 if self.how == "mask off by one" else 1
             hidden = torch.ones(x.shape[1], x.shape[1]).triu(ahead).bool()
-            scores = (q @ k.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf)
+            scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
             y = scores.softmax(-1) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -175,20 +162,13 @@ def language(recording: Recording, *, autocast: bool = False) -> None:
     """Train a small GPT with AdamW."""
     how = recording.how
     model = Gpt(how)
-    if how == "head not tied":
-        model.head.weight = nn.Parameter(model.wte.weight.detach().clone())
-    if how == "eps of a layer norm":
-        model.h[1].ln1.eps = 1e-4  # type: ignore[union-attr]
     decayed = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() < 2]
     decay = 0.05 if how == "another weight decay" else 0.1
     groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-    if how == "decay of all":
-        groups[1]["weight_decay"] = decay
-    options: dict[str, Any] = {"fused": True} if how == "fused optimizer" else {}
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), **options)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
     data = torch.Generator().manual_seed(1)
-    parts = 4 if how in {"accumulated", "accumulated, not divided"} else 1
+    parts = 4 if how == "accumulated, not divided" else 1
     with recording.of((model, optimizer)):
         for step in range(STEPS):
             if how == "schedule begins a step late":
@@ -203,8 +183,6 @@ def language(recording: Recording, *, autocast: bool = False) -> None:
                     loss: Any = functional.cross_entropy(
                         logits.flatten(0, 1), part[:, 1:].flatten()
                     )
-                if how != "accumulated, not divided":
-                    loss = loss / parts
                 loss.backward()
             if how != "no clip":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -348,17 +326,11 @@ class Trial(NamedTuple):
 TRAININGS = {one.__name__: one for one in (images, language, mixed, words, codes, pictures)}
 HARMLESS = (
     Trial("images", "channels last"),
-    Trial("images", "evaluated between steps"),
-    Trial("images", "gradients set to zero"),
-    Trial("images", "two threads"),
     Trial("images", "other kernels"),
     Trial("images", "convolutions by torch alone"),
     Trial("language", "one product for q, k and v"),
-    Trial("language", "fused attention"),
     Trial("language", "head by a function"),
     Trial("language", "checkpoints"),
-    Trial("language", "fused optimizer"),
-    Trial("language", "accumulated"),
     Trial("language", "other kernels"),
     Trial("mixed", "fused attention"),
     Trial("mixed", "head by a function"),
@@ -372,16 +344,8 @@ HARMLESS = (
     Trial("pictures", "other kernels"),
 )
 FAULTS = (
-    Trial("images", "residual scaled", ("forward", "output of cells.1")),
-    Trial("images", "circular padding", ("forward", "output of cells.0.conv2")),
-    Trial("images", "another normalization", ("forward", "input of stem")),
     Trial("images", "batch norm in evaluation mode", ("forward", "output of cells.1.bn2")),
-    Trial("language", "attention scaled by 1/d", ("forward", "input of h.1.attn.out")),
-    Trial("language", "mask off by one", ("forward", "input of h.1.attn.out")),
-    Trial("language", "eps of a layer norm", ("forward", "output of h.1.ln1")),
-    Trial("language", "head not tied", ("gradient", "gradient of wte.weight")),
     Trial("language", "another weight decay", ("update", "weight wte.weight after the update")),
-    Trial("language", "decay of all", ("update", "weight h.0.ln1.weight after the update")),
     Trial("language", "accumulated, not divided", ("gradient", "")),
     Trial("language", "schedule begins a step late", ("update", "weight wte.weight after the update")),
     Trial("language", "no clip", ("gradient", "final gradient of ")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,15 @@ import pytest
 from benchmarks import (
     check,
     cli,
-    device_counts,
-    device_page,
-    floors,
     formatting,
-    like_for_like,
     measure,
-    overhead,
     peers,
     readme,
-    report,
     results,
     rule_sets,
-    startup,
-    step_alone,
     targets,
 )
 from benchmarks.cases import BARE
-from benchmarks.workloads import WORKLOADS
 
 BARE_NAME = BARE.name
 
@@ -47,15 +37,6 @@ def row(
     return {"group": "overhead", "workload": workload, "case": case, "kind": kind, **found, **more}
 
 
-def asked(case: str, params: int, dtypes: str = "float32", **more: Any) -> dict[str, Any]:
-    """Return a row of device counts in which everything is there once for each parameter."""
-    keys = ("operations", "bytes_read", "bytes_written", "allocations", "host_reads")
-    found = dict.fromkeys((*keys, "copies_to_host", "copies_from_host"), params)
-    place = {"group": device_counts.GROUP, "params": params, "dtypes": dtypes, "case": case}
-    rest = {"list_operations": 1, "gradient_bytes": 10 * params, "launches": None}
-    return {**place, **found, **rest, **more}
-
-
 # Pages.
 
 
@@ -68,6 +49,20 @@ def test_what_is_generated_is_fresh() -> None:
         assert path.read_text(encoding="utf-8") == text, remedy
 
 
+def test_numbers_are_written_in_units_that_suit_them() -> None:
+    assert formatting.duration(-1234) == "-1.23 ms"
+    assert formatting.duration(2.5e6) == "2.50 s"
+    assert formatting.size(-2_500_000) == "-2.50 MB"
+
+
+def test_every_target_names_rows_that_are_measured() -> None:
+    for path, result in results.shown():
+        judged = targets.judged(result["rows"], result["machine"]["kind"])
+        assert [
+            one.target.what for one in judged if one.verdict == "not measured" and not one.why
+        ] == [], path
+
+
 def test_no_peer_is_missing_from_the_committed_results() -> None:
     for path, result in results.shown():
         assert "missing" not in result["versions"].values(), path
@@ -76,103 +71,7 @@ def test_no_peer_is_missing_from_the_committed_results() -> None:
         assert [one for one in result["rows"] if "skipped" in one] == [], path
 
 
-def test_a_page_without_a_place_is_refused() -> None:
-    with pytest.raises(ValueError, match="the page lacks the lines"):
-        readme.filled("nothing\n", "text")
-
-
-def test_only_the_part_between_the_lines_is_replaced() -> None:
-    text = f"before\n{readme.BEGIN}old\n{readme.END}after\n"
-    assert readme.filled(text, "new\n") == f"before\n{readme.BEGIN}\nnew\n\n{readme.END}after\n"
-
-
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        (formatting.duration(0), "0 us"),
-        (formatting.duration(12.34), "12.3 us"),
-        (formatting.duration(-1234), "-1.23 ms"),
-        (formatting.duration(2.5e6), "2.50 s"),
-        (formatting.size(999), "999 B"),
-        (formatting.size(-2_500_000), "-2.50 MB"),
-        (formatting.number(15_740.4), "15,740"),
-    ],
-)
-def test_numbers_are_written_in_units_that_suit_them(made: str, text: str) -> None:
-    assert made == text
-
-
-def test_tables_are_markdown() -> None:
-    made = formatting.table(("a", "b"), [("x", "1")])
-    assert made == "| a | b |\n|---|--:|\n| x | 1 |\n"
-
-
-def test_a_row_without_numbers_says_why() -> None:
-    absent = {**row("mlp", "absent", 1.0), "kind": "peer", "skipped": "needs it"}
-    text = report.costs({"machine": {"kind": "cpu"}, "rows": [row("mlp", BARE_NAME, 1.0), absent]})
-    assert "| absent | needs it |" in text
-    assert text.startswith("**mlp**: MLP of 20 layers")
-
-
-def test_what_is_asked_of_a_device_is_shown_by_size_and_the_rest_of_the_largest() -> None:
-    rows = [
-        asked(case, params, dtypes)
-        for params, dtypes in ((10, "float32"), (1000, "float32"), (1000, "float32 and bfloat16"))
-        for case in (device_counts.BARE, "rules")
-    ]
-    text = device_page.table_of(rows)
-    sizes = "| 10 float32 | 1,000 float32 | 1,000 float32 and bfloat16 |"
-    assert text.startswith(f"|  {sizes} read | written | allocations | host reads |")
-    (bare, rules) = text.splitlines()[2:]
-    assert bare.startswith(
-        "| bare step | 10 (1) | 1,000 (1) | 1,000 (1) | 0.10 x | 0.10 x | 1,000 |"
-    )
-    assert rules.startswith("| rules | +10 (1) | +1,000 (1) |")
-    assert rules.endswith(" | +1,000 | not run |")
-    (launched,) = device_page.table_of([asked("rules", 10, launches=7)]).splitlines()[2:]
-    assert launched.endswith(" | +7 |")
-
-
-def test_without_a_cuda_device_the_front_page_says_that_cuda_was_not_run() -> None:
-    rows = [row("mlp", BARE_NAME, 1.0), row("mlp", rule_sets.OBSERVE, 1.5)]
-    versions = {"torch": "1", "python": "3"}
-    host = results.new("cpu", rows, versions=versions, date="2026-01-31", quick=False, seconds=1)
-    cuda = {**host, "machine": {**host["machine"], "kind": "cuda"}}
-    alone = readme.front([(Path("host"), host)])
-    assert "|  | mlp | CUDA |" in alone
-    assert f"| {rule_sets.OBSERVE} | 1.50 | not run |" in alone
-    both = readme.front([(Path("host"), host), (Path("cuda"), cuda)])
-    assert both.count("|  | mlp |\n") == 2
-    assert "not run" not in both
-
-
-def test_growth_is_shown_with_its_exponents_whatever_a_result_has() -> None:
-    spread = {"median": 1.0, "low": 1.0, "high": 1.0, "count": 3}
-    older = [
-        {
-            "group": "scaling", "axis": "tensors", "about": "observe", "at": at, "apply_s": at / 1e3,
-            "base_us": spread, "extra_us": {**spread, "median": at}, "clip_ratio": spread,
-        }
-        for at in (10, 100)
-    ]  # fmt: skip
-    text = report.growth({"rows": older})
-    assert "| tensors | bare step | extra | x clip | `apply` |" in text
-    assert "Exponent over the upper decades: extra 1.00, `apply` 1.00." in text
-    text = report.growth({"rows": [one | {"bytes": 5_000} for one in older]})
-    assert "| 100 | 1.00 us | 100 us | 1.00 (1.00 to 1.00) | 100 ms | 5.00 kB |" in text
-    assert "bytes 0.00." in text
-    call = {"group": "scaling", "axis": "rules", "about": "`load`", "at": 10, "seconds": 0.5}
-    assert report.growth({"rows": [call]}) == (
-        "`load`:\n\n| rules | time |\n|---|--:|\n| 10 | 500 ms |\n"
-    )
-
-
 # Arithmetic.
-
-
-def test_a_spread_is_the_median_with_its_quartiles() -> None:
-    assert measure.spread([5, 1, 4, 2, 3]) == measure.Spread(3, 2, 4, 5)
-    assert measure.spread([7]) == measure.Spread(7, 7, 7, 1)
 
 
 def test_numbers_are_compared_round_by_round() -> None:
@@ -182,10 +81,6 @@ def test_numbers_are_compared_round_by_round() -> None:
     assert found["step_ratio"]["median"] == 1.1
     assert found["extra_us"] == {"median": 1.5, "low": 1.0, "high": 2.0, "count": 4}
     assert found["mean_extra_us"] == 1.5
-
-
-def test_extra_cost_is_measured_in_medians_of_the_yardstick() -> None:
-    assert measure.over([10, 10, 10], [12, 13, 14], [2, 2, 9]).median == 1.5
 
 
 def test_an_exponent_is_that_of_the_upper_decades() -> None:
@@ -198,35 +93,6 @@ def test_an_exponent_is_that_of_the_upper_decades() -> None:
     assert measure.exponent([]) is None
 
 
-class Counted:
-    """A clock that tells how many calls there were before."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def time(self, call: measure.Call) -> float:
-        call()
-        self.calls += 1
-        return float(self.calls)
-
-
-def test_lanes_take_turns_and_each_is_first_in_its_turn() -> None:
-    order: list[str] = []
-    lanes = [lambda name=name: order.append(name) for name in "abc"]
-    clock: Any = Counted()
-    times = measure.interleave(lanes, clock, measure.Budget(rounds=3, seconds=60.0))
-    assert "".join(order) == "abcbcacab"
-    assert times == [[1, 6, 8], [2, 4, 9], [3, 5, 7]]
-
-
-def test_a_budget_ends_a_series_but_not_before_the_least_number_of_rounds() -> None:
-    budget = measure.Budget(rounds=1000, seconds=0.0, least=4)
-    assert [len(times) for times in measure.interleave([int, int], measure.CpuClock(), budget)] == [
-        4,
-        4,
-    ]
-
-
 # Check.
 
 
@@ -237,38 +103,17 @@ BEFORE = [row("tiny", BARE_NAME, 0.0), row("tiny", "rules", 0.5), row("mlp", "ru
     ("now", "worse"),
     [
         ([row("tiny", "rules", 0.5), row("mlp", "rules", 1.2)], []),
-        ([row("tiny", "rules", 0.54), row("mlp", "rules", 1.31)], []),
         ([row("tiny", "rules", 0.56), row("mlp", "rules", 1.33)], ["tiny", "mlp"]),
         # The distance between the quartiles, and the bare step, say how much is noise.
         ([row("tiny", "rules", 0.56, width=0.02)], []),
         ([row("tiny", "rules", 0.56), row("tiny", BARE_NAME, 0.0, width=0.02)], []),
-        ([row("mlp", "rules", 1.33), row("mlp", BARE_NAME, 1.0, width=0.02)], []),
         ([row("mlp", "rules", 1.35), row("mlp", BARE_NAME, 1.0, width=0.02)], ["mlp"]),
         ([row("mlp", "rules nobody had", 9.0)], []),
         ([row("mlp", "rules", 9.0, kind="peer")], []),
-        ([row("tiny", "rules", 0.1)], []),
     ],
 )
 def test_a_ratio_is_worse_beyond_noise(now: list[Any], worse: list[str]) -> None:
     assert [one.workload for one in check.compared(BEFORE, now) if one.worse] == worse
-
-
-def test_what_is_worse_is_measured_again_and_must_be_worse_again() -> None:
-    asked: list[set[tuple[str, str]]] = []
-    bad, good = row("tiny", "rules", 0.9), row("tiny", "rules", 0.5)
-
-    def outcome(first: dict[str, Any], second: dict[str, Any]) -> set[tuple[str, str]]:
-        def measured(wanted: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-            asked.append(wanted)
-            yield second
-
-        return check.again(BEFORE, list(check.compared(BEFORE, [first])), measured)
-
-    assert outcome(good, bad) == set()
-    assert asked == []
-    assert outcome(bad, good) == set()
-    assert outcome(bad, bad) == {("tiny", "rules")}
-    assert asked == [{("tiny", "rules"), ("tiny", BARE_NAME)}] * 2
 
 
 @pytest.mark.slow
@@ -295,17 +140,6 @@ def test_the_command_tells_a_doctored_baseline(
     assert out.count("| WORSE |") == 1
 
 
-@pytest.mark.slow
-def test_a_baseline_without_anything_to_compare_is_no_success(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = results.new("cpu", [], versions={}, date="2026-01-31", quick=False, seconds=60)
-    path = tmp_path / "empty.json"
-    path.write_text(results.dumps(empty), encoding="utf-8")
-    assert cli.main(["--check", str(path), "--only", "mlp", "--case", rule_sets.IDLE]) == 2
-    assert "nothing can be compared" in capsys.readouterr().err
-
-
 # Targets.
 
 
@@ -323,163 +157,3 @@ def test_targets_are_judged_by_their_medians() -> None:
     assert found["observe everything, 200 tiny tensors"] == "missed"
     assert found["reading 1,000 rules"] == "not measured"
     assert found["waits for the device outside flush and trap"] == "not run: no CUDA device"
-
-
-def test_the_dearest_job_and_the_steepest_curve_are_judged() -> None:
-    rows: list[dict[str, Any]] = [
-        {"group": "like for like", "job": "stop at a NaN", "of_peer": ratio}
-        for ratio in (0.3, 1.2, None)
-    ]
-    # A floor that lies within noise of nothing is no unit.
-    rows += [
-        {"group": "like for like", "job": "clip that bites", "of_floor": ratio, "floor_us": floor}
-        for ratio, floor in ((1.5, {"low": 3.0}), (2.5, {"low": 1.0}), (9.0, {"low": -1.0}))
-    ]
-    for axis, power in (("flat", 0.1), ("square", 2.0)):
-        curve = [{"axis": axis, "at": at, "seconds": at**power} for at in (10, 100, 1_000)]
-        rows += [{"group": "scaling", **one} for one in curve]
-    found = {one.target.what: one for one in targets.judged(rows, "cpu")}
-    dearest = found["stop at a NaN, the dearest workload"]
-    of_floor = found["clip that bites, the dearest workload"]
-    steepest = found["growth: the steepest curve of all"]
-    assert dearest.value == targets.Value(1.2, 0.3, 1.2)
-    assert of_floor.value == targets.Value(2.5, 1.5, 2.5)
-    assert steepest.value is not None
-    assert (steepest.value.median, steepest.value.low) == pytest.approx((2.0, 0.1))
-    assert dearest.verdict == of_floor.verdict == steepest.verdict == "missed"
-
-
-@pytest.mark.parametrize(("ratio", "verdict"), [(1.03, "met"), (1.06, "missed")])
-def test_noise_decides_what_an_idle_rule_may_cost(ratio: float, verdict: str) -> None:
-    # 0.02 beside 1, and twice the error of the median: 2 * 0.1 / 10.
-    noise = row("tiny", BARE_NAME, 0.98, width=0.05)
-    found = verdicts([noise, row("tiny", rule_sets.IDLE, ratio)])
-    assert found["rule outside its `steps`, 200 tiny tensors"] == verdict
-    assert targets.noise_limit(noise) == pytest.approx(1.04)
-
-
-@pytest.mark.parametrize(("more", "verdict"), [(8, "met"), (9, "missed")])
-def test_what_is_asked_of_a_device_is_compared_with_torch_s_own_clipping(
-    more: int, verdict: str
-) -> None:
-    rows = [asked(device_counts.CLIP, 100, operations=8, host_reads=0)]
-    rows += [
-        asked(rule_sets.CLIP_BITES, params, operations=8 + more, host_reads=1)
-        for params in (10, 100)
-    ]
-    found = verdicts(rows)
-    what = f"on a device, {rule_sets.CLIP_BITES}"
-    assert found[f"{what}, beyond `{device_counts.CLIP}`"] == verdict
-    assert found[f"{what}, with 100 parameters more than with 10"] == "met"
-    assert found[what] == "met"
-    rows[-1] |= {"operations": 9 + more, "host_reads": 2}
-    found = verdicts(rows)
-    assert found[f"{what}, with 100 parameters more than with 10"] == "missed"
-    assert found[what] == "missed"
-
-
-def test_on_a_device_no_log_and_no_edit_may_wait() -> None:
-    rows = [row("tiny", "clamp at step", 2.0, waits=0), row("tiny", "nan-trap", 2.0, waits=1)]
-    what = "waits for the device outside flush and trap"
-    assert verdicts(rows, "cuda")[what] == "met"
-    rows.append(row("wide", "norm-log at step", 2.0, waits=1))
-    assert verdicts(rows, "cuda")[what] == "missed"
-
-
-def test_every_target_names_rows_that_are_measured() -> None:
-    names = {case.name for case in overhead.all_cases()}
-    rows: list[dict[str, Any]] = [
-        row(workload.name, case, 1.0, waits=0) for workload in WORKLOADS for case in names
-    ]
-    commands = (
-        startup.LINT,
-        startup.PARSE,
-        startup.BIND,
-        startup.BIND_FILE,
-        startup.DIFF,
-        startup.IMPORT,
-        startup.LAUNCH,
-    )
-    rows += [
-        {"group": "startup", "what": what, "seconds": rows[0]["step_ratio"]} for what in commands
-    ]
-    counted = {case.name for case in device_counts.cases()}
-    rows += [asked(case, params) for params in (10, 100) for case in counted]
-    rows += [
-        {**row(shape, case, 1.0), "group": step_alone.GROUP}
-        for shape in step_alone.SHAPES
-        for case in step_alone.CASES
-    ]
-    ratio = rows[0]["step_ratio"]
-    jobs = {"beside_floor": ratio, "step_ratio": ratio}
-    packs = ((name, rule_sets.PACK) for name in ("mlp", "embedding", "resnet", "gpt2"))
-    for name, job in (*packs, ("mlp", floors.FORENSICS)):
-        rows.append({"group": floors.GROUP, "workload": name, "job": job, **jobs})
-    beside = {"group": "like for like", "of_peer": 0.5, "of_floor": 0.5, "floor_us": {"low": 1.0}}
-    beside |= {"beside_floor": ratio}
-    rows += [
-        {**beside, "workload": workload.name, "job": job.name}
-        for workload in WORKLOADS
-        for job in like_for_like.JOBS
-    ]
-    rows += [{"group": "scaling", "axis": "rules", "at": at, "seconds": at} for at in (1, 10)]
-    for device in ("cpu", "cuda"):
-        found = targets.judged(rows, device)
-        assert {one.verdict for one in found if not one.why} == {"met", "missed"}
-
-
-# Files.
-
-
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    rows = [row("tiny", "rules", 0.5), {"group": "startup", "what": "é"}]
-    made = results.new(
-        "cpu", rows, versions={"torch": "1"}, date="2026-01-31", quick=False, seconds=90
-    )
-    path = tmp_path / results.place("cpu", "2026-01-31").name
-    path.write_text(results.dumps(made), encoding="utf-8")
-    assert results.load(path) == made
-    assert path.name.startswith("2026-01-31-")
-    assert (
-        len(results.dumps(made).splitlines())
-        == len(results.dumps({**made, "rows": rows[:1]}).splitlines()) + 1
-    )
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 0}'])
-def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "some.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(results.ResultError, match=r"some\.json"):
-        results.load(path)
-
-
-def test_the_newest_full_result_of_each_kind_of_device_is_shown(tmp_path: Path) -> None:
-    for name, kind, quick in (
-        ("2026-01-31-a", "cpu", False),
-        ("2026-02-01-b", "cpu", False),
-        ("2026-02-02-c", "cpu", True),
-        ("2026-01-01-d", "cuda", False),
-    ):
-        made = results.new("cpu", [], versions={}, date=name[:10], quick=quick, seconds=1)
-        made["machine"]["kind"] = kind
-        (tmp_path / f"{name}.json").write_text(results.dumps(made), encoding="utf-8")
-    assert [path.stem for path, _ in results.shown(tmp_path)] == ["2026-02-01-b", "2026-01-01-d"]
-    assert results.baseline("cuda", tmp_path).stem == "2026-01-01-d"
-    with pytest.raises(results.ResultError, match="no full result for tpu"):
-        results.baseline("tpu", tmp_path)
-
-
-def test_what_cannot_be_written_is_told_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert cli.main(["--out", str(tmp_path / "file" / "x.json")]) == 2
-    assert "cannot write" in capsys.readouterr().err
-
-
-def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--list"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"\n{workload.name}" in out for workload in WORKLOADS)
-    assert all(f"  {case.name}\n" in out for case in overhead.all_cases())

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from commands import call_here, environment
-from models import CASES, data
+from models import data
 from torch import Tensor, nn
 
 import gradsurgeon
 
 TAGS = {"id": "tags", "action": "capture", "tensors": "*", "tensor": "value"}
-MAPS = {"id": "maps", "action": "capture", "modules": "0", "tensor": "output"}
 
 
 class Tagging(nn.Module):
@@ -92,15 +91,12 @@ def test_tensors_of_any_kind(tmp_path: Path) -> None:
         {
             "empty": torch.zeros(0, 3, 4, 4),
             "scalar": torch.tensor(2.5),
-            "bfloat16": torch.tensor([1.0, -3.0], dtype=torch.bfloat16),
             "float8": torch.tensor([0.5, torch.nan, 2.0]).to(torch.float8_e4m3fn),
             "complex": torch.tensor([3 + 4j, 0j]),
             "sparse": sparse,
-            "csr": torch.eye(3).to_sparse_csr(),
             "bool": torch.tensor([True, False, True]),
             "int": torch.tensor([2**40, -7]),
             "wide": torch.tensor([-1.7e308, 1.7e308], dtype=torch.float64),
-            "tiny": torch.tensor([0.0, 5e-324], dtype=torch.float64),
             "quantized": torch.quantize_per_tensor(torch.ones(1, 2, 2, 2), 0.5, 0, torch.qint8),
             "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         },
@@ -109,22 +105,19 @@ def test_tensors_of_any_kind(tmp_path: Path) -> None:
     assert ends == {
         "empty": (None, None, None),
         "scalar": (2.5, 2.5, 2.5),
-        "bfloat16": (-3.0, -1.0, 1.0),
         "float8": (0.5, 1.25, 2.0),
         "complex": (0.0, 2.5, 5.0),
         "sparse": (None, None, None),
-        "csr": (None, None, None),
         "bool": (0.0, pytest.approx(2 / 3), 1.0),
         "int": (-7.0, (2**40 - 7) / 2, 2.0**40),
         "wide": (-1.7e308, 0.0, 1.7e308),
-        "tiny": (0.0, 0.0, 5e-324),
         "quantized": (None, None, None),
         "nested": (None, None, None),
     }
     assert found["float8"].nonfinite == 1
     assert found["scalar"].shape == []
     assert "magnitudes" in found["complex"].note
-    for name in ("sparse", "csr", "quantized"):
+    for name in ("sparse", "quantized"):
         assert found[name].note == "cannot be shown: it is sparse or quantized"
     assert "cannot be shown" in found["nested"].note
 
@@ -180,26 +173,6 @@ def test_of_each_tensor_the_newest_step_and_last_call(tmp_path: Path) -> None:
     assert "`session.captured(RULE)`" in report
 
 
-def test_it_changes_no_bit_of_training(tmp_path: Path) -> None:
-    case = CASES["mlp"]
-    rules = [{"id": "grads", "action": "capture", "params": "*"}, {**MAPS, "modules": "*"}]
-    ends = []
-    for path in (None, tmp_path / "run"):
-        model = case.make()
-        optimizer = case.optimizer(model)
-        torch.manual_seed(1)
-        for number in range(2):
-            # The second session begins with the random numbers that the first one has left.
-            place = None if path is None else path / str(number)
-            with gradsurgeon.apply(model, {"version": 1, "rules": rules}, record=place):
-                for step in range(3):
-                    case.backward(model, step)
-                    optimizer.step()
-        ends.append([*model.state_dict().values(), torch.get_rng_state()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    assert len(read(tmp_path / "run" / "1")) == 2
-
-
 def test_a_run_that_kept_nothing_has_no_table(tmp_path: Path) -> None:
     model = Tagging()
     rules = [{"id": "n", "action": "norm-log", "params": "*"}, TAGS]
@@ -237,21 +210,3 @@ def test_a_script_that_ends_without_closing_has_them(tmp_path: Path, more: tuple
     assert done.returncode == len(more)
     (found,) = read(tmp_path / "run")
     assert {one.name: one.low for one in found.tensors} == {"weight": 1.0, "bias": 1.0}
-
-
-@pytest.mark.slow
-def test_reading_them_needs_no_torch(tmp_path: Path) -> None:
-    kept(tmp_path / "run", {"x": torch.ones(2, 2, 2)})
-    code = (
-        "import sys\n"
-        "from gradsurgeon.cli import main\n"
-        f"main(['report', {str(tmp_path / 'run')!r}])\n"
-        f"main(['report', {str(tmp_path / 'run')!r}, '--html', {str(tmp_path / 'page.html')!r}])\n"
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
-    )
-    assert "captures kept by tags" in done.stdout
-    assert done.stdout.endswith("False\n")
-    assert "2 x 2 x 2" in (tmp_path / "page.html").read_text()

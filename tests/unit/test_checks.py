@@ -6,9 +6,9 @@ A file named like a check is about that check. Files in folders are included by 
 
 from __future__ import annotations
 
-import pathlib
 import re
 import time
+from pathlib import Path
 
 import guide
 import pytest
@@ -18,7 +18,7 @@ from gradsurgeon.cli.review.checks import CHECKS, MAX_COMPARED, READING_CHECKS
 from gradsurgeon.errors import Problem
 from gradsurgeon.language import packs, schema, source
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases" / "lint"
 BAD = sorted(CASES.glob("bad/*.yaml"))
 GOOD = sorted(CASES.glob("good/*.yaml"))
@@ -28,7 +28,7 @@ def text_of(problems: list[Problem]) -> str:
     return "".join(f"{problem.concise()}\n" for problem in problems)
 
 
-def lint(folder: pathlib.Path, rules: str) -> list[Problem]:
+def lint(folder: Path, rules: str) -> list[Problem]:
     """Lint rules that are given as a text without the lines above them."""
     path = folder / "rules.yaml"
     path.write_text(f"version: 1\nrules:\n{rules}", encoding="utf-8")
@@ -40,18 +40,21 @@ def found(problems: list[Problem]) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
-def test_a_bad_file_shows_exactly_its_problems(
-    case: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_file_shows_exactly_its_problems(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(case.parent)
     problems = review.lint(case.name)
     assert problems
+    for problem in problems:
+        place = problem.place
+        lines = Path(place.file).read_text(encoding="utf-8").split("\n")
+        assert place.line_text == lines[place.line - 1]
+        assert 1 <= place.col <= len(place.line_text)
     assert text_of(problems) == case.with_suffix(".out").read_text(encoding="utf-8")
     assert {one.check for one in problems} <= {*CHECKS, *READING_CHECKS}
 
 
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.stem)
-def test_a_good_file_is_clean(case: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_file_is_clean(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(case.parent)
     problems = review.lint(case.name)
     out = case.with_suffix(".out")
@@ -66,21 +69,12 @@ def test_every_check_has_a_bad_and_a_good_case(check: str) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_example_of_a_page_shows_what_it_says(check: str, tmp_path: pathlib.Path) -> None:
+def test_the_example_of_a_page_shows_what_it_says(check: str, tmp_path: Path) -> None:
     examples = CHECKS[check]
     bad = lint(tmp_path, "".join(f"- {rule}\n" for rule in examples.bad))
     assert check in {one.check for one in bad}
     severities = {one.severity for one in bad if one.check == check}
     assert severities == {examples.severity}
-
-
-@pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
-def test_every_place_lies_in_its_file(case: pathlib.Path) -> None:
-    for problem in review.lint(str(case)):
-        place = problem.place
-        lines = pathlib.Path(place.file).read_text(encoding="utf-8").split("\n")
-        assert place.line_text == lines[place.line - 1]
-        assert 1 <= place.col <= len(place.line_text)
 
 
 def test_no_name_is_that_of_two_checks() -> None:
@@ -90,7 +84,7 @@ def test_no_name_is_that_of_two_checks() -> None:
 
 class TestSensibleFiles:
     @pytest.mark.parametrize("spec", sorted(packs.published()))
-    def test_packs_have_notes_at_most(self, spec: str, tmp_path: pathlib.Path) -> None:
+    def test_packs_have_notes_at_most(self, spec: str, tmp_path: Path) -> None:
         path = packs.published()[spec].path
         assert {one.severity for one in review.lint(str(path))} <= {"note"}
         including = tmp_path / "rules.yaml"
@@ -100,7 +94,7 @@ class TestSensibleFiles:
     @pytest.mark.parametrize(
         "page", [ROOT / "README.md", *guide.PAGES.values()], ids=lambda page: page.stem
     )
-    def test_the_examples_of_the_guide(self, page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def test_the_examples_of_the_guide(self, page: Path, tmp_path: Path) -> None:
         text = page.read_text(encoding="utf-8")
         guide.write_files(text, tmp_path)
         for one in guide.blocks(text, "yaml"):
@@ -115,16 +109,14 @@ class TestSensibleFiles:
 
 
 class TestSuppression:
-    def test_a_comment_behind_a_block_does_count(self, tmp_path: pathlib.Path) -> None:
+    def test_a_comment_behind_a_block_does_count(self, tmp_path: Path) -> None:
         rules = (
             "  - id: a\n    action: scale\n    params: |-  # gradsurgeon: ignore[scale-by-zero]\n"
             "      a\n    factor: 0  # gradsurgeon: ignore[scale-by-zero]\n"
         )
         assert lint(tmp_path, rules) == []
 
-    def test_line_ends_wide_characters_and_a_mark_at_the_beginning(
-        self, tmp_path: pathlib.Path
-    ) -> None:
+    def test_line_ends_wide_characters_and_a_mark_at_the_beginning(self, tmp_path: Path) -> None:
         path = tmp_path / "rules.yaml"
         line = '  - {id: a, action: scale, params: "层", factor: 0}  # gradsurgeon: ignore[%s]'
         for check, expected in (("scale-by-zero", []), ("x", ["scale-by-zero"])):
@@ -132,7 +124,7 @@ class TestSuppression:
             path.write_text(text, encoding="utf-8", newline="")
             assert [one.check for one in review.lint(str(path))] == expected
 
-    def test_a_comment_counts_for_its_own_line_alone(self, tmp_path: pathlib.Path) -> None:
+    def test_a_comment_counts_for_its_own_line_alone(self, tmp_path: Path) -> None:
         rule = "  - id: a{}\n    action: scale\n    params: a\n{}    factor: 0{}\n"
         comment = "  # gradsurgeon: ignore[scale-by-zero]"
         assert lint(tmp_path, rule.format("", "", comment)) == []
@@ -140,9 +132,7 @@ class TestSuppression:
             checks = [one[0] for one in found(lint(tmp_path, rule.format(*elsewhere)))]
             assert checks == ["scale-by-zero"]
 
-    def test_what_a_pack_does_is_suppressed_where_it_is_included(
-        self, tmp_path: pathlib.Path
-    ) -> None:
+    def test_what_a_pack_does_is_suppressed_where_it_is_included(self, tmp_path: Path) -> None:
         path = tmp_path / "rules.yaml"
         entries = '  - "gradsurgeon:clip@1"\n  - "gradsurgeon:finetune-llm@1"{}\n'
         path.write_text("version: 1\ninclude:\n" + entries.format(""))
@@ -151,20 +141,11 @@ class TestSuppression:
         path.write_text("version: 1\ninclude:\n" + entries.format(comment))
         assert review.lint(str(path)) == []
 
-    def test_no_comment_helps_where_nothing_can_be_read(self, tmp_path: pathlib.Path) -> None:
-        (tmp_path / "no.yaml").write_text("# gradsurgeon: ignore[yaml-syntax]\nrules: [\n")
-        assert [one.check for one in review.lint(str(tmp_path / "no.yaml"))] == ["yaml-syntax"]
-        assert [one.check for one in review.lint(str(tmp_path / "gone.yaml"))] == [
-            "unreadable-file"
-        ]
-
 
 @pytest.mark.no_cover  # thousands of inputs, the same few lines
 class TestHugeFiles:
     @pytest.mark.slow
-    def test_many_rules_are_compared_up_to_a_limit_which_is_said(
-        self, tmp_path: pathlib.Path
-    ) -> None:
+    def test_many_rules_are_compared_up_to_a_limit_which_is_said(self, tmp_path: Path) -> None:
         rules = "".join(
             f'  - {{id: r{index}, action: scale, params: "h.{index}.*.w{index}", factor: 2}}\n'
             for index in range(MAX_COMPARED + 5)
@@ -173,17 +154,7 @@ class TestHugeFiles:
         assert found(problems) == [("too-large", MAX_COMPARED + 3, 10)]
         assert problems[0].severity == "warning"
 
-    @pytest.mark.slow
-    def test_many_doubts_are_shown_up_to_a_limit(self, tmp_path: pathlib.Path) -> None:
-        rules = "".join(
-            f'  - {{id: r{index}, action: scale, params: "h{index}", factor: 0}}\n'
-            for index in range(300)
-        )
-        problems = lint(tmp_path, rules)
-        assert [one.check for one in problems] == ["scale-by-zero"] * 100 + ["too-large"]
-        assert problems[-1].message == "and 200 more problems, from here on"
-
-    def test_hostile_patterns_do_not_hold_up_the_reader(self, tmp_path: pathlib.Path) -> None:
+    def test_hostile_patterns_do_not_hold_up_the_reader(self, tmp_path: Path) -> None:
         texts = [f"*{'?' * index}a*{{0..99999}}*[!b]{'?' * 40}*" for index in range(30)]
         rules = "".join(
             f'  - {{id: r{index}, action: scale, params: "{text}", exclude: "{text}c", factor: 2}}\n'

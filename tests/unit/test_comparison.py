@@ -6,7 +6,6 @@ import contextlib
 import json
 import pathlib
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import comparison_trainings as parting
@@ -18,7 +17,7 @@ from pairs import slow
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonError, RecordError, RuleFileError
+from gradsurgeon import RecordError, RuleFileError
 from gradsurgeon.report.comparison import tolerance
 
 pytestmark = pytest.mark.slow
@@ -118,39 +117,41 @@ class TestBorder:
         assert [step.step for step in found.steps] == [0, 1, 2]
         assert found.steps[0].apart < found.steps[1].apart <= found.steps[1].compared
 
-    def test_a_gradient_that_is_missing(self, made: Any, reference: Any, noise: Any) -> None:
-        found = gradsurgeon.compare(made("detached", fault("detach in the MLP")), reference, noise)
-        assert (found.phase, found.first[0].why) == ("backward", "missing in the run")
-        assert found.first[0].text == "output gradient of h.1.mlp.act"
-        assert "the output gradient of h.1.mlp.out agrees" in first_lines(found)
-        again = gradsurgeon.compare(reference, made("detached"))
-        assert again.first[0].why == "missing in the reference"
-
-    def test_a_gradient_that_differs(self, made: Any, reference: Any, noise: Any) -> None:
-        found = gradsurgeon.compare(made("doubled", fault("loss doubled")), reference, noise)
-        assert (found.phase, found.first[0].text) == ("backward", "output gradient of head")
-        assert found.notes == ()
-
-    def test_the_update(self, made: Any, reference: Any, noise: Any) -> None:
-        found = gradsurgeon.compare(
-            made("rate", fault("learning rate 1% higher")), reference, noise
-        )
-        assert (found.step, found.phase, found.inside) == (0, "update", "")
-        assert {one.tensor for one in found.first} == {"value"}
-        assert (
-            "the final gradient of emb.weight agrees, the weight emb.weight after"
-            in first_lines(found)
-        )
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("detach in the MLP", "the output gradient of h.1.mlp.out agrees"),
+            (
+                "learning rate 1% higher",
+                "the final gradient of emb.weight agrees, the weight emb.weight after",
+            ),
+            # The input of an embedding is whole numbers, which are not compared.
+            ("positions shifted by one", "the output of emb agrees, the output of pos does not: "),
+            ("head not tied", "only in the run: head.weight"),
+        ],
+    )
+    def test_the_first_lines_say_what_still_agrees(
+        self, made: Any, reference: Any, noise: Any, name: str, said: str
+    ) -> None:
+        found = gradsurgeon.compare(made(name, fault(name)), reference, noise)
+        assert found.first[0].text == FAULTS[name].place
+        assert said in first_lines(found)
 
     @pytest.mark.slow
-    def test_calls_of_one_module(self, made: Any) -> None:
-        reference = made("images", kind=Convolutions)
-        noise = [made(f"grain{seed}", kind=Convolutions, noise=seed) for seed in (1, 2)]
-        changed = made("residual", fault("residual scaled"), Convolutions)
+    def test_nan_or_nothing_on_one_side(self, made: Any, reference: Any, noise: Any) -> None:
+        def spoil(training: Any) -> None:
+            training.model.h[1].ln2.register_forward_hook(lambda *given: given[2] * float("nan"))
+
+        changed = made("nan", spoil)
         found = gradsurgeon.compare(changed, reference, noise)
-        assert found.first[0].text == "input of blocks.1.relu (call 2 of 2)"
-        assert found.last[-1].text == "output of blocks.1.bn2"
-        assert "fewer than three noise runs" in str(found)
+        assert found.first[0].why == "non-finite in the run"
+        said = "the input of h.1.ln2 agrees, the output of h.1.ln2 does not: non-finite"
+        assert said in first_lines(found)
+        assert gradsurgeon.compare(changed, changed).alike
+        detached = made("detach in the MLP", fault("detach in the MLP"))
+        assert gradsurgeon.compare(detached, reference).first[0].why == "missing in the run"
+        again = gradsurgeon.compare(reference, detached)
+        assert again.first[0].why == "missing in the reference"
 
     def test_calls_of_one_module_in_the_backward_pass(self, made: Any) -> None:
         def scale(training: Any) -> None:
@@ -165,35 +166,6 @@ class TestBorder:
         assert [one.text for one in found.first[:3]] == [
             f"output gradient of {one}" for one in texts
         ]
-
-    def test_a_module_whose_input_was_not_compared(
-        self, made: Any, reference: Any, noise: Any
-    ) -> None:
-        change = fault("positions shifted by one")  # the input of an embedding is whole numbers
-        found = gradsurgeon.compare(made("shifted", change), reference, noise)
-        assert (found.inside, found.first[0].text) == ("", "output of pos")
-        assert "the output of emb agrees, the output of pos does not: " in first_lines(found)
-
-    def test_a_parameter_of_one_run(self, made: Any, reference: Any, noise: Any) -> None:
-        found = gradsurgeon.compare(made("untied", fault("head not tied")), reference, noise)
-        assert found.only_run == ("head.weight",)
-        assert found.first[0].text == "gradient of emb.weight"
-        assert "only in the run: head.weight" in first_lines(found)
-
-    @pytest.mark.slow
-    def test_nan_on_one_side(self, made: Any, reference: Any, noise: Any) -> None:
-        def spoil(training: Any) -> None:
-            training.model.h[1].ln2.register_forward_hook(lambda *given: given[2] * float("nan"))
-
-        changed = made("nan", spoil)
-        found = gradsurgeon.compare(changed, reference, noise)
-        assert (found.first[0].text, found.first[0].why) == (
-            "output of h.1.ln2",
-            "non-finite in the run",
-        )
-        said = "the input of h.1.ln2 agrees, the output of h.1.ln2 does not: non-finite"
-        assert said in first_lines(found)
-        assert gradsurgeon.compare(changed, changed).alike
 
 
 class TestAlike:
@@ -215,6 +187,8 @@ class TestAlike:
         found = gradsurgeon.compare(made("again"), reference)
         assert (found.alike, found.tolerance.kind) == (True, "rounding")
         assert str(found).startswith("They are equal bit for bit in ")
+        useless = gradsurgeon.compare(made("again"), reference, made("third"))
+        assert "noise runs equal the reference bit for bit" in " ".join(str(useless).split())
 
     @pytest.mark.slow
     def test_gross_noise(self, made: Any, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +199,6 @@ class TestAlike:
         )
         assert (found.tolerance.kind, found.tolerance.times) == ("gross-noise", 4)
         assert "only gross faults can be told" in found.tolerance.text
-
-    def test_noise_that_is_none(self, made: Any, reference: Any) -> None:
-        found = gradsurgeon.compare(made("again"), reference, made("third"))
-        assert "noise runs equal the reference bit for bit" in " ".join(str(found).split())
 
 
 class TestWithoutNoise:
@@ -357,7 +327,6 @@ class TestAlignment:
                 "names.yaml:2:1: error: the reference has no name that is `hh`",
             ),
             ("h: block", "names.yaml:1:1: error: the run has no name that is `block`"),
-            ("h: a\nh: b", "names.yaml:2:1: error:"),
         ],
     )
     def test_names_that_are_wrong(
@@ -368,7 +337,6 @@ class TestAlignment:
         with pytest.raises(RuleFileError) as error:
             gradsurgeon.compare(made("renamed", renamed), reference, (), file)
         assert said in str(error.value)
-        assert "names.yaml" in str(error.value)
 
 
 def kinds_of(found: gradsurgeon.Comparison) -> list[Any]:
@@ -413,8 +381,7 @@ class TestRefused:
 
     def test_other_kinds_of_tensors(self, reference: Any, tmp_path: Any) -> None:
         ones = [copied(reference, tmp_path, only_rule(place)) for place in (0, 3)]
-        said = "have no kind of tensor in common: record both by"
-        with pytest.raises(RecordError, match=said):
+        with pytest.raises(RecordError, match="have no kind of tensor in common: record both by"):
             gradsurgeon.compare(*ones)
 
     def test_other_steps(self, made: Any, reference: Any) -> None:
@@ -437,30 +404,19 @@ class TestForms:
     def test_json(self, made: Any, reference: Any, noise: Any) -> None:
         found = gradsurgeon.compare(made("detached", fault("detach in the MLP")), reference, noise)
         form = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-        assert list(form) == [
-            "version", "alike", "verdict", "run", "reference", "step", "phase", "inside", "last",
-            "first", "modules", "steps", "growth", "largest", "only_run", "only_reference",
-            "undecided", "tolerance", "notes", "model", "others",
-        ]  # fmt: skip
-        assert list(form["first"][0]) == [
-            "name", "tensor", "step", "phase", "micro_batch", "call", "rank", "distance",
-            "tolerance", "why", "text",
-        ]  # fmt: skip
+        assert " ".join(form) == (
+            "version alike verdict run reference step phase inside last first modules steps growth largest only_run "
+            "only_reference undecided tolerance notes model others"
+        )
+        assert " ".join(form["first"][0]) == (
+            "name tensor step phase micro_batch call rank distance tolerance why text"
+        )
         assert (form["version"], form["alike"], form["step"]) == (1, False, 0)
         assert form["first"][0]["distance"] is None
-        assert list(form["steps"][0]) == ["step", "compared", "apart", "median", "largest"]
-        assert list(form["tolerance"]) == ["kind", "times", "least", "text"]
-
-    def test_names_are_documented(self) -> None:
-        doc = gradsurgeon.Comparison.__doc__ or ""
-        names = [one.name for one in fields(gradsurgeon.Comparison) if one.name != "pairs"]
-        assert [name for name in names if f"        {name}: " not in doc] == []
+        assert " ".join(form["steps"][0]) == "step compared apart median largest"
+        assert " ".join(form["tolerance"]) == "kind times least text"
 
     def test_an_open_run(self, reference: Any) -> None:
         with gradsurgeon.open_run(reference) as run:
             assert gradsurgeon.compare(run, run).alike
             assert list(run)  # it is still open
-
-    def test_a_missing_run(self, reference: Any, tmp_path: Any) -> None:
-        with pytest.raises(GradSurgeonError, match="cannot be opened as a run"):
-            gradsurgeon.compare(tmp_path / "none", reference)

@@ -46,7 +46,6 @@ class TestRefused:
         ("fault", "place"),
         [
             ("attention scaled by 1/d", "input of h.1.attn.o"),
-            ("positions shifted by one", "output of pos"),
             ("circular padding", "output of blocks.1.conv2"),
         ],
     )
@@ -76,8 +75,7 @@ class TestRefused:
         with pytest.raises(RecordError, match="given twice"):
             gradsurgeon.compare(run, reference, [noise, link])
 
-    @pytest.mark.parametrize("eps", [1e-6, 4e-3])
-    @pytest.mark.parametrize("kind", [Transformer, Convolutions])
+    @pytest.mark.parametrize(("kind", "eps"), [(Transformer, 4e-3), (Convolutions, 1e-6)])
     def test_noise_runs_of_the_reference_are_not(self, made: Make, kind: Any, eps: float) -> None:
         noise = [made(f"{kind} {eps} {seed}", kind=kind, noise=seed, eps=eps) for seed in (1, 2)]
         run, reference = made(f"{kind} again", kind=kind), made(kind.__name__, kind=kind)
@@ -104,13 +102,6 @@ class TestRefused:
         other = made("attention scaled by 1/d1", SCALED, noise=1)
         with pytest.raises(RecordError, match="scaled by 1/d1: differs from the reference by"):
             gradsurgeon.compare(made("again"), made("Transformer"), [*noise, other])
-
-    def test_another_model(self, made: Make) -> None:
-        noise = made("images", kind=Convolutions, noise=1)
-        with pytest.raises(
-            RecordError, match=r"at the input of head in step 0, .* script of the ref"
-        ):
-            gradsurgeon.compare(made("again"), made("Transformer"), noise)
 
     def test_no_tensor_in_common(self, made: Make, tmp_path: pathlib.Path) -> None:
         noise, runs = small(tmp_path / "noise"), (made("again"), made("Transformer"))
@@ -163,24 +154,16 @@ FINAL = {
     "version": 1,
     "rules": [log("gradients"), log("final", at="step"), log("weights", tensor="value")],
 }
-# The batch norm cancels this bias: rounding alone decides its gradient.
-UNDECIDED = {
-    "version": 1,
-    "rules": [{**log("gradients"), "params": ["0.bias"]}],
-}
 
 
 class TestVerdict:
     def test_rounding_decides_every_tensor(self, tmp_path: pathlib.Path) -> None:
-        shaken = {
-            **UNDECIDED,
-            "rules": [
-                *UNDECIDED["rules"],  # type: ignore[misc]
-                {"id": "n", "action": "perturb", "modules": "*", "tensor": "input", "eps": 1e-4},
-            ],
-        }
-        run, reference = (small(tmp_path / name, rules=UNDECIDED) for name in "ba")
-        noise = small(tmp_path / "noise", rules=shaken)
+        # The batch norm cancels this bias: rounding alone decides its gradient.
+        bias = {**log("gradients"), "params": ["0.bias"]}
+        undecided = {"version": 1, "rules": [bias]}
+        run, reference = (small(tmp_path / name, rules=undecided) for name in "ba")
+        perturb = {"id": "n", "action": "perturb", "modules": "*", "tensor": "input", "eps": 1e-4}
+        noise = small(tmp_path / "noise", rules={"version": 1, "rules": [bias, perturb]})
         found = gradsurgeon.compare(run, reference, noise)
         assert (found.alike, found.largest, found.first) == (False, None, ())
         assert "Nothing can be said" in str(found)
@@ -204,23 +187,18 @@ class TestVerdict:
         verdict = str(gradsurgeon.compare(run, made("Transformer"))).splitlines()[0]
         assert verdict == "They part at step 0, forward: input of h.1.attn.o."
 
-    def test_one_directory(self, made: Make) -> None:
-        found = gradsurgeon.compare(made("Transformer"), made("Transformer"))
-        assert found.alike
-
 
 def half(training: Any) -> None:
     training.model.bfloat16()
 
 
 class TestHalfPrecision:
-    @pytest.mark.parametrize("change", ["two threads", "fused optimizer", "fused attention"])
-    def test_harmless_changes(self, made: Make, change: str) -> None:
+    def test_a_harmless_change(self, made: Make) -> None:
         def both(training: Any) -> None:
             half(training)
-            parting.HARMLESS[change](training)
+            parting.HARMLESS["fused attention"](training)
 
-        run, reference = made(f"half {change}", both), made("half", half)
+        run, reference = made("half fused", both), made("half", half)
         noise = [made(f"half gross {seed}", half, noise=seed, eps=4e-3) for seed in (1, 2, 3)]
         assert gradsurgeon.compare(run, reference, noise).alike
         # Smaller noise cannot show that rounding alone decides the gradients of key biases.
@@ -268,14 +246,12 @@ class TestCalls:
         (note,) = found.notes
         assert note.startswith(f"not compared in step {step}: 0, 1, 2, called another number of ")
         phases = {
-            at: {
-                found.pairs.kind(place).phase
-                for place in (found.pairs.cells["step"] == at).nonzero()[0].tolist()
-            }
-            for at in (0, 1, 2)
+            (int(cell["step"]), found.pairs.kind(place).phase)
+            for place, cell in enumerate(found.pairs.cells)
         }
-        assert ["forward" in phases[at] for at in (0, 1, 2)] == [at != step for at in (0, 1, 2)]
-        assert all("backward" in one for one in phases.values())
+        steps = {0, 1, 2}
+        assert {at for at in steps if (at, "forward") in phases} == steps - {step}
+        assert {at for at in steps if (at, "backward") in phases} == steps
 
 
 class TestKinds:

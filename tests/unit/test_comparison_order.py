@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,27 +110,14 @@ class TestNoise:
         assert tolerance.distances(run, other).tolist() == [0.5, 0, 0, inf, 1]
 
 
-def write(
-    path: pathlib.Path, ranks: dict[int, tuple[float, float]], of: int, first: float = 1.0
-) -> pathlib.Path:
+def write(path: Path, ranks: dict[int, tuple[float, float]], of: int, first: float = 1.0) -> Path:
     """Write a run of some ranks: one value for outputs, another for gradients, of two layers."""
     rules = [
-        {
-            "id": "outputs",
-            "action": "norm-log",
-            "tensor": "output",
-            "point": "forward",
-            "modules": ["a", "b"],
-        },
-        {
-            "id": "grads",
-            "action": "norm-log",
-            "tensor": "grad",
-            "point": "accumulated",
-            "params": ["a.w", "b.w"],
-        },
+        {"id": "outputs", "tensor": "output", "point": "forward", "modules": ["a", "b"]},
+        {"id": "grads", "tensor": "grad", "point": "accumulated", "params": ["a.w", "b.w"]},
     ]
-    about = meta(("a.w", "b.w"), ranks=of, plan={"rules": rules})
+    logs = [{"action": "norm-log", **rule} for rule in rules]
+    about = meta(("a.w", "b.w"), ranks=of, plan={"rules": logs})
     with ExitStack() as writers:
         for rank, (output, gradient) in ranks.items():
             writer = RunWriter(path, rank=rank, meta=about)
@@ -145,14 +132,14 @@ def write(
 
 
 class TestRanks:
-    def test_a_rank_of_its_own(self, tmp_path: pathlib.Path) -> None:
+    def test_a_rank_of_its_own(self, tmp_path: Path) -> None:
         reference = write(tmp_path / "a", {0: (1.0, 2.0), 1: (1.0, 2.0)}, 2)
         run = write(tmp_path / "b", {0: (1.0, 2.0), 1: (4.0, 2.0)}, 2)
         found = gradsurgeon.compare(run, reference)
         assert found.first[0].text == "output of b (rank 1)"
         assert (len(found.first), found.steps[0].compared) == (1, 6)
 
-    def test_other_numbers_of_ranks(self, tmp_path: pathlib.Path) -> None:
+    def test_other_numbers_of_ranks(self, tmp_path: Path) -> None:
         one = write(tmp_path / "a", {0: (1.0, 2.0)}, 1)
         two = write(tmp_path / "b", {0: (9.0, 2.0), 1: (9.0, 2.0)}, 2)
         found = gradsurgeon.compare(two, one)
@@ -168,7 +155,7 @@ class TestRanks:
         )
 
 
-def test_without_modules_the_furthest_gradient_comes_first(tmp_path: pathlib.Path) -> None:
+def test_without_modules_the_furthest_gradient_comes_first(tmp_path: Path) -> None:
     one = write(tmp_path / "a", {0: (1.0, 1.0)}, 1, first=1.0)
     two = write(tmp_path / "b", {0: (1.0, 9.0), 1: (1.0, 9.0)}, 2, first=2.0)
     found = gradsurgeon.compare(two, one)

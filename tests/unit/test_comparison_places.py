@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import comparison_trainings as trainings
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", [Transformer, Convolutions])
-def test_every_fault_is_at_its_place(kind: Any, tmp_path: pathlib.Path) -> None:
+def test_every_fault_is_at_its_place(kind: Any, tmp_path: Path) -> None:
     faults = [fault for fault in trainings.FAULTS if fault.model is kind]
     changes = {fault.name: fault.change for fault in faults}
     found = trainings.compared(tmp_path, kind, 0, changes)
@@ -23,6 +23,6 @@ def test_every_fault_is_at_its_place(kind: Any, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("kind", [Transformer, Convolutions])
-def test_harmless_changes_are_quiet(kind: Any, seed: int, tmp_path: pathlib.Path) -> None:
+def test_harmless_changes_are_quiet(kind: Any, seed: int, tmp_path: Path) -> None:
     found = trainings.compared(tmp_path, kind, seed, trainings.HARMLESS)
     assert [name for name, comparison in found.items() if not comparison.alike] == []

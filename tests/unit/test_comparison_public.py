@@ -37,7 +37,7 @@ QUICK = {
 @contextlib.contextmanager
 def _way(how: str) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2 if how == "two threads" else 1)
+    torch.set_num_threads(1)
     ways: dict[str, Callable[[], Any]] = {
         "other kernels": OtherKernels,
         "convolutions by torch alone": lambda: torch.backends.mkldnn.flags(enabled=False),

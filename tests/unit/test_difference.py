@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from gradsurgeon.language import planning
 from gradsurgeon.language.planning import Manifest, ModuleEntry, Param
 from gradsurgeon.language.schema import RuleSet
 
-CASES = pathlib.Path(__file__).parents[1] / "cases" / "review"
+CASES = Path(__file__).parents[1] / "cases" / "review"
 KINDS = ("attn", "mlp")
 
 
@@ -55,29 +54,6 @@ TRAP = {"id": "trap", "action": "nan-trap", "params": "*"}
 
 
 class TestRules:
-    def test_added_and_removed(self) -> None:
-        found = diff([NORMS, zero("old")], [NORMS, {**clamp("new", min=0), "params": "head.*"}])
-        assert [one.id for one in found.added] == ["new"]
-        assert [one.id for one in found.removed] == ["old"]
-        assert found.added[0].after.names == ("head.weight",)
-        removed = found.removed[0].before
-        assert (removed.names, removed.elements) == (
-            tuple(f"h.{at}.{kind}.weight" for at in range(3) for kind in KINDS),
-            36,
-        )
-        assert found.in_effect
-
-    def test_names_and_elements_of_a_changed_rule(self) -> None:
-        found = diff([zero(params="h.*")], [zero(params="h.{0..1}.*")])
-        (change,) = found.changed
-        assert (len(change.before.names), change.before.elements) == (6, 36)
-        assert (len(change.after.names), change.after.elements) == (4, 24)
-        assert [(one.name, one.before, one.after) for one in change.options] == [
-            ("params", ["h.*"], ["h.{0..1}.*"])
-        ]
-        assert [one.name for one in found.params] == ["h.2.attn.weight", "h.2.mlp.weight"]
-        assert found.covered == (6, 4)
-
     @pytest.mark.parametrize(
         ("old", "new"),
         [
@@ -106,29 +82,18 @@ class TestRules:
         ]
 
 
-def scale(factor: float) -> dict[str, Any]:
-    return {"id": "it", "action": "scale", "params": "*", "factor": factor}
-
-
 def clip(**options: Any) -> dict[str, Any]:
     return {"id": "it", "action": "clip-norm", "params": "*", "max_norm": 1.0, **options}
-
-
-def during(start: int, stop: int | None, every: int = 1) -> dict[str, Any]:
-    return zero(steps={"from": start, "every": every} | ({"to": stop} if stop else {}))
 
 
 @pytest.mark.parametrize(
     ("old", "new", "option"),
     [
-        (clamp(max=1), clamp(max=0.5), "max"),
         (clamp(max=1), clamp(max=1, min=0), "min"),
         (clip(), clip(max_norm=0.5), "max_norm"),
         (clip(), clip(per="rule"), "per"),
-        (scale(0.5), scale(0.1), "factor"),
         (TRAP, {**TRAP, "then": "warn"}, "then"),
-        (during(0, None), during(0, 100), "steps"),
-        (during(0, 100, 4), during(0, 100, 3), "steps"),
+        (zero(), zero(steps={"from": 0, "to": 100}), "steps"),
         (zero(), zero(optional=True), "optional"),
         (zero(), zero(expect={"params": 6}), "expect"),
         (zero(at="step"), zero(), "at"),
@@ -137,31 +102,22 @@ def during(start: int, stop: int | None, every: int = 1) -> dict[str, Any]:
 def test_changed_options(old: Any, new: Any, option: str) -> None:
     found = diff([old], [new])
     names = [one.name for change in found.changed for one in change.options]
-    assert names == ([option] if option else [])
+    assert names == [option]
 
 
-class TestNames:
-    @pytest.mark.parametrize(
-        "other",
-        [
-            zero("after"),  # rules go by their ids, and so do records
-            zero("after", params="head.*"),
-            zero("after", params="h.{0..1}.*"),
-            clamp("after", min=0),
-            zero("after", at="step"),
-        ],
-    )
-    def test_rules_that_differ_under_another_id_are_two(self, other: Any) -> None:
-        found = diff([zero("before")], [other])
-        assert ([one.id for one in found.removed], [one.id for one in found.added]) == (
-            ["before"],
-            ["after"],
-        )
+def test_a_rule_under_another_id_is_another_rule() -> None:
+    # Records go by ids.
+    found = diff([zero("before")], [zero("after")])
+    assert [one.id for one in found.removed] == ["before"]
+    assert [one.id for one in found.added] == ["after"]
 
 
 class TestOrder:
     def test_an_order_that_tensors_see(self) -> None:
-        first, second = zero("first"), {**scale(2), "id": "second"}
+        first, second = (
+            zero("first"),
+            {"id": "second", "action": "scale", "params": "*", "factor": 2},
+        )
         found = diff([first, second], [second, first])
         assert found.order_changed
         assert len(found.params) == 6
@@ -173,13 +129,6 @@ class TestOrder:
         assert found.order_changed
         assert not found.in_effect
         assert "note: the rules are in another order in the file" in text.render(found)
-
-    def test_points_come_before_the_file(self) -> None:
-        old = [zero("late", at="step"), zero("early")]
-        assert not diff(old, old[::-1]).in_effect
-
-    def test_an_added_rule_changes_no_order(self) -> None:
-        assert not diff([zero("a"), NORMS], [zero("b", at="step"), zero("a"), NORMS]).order_changed
 
 
 def kinds(found: Difference) -> list[str]:
@@ -200,12 +149,9 @@ class TestFindings:
         assert diff([clamp("gone", min=0)], [other]).lost == ()
         assert len(diff([other], [NORMS]).lost) >= 6
 
-    @pytest.mark.parametrize(
-        "gone", [TRAP, {"id": "trap", "action": "freeze", "params": "*"}], ids=["trap", "freeze"]
-    )
-    def test_a_trap_or_a_freeze_that_other_rules_outlive_leaves_the_chains(self, gone: Any) -> None:
+    def test_a_trap_that_other_rules_outlive_leaves_the_chains(self) -> None:
         edit = zero("z", params="*")
-        found = diff([edit, gone], [edit, {**gone, "params": "h.*"}])
+        found = diff([edit, TRAP], [edit, {**TRAP, "params": "h.*"}])
         assert found.lost == ()
         lines = text.render(found).splitlines()
         at = lines.index("  embed.weight, head.weight")
@@ -288,7 +234,7 @@ def test_chains_are_those_of_the_plan() -> None:
     assert {one.name for one in found.tensors} == {name for name in chains if " " in name}
 
 
-def test_included_or_inline_is_no_difference(tmp_path: pathlib.Path) -> None:
+def test_included_or_inline_is_no_difference(tmp_path: Path) -> None:
     rule = '  - {id: it, action: zero, params: "h.*"}\n'
     last = '  - {id: norms, action: norm-log, params: "*"}\n'
     (tmp_path / "part.yaml").write_text(f"version: 1\nrules:\n{rule}")
@@ -298,85 +244,7 @@ def test_included_or_inline_is_no_difference(tmp_path: pathlib.Path) -> None:
     assert not compare(old, new, manifest()).in_effect
 
 
-def test_the_documented_json() -> None:
-    """`design.md` and tools go by these keys: a change here breaks them."""
-    found = diff(
-        [clamp("bound", min=-1.0), zero("gone", params="head.*"), {**NORMS, "params": "h.0.*"}],
-        [
-            clamp("bound", min=0.0, exclude=["h.{0..1}.*"]),
-            {"id": "out", "action": "zero", "modules": "conv*", "tensor": "output"},
-            {**NORMS, "params": "h.0.*"},
-        ],
-    )
-    first = [f"h.{at}.{kind}.weight" for at in range(2) for kind in KINDS]
-    last = ["h.2.attn.weight", "h.2.mlp.weight"]
-    same = {"before": ["bound"], "after": []}
-    zeroth = {"before": ["norms", "bound"], "after": ["norms"]}
-    assert json.loads(json.dumps(found.to_dict())) == {
-        "version": 1,
-        "added": [
-            {
-                "id": "out",
-                "action": "zero",
-                "target": "modules",
-                "params": [],
-                "modules": ["conv1"],
-                "elements": 0,
-            }
-        ],
-        "removed": [
-            {
-                "id": "gone",
-                "action": "zero",
-                "target": "params",
-                "params": ["head.weight"],
-                "modules": [],
-                "elements": 6,
-            }
-        ],
-        "changed": [
-            {
-                "id": "bound",
-                "action": "clamp",
-                "target": "params",
-                "fields": [
-                    {"name": "min", "before": -1.0, "after": 0.0},
-                    {
-                        "name": "exclude",
-                        "before": None,
-                        "after": ["h.{0..1}.*"],
-                    },
-                ],
-                "params_before": first + last,
-                "params_after": last,
-                "elements_before": 36,
-                "elements_after": 12,
-            }
-        ],
-        "order_changed": False,
-        "params": [
-            *({"name": name, **zeroth} for name in first[:2]),
-            *({"name": name, **same} for name in first[2:]),
-            {"name": "head.weight", "before": ["gone"], "after": []},
-        ],
-        "tensors": [{"name": "conv1 output", "before": [], "after": ["out"]}],
-        "lost_protection": [*first, "head.weight"],
-        "lost_trap": [],
-        "covered": {"before": 7, "after": 4},
-        "model": {"params": 8, "elements": 48},
-        "warnings": [],
-        "in_effect": True,
-    }
-
-
 # --- how it is written ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Difference:
-    monkeypatch.chdir(CASES)
-    old, new = sources.rules_at("old.yaml"), sources.rules_at("new.yaml")
-    return compare(old, new, sources.manifest_of("params.json"))
 
 
 HOSTILE = (
@@ -386,8 +254,8 @@ HOSTILE = (
     "<!-- x -->",
     "x|y",
     " *bold* ",
-    "\u202e\x1b[31mred\n- [x] done\r\n```",
     "`",
+    "\u202e\x1b[31mred\n- [x] done\r\n```",
 )
 
 
@@ -413,41 +281,6 @@ class TestMarkdown:
 
     def test_no_difference_says_so(self) -> None:
         assert "no difference in effect" in text.markdown(diff([NORMS], [NORMS]))
-
-    def test_the_worked_example(self, example: Difference) -> None:
-        lines = text.markdown(example).splitlines()
-        assert lines[0] == (
-            "**Effect of the change: 2 added, 1 removed, 2 changed; "
-            "51 -> 48 of 51 parameters under rules; 3 lost all protection.**"
-        )
-        signs = [line[0] for line in lines if line[:2] in ("+ ", "- ", "! ")]
-        assert signs == ["!", "!", "+", "+", "-", "!", "!"]
-
-
-class TestText:
-    def test_the_worked_example(self, example: Difference) -> None:
-        lines = text.render(example).splitlines()
-        assert lines[1] == (
-            "2 added, 1 removed, 2 changed; 51 -> 48 of 51 parameters under rules; "
-            "3 lost all protection"
-        )
-        signs = [line.split()[:2] for line in lines if line[:2] in ("+ ", "- ", "~ ")]
-        assert signs == [
-            ["+", "clipped-outputs"],
-            ["+", "steady-gates"],
-            ["-", "slow-embedding"],
-            ["~", "trap"],
-            ["~", "bounded-attention"],
-        ]
-        assert "      max: 1.0 -> 0.5" in lines
-
-    def test_control_codes_are_shown(self) -> None:
-        names = manifest("h.\x1b[31m\u202ered\r\n.weight")
-        written = text.render(compare(load(NORMS), load(NORMS, zero()), names))
-        assert "\x1b" not in written
-        assert "\u202e" not in written
-        assert "\r" not in written
-        assert "\\x1b[31m" in written
 
 
 class TestLosses:

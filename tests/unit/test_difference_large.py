@@ -38,9 +38,7 @@ def own(at: int) -> str:
 
 SHAPES: dict[str, tuple[Make, Make]] = {
     "changed": (lambda at: scale(at, own(at)), lambda at: scale(at, own(at), factor=0.25)),
-    "all on one": (lambda at: scale(at, own(at)), lambda at: scale(at, "*")),
     "turned around": (lambda at: scale(at, "*"), lambda at: scale(at, "*")),
-    "renamed": (lambda at: scale(at, own(at)), lambda at: scale(at, own(at), "s")),
     "renamed and moved": (
         lambda at: scale(at, f"layers.{{0..{at % 99}}}.w"),
         lambda at: scale(at, f"layers.{{{100 + at % 99}..199}}.w", "s"),

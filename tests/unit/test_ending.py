@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
+import contextlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ RULES = {"version": 1, "rules": [NORMS]}
 NO_END = r"no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing"
 
 
-def train(path: pathlib.Path, *rules: dict[str, Any], broken: int | None = None) -> None:
+def train(path: Path, *rules: dict[str, Any], broken: int | None = None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -44,24 +44,24 @@ def train(path: pathlib.Path, *rules: dict[str, Any], broken: int | None = None)
             optimizer.step()
 
 
-def head(path: pathlib.Path) -> list[str]:
+def head(path: Path) -> list[str]:
     with gradsurgeon.open_run(path) as run:
         return from_run(run).head
 
 
-def ended(path: pathlib.Path) -> dict[str, Any]:
+def ended(path: Path) -> dict[str, Any]:
     with gradsurgeon.open_run(path) as run:
         found: dict[str, Any] = to_dict(from_run(run))["ended"]
     return found
 
 
-def test_a_clean_end(tmp_path: pathlib.Path) -> None:
+def test_a_clean_end(tmp_path: Path) -> None:
     train(tmp_path, NORMS, TRAP)
     assert head(tmp_path)[0] == "ended, clean"
     assert ended(tmp_path) == {"state": "ended", "words": "ended, clean", "ranks": {"0": "ended"}}
 
 
-def test_a_trap(tmp_path: pathlib.Path) -> None:
+def test_a_trap(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteGradientError):
         train(tmp_path, NORMS, TRAP, broken=4)
     first, diagnosis = head(tmp_path)[:2]
@@ -70,15 +70,18 @@ def test_a_trap(tmp_path: pathlib.Path) -> None:
     assert ended(tmp_path)["state"] == "stopped"
 
 
-def test_skipped_steps(tmp_path: pathlib.Path) -> None:
-    train(tmp_path, NORMS, {**TRAP, "then": "skip-step"}, broken=4)
-    first, diagnosis = head(tmp_path)[:2]
+def test_skipped_steps(tmp_path: Path) -> None:
+    # A caught exception before it makes no difference.
+    with contextlib.suppress(NonFiniteGradientError):
+        train(tmp_path / "first", TRAP, broken=2)
+    train(tmp_path / "run", NORMS, {**TRAP, "then": "skip-step"}, broken=4)
+    first, diagnosis = head(tmp_path / "run")[:2]
     assert first == "ended, 1 step skipped"
     assert diagnosis.startswith("  step 4")
-    assert ended(tmp_path)["state"] == "ended"
+    assert ended(tmp_path / "run")["state"] == "ended"
 
 
-def test_what_a_rule_clips_is_no_trip(tmp_path: pathlib.Path) -> None:
+def test_what_a_rule_clips_is_no_trip(tmp_path: Path) -> None:
     roles = {"norms": {"role": "observe", "stats": ["l2"]}, "spikes": {"role": "edit"}}
     plan = {"rules": [{"id": "spikes", "action": "spike-trap", "params": ["a.weight"]}]}
     writer = RunWriter(tmp_path, meta=meta(roles=roles, plan=plan))
@@ -91,7 +94,7 @@ def test_what_a_rule_clips_is_no_trip(tmp_path: pathlib.Path) -> None:
     assert (data["ended"]["trips"], data["ended"]["diagnosis"]) == (0, "")
 
 
-def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
+def test_an_exception_of_the_script(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     with pytest.raises(ZeroDivisionError), gradsurgeon.apply(model, RULES, record=tmp_path):
         model(torch.ones(2, 3)).sum().backward()
@@ -99,7 +102,7 @@ def test_an_exception_of_the_script(tmp_path: pathlib.Path) -> None:
     assert head(tmp_path)[0] == "stopped by ZeroDivisionError"
 
 
-def test_an_exception_in_a_step(tmp_path: pathlib.Path) -> None:
+def test_an_exception_in_a_step(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -116,24 +119,18 @@ def test_an_exception_in_a_step(tmp_path: pathlib.Path) -> None:
     assert head(tmp_path)[0] == "stopped by MemoryError"
 
 
-@pytest.mark.parametrize("broken", [None, 4])
-def test_a_training_after_a_caught_exception_has_ended(
-    tmp_path: pathlib.Path, broken: int | None
-) -> None:
-    """It makes no difference whether a trap or the script has raised it."""
-    skips = {**TRAP, "then": "skip-step"}
+def test_a_training_after_a_caught_exception_has_ended(tmp_path: Path) -> None:
     try:
-        train(tmp_path / "first", TRAP, broken=2) if broken else int("no number")
-    except (NonFiniteGradientError, ValueError):
-        train(tmp_path / "run", NORMS, skips, broken=broken)
-    said = "ended, clean" if broken is None else "ended, 1 step skipped"
-    assert head(tmp_path / "run")[0] == said
+        int("no number")
+    except ValueError:
+        train(tmp_path / "run", NORMS)
+    assert head(tmp_path / "run")[0] == "ended, clean"
     with pytest.raises(ValueError, match="own"):
         _raise_after_training(tmp_path / "own")
     assert head(tmp_path / "own")[0] == "stopped by ValueError"
 
 
-def _raise_after_training(path: pathlib.Path) -> None:
+def _raise_after_training(path: Path) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
@@ -164,11 +161,10 @@ for step in range(3):
         ("", "ended, clean"),
         ("sys.exit(0)", "ended, clean"),
         ("raise KeyError('x')", "stopped by KeyError"),
-        ("import os; os._exit(1)", NO_END),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", NO_END),
     ],
 )
-def test_the_end_of_a_process(tmp_path: pathlib.Path, end: str, said: str) -> None:
+def test_the_end_of_a_process(tmp_path: Path, end: str, said: str) -> None:
     code = f"{ENDS}\n{end}\n"
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run")], check=False, capture_output=True
@@ -190,14 +186,14 @@ sys.stdin.read()
 """
 
 
-def test_a_run_of_another_process_runs_until_that_is_killed(tmp_path: pathlib.Path) -> None:
+def test_a_run_of_another_process_runs_until_that_is_killed(tmp_path: Path) -> None:
     with another_process(WRITES, str(tmp_path)):
         assert head(tmp_path)[0] == "running"
     assert re.fullmatch(NO_END, head(tmp_path)[0])
     assert ended(tmp_path)["state"] == "unknown"
 
 
-def test_several_ranks(tmp_path: pathlib.Path) -> None:
+def test_several_ranks(tmp_path: Path) -> None:
     writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in range(4)]
     writers[0].close()
     writers[2].close()
@@ -217,14 +213,14 @@ def test_several_ranks(tmp_path: pathlib.Path) -> None:
     }
 
 
-def test_odd_texts_of_an_end_are_inert(tmp_path: pathlib.Path) -> None:
+def test_odd_texts_of_an_end_are_inert(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, meta=meta())
     writer.close({"ended": {"error": "\x1b[2J", "step": "x", "rule": 7}})
     assert head(tmp_path)[0] == "stopped by \\x1b[2J"
 
 
-@contextmanager
-def gan(path: pathlib.Path) -> Iterator[gradsurgeon.Session]:
+@contextlib.contextmanager
+def gan(path: Path) -> Iterator[gradsurgeon.Session]:
     """Train the two models of a GAN; the last pass of the generator leaves gradients in the other one."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
@@ -242,7 +238,7 @@ def gan(path: pathlib.Path) -> Iterator[gradsurgeon.Session]:
 
 
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-def test_what_waits_for_an_update_that_never_came_is_no_last_value(tmp_path: pathlib.Path) -> None:
+def test_what_waits_for_an_update_that_never_came_is_no_last_value(tmp_path: Path) -> None:
     with gan(tmp_path) as session:
         while_it_runs = gradsurgeon.report.summary(session)
         assert while_it_runs.steps == (0, 29)
@@ -261,7 +257,7 @@ def test_what_waits_for_an_update_that_never_came_is_no_last_value(tmp_path: pat
 
 
 @pytest.fixture
-def told(tmp_path: pathlib.Path) -> pathlib.Path:
+def told(tmp_path: Path) -> Path:
     """Return a run of which there is something to tell."""
     calm: list[float | None] = [1.0 + 0.01 * (step % 5) for step in range(60)]
     path = tmp_path / "run"
@@ -282,7 +278,7 @@ def told(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def test_every_view_says_the_same(told: pathlib.Path) -> None:
+def test_every_view_says_the_same(told: Path) -> None:
     plain = call_here("report", str(told), cwd=told.parent).stdout
     watched = call_here("watch", str(told), cwd=told.parent).stdout
     with gradsurgeon.open_run(told) as run:

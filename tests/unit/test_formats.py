@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -73,13 +72,6 @@ class TestGitHub:
             ",line=3,col=11,endColumn=12,title=bad-value"
         )
 
-    def test_paths_start_at_the_root_that_is_given(self, tmp_path: pathlib.Path) -> None:
-        inside, outside = tmp_path / "a" / "r.yaml", pathlib.Path("/elsewhere/r.yaml")
-        both = [problem(file=str(inside)), problem(file=str(outside))]
-        first, second = formats.write(both, "github", root=tmp_path).splitlines()
-        assert first.startswith("::error file=a/r.yaml,")
-        assert second.startswith("::error file=/elsewhere/r.yaml,")
-
 
 class TestSarif:
     def test_every_problem_is_a_result_at_its_place(self) -> None:
@@ -136,30 +128,6 @@ class TestSarif:
     def test_messages_hold_no_placeholder_and_no_link(self) -> None:
         result = sarif([problem("{0} [click](http://evil)")])["runs"][0]["results"][0]
         assert result["message"]["text"] == "{{0}} [click\\](http://evil) (write 1)"
-
-    def test_the_log_has_no_property_that_sarif_does_not_know(self) -> None:
-        # Section numbers are those of the OASIS standard, SARIF 2.1.0.
-        log = sarif(all_cases())
-        assert set(log) == {"$schema", "version", "runs"}  # 3.13
-        assert log["version"] == "2.1.0"
-        (run,) = log["runs"]
-        assert set(run) == {"tool", "columnKind", "results"}  # 3.14
-        assert set(run["tool"]) == {"driver"}  # 3.18
-        driver = run["tool"]["driver"]
-        assert set(driver) <= {"name", "semanticVersion", "rules"}  # 3.19
-        keys = {"id", "shortDescription", "help"}
-        for rule in driver["rules"]:
-            assert set(rule) == keys  # 3.49
-        assert len({rule["id"] for rule in driver["rules"]}) == len(driver["rules"])
-        keys = {"ruleId", "level", "message", "locations"}
-        for result in run["results"]:
-            assert set(result) == keys  # 3.27
-            assert result["level"] in {"error", "warning", "note", "none"}
-            assert set(result["message"]) == {"text"}  # 3.11
-            text = result["message"]["text"].replace("{{", "").replace("}}", "")
-            assert not set("{}") & set(text)
-            (location,) = result["locations"]
-            assert set(location["physicalLocation"]) == {"artifactLocation", "region"}  # 3.29
 
 
 # The schema as OASIS published it with the standard, and with its errata. Not copied to here: the
@@ -236,21 +204,3 @@ class TestSarifSchema:
             for one in log["runs"][0]["results"]
         }
         assert len(uris) >= len(cases) > 2
-
-    @pytest.mark.parametrize(
-        "harm",
-        [
-            lambda log: log.pop("runs"),
-            lambda log: log["runs"][0].pop("tool"),
-            lambda log: log["runs"][0]["results"][0].pop("message"),
-            lambda log: log["runs"][0]["results"][0].update(level="bad"),
-            lambda log: log["runs"][0]["results"][0].update(line=3),
-        ],
-    )
-    def test_it_would_find_what_is_wrong(
-        self, check: Validator, harm: Callable[[Any], object]
-    ) -> None:
-        log = sarif([problem()])
-        assert not list(check.iter_errors(log))
-        harm(log)
-        assert list(check.iter_errors(log))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +78,7 @@ def in_memory(series: Recorded) -> list[tuple[Part, frozenset[int]]]:
     return [(Part(one, {}), frozenset()) for one in records]
 
 
-def on_disk(path: pathlib.Path, series: Recorded) -> None:
+def on_disk(path: Path, series: Recorded) -> None:
     writer = RunWriter(path, meta=meta())
     add_to(writer, series)
     writer.close()
@@ -252,9 +252,7 @@ def hold_wholes(
 
 @pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 30))])
 @pytest.mark.parametrize("newest", [None, 20])
-def test_every_number_is_that_of_the_records(
-    tmp_path: pathlib.Path, seed: int, newest: int | None
-) -> None:
+def test_every_number_is_that_of_the_records(tmp_path: Path, seed: int, newest: int | None) -> None:
     series = recorded(seed)
     expected = records_of(series, newest)
     shown = shown_of(expected)
@@ -278,13 +276,6 @@ def test_every_number_is_that_of_the_records(
             hold_wholes(history.gradients, list(wholes_of(series, newest)))
 
 
-def test_the_series_above_hold_what_there_is_to_hold() -> None:
-    facts = [facts_of(one) for seed in range(30) for one in records_of(recorded(seed)).values()]
-    assert sum(one.spike is not None for one in facts) > 5
-    assert sum(one.zero_since is not None for one in facts) > 5
-    assert sum(len(one.nonfinite_steps) > 1 for one in facts) > 5
-
-
 STEPS, FEW = 4000, 8
 
 
@@ -301,51 +292,30 @@ def with_some(history: Sequence[float | None], **at: float | None) -> list[float
 def long_histories() -> dict[str, list[float | None]]:
     return {
         "calm": calm(1),
-        "spike in a cell": with_some(calm(2), s1000=1e3),
         "spike at an edge": with_some(calm(3), s1024=1e3),
-        "spike before an edge": with_some(calm(4), s1023=1e3),
-        "spike at the end": with_some(calm(5), s3999=1e3),
         "spike among zeros": with_some(calm(6), s700=0.0, s2000=0.0, s2050=1e3, s3000=0.0),
         "spike where others rest": [
             value if step % 3 or step == 2049 else None
             for step, value in enumerate(with_some(calm(7), s2049=1e3))
         ],
         "broken": with_some(calm(8), s1234=NAN, s1300=INF, s3333=NAN),
-        "broken at the end": with_some(calm(9), s3999=INF),
-        "broken throughout": [INF] * STEPS,
         "late": [*[None] * 1500, *calm(10)[1500:]],
         "early": calm(11)[:1500] + [None] * 2500,
-        "rare": [2.0 if step % 97 == 5 else None for step in range(STEPS)],
-        "dead": [0.0] * STEPS,
         "died at an edge": calm(12)[:2560] + [0.0] * (STEPS - 2560),
-        "died": calm(13)[:2600] + [0.0] * (STEPS - 2600),
         "died late": calm(14)[: STEPS - 40] + [0.0] * 40,
-        "asleep": calm(15)[: STEPS - 3] + [0.0] * 3,
         # As an expert that is rarely chosen, within a cell and over several of them.
         "often at rest": [
             *(1.0 if step % 60 == 0 else 0.0 for step in range(STEPS - 50)),
             *[0.0] * 50,
         ],
-        "mostly at rest": [1.0 if step % 900 == 0 else 0.0 for step in range(STEPS)],
         "never": [None] * STEPS,
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "moved"),
-    [
-        (480 * FEW + 1, 0),
-        (3, 0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(STEPS, 0), (STEPS - 1, 0), (480 * FEW, 0), (STEPS, 1), (STEPS, 2000)]
-        ),
-    ],
-)
-@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("number", [3, 480 * FEW + 1, STEPS])
 def test_a_long_run_has_the_numbers_of_every_row(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, number: int, pending: bool, moved: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     histories = {name: values[:number] for name, values in long_histories().items()}
     names = tuple(histories)
@@ -355,13 +325,14 @@ def test_a_long_run_has_the_numbers_of_every_row(
     ]
     # Before the first update nobody knows the optimizers, each of which has a series of its own.
     key, before = (Key("norms", "l2", "accumulated", (*names, *more)) for more in ((), ("x",)))
-    series = [(before, rows[:moved]), (key, rows[moved:])]
-    on_disk(tmp_path, series)
-    seen = [(one, some[:-1] if pending and one is key else some) for one, some in series]
+    half = number // 2
+    on_disk(tmp_path, [(before, rows[:half]), (key, rows[half:])])
+    # The last pass waits for its update.
+    seen = [(before, rows[:half]), (key, rows[half:-1])]
     expected = records_of(seen)
     monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", number * len(names) // FEW)
     with open_run(tmp_path) as run:
-        waiting = {names[0]: number - 1} if pending else {}
+        waiting = {names[0]: number - 1}
         parts = [(Part(one, waiting), repeated) for one, repeated in of_lowest_ranks(run)]
         history = History(parts, KINDS, names)
         tracks = {track.name: track for track in history.tracks}

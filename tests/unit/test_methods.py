@@ -15,8 +15,6 @@ from torch import Tensor
 from gradsurgeon import GradSurgeonError
 from gradsurgeon.actions._methods import METHODS, OPTIONS, Weigher
 from gradsurgeon.actions.combine import Combine
-from gradsurgeon.actions.conflict import Conflict
-from gradsurgeon.cli import explain, schema
 
 pytestmark = pytest.mark.slow
 
@@ -151,40 +149,6 @@ def test_without_conflict_a_preference_weighs_the_sum(method: str, preference: l
         if METHODS[method].size == "the average":
             torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
         assert norm(gradients, found) <= norm(gradients, wanted) * (1 + 1e-6)
-
-
-class TestPage:
-    def page(self) -> str:
-        return " ".join(explain.action_page(Combine))
-
-    @pytest.mark.parametrize("method", METHODS)
-    def test_has_a_paragraph_for_each_method(self, method: str) -> None:
-        known = METHODS[method]
-        lines = (one.removeprefix("**Methods.** ") for one in explain.action_page(Combine))
-        (text,) = (one for one in lines if one.startswith(f"`{method}` ({known.paper}): "))
-        assert known.about in text
-        assert f"without conflict {known.size}" in text
-        assert ("knows `preference`" in text) is known.takes_preference
-        assert all(f"`{option}`" in text for option in known.options)
-
-    def test_has_all_sections(self) -> None:
-        page = self.page()
-        for heading in ("What it does", "Methods", "Why use it", "Points", "Cost"):
-            assert f"**{heading}.** " in page
-        assert "{METHODS}" not in page
-
-    def test_shows_the_gradient_of_each_loss_and_what_becomes_of_them(self) -> None:
-        shown = [line.strip() for line in explain.action_page(Combine)]
-        first = shown.index("# seg: [1, 0]")
-        assert shown[first + 1 : first + 3] == ["# depth: [-1, 1]", "# becomes: [0.5, 1.5]"]
-        assert "# recorded: cosine 0, ratio 1" in [
-            line.strip() for line in explain.action_page(Conflict)
-        ]
-
-    def test_editors_are_told_what_each_method_does(self) -> None:
-        method = schema.rule_schema(Combine)["properties"]["method"]
-        assert method["enum"] == list(METHODS)
-        assert method["enumDescriptions"] == [known.about for known in METHODS.values()]
 
 
 WITHOUT = """

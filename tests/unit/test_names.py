@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "gradsurgeon"
 # An int, or a collection of ints such as `Sequence[int]` or `tuple[int, ...] | None`.
 INTS = re.compile(r"(int|\w+\[int(, \.\.\.)?\])( \| None)?")
@@ -44,25 +42,6 @@ def test_an_index_is_not_called_a_tensor() -> None:
         if (names := misnamed(ast.parse(file.read_text(encoding="utf-8"))))
     }
     assert found == {}
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def f(tensor: int): ...",
-        "def f(*, tensors: Sequence[int] | None = None): ...",
-        "class A:\n    tensors: tuple[int, ...] = ()",
-        "self.tensors: dict[str, int] = {}\nself.tensors: set[int] = set()",
-        "@property\ndef tensors(self) -> list[int]: ...",
-    ],
-)
-def test_each_place_of_a_name_is_seen(code: str) -> None:
-    assert len(misnamed(ast.parse(code))) == 1
-
-
-def test_a_tensor_may_be_called_so() -> None:
-    code = "def f(tensor: Tensor, tensors: Mapping[int, Tensor]): ..."
-    assert misnamed(ast.parse(code)) == []
 
 
 def test_no_two_classes_share_a_name() -> None:

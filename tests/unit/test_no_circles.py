@@ -56,25 +56,3 @@ def closure(start: str, uses: dict[str, set[str]]) -> set[str]:
 
 def test_there_is_no_circle() -> None:
     assert circles(ROOT / "gradsurgeon") == set()
-
-
-def test_imports_count_wherever_they_are(tmp_path: Path) -> None:
-    package = tmp_path / "house"
-    texts = {
-        "__init__": "",
-        "top": "import house.late",
-        "late": "def f():\n    from house import typed",
-        "typed": "if TYPE_CHECKING:\n    from house.top import Roof",
-        "apart": "from house import top",
-        "room/__init__": "from .bed import sleep",
-        "room/bed": "from . import lamp\nfrom .. import typed",
-        "room/lamp": "from house.room import switch",
-    }
-    for name, text in texts.items():
-        file = package / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    floor = frozenset({"house.top", "house.late", "house.typed"})
-    # `room` and `bed` import each other's names, and `lamp` asks `room` for a name again.
-    room = frozenset({"house.room", "house.room.bed", "house.room.lamp"})
-    assert circles(package) == {floor, room}

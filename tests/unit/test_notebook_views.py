@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from html_views import Page
-from models import CalledTwice, Tied
+from models import Tied
 from runs import shown
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import Diagnosis, Event, NonFiniteGradientError
+from gradsurgeon import Diagnosis, Event
 from gradsurgeon.common.diagnosis import Cause, Line, TensorFacts
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.store import Key, Records
@@ -95,19 +94,6 @@ def test_a_diagnosis_that_blames_nobody_shows_why() -> None:
     ]
     sure = Page(diagnosis(certainty="partial", reasons=("a kernel is random",)))
     assert "  no more certain, because a kernel is random" in sure.texts
-
-
-def test_the_diagnosis_of_an_error_shows_itself() -> None:
-    model = CalledTwice()
-    rules = {"version": 1, "rules": [{"id": "trap", "action": "nan-trap", "params": "*"}]}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules), pytest.raises(NonFiniteGradientError) as caught:
-        model(torch.full((3, 4), NAN)).sum().backward()
-        optimizer.step()
-    page = Page(caught.value.diagnosis)
-    assert caught.value.diagnosis.headline in page.texts[0]
-    (row,) = (text for text in page.texts if text.startswith("  is  "))
-    assert row.endswith(" [3, 4] float32: 12 of 12 NaN")
 
 
 def report(histories: dict[str, list[float | None]], **more: Any) -> Report:

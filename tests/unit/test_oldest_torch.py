@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime import _oldest_torch
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("found", ["2.7.1+cpu", "2.0.1", "1.13.1", "2.7.0a0+git1234"])

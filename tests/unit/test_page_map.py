@@ -130,8 +130,3 @@ def test_series_of_different_steps_leave_no_gaps_in_each_other(
     found = _Map(tmp_path / "run")
     assert len(found.firsts) == 20
     assert {cell for row in found.rows.values() for cell in row} == {code(1.0)}
-
-
-def test_tensors_of_two_series_share_the_columns(tmp_path: Path) -> None:
-    found = _map(tmp_path / "run", {"a": [1.0] * 4, "b": [None, None, 2.0, 2.0]})
-    assert found.rows["b"] == [ABSENT, ABSENT, code(2.0), code(2.0)]

@@ -82,26 +82,6 @@ def test_what_is_written_later_is_not_measured(size: int) -> None:
     assert rows(pending) == [(0, ("a", "b"), {"a": 3.0, "b": 7.0})]
 
 
-def test_calls_of_one_step_are_rows_in_the_order_of_the_calls() -> None:
-    pending, rule = PendingStatistics(), logging("max")
-    # Small and large ones are measured in different ways.
-    for call, size in enumerate([2, 5000, 2]):
-        pending.add(rule, "a", 3, torch.full((size,), float(call)))
-        pending.add(rule, "b", 3, torch.full((size,), 10.0 + call))
-    assert rows(pending) == [
-        (3, ("a", "b"), {"a": 0.0, "b": 10.0}),
-        (3, ("a", "b"), {"a": 1.0, "b": 11.0}),
-        (3, ("a", "b"), {"a": 2.0, "b": 12.0}),
-    ]
-
-
-def test_a_module_that_is_called_often_has_rows_of_its_own() -> None:
-    pending, rule = PendingStatistics(), logging("max")
-    for name in ("a", "cell", "cell", "b", "cell"):
-        pending.add(rule, name, 0, number(1.0))
-    assert [names for _, names, _ in rows(pending)] == [("a", "b"), *[("cell",)] * 3]
-
-
 def test_a_name_stays_where_it_is() -> None:
     pending, rule = PendingStatistics(), logging("max")
     seen = []
@@ -119,26 +99,19 @@ def test_a_name_stays_where_it_is() -> None:
     ]
 
 
-def test_columns_ascend_in_whatever_order_modules_run() -> None:
-    pending, rule = PendingStatistics(), logging("max")
-    for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
-        pending.add(rule, name, 0, number(value))
-    rows(pending)
-    for name, value in (("c", 6.0), ("a", 4.0), ("b", 5.0)):
-        pending.add(rule, name, 1, number(value))
-    ((row, taken),) = pending.take_rows()
-    assert (list(row.columns), taken.tolist()) == ([0, 1, 2], [4.0, 5.0, 6.0])
-
-
-def test_orders_that_never_repeat_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_queue, "_MOST_ORDERS", 2)
+@pytest.mark.parametrize("most", [2, 100])
+def test_columns_ascend_in_whatever_order_modules_run(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Orders that never repeat are not kept.
+    monkeypatch.setattr(device_queue, "_MOST_ORDERS", most)
     pending, rule = PendingStatistics(), logging("max")
     for step, names in enumerate(["abc", "acb", "bac", "bca", "abc"]):
         for name in names:
             pending.add(rule, name, step, number(float(ord(name) + step)))
-        ((_, key, values),) = rows(pending)
-        assert key == ("a", "b", "c")
-        assert values == {name: float(ord(name) + step) for name in "abc"}
+        ((row, values),) = pending.take_rows()
+        assert list(row.columns) == [0, 1, 2]
+        assert values.tolist() == [float(ord(name) + step) for name in "abc"]
 
 
 def test_steps_are_apart_that_modules_of_several_optimizers_are_in() -> None:
@@ -152,13 +125,12 @@ def test_steps_are_apart_that_modules_of_several_optimizers_are_in() -> None:
     ]
 
 
-def test_rules_and_steps_are_apart() -> None:
-    pending, one, other = PendingStatistics(), logging("max"), logging("min", rule="s")
-    pending.add(one, "a", 0, number(1.0))
-    pending.add(other, "a", 0, number(2.0))
-    pending.add(one, "a", 1, number(3.0))
-    taken = [(row.key.rule, row.key.stat, row.step, v.item()) for row, v in pending.take_rows()]
-    assert taken == [("r", "max", 0, 1.0), ("r", "max", 1, 3.0), ("s", "min", 0, 2.0)]
+def test_rules_are_apart() -> None:
+    pending = PendingStatistics()
+    pending.add(logging("max"), "a", 0, number(1.0))
+    pending.add(logging("min", rule="s"), "a", 0, number(2.0))
+    taken = [(row.key.rule, row.key.stat, values.item()) for row, values in pending.take_rows()]
+    assert taken == [("r", "max", 1.0), ("s", "min", 2.0)]
     assert len(pending) == 0
 
 

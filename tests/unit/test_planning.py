@@ -44,9 +44,7 @@ def _block() -> nn.Module:
     ("options", "count"),
     [
         ({"params": "*"}, 60),
-        ({"params": "*.weight"}, 36),
         ({"params": "h.{0..2}.*"}, 15),
-        ({"params": "h.1.*"}, 5),
         ({"params": "h.1*"}, 15),  # 1, 10 and 11: what a range is there to avoid
         ({"params": ["h.0.attn.*", "h.0.*.weight"]}, 4),
         ({"params": "re:h\\.\\d\\.attn\\..*"}, 20),
@@ -56,8 +54,8 @@ def _block() -> nn.Module:
         ({"params": "*", "where": {"module_type": "*Norm"}}, 24),
         ({"params": "*", "where": {"module_type": "Module"}}, 60),
         ({"params": "*", "where": {"ndim": 2}}, 24),
-        ({"params": "*", "where": {"numel": {"min": 3}}}, 24),
         ({"params": "*", "where": {"numel": {"max": 3}}}, 36),
+        ({"params": "*", "where": {"numel": {"min": 3}}}, 24),
         ({"params": "*", "where": {"dtype": "float32"}}, 60),
         ({"params": "*", "where": {"requires_grad": True, "ndim": 1}}, 36),
     ],
@@ -122,9 +120,8 @@ def compiled(model: nn.Module) -> Any:
         compiled,
         checkpoint_wrapper,
         lambda model: nn.DataParallel(compiled(model)),
-        lambda model: compiled(nn.DataParallel(model)),
     ],
-    ids=["bare", "DataParallel", "compile", "checkpoint", "both", "both, other way round"],
+    ids=["bare", "DataParallel", "compile", "checkpoint", "both"],
 )
 def test_segments_of_wrappers_are_dropped_and_only_those(wrap: Any) -> None:
     assert [param.name for param in from_model(wrap(Inner())).params] == [
@@ -264,44 +261,6 @@ def test_the_plan_as_a_table() -> None:
 def test_layers_are_folded() -> None:
     text = str(bind(deep(), rule(params=["*.mlp.*", "h.{3,5}.attn.weight"])))
     assert "14 parameters: h.{0..11}.mlp.weight, h.{3,5}.attn.weight" in text
-
-
-def test_the_plan_as_json() -> None:
-    plan = bind(
-        nn.Linear(3, 2),
-        rule(params="weight"),
-        {"id": "norms", "action": "norm-log", "params": "*"},
-    )
-    assert plan.to_dict() == {
-        "version": 1,
-        "model": {"params": 2, "elements": 8},
-        "rules": [
-            {
-                "id": "it",
-                "action": "zero",
-                "tensor": "grad",
-                "point": "backward",
-                "hook": "tensor hook",
-                "params": ["weight"],
-                "modules": [],
-                "elements": 6,
-                "warnings": ["zero is not freeze: weight decay and momentum still move the weight"],
-            },
-            {
-                "id": "norms",
-                "action": "norm-log",
-                "tensor": "grad",
-                "point": "accumulated",
-                "hook": "end of backward",
-                "params": ["weight", "bias"],
-                "modules": [],
-                "elements": 8,
-                "warnings": [],
-            },
-        ],
-        "chains": {"weight": ["it", "norms"], "bias": ["norms"]},
-        "warnings": [],
-    }
 
 
 def test_names_of_the_model_are_escaped() -> None:

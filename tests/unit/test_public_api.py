@@ -102,16 +102,6 @@ def test_every_error_and_every_action_has_a_name_there() -> None:
 
 
 @pytest.mark.slow
-def test_the_reports_are_there_right_after_the_import() -> None:
-    code = (
-        "import sys, gradsurgeon\n"
-        "print(callable(gradsurgeon.report.summary), 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
-
-
-@pytest.mark.slow
 def test_functions_stay_functions_whatever_is_imported() -> None:
     code = (
         "import gradsurgeon, importlib, pkgutil\n"
@@ -142,13 +132,8 @@ def test_signature_of_apply() -> None:
 def test_names_of_sinks_and_callbacks() -> None:
     assert sinks.__all__ == ["MLflow", "Sink", "TensorBoard", "WandB"]
     assert integrations.__all__ == ["LightningCallback", "TransformersCallback"]
-    assert [name for name in dir(sinks.Sink) if not name.startswith("_")] == [
-        "close",
-        "flush",
-        "names",
-        "scalars",
-        "text",
-    ]
+    methods = [name for name in dir(sinks.Sink) if not name.startswith("_")]
+    assert " ".join(methods) == "close flush names scalars text"
 
 
 def test_members_of_a_session() -> None:
@@ -156,23 +141,10 @@ def test_members_of_a_session() -> None:
     model = torch.nn.Linear(1, 1)
     with gradsurgeon.apply(model, rules) as session:
         shown = [name for name in dir(session) if not name.startswith("_")]
-    assert shown == [
-        "captured",
-        "events",
-        "history",
-        "latest",
-        "load_state_dict",
-        "pause",
-        "plan",
-        "plot",
-        "recorded",
-        "remove",
-        "resume",
-        "state_dict",
-        "status",
-        "step",
-        "tick",
-    ]
+    assert " ".join(shown) == (
+        "captured events history latest load_state_dict pause plan plot recorded remove resume state_dict status "
+        "step tick"
+    )
     signature = inspect.signature(gradsurgeon.Session.latest)
     assert str(signature) == (
         "(self, name: 'str', stat: 'str' = 'l2', *, rule: 'str | None' = None) -> 'float'"
@@ -180,21 +152,9 @@ def test_members_of_a_session() -> None:
 
 
 def test_fields_of_events_and_statuses() -> None:
-    assert list(gradsurgeon.Event.__dataclass_fields__) == [
-        "kind",
-        "rule",
-        "step",
-        "rank",
-        "name",
-        "message",
-    ]
-    assert list(gradsurgeon.RuleStatus.__dataclass_fields__) == [
-        "matched",
-        "fired",
-        "altered",
-        "last_step",
-        "warnings",
-    ]
+    event, status = gradsurgeon.Event, gradsurgeon.RuleStatus
+    assert " ".join(event.__dataclass_fields__) == "kind rule step rank name message"
+    assert " ".join(status.__dataclass_fields__) == "matched fired altered last_step warnings"
 
 
 @pytest.mark.parametrize(
@@ -206,25 +166,12 @@ def test_the_share_of_changes_is_the_quotient_of_two_counts(
     assert gradsurgeon.RuleStatus(2, fired, altered, None).changed == changed
 
 
-def test_what_pictures_take() -> None:
-    options = ["kind", "name", "rule"]
-    for kind in (gradsurgeon.Run, gradsurgeon.Session):
-        _, *parameters = inspect.signature(kind.plot).parameters.values()
-        assert [one.name for one in parameters[:3]] == options
-        assert [one.kind.name for one in parameters[:2]] == [
-            "POSITIONAL_OR_KEYWORD",
-            "KEYWORD_ONLY",
-        ]
-        assert parameters[0].default == "norms"
-    more = list(inspect.signature(gradsurgeon.Session.plot).parameters)[4:]
-    assert more == ["step", "call", "sample"]
-
-
 @pytest.mark.slow
 def test_importing_imports_no_torch_and_applying_without_it_says_what_to_install() -> None:
     code = (
         "import sys, gradsurgeon\n"
         "gradsurgeon.load('version: 1\\nrules:\\n  - {id: a, action: zero, params: \"*\"}\\n')\n"
+        "assert callable(gradsurgeon.report.summary)\n"
         "assert 'torch' not in sys.modules\n"
         "sys.modules['torch'] = None\n"
         "try: gradsurgeon.apply(None, {})\n"

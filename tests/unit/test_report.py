@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import time
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +12,7 @@ from gradsurgeon.common.events import Event, EventKind, RuleStatus
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.report import Report, RuleInfo
+from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.tables import BLOCKS, NONFINITE, sparkline
 
 NAN, INF = math.nan, math.inf
@@ -71,70 +70,54 @@ def event(step: int, **given: str) -> Event:
     return Event(kind, rule, step, 0, name, given.get("message", f"step {step} went by"))
 
 
-def test_each_decade_is_one_level_where_the_row_spans_eight() -> None:
-    assert sparkline([10.0**i for i in range(8)], 32) == BLOCKS
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([10.0**i for i in range(8)], BLOCKS),
+        ([0.3, 0.3, 0.3], "▅▅▅"),
+        ([1.0, 1.02, 0.98], "▅▅▄"),
+        # Half a decade spans half of the levels.
+        ([1.0, 10**0.5], "▃▇"),
+        # Without a limit on the decades, 1 and 1000 would share the highest level.
+        ([1e-30, 1.0, 1000.0], "▁▆█"),
+        ([1.0, NAN, INF, 0.0, None, 1.0], f"▅{NONFINITE}{NONFINITE}_ ▅"),
+        ([], ""),
+        ([None, None], "  "),
+        ([NAN], NONFINITE),
+    ],
+)
+def test_a_sparkline_has_a_level_per_decade_and_marks_for_what_is_no_norm(
+    values: list[float | None], drawn: str
+) -> None:
+    assert sparkline(values, 32) == drawn
 
 
-def test_equal_values_draw_a_line_in_the_middle() -> None:
-    assert sparkline([0.3, 0.3, 0.3], 32) == "▅▅▅"
-
-
-def test_a_few_percent_are_not_drawn_as_an_earthquake() -> None:
-    assert sparkline([1.0, 1.02, 0.98], 32) in {"▅▅▅", "▅▅▄"}
-
-
-def test_half_a_decade_spans_half_of_the_levels() -> None:
-    assert sparkline([1.0, 10**0.5], 32) == "▃▇"
-
-
-def test_nonfinite_zero_and_absent_have_their_own_marks() -> None:
-    assert sparkline([1.0, NAN, INF, 0.0, None, 1.0], 32) == f"▅{NONFINITE}{NONFINITE}_ ▅"
-
-
-def test_nothing_draws_nothing() -> None:
-    assert sparkline([], 32) == ""
-    assert sparkline([None, None], 32) == "  "
-    assert sparkline([NAN], 32) == NONFINITE
-
-
-def test_a_vanishing_step_does_not_flatten_the_rest() -> None:
-    # Without a limit on the decades, 1 and 1000 would share the highest level.
-    assert sparkline([1e-30, 1.0, 1000.0], 32) == "▁▆█"
-
-
-@pytest.mark.parametrize("spike_at", [0, 1, 4_999, 9_998, 9_999])
-def test_a_spike_of_one_step_in_ten_thousand_survives(spike_at: int) -> None:
+@pytest.mark.parametrize(
+    ("value", "mark", "rest"), [(1000.0, "█", "▁"), (NAN, NONFINITE, "▅")], ids=["spike", "nan"]
+)
+@pytest.mark.parametrize("at", [0, 4_999, 9_999])
+def test_one_step_in_ten_thousand_survives(value: float, mark: str, rest: str, at: int) -> None:
     values = [1.0] * 10_000
-    values[spike_at] = 1000.0
-    drawn = sparkline(values, 32)
-    cell = next(i for i in range(32) if i * 10_000 // 32 <= spike_at < (i + 1) * 10_000 // 32)
-    assert drawn == "▁" * cell + "█" + "▁" * (31 - cell)
-
-
-@pytest.mark.parametrize("nan_at", [0, 5_000, 9_999])
-def test_one_nonfinite_step_in_ten_thousand_survives(nan_at: int) -> None:
-    values = [1.0] * 10_000
-    values[nan_at] = NAN
-    drawn = sparkline(values, 20)
-    assert len(drawn) == 20
-    assert drawn.count(NONFINITE) == 1
-    assert drawn.index(NONFINITE) == nan_at * 20 // 10_000
+    values[at] = value
+    cell = at * 20 // 10_000
+    assert sparkline(values, 20) == rest * cell + mark + rest * (19 - cell)
 
 
 def test_the_numbers_stand_at_their_parameter() -> None:
     text = report(
-        records({"a.weight": [1.0, 2.0, 64.0, 3.0, 4.0], "a.bias": [0.5, NAN, 0.25, INF, 0.125]})
+        records(
+            {
+                "a.weight": [1.0, 2.0, 64.0, 3.0, 4.0],
+                "a.bias": [0.5, NAN, 0.25, INF, 0.125],
+                "broken": [NAN, INF, NAN, NAN, NAN],
+            }
+        )
     ).text(width=100)
     assert row(text, "a.weight")[2:6] == ["1", "3", "64", "4"]
     assert row(text, "a.weight")[6:] == ["-"]
     assert row(text, "a.bias")[1:] == ["▇✗▅✗▂", "0.5", "0.25", "0.5", "0.125", "2"]
-    assert "non-finite: 1 parameter, first at step 1: a.bias" in text
-
-
-def test_a_parameter_without_any_finite_norm_has_a_row() -> None:
-    text = report(records({"w": [NAN, INF]})).text(width=100)
-    assert row(text, "w") == ["w", "✗✗", "nan", "nan", "nan", "inf", "2"]
-    assert "spike" not in text
+    assert row(text, "broken")[1:] == ["✗✗✗✗✗", "nan", "nan", "nan", "nan", "5"]
+    assert "non-finite: 2 parameters, first at step 0: broken" in text
 
 
 def test_zero_and_silent_parameters_are_called_out() -> None:
@@ -196,48 +179,17 @@ def test_a_rule_that_never_fired_accuses_no_parameter() -> None:
     assert row(text, "norms")[-2:] == ["NEVER", "FIRED"]
 
 
-def test_steps_without_a_gradient_are_blank() -> None:
-    text = report(records({"w": [None, None, 1.0, 1.0], "v": [1.0, 1.0, 1.0, 1.0]})).text()
-    line = next(line for line in text.splitlines() if line.startswith("  w "))
-    assert "  ▅▅  " in line
-    assert line.index("▅") - 2 == next(
-        other.index("▅") for other in text.splitlines() if other.startswith("  v ")
-    )
-
-
 def test_accumulated_is_preferred_and_the_rest_is_named() -> None:
     measured = records({"w": [5.0]}, rule="raw", point="backward")
     records({"w": [7.0], "v": [8.0]}, rule="norms", into=measured)
     records({"w": [9.0]}, rule="final", point="step", into=measured)
-    text = report(measured, params=("w", "v")).text()
-    assert "recorded by norms (at accumulated)\n" in text
+    records({"x": [2.0]}, rule="others", into=measured)
+    text = report(measured, params=("w", "v", "x")).text()
     assert "not shown: final (at step), raw (at backward)\n" in text
     assert row(text, "w")[2] == "7"
-
-
-def test_several_rules_are_named_per_row() -> None:
-    measured = records({"a": [1.0]}, rule="one")
-    records({"b": [2.0]}, rule="two", into=measured)
-    text = report(measured).text()
-    assert row(text, "a")[-1] == "one"
-    assert row(text, "b")[-1] == "two"
-
-
-def test_one_rule_over_two_clocks_makes_one_history() -> None:
-    # The first rows are taken before the optimizers are known, later ones per optimizer.
-    measured = records({"a": [1.0], "b": [2.0]})
-    for step in (1, 2):
-        measured.add(Key("norms", "l2", "accumulated", ("a",)), step, array("f", [4.0]).tobytes())
-    assert row(report(measured).text(width=100), "a")[2:6] == ["1", "4", "4", "4"]
-
-
-def test_the_second_call_of_another_module_leaves_no_gap() -> None:
-    key, found = Key("norms", "l2", "forward", ("once", "twice")), Records()
-    for step in range(4):
-        found.add(key, step, array("f", [2.0, 3.0]).tobytes())
-        found.add(key, step, array("f", [0.0, 3.0]).tobytes(), frozenset({0}))
-    shown = report(found, rules={"norms": RuleInfo("norm-log", "observe")})
-    assert len(row(str(shown), "once")[1]) == 4
+    # Where several rules are shown, each row names its own.
+    assert row(text, "v")[-1] == "norms"
+    assert row(text, "x")[-1] == "others"
 
 
 def test_other_statistics_are_mentioned_where_l2_is_missing() -> None:
@@ -335,40 +287,35 @@ FALLING = [0.9**step for step in range(300)]
 
 
 @pytest.mark.parametrize(
-    ("values", "spike"),
+    ("values", "step"),
     [
         ([*LEVEL, 10.0, *LEVEL], None),
-        ([*LEVEL, 50.0, *LEVEL], (60, 50.0)),
-        ([*LEVEL, 5.0, 50.0, 20.0, 5.0, *LEVEL], (61, 50.0)),
-        ([*LEVEL, 50.0], (60, 50.0)),
-        ([*LEVEL, NAN, 50.0, INF, *LEVEL], (61, 50.0)),
+        ([*LEVEL, 50.0, *LEVEL], 60),
+        ([*LEVEL, 5.0, 50.0, 20.0, 5.0, *LEVEL], 61),
+        ([*LEVEL, 50.0], 60),
+        ([*LEVEL, NAN, 50.0, INF, *LEVEL], 61),
         # Of the beginning nobody knows whether it is one, and a new level is none.
         ([50.0, *LEVEL], None),
         ([*LEVEL, *(100 * value for value in LEVEL)], None),
         # A whole training: what is far above the median is its beginning, what stands out is late.
         (FALLING, None),
-        ([0.1**step for step in range(30)], None),
         (FALLING[::-1], None),
         # The first steps are not judged.
-        ([*LEVEL[:3], 500.0, *LEVEL], None),
-        ([500.0, *LEVEL], None),
         ([*LEVEL[:3], 500.0, *LEVEL, 6.0, *LEVEL], None),
         # A warm-up rises from next to nothing, and stays.
         ([1e-6, 1e-4, 1e-2, *LEVEL], None),
-        ([1e-4, 10.0, *(10.0 * 0.5**step for step in range(40))], None),
         # Few steps have no usual norm.
         ([*LEVEL[:15], 50.0], None),
-        ([*LEVEL[:16], 50.0], (16, 50.0)),
+        ([*LEVEL[:16], 50.0], 16),
     ],
 )
 def test_a_norm_that_stands_out_from_its_own_past_is_a_spike(
-    values: list[float], spike: tuple[int, float] | None
+    values: list[float], step: int | None
 ) -> None:
     text = report(records({"w": values})).text()
-    if spike is None:
-        assert "largest spike" not in text
-    else:
-        assert f"largest spike: w, {spike[1]:.3g} at step {spike[0]}, " in text
+    told = re.search(r"largest spike: w, 50 at step (\d+), ", text)
+    assert (int(told[1]) if told else None) == step
+    assert ("largest spike" in text) is (step is not None)
 
 
 NOISE = [1.0, 1.4, 0.8, 1.2, 0.7, 1.1]
@@ -411,31 +358,6 @@ def test_where_no_parameter_got_a_gradient_they_are_named() -> None:
     assert never_due.remarks == ()
 
 
-@pytest.mark.slow
-def test_a_report_of_many_parameters_is_quick() -> None:
-    """Ten thousand tensors that took minutes when each name was looked up anew among all others."""
-    names = [f"layer{number}.weight" for number in range(10_000)]
-    found = report(
-        records({name: [1.0 + step % 7 for step in range(100)] for name in names}),
-        logged=[*names, "silent"],
-    )
-    start = time.process_time()
-    found.text()
-    assert time.process_time() - start < 5
-
-
-@pytest.mark.slow
-def test_a_summary_of_twice_the_parameters_takes_twice_the_time() -> None:
-    seconds = []
-    for number in (2000, 8000):
-        names = [f"layer{i}.weight" for i in range(number)]
-        found = report(records({name: [1.0, 2.0] for name in names}), logged=[*names, "silent"])
-        start = time.process_time()
-        found.text()
-        seconds.append(time.process_time() - start)
-    assert seconds[1] < 8 * seconds[0]
-
-
 def test_a_trap_that_several_ranks_note_is_one() -> None:
     seen = [(0, 3), (1, 3), (0, 5), (1, 5)]
     events = [Event("trap", "watch", step, rank, "w", f"step {step}: bad") for rank, step in seen]
@@ -456,27 +378,24 @@ def test_a_trap_that_several_ranks_note_is_one() -> None:
     assert "  step 3  notice  rank 0, 1\n      a" in text
 
 
-def test_the_header_counts_steps_and_events_by_kind() -> None:
-    events = [event(1, kind="trap"), event(1), event(3)]
-    head = report(records({"w": [1.0] * 5}), events=events).text().splitlines()[0]
-    assert head == "summary: rules.yaml on Net: steps 0..4, 3 events (1 trap, 2 notice)"
+def test_many_events_keep_the_first_and_the_last() -> None:
+    events = [event(i, name=f"p{i}") for i in range(100)]
+    text = report(events=events).text()
+    assert "... and 80 more" in text
+    assert re.findall(r"p\d+$", text, re.MULTILINE) == [
+        f"p{i}" for i in (*range(10), *range(90, 100))
+    ]
 
 
 def test_nothing_at_all_still_reads() -> None:
-    text = Report(title="t", params=(), rules={}, statuses={}).text()
+    empty = Report(title="t", params=(), rules={}, statuses={})
+    assert to_dict(empty)["ended"] is None
+    text = empty.text()
     assert (
         text
         == "summary: t: no step seen, 0 events\n\nnorms: no l2 recorded; recorded: "
         + NOTHING_RECORDED
     )
-
-
-def test_dropped_rows_are_admitted() -> None:
-    measured = Records(limit_bytes=16 * 164)
-    for step in range(20):
-        measured.add(Key("norms", "l2", "step", ("w",)), step, array("f", [1.0]).tobytes())
-    head = report(measured).text().splitlines()[0]
-    assert "4 rows dropped, the oldest" in head
 
 
 @pytest.mark.parametrize("limit", [2**20, 16 * 164])
@@ -486,7 +405,8 @@ def test_that_no_gradient_came_is_said_if_no_row_was_dropped(limit: int) -> None
     for step in range(40):
         measured.add(key, step, array("f", [1.0, 0.0]).tobytes(), frozenset({1}))
     text = report(measured, logged=["w", "early"]).text()
-    assert ("never got a gradient: early" in text) is (limit > 16 * 164)
+    assert (" rows dropped, the oldest" in text.splitlines()[0]) is (limit < 2**20)
+    assert ("never got a gradient: early" in text) is (limit == 2**20)
 
 
 def test_repeated_events_are_folded_and_lines_indented() -> None:
@@ -494,46 +414,16 @@ def test_repeated_events_are_folded_and_lines_indented() -> None:
         event(step, kind="trap", rule="nans", name="w", message=f"step {step}: {step} bad\nskipped")
         for step in range(3, 15)
     ]
-    text = report(events=[event(0, message="first of all"), *events]).text()
+    other = event(15, kind="trap", rule="nans", name="w", message="step 15: 15 bad\ngiving up")
+    text = report(events=[event(0, message="first of all"), *events, other]).text()
     assert "  step 3  trap  nans  w  x12, steps 3..14\n      step 3: 3 bad\n      skipped" in text
-    assert text.count("bad") == 1
+    assert "  step 15  trap  nans  w\n      step 15: 15 bad\n      giving up" in text
+    assert text.count("bad") == 2
     assert text.index("first of all") < text.index("x12")
 
 
-def test_different_messages_are_not_folded() -> None:
-    events = [
-        event(1, message="the optimizer holds nothing"),
-        event(2, message="accumulation seen"),
-        event(3, kind="trap", rule="nans", name="w", message="step 3: bad\nskipped"),
-        event(4, kind="trap", rule="nans", name="w", message="step 4: bad\ngiving up"),
-    ]
-    text = report(events=events).text()
-    for wording in ("holds nothing", "accumulation", "skipped", "giving up"):
-        assert wording in text
-    assert " x2" not in text
-
-
-def test_many_events_keep_the_first_and_the_last() -> None:
-    events = [event(i, name=f"p{i}") for i in range(100)]
-    text = report(events=events).text()
-    assert "... and 80 more" in text
-    seen = [line.split()[-1] for line in text.splitlines() if line.startswith("  step ")]
-    assert seen == [f"p{i}" for i in [*range(10), *range(90, 100)]]
-    assert "more" not in report(events=events[:20]).text()
-
-
-def test_the_rank_is_named_where_it_matters() -> None:
-    other = Event("trap", "nans", 5, 3, "w", "bad")
-    assert "  step 5  trap  nans  w  rank 3" in report(events=[other]).text()
-
-
-@pytest.mark.slow
-def test_the_report_needs_no_torch() -> None:
-    code = "import sys, gradsurgeon.report; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_summary_of_a_session_holds_its_numbers() -> None:
+@pytest.mark.parametrize("start", [0, 100])
+def test_the_summary_of_a_session_holds_its_numbers(start: int) -> None:
     import torch
     from torch import nn
 
@@ -544,15 +434,17 @@ def test_the_summary_of_a_session_holds_its_numbers() -> None:
     nn.init.ones_(last.weight.requires_grad_(False))
     model = nn.Sequential(nn.Linear(2, 1, bias=False), last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rules = {
-        "version": 1,
-        "rules": [
-            {"id": "norms", "action": "norm-log", "params": "*"},
-            {"id": "double", "action": "scale", "params": "0.*", "factor": 2.0},
-        ],
-    }
-    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
-        for size in (1.0, 2.0):
+    steps = {"to": start + 2}
+    rules = [
+        {"id": "norms", "action": "norm-log", "params": "*", "steps": steps},
+        {"id": "double", "action": "scale", "params": "0.*", "factor": 2.0, "steps": steps},
+    ]
+    with gradsurgeon.apply(
+        model, {"version": 1, "rules": rules}, optimizer=optimizer, start_step=start
+    ) as session:
+        assert " on Sequential: no step seen, 0 events" in str(summary(session))
+        # Nothing is recorded in the third step.
+        for size in (1.0, 2.0, 3.0):
             optimizer.zero_grad()
             model(torch.tensor([[3.0 * size, 4.0 * size]])).sum().backward()
             optimizer.step()
@@ -561,31 +453,8 @@ def test_the_summary_of_a_session_holds_its_numbers() -> None:
     assert found.params == ("0.weight", "1.weight")
     assert found.rules["norms"] == RuleInfo("norm-log", "observe", ("0.weight", "1.weight"))
     assert found.rules["double"] == RuleInfo("scale", "edit", ())
-    assert "steps 0..1, 0 events" in text
+    assert f"on Sequential: steps {start}..{start + 2}, 0 events" in text
     assert row(text, "0.weight")[2:6] == ["10", "15", "20", "20"]
     assert "; requires_grad off: 1 parameter, largest 1.weight\n" in text
     assert "never got a gradient" not in text
-    assert row(text, "double") == ["double", "scale", "1", "2", "-", "1"]
-
-
-@pytest.mark.parametrize("start", [0, 100])
-def test_the_summary_of_a_session_counts_steps_in_which_nothing_was_recorded(start: int) -> None:
-    import torch
-    from torch import nn
-
-    import gradsurgeon
-    from gradsurgeon.report import summary
-
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rules = [
-        {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1, "steps": {"to": 103}}
-    ]
-    with gradsurgeon.apply(model, {"version": 1, "rules": rules}, start_step=start) as session:
-        assert str(summary(session)).splitlines()[0].endswith(": no step seen, 0 events")
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-        head = str(summary(session)).splitlines()[0]
-    assert head.endswith(f" on Linear: steps {start}..{start + 4}, 0 events")
+    assert row(text, "double") == ["double", "scale", "1", "2", "-", f"{start + 1}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 
 import pytest
 from commands import call_here
@@ -20,7 +20,7 @@ STEPS = 3000
 
 
 @pytest.fixture
-def ranks(tmp_path: pathlib.Path) -> pathlib.Path:
+def ranks(tmp_path: Path) -> Path:
     """Return a run of three ranks, each with a parameter of its own."""
     path = tmp_path / "run"
     for writer in [write(path, {f"p{rank}": [1.0] * STEPS}, rank=rank) for rank in range(3)]:
@@ -28,13 +28,13 @@ def ranks(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def cut(file: pathlib.Path, size: int) -> None:
+def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
 @singly(size=[0, 1000, 40_000], rank=[0, 1, 2])
 def test_a_file_that_was_cut_off_is_named_and_the_others_are_reported_without_it(
-    ranks: pathlib.Path, rank: int, size: int
+    ranks: Path, rank: int, size: int
 ) -> None:
     file = ranks / f"rank-{rank}.db"
     cut(file, size)
@@ -50,7 +50,7 @@ def test_a_file_that_was_cut_off_is_named_and_the_others_are_reported_without_it
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_damage_that_shows_when_rows_are_read_is_named_too(ranks: pathlib.Path, rank: int) -> None:
+def test_damage_that_shows_when_rows_are_read_is_named_too(ranks: Path, rank: int) -> None:
     file = ranks / f"rank-{rank}.db"
     data = bytearray(file.read_bytes())
     data[-30_000:] = b"\xff" * 30_000
@@ -62,7 +62,7 @@ def test_damage_that_shows_when_rows_are_read_is_named_too(ranks: pathlib.Path, 
         from_run(run)
 
 
-def test_of_files_that_are_all_damaged_there_is_no_report(ranks: pathlib.Path) -> None:
+def test_of_files_that_are_all_damaged_there_is_no_report(ranks: Path) -> None:
     for rank in range(3):
         cut(ranks / f"rank-{rank}.db", 40_000 if rank else 100)
     done = call_here("report", str(ranks), cwd=ranks.parent)
@@ -72,7 +72,7 @@ def test_of_files_that_are_all_damaged_there_is_no_report(ranks: pathlib.Path) -
         open_run(ranks)
 
 
-def test_a_reader_who_did_not_ask_gets_no_part_of_a_run(ranks: pathlib.Path) -> None:
+def test_a_reader_who_did_not_ask_gets_no_part_of_a_run(ranks: Path) -> None:
     cut(ranks / "rank-1.db", 100)
     with pytest.raises(RecordError, match=r"rank-1\.db"):
         open_run(ranks)
@@ -91,7 +91,7 @@ def test_a_reader_who_did_not_ask_gets_no_part_of_a_run(ranks: pathlib.Path) -> 
     ],
 )
 def test_a_file_that_is_missing_is_named(
-    ranks: pathlib.Path, world: int | None, removed: list[int], said: str
+    ranks: Path, world: int | None, removed: list[int], said: str
 ) -> None:
     (ranks / "run.json").write_text(json.dumps({"format": 3, **meta(), "ranks": world}))
     for rank in removed:

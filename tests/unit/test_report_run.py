@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import random
-import re
+from pathlib import Path
 
 import pytest
-from pairs import slow
 from runs import KEY, meta, values, write
 
 from gradsurgeon import Event
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.store import Key
-from gradsurgeon.records.store.database import lock_file
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import RuleInfo, from_run, summary
@@ -38,7 +35,7 @@ def as_if_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", 3 * STEPS // 2)
 
 
-def test_a_short_run_reads_as_its_session_would(tmp_path: pathlib.Path) -> None:
+def test_a_short_run_reads_as_its_session_would(tmp_path: Path) -> None:
     writer = write(tmp_path, {"a.weight": [1.0, 2.0, 64.0, 3.0, 4.0], "a.bias": [None] * 5})
     writer.statuses({"norms": RuleStatus(2, 5, 0, 4)})
     writer.event(Event("trap", "norms", 2, 0, "a.weight", "bad"))
@@ -60,22 +57,11 @@ def test_a_short_run_reads_as_its_session_would(tmp_path: pathlib.Path) -> None:
     assert "step 2  trap  norms  a.weight" in text
 
 
-def test_a_pass_that_waits_for_its_update_is_no_step(tmp_path: pathlib.Path) -> None:
-    writer = write(tmp_path, {"g.weight": [1.0, 1.0, 1.0, 9.0]})
-    writer.statuses({"norms": RuleStatus(2, 4, 0, 3)})
-    writer.close({"pending": {"g.weight": 3}})
-    with open_run(tmp_path) as run:
-        report = from_run(run)
-    assert report.steps == (0, 2)
-    assert [track.largest for track in report.history.tracks] == [1.0]
-    assert report.statuses["norms"].last_step == 2
-
-
 @pytest.mark.usefixtures("as_if_long")
-@pytest.mark.parametrize("at", [5_001, *slow(5_000, 9_990)])
 def test_what_all_layers_do_together_in_a_long_run_is_told_with_its_step(
-    tmp_path: pathlib.Path, at: int
+    tmp_path: Path,
 ) -> None:
+    at = 5_001
     names = [f"layer.{number}" for number in range(5)]
     histories = {name: long_history(number) for number, name in enumerate(names)}
     for history in histories.values():
@@ -89,20 +75,10 @@ def test_what_all_layers_do_together_in_a_long_run_is_told_with_its_step(
     assert f"spike: the norm of all 5 parameters, 224 at step {at - at % few}, " in text
     (whole,) = found.history.gradients
     assert whole.steps.tolist() == [*range(0, STEPS, few)]
-    # Two rules, the second of which shows what the first has not.
-    writer = write(tmp_path / "two", dict([*histories.items()][:2]), rule="first")
-    key = Key("norms", "l2", "accumulated", tuple(names))
-    for step in range(STEPS):
-        writer.add(key, step, values(*(one[step] or 0.0 for one in histories.values())))
-    writer.close()
-    with open_run(tmp_path / "two") as run:
-        (again,) = from_run(run).history.gradients
-    assert set(again.names) == set(names)
-    assert again.norms.max() == pytest.approx(math.hypot(*[100.0] * 5))
 
 
 @pytest.mark.usefixtures("as_if_long")
-def test_an_explosion_in_a_long_run_is_told_with_its_steps(tmp_path: pathlib.Path) -> None:
+def test_an_explosion_in_a_long_run_is_told_with_its_steps(tmp_path: Path) -> None:
     grown = [min(1.0 * 1.01**step, 1e6 + step) for step in range(STEPS)]
     grown[9_997], grown[9_998] = 5e7, 4e7
     write(tmp_path, {"a": [*grown], "b": [*grown[:-40], *[math.nan] * 40]}).close()
@@ -116,8 +92,8 @@ def test_an_explosion_in_a_long_run_is_told_with_its_steps(tmp_path: pathlib.Pat
 
 
 @pytest.mark.usefixtures("as_if_long")
-@pytest.mark.parametrize("spike_at", [20, 255, 256, 5_000, 9_983, 9_999])
-def test_one_step_of_ten_thousand_survives(tmp_path: pathlib.Path, spike_at: int) -> None:
+@pytest.mark.parametrize("spike_at", [20, 255, 256, 9_999])
+def test_one_step_of_ten_thousand_survives(tmp_path: Path, spike_at: int) -> None:
     history, broken = long_history(1), long_history(2)
     history[spike_at], broken[spike_at] = 1e4, math.nan
     write(tmp_path, {"spiky": history, "broken": broken, "calm": long_history(3)}).close()
@@ -137,79 +113,20 @@ def test_one_step_of_ten_thousand_survives(tmp_path: pathlib.Path, spike_at: int
     assert "2 successive steps count as one, by their largest norm" in text
 
 
-@pytest.mark.usefixtures("as_if_long")
-def test_a_tensor_that_moved_to_another_series_has_one_history(tmp_path: pathlib.Path) -> None:
-    writer = RunWriter(tmp_path, meta=meta(("a", "b")))
-    writer.add(Key("norms", "l2", "accumulated", ("a", "b")), 0, values(1.0, 1.0))
-    for step in range(1, 600):
-        writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(4.0 + 60 * (step == 70)))
-    writer.close()
-    with open_run(tmp_path) as run:
-        text = from_run(run).text(width=100)
-    assert cells(text, "a")[2:6] == ["1", "4", "64", "4"]
-    assert "largest spike: a, 64 at step 70, " in text
-
-
-def test_ranks_are_not_mixed_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, size in ((1, 100.0), (0, 1.0)):
-        writer = RunWriter(tmp_path, rank=rank, meta=meta())
+        writer = RunWriter(tmp_path, rank=rank, meta=meta(mode="observe"))
         writer.add(KEY, 0, values(size, size))
         writer.close()
     for most in (10**9, 1):
         monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", most)
         with open_run(tmp_path) as run:
             text = from_run(run).text(width=100)
-        assert "; 2 ranks, norms of the lowest that has them" in text
+        assert "observed only: no rule changed anything; 2 ranks, norms of the lowest" in text
         assert cells(text, "a.bias")[2:6] == ["1", "1", "1", "1"]
 
 
-def test_what_became_of_the_run_is_said(tmp_path: pathlib.Path) -> None:
-    writer = RunWriter(tmp_path, meta=meta(mode="observe"))
-    other = RunWriter(tmp_path, rank=1)
-    other.close()
-
-    def head() -> list[str]:
-        with open_run(tmp_path) as run:
-            return from_run(run).text().splitlines()[:2]
-
-    first, second = head()
-    assert first == "rank 0: running; rank 1: ended"
-    assert "observed only: no rule changed anything; 2 ranks" in second
-    lock_file(writer._database).unlink()
-    assert re.fullmatch(
-        r"rank 0: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is "
-        r"missing; rank 1: ended",
-        head()[0],
-    )
-    writer.close()
-    assert head()[0] == "ended, clean"
-
-
-def test_other_statistics_are_mentioned_with_their_steps(tmp_path: pathlib.Path) -> None:
-    write(tmp_path, {"w": [1.0] * 50}, stat="max").close()
-    with open_run(tmp_path) as run:
-        text = from_run(run).text()
-    assert "steps 0..49" in text
-    assert "no l2 recorded; recorded: max" in text
-
-
-def test_texts_from_the_files_are_escaped(tmp_path: pathlib.Path) -> None:
-    evil = "w\x1b[2J\u202e"
-    about = meta((evil,), rules={"file": evil}, mode=evil)
-    writer = RunWriter(tmp_path, meta=about)
-    for stat in ("l2", evil):
-        for point in ("accumulated", evil):
-            writer.add(Key(evil, stat, point, (evil,)), 0, values(1.0))
-    writer.statuses({evil: RuleStatus(1, 1, 0, 0)})
-    writer.event(Event("notice", evil, 0, 0, evil, evil))
-    writer.close()
-    with open_run(tmp_path) as run:
-        text = from_run(run).text()
-    assert "w\\x1b[2J\\u202e" in text
-    assert not {"\x1b", "\u202e"} & set(text)
-
-
-def test_tensors_of_modules_have_rows_as_well(tmp_path: pathlib.Path) -> None:
+def test_tensors_of_modules_have_rows_as_well(tmp_path: Path) -> None:
     rules = [
         {"id": "norms", "action": "norm-log", "params": ["a.weight", "a.bias"]},
         {"id": "hidden", "action": "norm-log", "tensor": "output[0]", "modules": ["block.1"]},

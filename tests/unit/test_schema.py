@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pairs import singly, slow
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 import gradsurgeon
 from gradsurgeon.actions import ACTIONS, Rule, Steps, Where
@@ -90,17 +90,6 @@ class TestValues:
         assert str(found.place("a")) == "r.yaml:4:22"
         assert (found.file, found.text) == ("r.yaml", text)
 
-    def test_the_hash_goes_by_the_text_or_by_the_rules(self) -> None:
-        text = "version: 1\nrules:\n- {id: a, action: zero, params: '*'}\n"
-        assert gradsurgeon.load(text).sha256 == gradsurgeon.load(text).sha256
-        assert gradsurgeon.load(text).sha256 != gradsurgeon.load(text + "# more\n").sha256
-        one, other = ({"version": 1, "rules": [{**ZERO, "params": name}]} for name in "ab")
-        assert gradsurgeon.load(one).sha256 != gradsurgeon.load(other).sha256
-
-    def test_a_rule_set_is_returned_as_it_is(self) -> None:
-        rules = gradsurgeon.load({"version": 1, "rules": [ZERO]})
-        assert gradsurgeon.load(rules) is rules
-
 
 class TestPlainData:
     def test_places_are_paths(self) -> None:
@@ -142,14 +131,7 @@ class TestPlainData:
             ),
         ]
 
-    def test_tuples_are_lists(self) -> None:
-        found = gradsurgeon.load({"version": 1, "rules": ({**ZERO, "params": ("a", "b")},)})
-        assert found.rules[0].params == ("a", "b")
-
-    @pytest.mark.parametrize(
-        ("data", "place", "check"),
-        NO_FILE_COULD_HOLD,
-    )
+    @pytest.mark.parametrize(("data", "place", "check"), NO_FILE_COULD_HOLD)
     def test_what_no_file_could_hold(self, data: dict[Any, Any], place: str, check: str) -> None:
         assert refused(data)[0][:2] == (place, check)
 
@@ -229,19 +211,23 @@ class TestBuiltInPython:
             (rule,) = gradsurgeon.load({"version": 1, "rules": [options]}).rules
             assert type(rule) is ACTIONS[action]
 
-    def test_crossed_bounds_are_refused(self) -> None:
-        with pytest.raises(ValidationError, match=r"min \(2\) is greater than max \(1\)"):
-            ACTIONS["clamp"].model_validate(
-                {"id": "a", "params": "*", "at": "step", "min": 2, "max": 1}
-            )
-
-    def test_an_empty_schedule_is_refused(self) -> None:
-        with pytest.raises(ValidationError, match=r"`to` \(5\) is not after `from` \(5\)"):
-            Steps(from_=5, to=5)
-
-    def test_crossed_sizes_are_refused(self) -> None:
-        with pytest.raises(ValidationError, match=r"min \(9\) is greater than max \(1\)"):
-            Where.model_validate({"numel": {"min": 9, "max": 1}})
+    @pytest.mark.parametrize(
+        ("kind", "given", "said"),
+        [
+            (
+                ACTIONS["clamp"],
+                {"id": "a", "params": "*", "at": "step", "min": 2, "max": 1},
+                r"min \(2\) is greater than max \(1\)",
+            ),
+            (Steps, {"from": 5, "to": 5}, r"`to` \(5\) is not after `from` \(5\)"),
+            (Where, {"numel": {"min": 9, "max": 1}}, r"min \(9\) is greater than max \(1\)"),
+        ],
+    )
+    def test_crossed_bounds_are_refused(
+        self, kind: type[BaseModel], given: dict[str, Any], said: str
+    ) -> None:
+        with pytest.raises(ValidationError, match=said):
+            kind.model_validate(given)
 
     def test_rules_cannot_be_changed(self) -> None:
         rule: Rule = ACTIONS["zero"].model_validate(ZERO)
@@ -254,7 +240,6 @@ class TestRequires:
         ("requirement", "met"),
         [
             (">=0.1", True),
-            (">= 0.1.0.0", True),
             ("==0.1", True),
             ("<0.1", False),
             ("<=0.1", True),
@@ -264,8 +249,6 @@ class TestRequires:
             (">=0.2, <0.3", False),
             ("~=0.1", None),
             ("0.1", None),
-            ("", None),
-            (">=0.1,", None),
             (">=0.1.dev0", None),
         ],
     )
@@ -343,18 +326,12 @@ class TestProblems:
             assert (found.rules is None) == bool(found.problems)
             assert all(str(p.place).startswith("<dict> rules[0]") for p in found.problems)
 
-    @pytest.mark.parametrize(
-        ("item", "kind"), [(ZERO, "dict"), ("a.yaml", "str"), (None, "NoneType")]
-    )
-    @pytest.mark.parametrize("sequence", [list, tuple])
-    def test_a_list_of_other_things_is_told_what_it_lacks(
-        self, sequence: Any, item: object, kind: str
-    ) -> None:
-        rule = gradsurgeon.Zero(id="a", params=("*",))
+    def test_a_list_of_other_things_is_told_what_it_lacks(self) -> None:
+        items: Any = [gradsurgeon.Zero(id="a", params=("*",)), ZERO]
         with pytest.raises(TypeError) as caught:
-            gradsurgeon.load(sequence([rule, item]))
+            gradsurgeon.load(items)
         assert str(caught.value) == (
-            f"a list of rules holds rules built in Python, this one has an item of type {kind}: pass the whole file "
+            "a list of rules holds rules built in Python, this one has an item of type dict: pass the whole file "
             'as a dict {"version": 1, "rules": [...]}'
         )
 

@@ -7,8 +7,8 @@ what changes with every release, action and pack. Files in folders are included 
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +16,7 @@ from gradsurgeon.actions import ACTIONS
 from gradsurgeon.errors import Problem
 from gradsurgeon.language import packs, schema, source
 
-CASES = pathlib.Path(__file__).parent.parent / "cases" / "schema"
+CASES = Path(__file__).parent.parent / "cases" / "schema"
 BAD = sorted(CASES.glob("bad/*.yaml"))
 GOOD = sorted(CASES.glob("good/*.yaml"))
 
@@ -33,9 +33,7 @@ def written(problems: Iterable[Problem]) -> str:
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
-def test_a_bad_file_shows_exactly_its_problems(
-    case: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_file_shows_exactly_its_problems(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = case.with_suffix(".out").read_text(encoding="utf-8")
     assert ": error: " in expected
     monkeypatch.chdir(case.parent)
@@ -44,7 +42,7 @@ def test_a_bad_file_shows_exactly_its_problems(
     for problem in problems:
         place = problem.place
         pack = packs.published().get(place.file.removeprefix(packs.PREFIX))
-        path = pack.path if pack else pathlib.Path(place.file)
+        path = pack.path if pack else Path(place.file)
         lines = path.read_text(encoding="utf-8").split("\n")
         assert 1 <= place.line <= len(lines)
         assert place.line_text == lines[place.line - 1]
@@ -52,7 +50,7 @@ def test_a_bad_file_shows_exactly_its_problems(
 
 
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.stem)
-def test_a_good_file_loads(case: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_file_loads(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = case.with_suffix(".out")
     expected = out.read_text(encoding="utf-8") if out.exists() else ""
     assert ": error: " not in expected

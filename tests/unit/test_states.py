@@ -97,11 +97,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         -3,
         "state['step']: Input should be greater than or equal to 0",
     ),
-    "a step that is none": (
-        ("steps", "0.weight"),
-        "x",
-        "state['steps']['0.weight']: Input should be a valid integer",
-    ),
     "a step with a fraction": (
         ("common_step",),
         1.0,
@@ -116,11 +111,6 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         ("rules", "spikes", "per"),
         "row",
         "['per']: Input should be 'rule' or 'parameter'",
-    ),
-    "a number": (
-        ("rules", "spikes", "statistics", 0, "kept"),
-        1.0,
-        "['kept']: Input should be an",
     ),
     "no fractions": (
         ("rules", "spikes", "statistics", 0, "kept"),
@@ -210,31 +200,31 @@ class Foreign:
     """What only a file that runs code could bring back."""
 
 
-@pytest.mark.parametrize("damage", ["empty", "junk", "cut", "code", "folder", "no state"])
-def test_a_file_that_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("cut", "is damaged, no whole file of `torch.save`; resume"),
+        ("code", "it holds objects that would run code (opcode NEWOBJ); resume"),
+        ("folder", "Is a directory"),
+        ("no state", "this is not the state of a session"),
+    ],
+)
+def test_a_file_that_is_damaged_is_named(damage: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "state-0.pt"
     session_state.write(tmp_path, controller(trained()))
-    whole = path.read_bytes()
-    if damage in ("code", "no state"):
-        torch.save(Foreign() if damage == "code" else {"model": 1}, path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-50])
     elif damage == "folder":
         path.unlink()
         path.mkdir()
     else:
-        path.write_bytes({"empty": b"", "junk": b"junk", "cut": whole[:-50]}[damage])
+        torch.save(Foreign() if damage == "code" else {"model": 1}, path)
     with gradsurgeon.apply(make(), RULES) as session:
         with pytest.raises(GradSurgeonError) as raised:
             session_state.resume(tmp_path, controller(session))
         assert session.step == 0
     assert str(raised.value).startswith(f"{path}: ")
-    told = {
-        "folder": "Is a directory",
-        "no state": "this is not the state of a session",
-        "code": "it holds objects that would run code (opcode NEWOBJ); resume",
-    }
-    assert told.get(damage, "is damaged, no whole file of `torch.save`; resume") in str(
-        raised.value
-    )
+    assert said in str(raised.value)
     assert "weights_only" not in str(raised.value)
 
 

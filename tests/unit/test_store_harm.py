@@ -71,17 +71,6 @@ def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, l
     assert step + 100 - len(found) < 1.5 * step / 2.3
 
 
-def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib.Path) -> None:
-    with another_process(WRITES_FOR_EVER, str(tmp_path), "wal") as process:
-        process.kill()
-        process.communicate()
-    with pytest.raises(
-        RecordError,
-        match=r"already holds a run \(rank-0.db\), and records are never .* pass another directory",
-    ):
-        RunWriter(tmp_path, meta=meta())
-
-
 @pytest.mark.slow
 def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
     with another_process(WRITES_FOR_EVER, str(tmp_path), "wal"):
@@ -220,31 +209,6 @@ def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: pathlib.Pa
         assert run.states == {0: "stopped"}
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-
-
-@pytest.mark.skipif(not pathlib.Path("/dev/shm").is_dir(), reason="needs a small file system")
-def test_a_small_file_system_that_fills_up(tmp_path: pathlib.Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("this process must not mount")
-    try:
-        writer = RunWriter(tmp_path / "run", meta=meta())
-        key = Key("norms", "l2", "step", tuple(map(str, range(500))))
-        for step in range(2000):
-            writer.add(key, step, values(*[1.0] * 500))
-            if step % 50 == 0:
-                writer.commit()
-        said = writer.news()
-        assert len(said) == 1
-        assert "full" in said[0]
-        with open_run(tmp_path / "run") as run:
-            assert run.history("7")[0] == (0, 1.0)
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize("wal", [True, False])

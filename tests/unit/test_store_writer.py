@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import pathlib
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from runs import KEY, listing, meta, refuse_wal, values, write
@@ -23,7 +21,7 @@ from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 
 
-def journal_mode(path: pathlib.Path) -> str:
+def journal_mode(path: Path) -> str:
     with contextlib.closing(sqlite3.connect(path / "rank-0.db")) as connection:
         return str(connection.execute("PRAGMA journal_mode").fetchone()[0])
 
@@ -32,23 +30,24 @@ def event(message: str = "bad", step: int = 3) -> Event:
     return Event("trap", "nans", step, 0, "a.bias", message)
 
 
-def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
+def test_what_is_written_is_read(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "deep" / "run", meta=meta())
     writer.add(KEY, 0, values(1.0, 2.0))
     writer.add(KEY, 1, values(0.0, float("nan")), frozenset({0}))
+    writer.add(KEY, 2, values(float("inf"), 1e6))
     writer.statuses({"norms": RuleStatus(2, 4, 1, 1, ("a word",))})
     writer.event(event())
     writer.close()
     with open_run(tmp_path / "deep" / "run") as run:
-        assert run.history("a.weight") == [(0, 1.0)]
-        assert str(run.history("a.bias")) == "[(0, 2.0), (1, nan)]"
+        assert run.history("a.weight") == [(0, 1.0), (2, float("inf"))]
+        assert str(run.history("a.bias")) == "[(0, 2.0), (1, nan), (2, 1000000.0)]"
         assert run.events == [event()]
         assert run.status() == {"norms": RuleStatus(2, 4, 1, 1, ("a word",))}
         assert run.states == {0: "finished"}
         assert run.meta["rules"]["text"] == "version: 1"
 
 
-def test_a_finished_run_is_one_plain_file_per_rank(tmp_path: pathlib.Path) -> None:
+def test_a_finished_run_is_one_plain_file_per_rank(tmp_path: Path) -> None:
     writer = write(tmp_path, {"w": [1.0]})
     assert journal_mode(tmp_path) == "wal"
     writer.close()
@@ -57,7 +56,7 @@ def test_a_finished_run_is_one_plain_file_per_rank(tmp_path: pathlib.Path) -> No
     assert journal_mode(tmp_path) == "delete"
 
 
-def test_a_row_is_replaced_before_and_after_its_commit(tmp_path: pathlib.Path) -> None:
+def test_a_row_is_replaced_before_and_after_its_commit(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, meta=meta())
     writer.add(KEY, 0, values(1.0, 1.0), replace=True)
     writer.add(KEY, 0, values(2.0, 2.0), replace=True)
@@ -72,19 +71,8 @@ def test_a_row_is_replaced_before_and_after_its_commit(tmp_path: pathlib.Path) -
         assert run.history("a.weight") == [(1, 4.0), (1, 5.0)]
 
 
-def test_odd_values_and_holes_come_back_exactly(tmp_path: pathlib.Path) -> None:
-    history: list[float | None] = [float(step % 7) for step in range(1000)]
-    history[300], history[301], history[302] = float("nan"), float("inf"), 1e6
-    history[600] = None
-    write(tmp_path, {"w": history, "dead": [None] * 1000}).close()
-    with open_run(tmp_path) as run:
-        kept = [(step, value) for step, value in enumerate(history) if value is not None]
-        assert str(run.history("w")) == str(kept)
-        assert run.history("dead") == []
-
-
 def test_one_commit_per_second_and_one_per_event(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -120,32 +108,24 @@ def test_one_commit_per_second_and_one_per_event(
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("place", "message"),
     [
-        (lambda base: base / "file", r"file: cannot write records there: File exists; pass"),
-        (lambda base: base / "file" / "run", r"cannot write records there: Not a directory; pass"),
-        (lambda base: pathlib.Path("/proc/nothing/run"), r"cannot write records there: No such"),
-        (lambda base: base / ("x" * 300), r"cannot write records there: File name too long"),
+        ("file", r"file: cannot write records there: File exists; pass"),
+        ("file/run", r"cannot write records there: Not a directory; pass"),
+        ("/proc/nothing/run", r"cannot write records there: No such"),
+        # Not even root can write there.
+        ("/proc/self", r"/proc/self: cannot write records there: .*; pass a dir"),
+        ("x" * 300, r"cannot write records there: File name too long"),
     ],
 )
-def test_places_that_cannot_be_written(
-    tmp_path: pathlib.Path, make: Callable[[pathlib.Path], pathlib.Path], message: str
-) -> None:
+def test_places_that_cannot_be_written(tmp_path: Path, place: str, message: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=message):
-        RunWriter(make(tmp_path), meta=meta())
+        RunWriter(tmp_path / place, meta=meta())
     assert listing(tmp_path) == ["file"]
 
 
-def test_a_folder_that_takes_no_files_is_refused_and_left_alone() -> None:
-    # Not even root can write there.
-    with pytest.raises(
-        RecordError, match=r"/proc/self: cannot write records there: .*; pass a dir"
-    ):
-        RunWriter("/proc/self", meta=meta())
-
-
-def test_what_was_not_begun_leaves_nothing(tmp_path: pathlib.Path) -> None:
+def test_what_was_not_begun_leaves_nothing(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {"w": [1.0]})
     writer.discard()
     writer.discard()
@@ -154,7 +134,7 @@ def test_what_was_not_begun_leaves_nothing(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_failure_while_it_is_made_leaves_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -166,7 +146,7 @@ def test_a_failure_while_it_is_made_leaves_nothing(
 
 
 def test_a_file_system_without_shared_memory_gets_no_log(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_wal(monkeypatch)
     writer = RunWriter(tmp_path, meta=meta())
@@ -189,14 +169,12 @@ def test_a_file_system_without_shared_memory_gets_no_log(
     [
         ("nfs4", True),
         ("fuse.sshfs", True),
-        ("9p", True),
         ("ext4", False),
-        ("tmpfs", False),
         ("nfsd", False),
     ],
 )
 def test_network_file_systems_are_known_by_their_mounts(
-    tmp_path: pathlib.Path, mount: str, network: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mount: str, network: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "data set" / "run"
     run.mkdir(parents=True)
@@ -214,7 +192,7 @@ def test_network_file_systems_are_known_by_their_mounts(
 
 
 def test_on_a_network_file_system_no_log_is_tried(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsurgeon.records.store.database._on_network", lambda _: True)
     writer = write(tmp_path, {"w": [1.0]})
@@ -223,7 +201,7 @@ def test_on_a_network_file_system_no_log_is_tried(
     writer.close()
 
 
-def test_odd_texts_come_back_as_data(tmp_path: pathlib.Path) -> None:
+def test_odd_texts_come_back_as_data(tmp_path: Path) -> None:
     name = "w'); DROP TABLE rows; --\x1b[2J\0é\udcff"
     writer = RunWriter(tmp_path, meta=meta((name,)))
     writer.add(Key("norms", "l2", "step", (name,)), 0, values(1.0))
@@ -232,12 +210,6 @@ def test_odd_texts_come_back_as_data(tmp_path: pathlib.Path) -> None:
     with open_run(tmp_path) as run:
         assert run.history(name) == [(0, 1.0)]
         assert run.events[0].message == "broken \\udcff name"
-
-
-def test_the_run_file_is_never_half_written(tmp_path: pathlib.Path) -> None:
-    write(tmp_path, {"w": [1.0]}).close()
-    assert json.loads((tmp_path / "run.json").read_text())["format"] == 3
-    assert not [name for name in listing(tmp_path) if name.startswith(".")]
 
 
 @pytest.mark.slow

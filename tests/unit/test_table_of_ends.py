@@ -32,8 +32,7 @@ scale
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["0", "2"])
-def test_the_table_is_printed(tmp_path: Path, processes: str) -> None:
+def test_the_table_is_printed(tmp_path: Path) -> None:
     case = tmp_path / "tests" / "distributed" / "test_it.py"
     case.parent.mkdir(parents=True)
     case.write_text(CASE, encoding="utf-8")
@@ -42,7 +41,7 @@ def test_the_table_is_printed(tmp_path: Path, processes: str) -> None:
     shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
     (tmp_path / "pytest.toml").write_text('[pytest]\npythonpath = ["tests"]\n', encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", processes, "--dist=worksteal", "tests"],
+        [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist=worksteal", "tests"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import pathlib
 import random
 import re
-import sqlite3
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from runs import KEY, listing, meta, refuse_wal, values, write
 
-from gradsurgeon import Event, RecordError
+from gradsurgeon import Event
 from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.store import Key
-from gradsurgeon.records.store.database import lock_file
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import Report, from_run
@@ -49,15 +46,12 @@ def trap(step: int, rank: int = 0, message: str = "bad\nvery") -> Event:
 
 
 class TestWorst:
-    def test_in_the_order_of_how_bad_they_are(self, tmp_path: pathlib.Path) -> None:
+    def test_in_the_order_of_how_bad_they_are(self, tmp_path: Path) -> None:
         write(
             tmp_path,
             {
                 **{f"calm.{number}": calm(number) for number in range(12)},
-                "gains": [*calm(20)[:-1], 5.0],
                 "spikes": with_one(calm(21), 40, 64.0),
-                "vanishes": [*calm(22)[:-1], 0.01],
-                "dies": [*calm(23)[:-1], 0.0],
                 "spikes more": with_one(calm(24), 90, 6400.0),
                 "breaks": with_one(calm(25), 70, math.nan),
                 "breaks first": with_one(calm(26), 60, math.inf),
@@ -67,31 +61,19 @@ class TestWorst:
             },
         ).close()
         lines = shown(newest_report(tmp_path))
-        at = lines.index("norms (l2) of 21 parameters, recorded by norms (at accumulated)")
-        names = [re.split(r" {2,}", line.strip())[0] for line in lines[at + 2 : at + 12]]
-        assert names[:5] == [
-            "breaks with it",
-            "breaks first",
-            "breaks",
-            "spikes more",
-            "spikes",
-        ]
-        assert len(names) == 10
+        at = lines.index("norms (l2) of 18 parameters, recorded by norms (at accumulated)")
+        rows = [re.split(r" {2,}", line.strip()) for line in lines[at + 2 : at + 12]]
+        names = [row[0] for row in rows]
+        assert names[:5] == ["breaks with it", "breaks first", "breaks", "spikes more", "spikes"]
+        assert len(set(names)) == 10
+        breaks, spikes = rows[2], rows[3]
+        assert breaks[-1] == "1"
+        assert breaks[1].index("✗") == 70 * len(breaks[1]) // STEPS
+        assert spikes[4] == "6.4e+03"
+        told = "first at step 60: breaks first, breaks with it; until step 70"
+        assert f"non-finite: 3 parameters, {told}" in "\n".join(lines)
 
-        def cells(name: str) -> list[str]:
-            line = next(line for line in lines if line.startswith(f"  {name}  "))
-            return re.split(r" {2,}", line.strip())
-
-        assert cells("breaks")[-1] == "1"
-        assert cells("spikes more")[4] == "6.4e+03"
-        assert (
-            "non-finite: 3 parameters, first at step 60: breaks first, breaks with it; until step 70"
-            in ("\n".join(lines))
-        )
-        drawn = cells("breaks")[1]
-        assert drawn.index("✗") == 70 * len(drawn) // STEPS
-
-    def test_only_the_newest_rows_are_read(self, tmp_path: pathlib.Path) -> None:
+    def test_only_the_newest_rows_are_read(self, tmp_path: Path) -> None:
         broken = with_one(with_one([1.0] * 10_000, 3, math.nan), 9_999, 3.0)
         write(tmp_path, {"w": broken}).close()
         report = newest_report(tmp_path)
@@ -102,7 +84,7 @@ class TestWorst:
         # The run as a whole has all its steps.
         assert report.steps == (0, 9_999)
 
-    def test_what_older_rows_have_is_not_missing(self, tmp_path: pathlib.Path) -> None:
+    def test_what_older_rows_have_is_not_missing(self, tmp_path: Path) -> None:
         early: list[float | None] = [*calm(1, 100), *[None] * 900]
         dead: list[float | None] = [*calm(2, 200), *[0.0] * 800]
         writer = write(tmp_path, {"w": calm(0, 1000), "early": early, "dead": dead})
@@ -116,23 +98,7 @@ class TestWorst:
         with open_run(tmp_path) as run:
             assert "norm exactly 0 since step 200, and until the end: dead" in str(from_run(run))
 
-    def test_optimizers_that_step_in_turn_add_up_while_one_has_yet_to_step(
-        self, tmp_path: pathlib.Path
-    ) -> None:
-        writer = RunWriter(tmp_path, meta=meta(("a", "b")))
-        one, other = (Key("norms", "l2", "accumulated", (name,)) for name in "ab")
-        for step in range(5):
-            writer.add(one, step, values(3.0))
-            writer.commit()
-            before = shown(newest_report(tmp_path))
-            writer.add(other, step, values(4.0))
-            writer.commit()
-            if step:
-                assert f"norm of all 2 parameters: 5 at step {step - 1}" in before
-            assert f"norm of all 2 parameters: 5 at step {step}" in shown(newest_report(tmp_path))
-        writer.close()
-
-    def test_ranks_that_differed_before_the_newest_rows(self, tmp_path: pathlib.Path) -> None:
+    def test_ranks_that_differed_before_the_newest_rows(self, tmp_path: Path) -> None:
         writers = [RunWriter(tmp_path, rank=n, meta=meta(("w",), replicas=True)) for n in (0, 1)]
         for writer in writers:
             for step in range(1000):
@@ -145,23 +111,7 @@ class TestWorst:
         with open_run(tmp_path) as run:
             assert "ranks differ from step 10 on" in str(from_run(run))
 
-    def test_a_look_compares_the_newest_rows_of_ranks(self, tmp_path: pathlib.Path) -> None:
-        for differs_at, found in (
-            (3, ""),
-            (2_900, "ranks differ from step 2900 on: the norm of w"),
-        ):
-            run = tmp_path / str(differs_at)
-            histories = [with_one([1.0] * 3_000, differs_at, 1.0 + rank) for rank in (0, 1)]
-            for writer in [write(run, {"w": one}, rank=rank) for rank, one in enumerate(histories)]:
-                writer.close()
-            remarks = newest_report(run).remarks
-            assert [one[: len(found)] for one in remarks if one.startswith("ranks")] == [
-                found
-            ] * bool(found)
-            with open_run(run) as opened:
-                assert f"ranks differ from step {differs_at} on" in str(from_run(opened))
-
-    def test_fewer_rows_of_a_large_model(self, tmp_path: pathlib.Path) -> None:
+    def test_fewer_rows_of_a_large_model(self, tmp_path: Path) -> None:
         names = tuple(f"w{number}" for number in range(5_000))
         writer = RunWriter(tmp_path, meta=meta(names))
         key = Key("norms", "l2", "accumulated", names)
@@ -171,7 +121,7 @@ class TestWorst:
         track = newest_report(tmp_path).history.tracks[0]
         assert (track.steps[0], track.steps[-1]) == (8, 59)
 
-    def test_what_a_report_says_of_a_short_run(self, tmp_path: pathlib.Path) -> None:
+    def test_what_a_report_says_of_a_short_run(self, tmp_path: Path) -> None:
         rng = random.Random(7)
         histories = {
             f"w{number}": [
@@ -194,23 +144,14 @@ class TestWorst:
 
 
 class TestTotal:
-    def test_it_is_that_of_each_step(self, tmp_path: pathlib.Path) -> None:
-        write(tmp_path, {"a": [3.0, 6.0, 1.0], "b": [4.0, 8.0, None]}).close()
+    def test_it_is_that_of_each_step(self, tmp_path: Path) -> None:
+        write(tmp_path, {"a": [3.0, 6.0, 1.0, 3.0], "b": [4.0, 8.0, None, math.inf]}).close()
         report = newest_report(tmp_path)
         (whole,) = report.history.gradients
-        assert (whole.steps.tolist(), whole.norms.tolist()) == ([0, 1, 2], [5.0, 10.0, 1.0])
-        (line,) = (line for line in shown(report) if line.startswith("norm of all "))
-        assert line == "norm of all 2 parameters: 1 at step 2"
+        assert whole.norms.tolist() == [5.0, 10.0, 1.0, math.inf]
+        assert "norm of all 2 parameters: inf at step 3" in shown(report)
 
-    @pytest.mark.parametrize("broken", [math.nan, math.inf])
-    def test_of_what_is_not_finite(self, tmp_path: pathlib.Path, broken: float) -> None:
-        write(tmp_path, {"a": [3.0, broken], "b": [4.0, 1.0]}).close()
-        (line,) = (
-            one for one in screen(newest_report(tmp_path), 100) if one.startswith("norm of all")
-        )
-        assert line == f"norm of all 2 parameters: {broken} at step 1"
-
-    def test_each_tensor_counts_once_on_several_ranks(self, tmp_path: pathlib.Path) -> None:
+    def test_each_tensor_counts_once_on_several_ranks(self, tmp_path: Path) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
         for writer in writers:
             writer.add(KEY, 0, values(3.0, 4.0))
@@ -226,7 +167,7 @@ class TestTotal:
 
 
 class TestEvents:
-    def test_traps_first_and_the_newest_of_each(self, tmp_path: pathlib.Path) -> None:
+    def test_traps_first_and_the_newest_of_each(self, tmp_path: Path) -> None:
         writer = write(tmp_path, {"w": [1.0]})
         for step in range(8):
             writer.event(trap(step, message=f"bad {'abcdefgh'[step]}"))
@@ -240,32 +181,7 @@ class TestEvents:
         ]
         assert lines[begin + 9] == ""
 
-    def test_what_is_told_again_is_one_line_as_in_the_report(self, tmp_path: pathlib.Path) -> None:
-        writer = write(tmp_path, {"w": [1.0]})
-        for step in range(30):
-            if step % 2:
-                writer.event(Event("notice", "", step, 0, "", "ab" * step))
-            if step > 12:
-                writer.event(trap(step))
-        writer.close()
-        report = newest_report(tmp_path)
-        row = "  step 13  trap  nans  w  x17, steps 13..29"
-        assert f"{row}  bad" in shown(report)
-        assert f"\n{row}\n      bad" in report.text()
-
-    def test_each_is_read_once_and_new_ones_are_seen(self, tmp_path: pathlib.Path) -> None:
-        writer = write(tmp_path, {"w": [1.0]})
-        writer.event(trap(0))
-        for _ in range(3):
-            assert kinds(newest_report(tmp_path)) == {"trap": 1}
-        writer.event(trap(1))
-        writer.event(Event("notice", "", 1, 0, "", "hello"))
-        report = newest_report(tmp_path)
-        assert kinds(report) == {"trap": 2, "notice": 1}
-        assert report.events[-1].message == "hello"
-        writer.close()
-
-    def test_more_than_are_read_at_a_time(self, tmp_path: pathlib.Path) -> None:
+    def test_more_than_are_read_at_a_time(self, tmp_path: Path) -> None:
         writer = write(tmp_path, {"w": [1.0]})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(writer, "commit", lambda: None)  # all of them in one transaction
@@ -278,7 +194,7 @@ class TestEvents:
         with open_run(tmp_path) as run:
             assert [event.step for event in run.events] == list(range(3_000))
 
-    def test_what_several_ranks_note_counts_once(self, tmp_path: pathlib.Path) -> None:
+    def test_what_several_ranks_note_counts_once(self, tmp_path: Path) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
         for writer in writers:
             writer.event(trap(5, rank=writer.rank))
@@ -295,7 +211,7 @@ class TestEvents:
 
 
 class TestHead:
-    def test_a_run_that_goes_on(self, tmp_path: pathlib.Path) -> None:
+    def test_a_run_that_goes_on(self, tmp_path: Path) -> None:
         writer = RunWriter(tmp_path, meta=meta())
         assert shown(newest_report(tmp_path))[:2] == ["no step yet of rules.yaml on Net", "running"]
         writer.add(KEY, 10, values(1.0, 1.0))
@@ -307,7 +223,7 @@ class TestHead:
             "ended, clean",
         ]
 
-    def test_steps_of_rules_that_record_nothing(self, tmp_path: pathlib.Path) -> None:
+    def test_steps_of_rules_that_record_nothing(self, tmp_path: Path) -> None:
         writer = RunWriter(tmp_path, meta=meta())
         writer.statuses({"clip": RuleStatus(2, 84, 42, 41)})
         writer.close()
@@ -315,34 +231,8 @@ class TestHead:
         assert "step 41 of rules.yaml on Net" in shown(report)[0]
         assert any("no l2 recorded; recorded: nothing yet" in one for one in shown(report))
 
-    def test_ranks_and_what_became_of_them(self, tmp_path: pathlib.Path) -> None:
-        writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1, 2)]
-        assert shown(newest_report(tmp_path))[1] == "running"
-        writers[0].close()
-        lock_file(writers[1]._database).unlink()
-        report = newest_report(tmp_path)
-        first = shown(report, 300)[1]
-        assert re.fullmatch(
-            r"rank 0: ended; rank 1: no end was written, last record at [-0-9]+ [:0-9]+: what came after it is "
-            r"missing; rank 2: running",
-            first,
-        )
-        writers[2].close()
-        report = newest_report(tmp_path)
-        assert shown(report, 300)[1].startswith("rank 0, 2: ended; rank 1: no end was written, ")
-        writers[1].close()
-        assert shown(newest_report(tmp_path))[1] == "ended, clean"
 
-    def test_ranks_may_join(self, tmp_path: pathlib.Path) -> None:
-        writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
-        ended = newest_report(tmp_path).ended
-        assert ended is not None
-        assert list(ended.ranks) == [0, 1]
-        for writer in writers:
-            writer.close()
-
-
-def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
+def test_rules_in_one_line_each(tmp_path: Path) -> None:
     rules = [{"id": f"rule-{number}", "action": "clip-norm"} for number in range(11)]
     writer = RunWriter(tmp_path, meta=meta(plan={"rules": rules}))
     writer.statuses(
@@ -360,7 +250,7 @@ def test_rules_in_one_line_each(tmp_path: pathlib.Path) -> None:
 
 class TestSize:
     @pytest.fixture
-    def full(self, tmp_path: pathlib.Path) -> Report:
+    def full(self, tmp_path: Path) -> Report:
         names = [f"model.decoder.layers.{number}.self_attn.q_proj.weight" for number in range(30)]
         writer = write(tmp_path, {name: calm(number) for number, name in enumerate(names)})
         for step in range(8):
@@ -370,32 +260,16 @@ class TestSize:
         writer.close()
         return newest_report(tmp_path)
 
-    @pytest.mark.parametrize("columns", [1, 20, 40, 80, 120, 300])
+    @pytest.mark.parametrize("columns", [1, 40, 300])
     def test_nothing_is_longer_than_there_is(self, full: Report, columns: int) -> None:
-        lines = screen(full, columns)
-        assert max(map(len, lines)) <= columns
+        assert max(map(len, screen(full, columns))) <= columns
 
-    def test_what_comes_first(self, full: Report) -> None:
-        lines = shown(full, 80)
-        # How it ended, and the events with the traps before others.
-        assert lines[1].startswith("ended, traps tripped in 8 steps")
-        assert lines.index("events (16): trap 8, notice 8") < 6
-        (norms,) = (place for place, line in enumerate(lines) if line.startswith("norms (l2) of"))
-        assert norms < 20
-        assert any(line.startswith("norm of all 30 parameters: ") for line in lines)
-        assert any(line == "rules (12)" for line in lines)
-
-    @pytest.mark.parametrize("columns", [80, 120])
-    def test_names_lose_their_middle_at_dots_and_keep_their_numbers(
-        self, full: Report, columns: int
-    ) -> None:
-        lines = screen(full, columns)
+    def test_names_lose_their_middle_at_dots_and_keep_their_numbers(self, full: Report) -> None:
+        lines = screen(full, 80)
         rows = [line for line in lines if "weight  " in line]
         assert len({row.split()[0] for row in rows}) == len(rows) == 10
         for row in rows:
-            assert re.match(r"  ….*\.\d+\..*weight  +[▁▂▃▄▅▆▇█]{8,}  +\d", row), row
-            # No number is cut.
-            assert row.endswith("  -")
+            assert re.fullmatch(r"  ….*\.\d+\..*weight  +[▁▂▃▄▅▆▇█]{8,}  +\d.*  -", row), row
 
 
 @pytest.mark.parametrize(
@@ -412,7 +286,7 @@ def test_a_name_is_shortened_between_dots(most: int, short: str) -> None:
     assert shortened("model.decoder.layers.12.self_attn.q_proj.weight", most) == short
 
 
-def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
+def test_no_text_of_a_run_steers_the_terminal(tmp_path: Path) -> None:
     evil = "w\x1b[2J\x07\u202e\r\nx"
     about = meta(
         (evil,),
@@ -423,8 +297,7 @@ def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
     )
     writer = RunWriter(tmp_path, meta=about)
     for point in ("accumulated", evil):
-        writer.add(Key(evil, "l2", point, (evil,)), 0, values(1.0))
-        writer.add(Key("norms", "l2", evil, ("y" + evil,)), 0, values(math.nan))
+        writer.add(Key(evil, "l2", point, (evil,)), 0, values(math.nan))
     writer.statuses({evil: RuleStatus(1, 1, 0, 0, (evil,))})
     writer.event(Event("trap", evil, 0, 0, evil, evil))
     writer.close()
@@ -436,7 +309,7 @@ def test_no_text_of_a_run_steers_the_terminal(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("log", ["wal", "no wal"])
 def test_the_writer_is_not_kept_waiting_and_leaves_plain_files(
-    tmp_path: pathlib.Path, log: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if log == "no wal":
         refuse_wal(monkeypatch)
@@ -449,13 +322,3 @@ def test_the_writer_is_not_kept_waiting_and_leaves_plain_files(
         assert newest_report(tmp_path).steps == (0, step)
     writer.close()
     assert listing(tmp_path) == ["rank-0.db", "run.json"]
-
-
-def test_damaged_files_are_an_error(tmp_path: pathlib.Path) -> None:
-    write(tmp_path, {"w": [1.0] * 5}).close()
-    newest_report(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
-        connection.execute("UPDATE meta SET value = x'ff' WHERE key = 'closed'")
-        connection.commit()
-    with pytest.raises(RecordError, match=r"rank-0.db: is damaged: it has values of wrong types"):
-        newest_report(tmp_path)
