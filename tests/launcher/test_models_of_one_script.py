@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import environment
 from outside import Folder
 
 import gradsurgeon
@@ -45,15 +42,9 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def report(folder: Folder, *words: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "gradsurgeon", "report", *words],
-        cwd=folder.path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.splitlines()
+    done = folder.fork("-m", "gradsurgeon", "report", *words)
+    assert done.code == 0, done.err
+    return done.out.splitlines()
 
 
 @pytest.mark.parametrize(("bad", "title"), [(0, "Net"), (1, "Net-2")])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from outside import Folder
-from ranks import torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
@@ -183,7 +182,7 @@ def test_each_rank_has_its_own(folder: Folder) -> None:
             *options,
             rules=SPIKES,
             record=False,
-            launch=("--", "python", *torchrun(2), "train.py"),
+            ranks=2,
             env=part(first, last, saved),
         )
         assert done.code == 0, done.lines
