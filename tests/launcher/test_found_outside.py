@@ -14,11 +14,6 @@ pytestmark = pytest.mark.slow
 IDLE = "gradsurgeon: no rule acted: "
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
-
-
 AGENT = """
 import torch
 from torch import nn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from outside import Folder
@@ -34,11 +33,6 @@ TRAP = """  - {id: late, action: norm-log, params: '*', steps: {from: 100}}
   - {id: norms, action: norm-log, params: '*'}
   - {id: trap, action: nan-trap, params: '*'}
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
 
 
 def report(folder: Folder, *words: str) -> list[str]:

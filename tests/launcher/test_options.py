@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from bounds import TIMEOUT
@@ -32,11 +31,6 @@ print(sum(float(p.sum()) for p in model.parameters()))
 """
 TRAP = "  - {id: trap, action: nan-trap, params: '*'}\n"
 CLAMP = "  - {id: bound, action: clamp, params: '*', at: step, max: -1.0}\n"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
 
 
 @pytest.mark.cover_children

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from outside import Folder
@@ -37,11 +35,6 @@ SPIKES = """\
   - {id: spikes, action: spike-trap, params: "*", above: {sigmas: 2.5, beta: 0.9, warmup: 10}}
   - {id: half, action: scale, params: "*", at: step, factor: 0.5, steps: {every: 7}}
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
 
 
 def part(first: int, last: int, saved: str) -> dict[str, str]:

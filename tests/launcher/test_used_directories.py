@@ -19,11 +19,6 @@ from gradsurgeon.records.store import layout
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
-
-
 TAKEN = "run holds a run already: name another directory, or remove it"
 
 
