@@ -108,7 +108,7 @@ CASES = {
         ("lightning_auto.py",), (Trained("Regression", "net.0.weight", 4),), noisy=True
     ),
     "accelerate": Case(("accumulate.py",), (Trained("Sequential", "0.weight", 5),)),
-    "exit code": ending("code", 3, process=True),
+    "exit code": ending("code", 3),
     "exit message": ending("message", 1),
     "exception": ending("exception", 1),
     # Hooks make torch's own frames other lines.
