@@ -38,6 +38,7 @@ POLL_SECONDS = 0.01
 # What the server imports, beside the launcher.
 MODULES = (
     "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.distributed.tensor.parallel",

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import forks
 from bounds import TIMEOUT
 from commands import environment
-from ranks import torchrun
+from ranks import Job
 
 import gradsurgeon
 
@@ -55,11 +55,11 @@ class Case:
         models: what it trains.
         code: the exit code.
         stdin: what it reads.
-        distributed: torchrun starts it.
+        distributed: it runs on two ranks, in forks that have what torchrun gives to its ranks.
         noisy: what it prints to stderr differs from run to run, or a progress bar is redrawn there.
         killed: it ends without a chance to close the records.
         forked: without rules it does the same in a fork of a Python that has imported torch.
-    launched_in_fork: it runs in such a fork under rules, too.
+        process: under rules it runs in a process of its own: what it shows is in how Python starts or ends.
     """
 
     words: tuple[str, ...]
@@ -70,7 +70,7 @@ class Case:
     noisy: bool = False
     killed: bool = False
     forked: bool = True
-    launched_in_fork: bool = False
+    process: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ class Runs:
 
     def plain(self, case: Case) -> Future[Outcome]:
         """Run a script as its author does."""
-        case = replace(case, launched_in_fork=False)
         return self.start(("plain", case), lambda place: call(case, place))
 
     def launched(
@@ -160,22 +159,31 @@ def call(
             os.path.relpath(record, SCRIPTS),
         ]
         words = ["-m", "gradsurgeon", "run", *own, *options, *words]
-    forked = case.forked if rules is None else case.launched_in_fork
-    if forked and not case.distributed:
-        variables |= env or {}
+    variables |= env or {}
+    forked = case.forked if rules is None else not case.process
+    if case.distributed:
+        ended = Job([words] * 2, cwd=SCRIPTS, env=variables).wait()
+    elif forked:
         fork = forks.start(words, cwd=SCRIPTS, env=variables, stdin=case.stdin.encode())
-        ended = fork.wait(TIMEOUT)
-        return Outcome(ended.returncode, ended.stdout, ended.stderr.decode(), record)
-    done = subprocess.run(
-        [sys.executable, *(torchrun() if case.distributed else ()), *words],
+        ended = [fork.wait(TIMEOUT)]
+    else:
+        ended = [_processed([sys.executable, *words], variables)]
+    code = max((one.returncode for one in ended), key=abs)
+    stdout = b"".join(one.stdout for one in ended)
+    stderr = b"".join(one.stderr for one in ended)
+    return Outcome(code, stdout, stderr.decode(), record)
+
+
+def _processed(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        command,
         cwd=SCRIPTS,
-        env={**variables, **(env or {})},
-        input=case.stdin.encode(),
+        env=env,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=TIMEOUT,
         check=False,
     )
-    return Outcome(done.returncode, done.stdout, done.stderr.decode(), record)
 
 
 def _insert(text: str, anchor: str, code: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from launching import Case, Trained
@@ -13,8 +12,7 @@ NUMBERS = "1 2.5\n2 3.5\n3 7\n"
 SEQUENTIAL = Trained("Sequential", "0.weight", steps=3)
 
 
-# The scripts of the quick suite. It launches the first; the others run under rules in forks of a Python that
-# has imported torch, which saves five seconds each. The slow suite launches all.
+# The scripts of the quick suite, of which the first one starts a process.
 QUICK = (
     "plain loop",
     "package",
@@ -27,47 +25,15 @@ QUICK = (
 )
 
 
-# What these show is in what they train, not in how Python starts or ends: both suites run them in forks.
-IN_FORKS = (
-    "changes directory, resumes",
-    "configured by exec",
-    "accelerate",
-    "Trainer",
-    "gan",
-    "actor and critic",
-    "LBFGS",
-    "adjoint method",
-    "distillation",
-    "own optimizer, thread",
-    "phases",
-    "compiled",
-    "scaler",
-    "progress bar",
-    "progress bar on stdout",
-)
-# The end of the name of another script where it runs under rules in a fork.
-FORKED = ", in a fork"
-
-
 def scripts(names: Iterable[str]) -> list[Any]:
     """Return scripts as parameters of a test: those of the quick suite, and the rest as slow ones."""
     known = list(names)
-    as_it_is = (QUICK[0], *IN_FORKS)
-    quick = [name if name in as_it_is else f"{name}{FORKED}" for name in QUICK if name in known]
+    quick = [name for name in QUICK if name in known]
     return [*quick, *slow(*(name for name in known if name not in quick))]
 
 
-def case_of(name: str) -> Case:
-    """Return the script that a parameter of a test names."""
-    known = name.removesuffix(FORKED)
-    return replace(CASES[known], launched_in_fork=known != name or name in IN_FORKS)
-
-
-def ending(
-    how: str, code: int, *, killed: bool = False, noisy: bool = False, forked: bool = True
-) -> Case:
-    words = ("endings.py", how)
-    return Case(words, (SEQUENTIAL,), code=code, killed=killed, noisy=noisy, forked=forked)
+def ending(how: str, code: int, **more: Any) -> Case:
+    return Case(("endings.py", how), (SEQUENTIAL,), code, **more)
 
 
 # A parameter that joins is a new plan: the model is bound again, and goes on counting. What reached it in
@@ -79,7 +45,9 @@ PHASES = (
 
 CASES = {
     "plain loop": Case(
-        ("plain.py", "--lr", "0.05", "--rules", "of its own"), (Trained("Net", "fc1.weight", 6),)
+        ("plain.py", "--lr", "0.05", "--rules", "of its own"),
+        (Trained("Net", "fc1.weight", 6),),
+        process=True,
     ),
     "package": Case(
         ("-m", "classifier.train", "2"), (Trained("Classifier", "conv.0.weight", steps=8),)
@@ -110,15 +78,20 @@ CASES = {
         ("loader.py", "--start", "fork"), (Trained("Sequential", "0.weight", 8),)
     ),
     "spawned loader": Case(
-        ("loader.py", "--start", "spawn"), (Trained("Sequential", "0.weight", 8),)
+        ("loader.py", "--start", "spawn"),
+        (Trained("Sequential", "0.weight", 8),),
+        process=True,
     ),
     "spawned ranks": Case(
-        ("spawned.py", "3"), (Trained("Net", "first.weight", 3, ranks=2),), noisy=True
+        ("spawned.py", "3"),
+        (Trained("Net", "first.weight", 3, ranks=2),),
+        noisy=True,
+        process=True,
     ),
-    "sweep of processes": Case(("sweep.py",), (Trained("Linear", "weight", 3),) * 2),
+    "sweep of processes": Case(("sweep.py",), (Trained("Linear", "weight", 3),) * 2, process=True),
     "forked workers": Case(("hogwild.py",), (Trained("Linear", "weight", 3),) * 2),
     "workers of a fork server": Case(
-        ("hogwild.py", "forkserver"), (Trained("Linear", "weight", 3),) * 2
+        ("hogwild.py", "forkserver"), (Trained("Linear", "weight", 3),) * 2, process=True
     ),
     "pickle and stdin": Case(("pickled.py",), (Trained("Line", "slope", 4),), stdin=NUMBERS),
     "phases": Case(("rebuilt.py",), PHASES),
@@ -139,10 +112,10 @@ CASES = {
     "exit message": ending("message", 1),
     "exception": ending("exception", 1),
     # Hooks make torch's own frames other lines.
-    "exception in forward": ending("forward", 1, noisy=True),
+    "exception in forward": ending("forward", 1, noisy=True, process=True),
     "SIGTERM": ending("terminated", -15, killed=True),
     "SIGKILL": ending("killed", -9, killed=True),
-    "KeyboardInterrupt": ending("interrupted", -2, forked=False),
+    "KeyboardInterrupt": ending("interrupted", -2, forked=False, process=True),
     "os._exit": ending("at once", 7, killed=True),
     "DDP": Case(
         ("ddp.py", "3"),

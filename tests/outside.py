@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import forks
 from bounds import TIMEOUT
 from commands import environment
+from ranks import Job
 
 import gradsurgeon
 
@@ -31,7 +30,12 @@ class Launched:
 
     code: int
     out: str
-    lines: list[str]
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the lines of stderr."""
+        return self.err.splitlines()
 
     def headers(self) -> list[str]:
         """Return the first line of each header."""
@@ -50,28 +54,48 @@ class Folder:
         *options: str,
         rules: str = NORMS,
         record: bool = True,
-        start: tuple[str, ...] = (),
-        launch: tuple[str, ...] = ("train.py",),
+        ranks: int = 0,
+        launch: Sequence[str] = ("train.py",),
         env: Mapping[str, str] | None = None,
+        stdin: str = "",
     ) -> Launched:
-        """Run a script under rules, in a fork of a Python that has imported torch.
+        """Run a script under rules, in forks of a Python that has imported torch.
 
         Args:
             script: its text.
             options: of the launcher.
             rules: the rules of a rule file.
             record: whether to write records.
-            start: what starts the launcher, after `python`, in a process of its own.
+            ranks: on how many ranks, with what torchrun does for them; 0 is a process without ranks.
             launch: what the launcher starts.
             env: further variables.
+            stdin: what the script reads, if it has no ranks.
         """
+        self.write(script, rules)
+        own = ["--rules", "rules.yaml", *(("--record", "run") if record else ()), *options]
+        words = ("-m", "gradsurgeon", "run", *own, *launch)
+        return self.fork(*words, ranks=ranks, env=env, stdin=stdin)
+
+    def write(self, script: str, rules: str = NORMS) -> None:
+        """Write the script and the rules."""
         (self.path / "train.py").write_text(script, encoding="utf-8")
         (self.path / "rules.yaml").write_text(f"version: 1\nrules:\n{rules}", encoding="utf-8")
-        own = ["--rules", "rules.yaml", *(("--record", "run") if record else ()), *options]
-        words = (*start, "-m", "gradsurgeon", "run", *own, *launch)
+
+    def fork(
+        self, *words: str, ranks: int = 0, env: Mapping[str, str] | None = None, stdin: str = ""
+    ) -> Launched:
+        """Do what `python` does with these words, on one rank after the other in what is returned."""
         variables = {**environment(), "OMP_NUM_THREADS": "1", **(env or {})}
-        done = _run(words, self.path, variables, forked=not start)
-        return Launched(done.returncode, done.stdout.decode(), done.stderr.decode().splitlines())
+        if ranks:
+            done = Job([words] * ranks, cwd=self.path, env=variables).wait()
+        else:
+            fork = forks.start(words, cwd=self.path, env=variables, stdin=stdin.encode())
+            done = [fork.wait(TIMEOUT)]
+        return Launched(
+            max((one.returncode for one in done), key=abs),
+            "".join(one.stdout.decode() for one in done),
+            "".join(one.stderr.decode() for one in done),
+        )
 
     def steps(self, name: str, folder: str = "run") -> list[int]:
         """Return the steps at which a parameter has records."""
@@ -81,18 +105,3 @@ class Folder:
     def databases(self) -> list[str]:
         """Return what records there are."""
         return sorted(str(file.relative_to(self.path)) for file in self.path.rglob("*.db"))
-
-
-def _run(
-    words: Sequence[str], cwd: Path, env: Mapping[str, str], *, forked: bool
-) -> subprocess.CompletedProcess[bytes]:
-    if forked:
-        return forks.start(words, cwd=cwd, env=env).wait(TIMEOUT)
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        check=False,
-        timeout=TIMEOUT,
-    )

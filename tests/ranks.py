@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -15,6 +16,10 @@ from bounds import TIMEOUT
 
 # What a test tells of itself goes with its report, from the process it ran in to the one that prints.
 FINAL_WEIGHTS = "final weights"
+# What JSON can hold: a rule, or what a rank has found.
+Json = dict[str, Any]
+Ranks = list[Json]
+Weights = list[list[float]]
 
 
 def torchrun(ranks: int = 2) -> tuple[str, ...]:
@@ -22,9 +27,7 @@ def torchrun(ranks: int = 2) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def run_ranks(
-    worker: Path, out: Path, ranks: int = 2, words: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+def run_ranks(worker: Path, out: Path, ranks: int = 2, words: Sequence[str] = ()) -> Ranks:
     """Run a worker on several ranks, and return what each of them has written down.
 
     Args:
@@ -67,6 +70,13 @@ def start_words(words: Sequence[str], cwd: Path, ranks: int) -> list[forks.Fork]
         )
         for rank in range(ranks)
     ]
+
+
+def largest_difference(left: Weights, right: Weights) -> float:
+    """Return the largest difference between two numbers in the same place; infinity if one is not finite."""
+    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
+    gaps = [abs(a - b) for a, b in pairs]
+    return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
 
 class Job:

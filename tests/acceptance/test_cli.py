@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import CLEAN, LINTED, WITHOUT_TORCH, call, environment, write_rules
@@ -18,18 +18,18 @@ from gradsurgeon.language.schema import VERSION
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
-PARAMS = pathlib.Path(__file__).parent.parent / "cases/review/params.json"
-FOURTEEN = pathlib.Path(__file__).parent.parent / "cases/schema/bad/fourteen-mistakes.yaml"
+PARAMS = Path(__file__).parent.parent / "cases/review/params.json"
+FOURTEEN = Path(__file__).parent.parent / "cases/schema/bad/fourteen-mistakes.yaml"
 
 
 @pytest.fixture
-def here(tmp_path: pathlib.Path) -> pathlib.Path:
+def here(tmp_path: Path) -> Path:
     write_rules(tmp_path)
     return tmp_path
 
 
 class TestLint:
-    def test_fourteen_mistakes_in_one_run(self, tmp_path: pathlib.Path) -> None:
+    def test_fourteen_mistakes_in_one_run(self, tmp_path: Path) -> None:
         (tmp_path / "rules.yaml").write_bytes(FOURTEEN.read_bytes())
         done = call("lint", "rules.yaml", "--format", "concise", cwd=tmp_path)
         assert done.returncode == 1
@@ -55,7 +55,7 @@ class TestLint:
         assert len(done.stdout.splitlines()) == 14
         assert done.stderr == "rules.yaml: 14 errors\n"
 
-    def test_fourteen_mistakes_as_json_name_the_same(self, tmp_path: pathlib.Path) -> None:
+    def test_fourteen_mistakes_as_json_name_the_same(self, tmp_path: Path) -> None:
         (tmp_path / "rules.yaml").write_bytes(FOURTEEN.read_bytes())
         text = call("lint", "rules.yaml", "--format", "concise", cwd=tmp_path).stdout
         done = call("lint", "rules.yaml", "--format", "json", cwd=tmp_path)
@@ -71,7 +71,7 @@ class TestLint:
         keys = ["file", "line", "col", "severity", "check", "message", "hint"]
         assert all(list(problem) == keys for problem in found["problems"])
 
-    def test_the_full_form_shows_line_and_remedy(self, here: pathlib.Path) -> None:
+    def test_the_full_form_shows_line_and_remedy(self, here: Path) -> None:
         done = call("lint", "wrong.yaml", cwd=here)
         assert (done.returncode, done.stderr) == (1, "wrong.yaml: 1 error\n")
         assert done.stdout == (
@@ -81,18 +81,18 @@ class TestLint:
             f"       = did you mean `norm-log`? known: {', '.join(ACTIONS)}\n\n"
         )
 
-    def test_a_clean_file(self, here: pathlib.Path) -> None:
+    def test_a_clean_file(self, here: Path) -> None:
         done = call("lint", "clean.yaml", cwd=here)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", LINTED)
         done = call("lint", "clean.yaml", "--format", "concise", cwd=here)
         assert done.stderr == "1 file clean\n"
 
-    def test_warnings_do_not_fail(self, here: pathlib.Path) -> None:
+    def test_warnings_do_not_fail(self, here: Path) -> None:
         done = call("lint", "warned.yaml", "--format", "concise", cwd=here)
         assert (done.returncode, done.stderr) == (0, "warned.yaml: 1 warning\n")
         assert done.stdout.startswith("warned.yaml:3:40: warning: scaling by 0 ")
 
-    def test_several_files_and_each_once(self, here: pathlib.Path) -> None:
+    def test_several_files_and_each_once(self, here: Path) -> None:
         names = ("wrong.yaml", "clean.yaml", "warned.yaml", "wrong.yaml")
         done = call("lint", *names, "--format", "concise", cwd=here)
         assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [
@@ -102,7 +102,7 @@ class TestLint:
         assert done.stderr == "3 files: 1 error, 1 warning\n"
         assert done.returncode == 1
 
-    def test_a_file_that_cannot_be_read_does_not_hide_the_others(self, here: pathlib.Path) -> None:
+    def test_a_file_that_cannot_be_read_does_not_hide_the_others(self, here: Path) -> None:
         (here / "binary.yaml").write_bytes(b"\x00\x01")
         done = call(
             "lint", "gone.yaml", "binary.yaml", ".", "wrong.yaml", "--format=json", cwd=here
@@ -116,7 +116,7 @@ class TestLint:
         ]
         assert done.returncode == 2
 
-    def test_included_files_are_linted_too(self, here: pathlib.Path) -> None:
+    def test_included_files_are_linted_too(self, here: Path) -> None:
         (here / "parts").mkdir()
         (here / "parts" / "wrong.yaml").write_bytes((here / "wrong.yaml").read_bytes())
         for name in ("top.yaml", "other.yaml"):
@@ -139,19 +139,19 @@ class TestLint:
         assert len(done.stdout.splitlines()) == 3
         assert done.stderr == "2 files: 3 errors\n"
 
-    def test_packs_are_read_without_torch(self, here: pathlib.Path) -> None:
+    def test_packs_are_read_without_torch(self, here: Path) -> None:
         (here / "top.yaml").write_text('version: 1\ninclude: ["gradsurgeon:nan-trap@1"]\n')
         done = call("lint", "top.yaml", cwd=here, code=WITHOUT_TORCH)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", LINTED)
 
-    def test_terminal_codes_in_names_and_values_are_escaped(self, tmp_path: pathlib.Path) -> None:
+    def test_terminal_codes_in_names_and_values_are_escaped(self, tmp_path: Path) -> None:
         (tmp_path / "a\x1b[2Jb.yaml").write_text(CLEAN.replace("norm-log", '"\\e[31mred"'))
         done = call("lint", "a\x1b[2Jb.yaml", cwd=tmp_path)
         assert done.returncode == 1
         assert "\x1b" not in done.stdout + done.stderr
         assert "a\\x1b[2Jb.yaml:3:25: error: unknown action `\\x1b[31mred`" in done.stdout
 
-    def test_a_terminal_that_knows_only_ascii(self, tmp_path: pathlib.Path) -> None:
+    def test_a_terminal_that_knows_only_ascii(self, tmp_path: Path) -> None:
         (tmp_path / "r.yaml").write_text(CLEAN.replace("norms", "层"), encoding="utf-8")
         done = call("lint", "r.yaml", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
         assert done.returncode == 1
@@ -171,12 +171,12 @@ class TestTheRest:
             (("run", "train.py"), 2),
         ],
     )
-    def test_no_torch(self, here: pathlib.Path, arguments: tuple[str, ...], code: int) -> None:
+    def test_no_torch(self, here: Path, arguments: tuple[str, ...], code: int) -> None:
         done = call(*arguments, cwd=here, code=WITHOUT_TORCH)
         assert "Error" not in done.stderr
         assert done.returncode == code
 
-    def test_help_needs_neither_torch_nor_pydantic(self, tmp_path: pathlib.Path) -> None:
+    def test_help_needs_neither_torch_nor_pydantic(self, tmp_path: Path) -> None:
         code = (
             "import sys\nfrom gradsurgeon.cli import main\n"
             "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
@@ -186,7 +186,7 @@ class TestTheRest:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("usage: gradsurgeon [-h] [--version] COMMAND ...")
 
-    def test_the_version(self, tmp_path: pathlib.Path) -> None:
+    def test_the_version(self, tmp_path: Path) -> None:
         done = call("--version", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (0, f"gradsurgeon {VERSION}\n")
 
@@ -214,7 +214,7 @@ class TestTheRest:
         assert cli.main([]) == 2
         assert capsys.readouterr().err.startswith("usage: gradsurgeon")
 
-    def test_a_reader_that_stops_reading(self, tmp_path: pathlib.Path) -> None:
+    def test_a_reader_that_stops_reading(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "gradsurgeon", "schema"]
         read, write = os.pipe()
         os.close(read)

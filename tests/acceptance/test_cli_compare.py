@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 
 import comparison_trainings as parting
 import pytest
@@ -16,7 +16,7 @@ NOISE = ("--noise", "noise1", "noise2", "--noise", "noise3")
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a reference, noise runs, a run that is alike and one with a fault."""
     folder = tmp_path_factory.mktemp("compared")
     parting.train(folder / "reference", Transformer, 0)
@@ -28,7 +28,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.slow
-def test_exit_codes(here: pathlib.Path) -> None:
+def test_exit_codes(here: Path) -> None:
     for run, code, begins in (
         ("fused", 0, "They agree within rounding in "),
         ("scaled", 1, "They part at step 0, forward: input of h.1.attn.o.\n"),
@@ -42,14 +42,14 @@ def test_exit_codes(here: pathlib.Path) -> None:
         assert done.stderr
 
 
-def test_json(here: pathlib.Path) -> None:
+def test_json(here: Path) -> None:
     done = call_here("compare", "scaled", "reference", *NOISE, "--format", "json", cwd=here)
     form = json.loads(done.stdout)
     assert (done.returncode, form["version"], form["alike"], form["step"]) == (1, 1, False, 0)
     assert form["first"][0]["text"] == "input of h.1.attn.o"
 
 
-def test_names_that_changed(here: pathlib.Path) -> None:
+def test_names_that_changed(here: Path) -> None:
     (here / "names.yaml").write_text("h.7: h.1\n")
     done = call_here("compare", "fused", "reference", "--map", "names.yaml", cwd=here)
     assert done.returncode == 2
@@ -58,7 +58,7 @@ def test_names_that_changed(here: pathlib.Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.cover_children
-def test_it_needs_no_torch(here: pathlib.Path) -> None:
+def test_it_needs_no_torch(here: Path) -> None:
     done = call("compare", "scaled", "reference", *NOISE, cwd=here, code=WITHOUT_TORCH)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("They part at step 0, forward: input of h.1.attn.o.\n")

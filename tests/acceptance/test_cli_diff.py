@@ -7,8 +7,8 @@ wording shows in them. To write them again, run this file as a script and read w
 from __future__ import annotations
 
 import json
-import pathlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from commands import WITHOUT_TORCH, call, git
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
-CASES = pathlib.Path(__file__).parent.parent / "cases" / "review"
+CASES = Path(__file__).parent.parent / "cases" / "review"
 FORMS = {"text": "txt", "markdown": "md", "json": "json"}
 SIDES = ("old.yaml", "new.yaml", "--params", "params.json")
 
@@ -65,7 +65,7 @@ def check(found: Any, form: Any, path: str = "") -> None:
 
 
 @pytest.fixture
-def here(tmp_path: pathlib.Path) -> pathlib.Path:
+def here(tmp_path: Path) -> Path:
     for name in ("old.yaml", "new.yaml", "params.json"):
         (tmp_path / name).write_bytes((CASES / name).read_bytes())
     return tmp_path
@@ -82,7 +82,7 @@ class TestOutput:
         expected = (CASES / "expected.txt").read_text(encoding="utf-8")
         assert call("diff", *SIDES, cwd=CASES).stdout == expected
 
-    def test_the_documented_json(self, here: pathlib.Path) -> None:
+    def test_the_documented_json(self, here: Path) -> None:
         """Tools go by these keys and types: a change here breaks them."""
         text = (here / "new.yaml").read_text()
         # Another order, and a rule on modules, so that few lists are empty.
@@ -103,7 +103,7 @@ class TestOutput:
         assert first <= set(found)
         assert {"id", "fields", "params_before", "params_after"} <= set(found["changed"][0])
 
-    def test_names_of_weights_do(self, here: pathlib.Path) -> None:
+    def test_names_of_weights_do(self, here: Path) -> None:
         header = json.dumps(
             {"embed.weight": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}
         )
@@ -133,17 +133,17 @@ version: 1
 
 
 class TestExitCodes:
-    def test_a_difference_is_no_failure_unless_asked(self, here: pathlib.Path) -> None:
+    def test_a_difference_is_no_failure_unless_asked(self, here: Path) -> None:
         assert call("diff", *SIDES, cwd=here).returncode == 0
         assert call("diff", *SIDES, "--exit-code", cwd=here).returncode == 1
 
-    def test_another_writing_is_no_difference(self, here: pathlib.Path) -> None:
+    def test_another_writing_is_no_difference(self, here: Path) -> None:
         (here / "new.yaml").write_text(REWRITTEN)
         done = call("diff", *SIDES, "--exit-code", cwd=here)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines()[1:] == ["no difference in effect"]
 
-    def test_an_order_that_no_tensor_sees_is_none_either(self, here: pathlib.Path) -> None:
+    def test_an_order_that_no_tensor_sees_is_none_either(self, here: Path) -> None:
         rules = '  - {id: a, action: zero, params: "embed.*"}\n'
         more = '  - {id: b, action: zero, params: "head.*"}\n'
         (here / "old.yaml").write_text(f"version: 1\nrules:\n{rules}{more}")
@@ -153,7 +153,7 @@ class TestExitCodes:
         note = "note: the rules are in another order in the file"
         assert note in done.stdout
 
-    def test_every_problem_of_a_side(self, here: pathlib.Path) -> None:
+    def test_every_problem_of_a_side(self, here: Path) -> None:
         (here / "old.yaml").write_text(
             'version: 1\nrules:\n  - {id: a, action: zer, params: "*"}\n  - {id: b, action: zero}\n'
         )
@@ -165,17 +165,17 @@ class TestExitCodes:
     @pytest.mark.parametrize(
         ("old", "new"), [("gone.yaml", "new.yaml"), ("old.yaml", "gone.yaml"), ("gone.yaml",) * 2]
     )
-    def test_a_file_that_is_not_there(self, here: pathlib.Path, old: str, new: str) -> None:
+    def test_a_file_that_is_not_there(self, here: Path, old: str, new: str) -> None:
         done = call("diff", old, new, "--params", "params.json", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.count("gone.yaml:1:1: error: cannot read the file") == 1
 
-    def test_names_that_are_not_there(self, here: pathlib.Path) -> None:
+    def test_names_that_are_not_there(self, here: Path) -> None:
         done = call("diff", "old.yaml", "new.yaml", "--params", "gone.json", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert "gone.json: error: cannot read the file" in done.stderr
 
-    def test_a_model_is_not_built_for_wrong_rules(self, here: pathlib.Path) -> None:
+    def test_a_model_is_not_built_for_wrong_rules(self, here: Path) -> None:
         (here / "net.py").write_text("raise SystemExit('built')\n")
         done = call("diff", "gone.yaml", "new.yaml", "--model", "net:Net", cwd=here)
         assert done.returncode == 2
@@ -188,7 +188,7 @@ def part(rule: str, pattern: str, *includes: str) -> str:
 
 
 @pytest.fixture
-def repository(here: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def repository(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a repository whose working tree is not what was committed."""
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -203,13 +203,13 @@ def repository(here: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 
 class TestCommits:
-    def diff(self, here: pathlib.Path, old: str, new: str, *more: str) -> Any:
+    def diff(self, here: Path, old: str, new: str, *more: str) -> Any:
         arguments = ("diff", old, new, "--params", "params.json", "--format", "json", *more)
         done = call(*arguments, cwd=here, code=WITHOUT_TORCH)
         assert done.stderr == ""
         return json.loads(done.stdout)
 
-    def test_the_side_of_a_commit_sees_that_commit_alone(self, repository: pathlib.Path) -> None:
+    def test_the_side_of_a_commit_sees_that_commit_alone(self, repository: Path) -> None:
         found = self.diff(repository, "HEAD:rules.yaml", "rules.yaml")
         changed = {one["id"]: one for one in found["changed"]}
         assert changed["own"]["params_before"] == ["embed.weight"]
@@ -217,11 +217,11 @@ class TestCommits:
         counts = [len(changed["part"][f"params_{side}"]) for side in ("before", "after")]
         assert counts == [48, 8]
 
-    def test_a_commit_against_itself(self, repository: pathlib.Path) -> None:
+    def test_a_commit_against_itself(self, repository: Path) -> None:
         sides = ("HEAD:rules.yaml", "main:rules.yaml")
         assert not self.diff(repository, *sides, "--exit-code")["in_effect"]
 
-    def test_an_include_that_is_gone(self, repository: pathlib.Path) -> None:
+    def test_an_include_that_is_gone(self, repository: Path) -> None:
         (repository / "rules.yaml").write_text(part("own", "embed.*"))
         (repository / "part.yaml").unlink()
         found = self.diff(repository, "HEAD:rules.yaml", "rules.yaml")
@@ -240,7 +240,7 @@ class TestCommits:
             ("HEAD:", "bad file"),
         ],
     )
-    def test_what_no_commit_has(self, repository: pathlib.Path, old: str, reason: str) -> None:
+    def test_what_no_commit_has(self, repository: Path, old: str, reason: str) -> None:
         (repository / "later.yaml").write_text(part("own", "embed.*"))
         done = call("diff", old, "later.yaml", "--params", "params.json", cwd=repository)
         assert (done.returncode, done.stdout) == (2, "")

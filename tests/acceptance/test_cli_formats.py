@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from bounds import TIMEOUT
@@ -18,7 +18,7 @@ MACHINE = {"json": "problems", "sarif": "runs"}
 
 
 @pytest.fixture
-def here(tmp_path: pathlib.Path) -> pathlib.Path:
+def here(tmp_path: Path) -> Path:
     write_rules(tmp_path)
     return tmp_path
 
@@ -35,18 +35,18 @@ def here(tmp_path: pathlib.Path) -> pathlib.Path:
         ("missing.yaml", "never", 2),
     ],
 )
-def test_what_fails_is_chosen(here: pathlib.Path, file: str, fail_on: str, code: int) -> None:
+def test_what_fails_is_chosen(here: Path, file: str, fail_on: str, code: int) -> None:
     assert call("lint", file, "--fail-on", fail_on, cwd=here).returncode == code
 
 
 @pytest.mark.parametrize("form", MACHINE)
-def test_forms_for_programs_stand_alone_on_stdout(here: pathlib.Path, form: str) -> None:
+def test_forms_for_programs_stand_alone_on_stdout(here: Path, form: str) -> None:
     done = call("lint", "wrong.yaml", "clean.yaml", "--format", form, cwd=here, code=WITHOUT_TORCH)
     assert (done.returncode, done.stderr) == (1, "")
     assert MACHINE[form] in json.loads(done.stdout)
 
 
-def test_annotations_stand_on_stdout_and_the_summary_elsewhere(here: pathlib.Path) -> None:
+def test_annotations_stand_on_stdout_and_the_summary_elsewhere(here: Path) -> None:
     done = call("lint", "wrong.yaml", "warned.yaml", "--format", "github", cwd=here)
     assert [line.partition(",")[0] for line in done.stdout.splitlines()] == [
         "::error file=wrong.yaml",
@@ -55,7 +55,7 @@ def test_annotations_stand_on_stdout_and_the_summary_elsewhere(here: pathlib.Pat
     assert done.stderr == "2 files: 1 error, 1 warning\n"
 
 
-def test_annotations_start_at_the_checkout_where_a_job_runs_inside_it(here: pathlib.Path) -> None:
+def test_annotations_start_at_the_checkout_where_a_job_runs_inside_it(here: Path) -> None:
     (here / "sub").mkdir()
     (here / "sub" / "wrong.yaml").write_bytes((here / "wrong.yaml").read_bytes())
     env = {"GITHUB_WORKSPACE": str(here)}
@@ -67,20 +67,20 @@ def test_annotations_start_at_the_checkout_where_a_job_runs_inside_it(here: path
 
 
 @pytest.mark.parametrize("form", ["full", "concise", "json", "github", "sarif"])
-def test_a_file_gets_what_stdout_would(here: pathlib.Path, form: str) -> None:
+def test_a_file_gets_what_stdout_would(here: Path, form: str) -> None:
     printed = call("lint", "wrong.yaml", "--format", form, cwd=here)
     done = call("lint", "wrong.yaml", "--format", form, "--output", "out.txt", cwd=here)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "wrong.yaml: 1 error\n")
     assert (here / "out.txt").read_text(encoding="utf-8") == printed.stdout != ""
 
 
-def test_a_file_that_cannot_be_written_says_so(here: pathlib.Path) -> None:
+def test_a_file_that_cannot_be_written_says_so(here: Path) -> None:
     done = call("lint", "clean.yaml", "--output", "no/such/out.txt", cwd=here)
     assert done.returncode == 2
     assert done.stderr == "gradsurgeon: cannot write no/such/out.txt: No such file or directory\n"
 
 
-def on_a_terminal(here: pathlib.Path, **env: str) -> str:
+def on_a_terminal(here: Path, **env: str) -> str:
     pty = pytest.importorskip("pty", reason="no terminals to be had on this system")
     leader, follower = pty.openpty()
     with subprocess.Popen(
@@ -97,7 +97,7 @@ def on_a_terminal(here: pathlib.Path, **env: str) -> str:
     return text
 
 
-def test_a_terminal_gets_colours_unless_they_are_unwanted(here: pathlib.Path) -> None:
+def test_a_terminal_gets_colours_unless_they_are_unwanted(here: Path) -> None:
     assert "\033[1;31merror:\033[0m" in on_a_terminal(here, NO_COLOR="")
     assert "\033" not in on_a_terminal(here, NO_COLOR="1")
     assert "\033" not in on_a_terminal(here, NO_COLOR="", TERM="dumb")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
 import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -22,9 +22,7 @@ HEADING = re.compile(r"^\*\*(.*)\.\*\*", re.MULTILINE)
 
 
 class TestExplain:
-    def test_without_a_name_it_lists_the_actions_and_then_the_checks(
-        self, tmp_path: pathlib.Path
-    ) -> None:
+    def test_without_a_name_it_lists_the_actions_and_then_the_checks(self, tmp_path: Path) -> None:
         done = call("explain", cwd=tmp_path, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         listed = [line.split()[0] for line in done.stdout.splitlines()]
@@ -34,7 +32,7 @@ class TestExplain:
             r"^scale-by-zero +A factor of zero does not remove a NaN\.$", done.stdout, re.MULTILINE
         )
 
-    def test_the_page_of_a_check(self, tmp_path: pathlib.Path) -> None:
+    def test_the_page_of_a_check(self, tmp_path: Path) -> None:
         done = call("explain", "scale-by-zero", cwd=tmp_path, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         lines = done.stdout.splitlines()
@@ -65,7 +63,7 @@ class TestExplain:
         assert cli.main(["explain", "qqqq"]) == 2
         assert "unknown action or check `qqqq` (known: " in capsys.readouterr().err
 
-    def test_the_page_of_an_action(self, tmp_path: pathlib.Path) -> None:
+    def test_the_page_of_an_action(self, tmp_path: Path) -> None:
         done = call("explain", "clamp", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         lines = done.stdout.splitlines()
@@ -92,7 +90,7 @@ class TestExplain:
         assert must == sorted(must, reverse=True)
         assert any(must) or action not in ("spike-trap", "scale", "clip-norm")
 
-    def test_what_an_observer_records_and_what_trips_a_trap(self, tmp_path: pathlib.Path) -> None:
+    def test_what_an_observer_records_and_what_trips_a_trap(self, tmp_path: Path) -> None:
         norms, trap = (
             call("explain", name, cwd=tmp_path).stdout for name in ("norm-log", "nan-trap")
         )
@@ -102,7 +100,7 @@ class TestExplain:
 
     @pytest.mark.parametrize("action", sorted(ACTIONS))
     def test_the_examples_can_be_pasted(
-        self, action: str, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+        self, action: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         assert cli.main(["explain", action]) == 0
         examples = capsys.readouterr().out.partition("```yaml\n")[2].partition("```")[0]
@@ -112,7 +110,7 @@ class TestExplain:
         (tmp_path / "pasted.yaml").write_text(examples)
         assert cli.main(["lint", str(tmp_path / "pasted.yaml")]) == 0
 
-    def test_an_unknown_action(self, tmp_path: pathlib.Path) -> None:
+    def test_an_unknown_action(self, tmp_path: Path) -> None:
         done = call("explain", "nan_trp", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert (

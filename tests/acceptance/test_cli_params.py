@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
+from pathlib import Path
 
 import pytest
 from commands import WITHOUT_TORCH, call, call_here, write_rules
@@ -58,7 +58,7 @@ rules:
 
 
 @pytest.fixture
-def here(tmp_path: pathlib.Path) -> pathlib.Path:
+def here(tmp_path: Path) -> Path:
     write_rules(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "rules.yaml").write_text(RULES)
@@ -82,13 +82,13 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def written(here: pathlib.Path, once: str) -> pathlib.Path:
+def written(here: Path, once: str) -> Path:
     (here / "params.json").write_text(once)
     return here
 
 
 class TestParams:
-    def test_stdout_holds_the_manifest_and_nothing_else(self, here: pathlib.Path) -> None:
+    def test_stdout_holds_the_manifest_and_nothing_else(self, here: Path) -> None:
         done = call("params", "--model", "net:small", cwd=here)
         found = json.loads(done.stdout)
         assert list(found) == ["version", "origin", "hash", "params", "modules"]
@@ -103,7 +103,7 @@ class TestParams:
         assert found["modules"][0] == {"name": ".", "type": ["Transformer", "Module"]}
         assert "printed by the import" in done.stderr
 
-    def test_a_model_of_billions_costs_no_memory(self, here: pathlib.Path) -> None:
+    def test_a_model_of_billions_costs_no_memory(self, here: Path) -> None:
         # 262 GB of weights: 2 GB of address space above that of torch would not hold one layer.
         code = (
             "import resource, sys, torch\n"
@@ -115,12 +115,12 @@ class TestParams:
         assert done.returncode == 0, done.stderr
         assert "643 parameters, 65,476,509,696 elements" in done.stderr
 
-    def test_a_file_that_cannot_be_written_leaves_nothing(self, here: pathlib.Path) -> None:
+    def test_a_file_that_cannot_be_written_leaves_nothing(self, here: Path) -> None:
         done = call_here("params", "--model", "net:small", "-o", "no/params.json", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert "gradsurgeon: cannot write no/params.json: No such file" in done.stderr
 
-    def test_a_file_of_another_kind_is_not_replaced(self, here: pathlib.Path) -> None:
+    def test_a_file_of_another_kind_is_not_replaced(self, here: Path) -> None:
         mine = '{"learning_rate": 0.1}'
         (here / "params.json").write_text(mine)
         done = call_here("params", "--model", "net:small", "-o", "params.json", cwd=here)
@@ -129,10 +129,10 @@ class TestParams:
         assert (here / "params.json").read_text() == mine
         assert sorted(path.name for path in here.glob("params*")) == ["params.json"]
 
-    def test_devices_are_written_to_and_not_replaced(self, here: pathlib.Path) -> None:
+    def test_devices_are_written_to_and_not_replaced(self, here: Path) -> None:
         done = call("params", "--model", "net:small", "-o", "/dev/stdout", cwd=here)
         assert json.loads(done.stdout)["origin"] == "Transformer"
-        assert pathlib.Path("/dev/stdout").is_symlink()
+        assert Path("/dev/stdout").is_symlink()
 
     @pytest.mark.parametrize(
         ("arguments", "reason"),
@@ -141,9 +141,7 @@ class TestParams:
             (("--model", "net:fails"), "cannot build `net:fails`:\nTraceback"),
         ],
     )
-    def test_what_it_cannot_do(
-        self, here: pathlib.Path, arguments: tuple[str, ...], reason: str
-    ) -> None:
+    def test_what_it_cannot_do(self, here: Path, arguments: tuple[str, ...], reason: str) -> None:
         done = call_here("params", *arguments, cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert reason in done.stderr
@@ -151,9 +149,7 @@ class TestParams:
 
 class TestPlan:
     @pytest.mark.parametrize("form", ["json", "text"])
-    def test_it_is_the_plan_of_the_model_without_torch(
-        self, written: pathlib.Path, form: str
-    ) -> None:
+    def test_it_is_the_plan_of_the_model_without_torch(self, written: Path, form: str) -> None:
         end = ("--format", form)
         known = call_here("plan", "rules.yaml", "--model", "net:small", *end, cwd=written)
         done = call(
@@ -162,7 +158,7 @@ class TestPlan:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == known.stdout
 
-    def test_the_documented_form_of_json(self, written: pathlib.Path) -> None:
+    def test_the_documented_form_of_json(self, written: Path) -> None:
         arguments = ("plan", "rules.yaml", "--params", "params.json", "--format", "json")
         found = json.loads(call_here(*arguments, cwd=written).stdout)
         assert list(found) == ["version", "model", "rules", "chains", "warnings"]
@@ -199,7 +195,7 @@ class TestPlan:
         assert found["chains"]["norm.bias"] == ["norms", "own"]
         assert found["chains"]["hidden grad"] == ["tags"]
 
-    def test_weights_name_parameters_as_well(self, written: pathlib.Path) -> None:
+    def test_weights_name_parameters_as_well(self, written: Path) -> None:
         header = json.dumps({"fc.bias": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}})
         raw = len(header).to_bytes(8, "little") + header.encode() + bytes(12)
         (written / "model.safetensors").write_bytes(raw)
@@ -222,14 +218,12 @@ class TestPlan:
         )
 
     @pytest.mark.parametrize("sources", [(), ("--params", "params.json", "--model", "net:small")])
-    def test_one_source_of_names_exactly(
-        self, written: pathlib.Path, sources: tuple[str, ...]
-    ) -> None:
+    def test_one_source_of_names_exactly(self, written: Path, sources: tuple[str, ...]) -> None:
         done = call_here("plan", "clean.yaml", *sources, cwd=written)
         assert (done.returncode, done.stdout) == (2, "")
         assert "--model" in done.stderr
 
-    def test_a_wrong_manifest_is_no_fault_of_the_rules(self, written: pathlib.Path) -> None:
+    def test_a_wrong_manifest_is_no_fault_of_the_rules(self, written: Path) -> None:
         (written / "params.json").write_text('{"version": 1, "params": 3}')
         done = call_here("plan", "clean.yaml", "--params", "params.json", cwd=written)
         assert (done.returncode, done.stdout) == (2, "")

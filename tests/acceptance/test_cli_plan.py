@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import WITHOUT_TORCH, call, call_here, environment, write_rules
@@ -47,14 +47,14 @@ def sleeps():
 
 
 @pytest.fixture
-def here(tmp_path: pathlib.Path) -> pathlib.Path:
+def here(tmp_path: Path) -> Path:
     write_rules(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     return tmp_path
 
 
 class TestPlan:
-    def test_json_and_nothing_else_on_stdout(self, here: pathlib.Path) -> None:
+    def test_json_and_nothing_else_on_stdout(self, here: Path) -> None:
         done = call("plan", "edits.yaml", "--model", "net:build", "--format", "json", cwd=here)
         assert done.returncode == 0
         assert json.loads(done.stdout) == {
@@ -100,7 +100,7 @@ class TestPlan:
             "on meta",
         ]
 
-    def test_the_table(self, here: pathlib.Path) -> None:
+    def test_the_table(self, here: Path) -> None:
         done = call_here("plan", "edits.yaml", "--model", "net:build", cwd=here)
         assert done.returncode == 0
         head, _, table = done.stdout.partition("\n\n")
@@ -110,7 +110,7 @@ class TestPlan:
         )
         assert "no-bias (at backward) -> norms (at accumulated)" in table
 
-    def test_neighbouring_edits_are_told_one_by_one(self, here: pathlib.Path) -> None:
+    def test_neighbouring_edits_are_told_one_by_one(self, here: Path) -> None:
         (here / "twice.yaml").write_text(
             "version: 1\n"
             "rules:\n"
@@ -123,7 +123,7 @@ class TestPlan:
         form = call_here("plan", "twice.yaml", "--model", "net:build", "--format", "json", cwd=here)
         assert json.loads(form.stdout)["chains"]["0.weight"] == ["calm", "calmer"]
 
-    def test_a_model_that_needs_values_is_built_for_real(self, here: pathlib.Path) -> None:
+    def test_a_model_that_needs_values_is_built_for_real(self, here: Path) -> None:
         arguments = ("plan", "clean.yaml", "--model", "net:reads_a_value", "--format", "json")
         done = call_here(*arguments, cwd=here)
         assert done.returncode == 0
@@ -135,13 +135,13 @@ class TestPlan:
         )
 
     @pytest.mark.parametrize("name", ["Net", "Zoo.Net", "ready"])
-    def test_a_class_or_a_module_will_do(self, here: pathlib.Path, name: str) -> None:
+    def test_a_class_or_a_module_will_do(self, here: Path, name: str) -> None:
         done = call_here(
             "plan", "clean.yaml", "--model", f"net:{name}", "--format", "json", cwd=here
         )
         assert json.loads(done.stdout)["rules"][0]["params"] == ["fc.weight", "fc.bias"]
 
-    def test_the_installed_command_finds_the_current_folder(self, here: pathlib.Path) -> None:
+    def test_the_installed_command_finds_the_current_folder(self, here: Path) -> None:
         # A console script has its own folder, not the current one, on the path.
         code = 'import sys\nsys.path.remove("")\nfrom gradsurgeon.cli import main\nsys.exit(main())'
         done = call("plan", "clean.yaml", "--model", "net:Net", cwd=here, code=code)
@@ -167,13 +167,13 @@ class TestPlan:
             ("nosuch:build", "\nModuleNotFoundError: No module named 'nosuch'"),
         ],
     )
-    def test_no_model(self, here: pathlib.Path, model: str, reason: str) -> None:
+    def test_no_model(self, here: Path, model: str, reason: str) -> None:
         done = call_here("plan", "clean.yaml", "--model", model, cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert reason in done.stderr
         assert "gradsurgeon/cli" not in done.stderr
 
-    def test_rules_that_match_nothing(self, here: pathlib.Path) -> None:
+    def test_rules_that_match_nothing(self, here: Path) -> None:
         done = call_here(
             "plan", "astray.yaml", "--model", "net:build", "--format", "json", cwd=here
         )
@@ -182,18 +182,18 @@ class TestPlan:
             done.stderr
         )
 
-    def test_wrong_rules_are_told_before_a_model_is_built(self, here: pathlib.Path) -> None:
+    def test_wrong_rules_are_told_before_a_model_is_built(self, here: Path) -> None:
         done = call_here("plan", "wrong.yaml", "--model", "net:build", cwd=here)
         assert (done.returncode, done.stdout) == (1, "")
         assert "wrong.yaml:3:25: error: unknown action `norm-lg`" in done.stderr
         assert "printed" not in done.stderr
 
-    def test_a_missing_rule_file_is_told_apart(self, here: pathlib.Path) -> None:
+    def test_a_missing_rule_file_is_told_apart(self, here: Path) -> None:
         done = call_here("plan", "gone.yaml", "--model", "net:build", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert "gone.yaml:1:1: error: cannot read the file: No such file" in done.stderr
 
-    def test_without_torch_it_says_what_to_install(self, here: pathlib.Path) -> None:
+    def test_without_torch_it_says_what_to_install(self, here: Path) -> None:
         code = WITHOUT_TORCH.replace(
             'AssertionError("torch was imported")',
             "ModuleNotFoundError(\"No module named 'torch'\", name='torch')",
@@ -206,7 +206,7 @@ class TestPlan:
         )
         assert done.stderr.endswith("\nModuleNotFoundError: No module named 'torch'\n")
 
-    def test_an_interrupt_ends_it_quietly(self, here: pathlib.Path) -> None:
+    def test_an_interrupt_ends_it_quietly(self, here: Path) -> None:
         command = [
             sys.executable,
             "-m",

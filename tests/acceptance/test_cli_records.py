@@ -7,10 +7,10 @@ import csv
 import io
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ EVIL = '=cmd|"/c calc"!A1,C:\\\n\x1b[2J\x7f\u202e'
 
 
 @pytest.fixture
-def here(tmp_path: pathlib.Path) -> pathlib.Path:
+def here(tmp_path: Path) -> Path:
     """Return a folder with a run of two ranks, two statistics, and an event."""
     histories: dict[str, list[float | None]] = {
         "w": [0.1, float("nan"), 3.0],
@@ -51,7 +51,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 class TestReport:
-    def test_it_says_what_happened(self, here: pathlib.Path) -> None:
+    def test_it_says_what_happened(self, here: Path) -> None:
         done = call("report", "run", cwd=here, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(
@@ -60,13 +60,13 @@ class TestReport:
         assert "non-finite: 1 parameter, first at step 1: w" in done.stdout
         assert "✗" in done.stdout
 
-    def test_escapes_where_blocks_cannot_be_shown(self, here: pathlib.Path) -> None:
+    def test_escapes_where_blocks_cannot_be_shown(self, here: Path) -> None:
         done = call("report", "run", cwd=here, env={"PYTHONIOENCODING": "ascii"})
         assert (done.returncode, done.stderr) == (0, "")
         assert r"\u2717" in done.stdout
 
     @pytest.mark.parametrize("command", [("report",), ("export", "--format", "csv")])
-    def test_no_run(self, here: pathlib.Path, command: tuple[str, ...]) -> None:
+    def test_no_run(self, here: Path, command: tuple[str, ...]) -> None:
         done = call(command[0], "nowhere", *command[1:], cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("gradsurgeon: nowhere: cannot be opened as a run: No such")
@@ -76,7 +76,7 @@ class TestReport:
         assert (done.returncode, done.stdout) == (2, "")
         assert "rank-1.db: cannot be read" in done.stderr
 
-    def test_a_run_that_is_still_being_written(self, tmp_path: pathlib.Path) -> None:
+    def test_a_run_that_is_still_being_written(self, tmp_path: Path) -> None:
         writer = write(tmp_path / "run", {"w": [1.0, 2.0]})
         writer.commit()
         done = call("report", "run", cwd=tmp_path)
@@ -84,7 +84,7 @@ class TestReport:
         assert done.stdout.startswith("running\nsummary: rules.yaml on Net: steps 0..1, 0 events\n")
         writer.close()
 
-    def test_runs_inside_are_named_and_links_out_are_not_followed(self, here: pathlib.Path) -> None:
+    def test_runs_inside_are_named_and_links_out_are_not_followed(self, here: Path) -> None:
         write(here / "run" / "process-2" / "Net-2", {"w": [1.0]}).close()
         write(here / "run" / "broken", {"w": [1.0]}).close()
         (here / "run" / "broken" / "rank-0.db").write_bytes(b"\x1b" * 1000)
@@ -99,12 +99,12 @@ class TestReport:
         assert "secret" not in done.stdout
 
     def test_many_folders_within_one_another(
-        self, here: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+        self, here: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as patch:
             patch.chdir(here / "run")
             for _ in range(1500):
-                pathlib.Path("a").mkdir()
+                Path("a").mkdir()
                 patch.chdir("a")
         done = call("report", "run", cwd=here)
         assert (done.returncode, done.stderr) == (0, "")
@@ -113,7 +113,7 @@ class TestReport:
 
 
 class TestExport:
-    def test_csv(self, here: pathlib.Path) -> None:
+    def test_csv(self, here: Path) -> None:
         done = call("export", "run", "--format", "csv", cwd=here, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         rows = list(csv.DictReader(io.StringIO(done.stdout)))
@@ -127,7 +127,7 @@ class TestExport:
         assert [row["value"] for row in rows if row["stat"] == "max"] == ["-inf", "-inf"]
         assert {row["rank"] for row in rows} == {"0", "1"}
 
-    def test_jsonl_has_events_and_is_json_to_the_letter(self, here: pathlib.Path) -> None:
+    def test_jsonl_has_events_and_is_json_to_the_letter(self, here: Path) -> None:
         done = call("export", "run", "--format", "jsonl", cwd=here)
         found = lines(done.stdout)
         assert [one["type"] for one in found] == ["value"] * 12 + ["event"] * 2
@@ -163,12 +163,12 @@ class TestExport:
             (("--rule", "norms"), 12),
         ],
     )
-    def test_parts(self, here: pathlib.Path, options: tuple[str, ...], count: int) -> None:
+    def test_parts(self, here: Path, options: tuple[str, ...], count: int) -> None:
         done = call("export", "run", "--format", "csv", *options, cwd=here)
         assert done.returncode == 0
         assert len(done.stdout.splitlines()) == 1 + count
 
-    def test_events_go_by_rule_and_name(self, here: pathlib.Path) -> None:
+    def test_events_go_by_rule_and_name(self, here: Path) -> None:
         done = call("export", "run", "--format", "jsonl", "--name", "b", cwd=here)
         assert {one["type"] for one in lines(done.stdout)} == {"value"}
 
@@ -188,9 +188,7 @@ class TestExport:
             (("-o", "/dev/full"), "cannot write /dev/full: No space left on device"),
         ],
     )
-    def test_what_cannot_be_done(
-        self, here: pathlib.Path, options: tuple[str, ...], message: str
-    ) -> None:
+    def test_what_cannot_be_done(self, here: Path, options: tuple[str, ...], message: str) -> None:
         (here / "train.py").write_text("print('hours of work')\n")
         (here / "link.csv").symlink_to("run/rank-1.db")
         before = listing(here / "run")
@@ -203,15 +201,13 @@ class TestExport:
         with open_run(here / "run") as run:
             assert run.latest("b") == 1e6
 
-    def test_into_a_file(self, here: pathlib.Path) -> None:
+    def test_into_a_file(self, here: Path) -> None:
         shown = call("export", "run", "--format", "csv", cwd=here).stdout
         done = call("export", "run", "--format", "csv", "-o", "out.csv", cwd=here)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert (here / "out.csv").read_text() == shown
 
-    def test_the_log_of_a_run_that_is_being_written_is_left_alone(
-        self, tmp_path: pathlib.Path
-    ) -> None:
+    def test_the_log_of_a_run_that_is_being_written_is_left_alone(self, tmp_path: Path) -> None:
         writer = write(tmp_path / "run", {"w": [1.0, 2.0]})
         writer.commit()
         assert (tmp_path / "run" / "rank-0.db-wal").stat().st_size
@@ -223,7 +219,7 @@ class TestExport:
             assert run.history("w") == [(0, 1.0), (1, 2.0)]
 
     @pytest.mark.parametrize("format_", ["csv", "jsonl"])
-    def test_an_export_is_replaced_as_a_whole(self, here: pathlib.Path, format_: str) -> None:
+    def test_an_export_is_replaced_as_a_whole(self, here: Path, format_: str) -> None:
         out = here / "out"
         for stat in ("l2", "max"):
             done = call("export", "run", "--format", format_, "-o", "out", "--stat", stat, cwd=here)
@@ -237,7 +233,7 @@ class TestExport:
         assert (out.read_bytes(), out.stat().st_mode & 0o777) == (before, 0o640)
         assert listing(here) == ["out", "run"]
 
-    def test_texts_are_escaped_and_never_formulas(self, tmp_path: pathlib.Path) -> None:
+    def test_texts_are_escaped_and_never_formulas(self, tmp_path: Path) -> None:
         writer = RunWriter(tmp_path / "run", meta=meta((EVIL,)))
         writer.add(Key("norms", "l2", "step", (EVIL,)), 0, values(-1.5))
         writer.close()
@@ -252,7 +248,7 @@ class TestExport:
         assert lines(text)[0]["name"] == EVIL
 
     @pytest.mark.parametrize("name", [EVIL, "'w", "@w", "a\\n", "grö\u202eße", "plain.weight"])
-    def test_a_name_can_be_had_back_from_csv(self, tmp_path: pathlib.Path, name: str) -> None:
+    def test_a_name_can_be_had_back_from_csv(self, tmp_path: Path, name: str) -> None:
         writer = RunWriter(tmp_path / "run", meta=meta((name,)))
         writer.add(Key("norms", "l2", "step", (name,)), 0, values(-1.5))
         writer.close()
@@ -265,12 +261,12 @@ class TestExport:
         )
         assert found == name
 
-    def test_nothing_recorded_at_all(self, tmp_path: pathlib.Path) -> None:
+    def test_nothing_recorded_at_all(self, tmp_path: Path) -> None:
         RunWriter(tmp_path / "run", meta=meta()).close()
         done = call("export", "run", "--format", "csv", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (2, "gradsurgeon: run: nothing was recorded\n")
 
-    def test_a_reader_that_stops_reading(self, tmp_path: pathlib.Path) -> None:
+    def test_a_reader_that_stops_reading(self, tmp_path: Path) -> None:
         write(tmp_path / "run", {"w": [1.0] * 20_000}).close()
         process = subprocess.Popen(
             [sys.executable, "-m", "gradsurgeon", "export", "run", "--format", "csv"],
@@ -287,7 +283,7 @@ class TestExport:
         process.stderr.close()
         assert process.wait() == 141
 
-    def test_the_memory_does_not_grow_with_the_run(self, tmp_path: pathlib.Path) -> None:
+    def test_the_memory_does_not_grow_with_the_run(self, tmp_path: Path) -> None:
         writer = RunWriter(tmp_path / "run", meta=meta(("w",)))
         key = Key("norms", "l2", "step", tuple(f"p{i}" for i in range(500)))
         for step in range(40_000):  # 80 MB

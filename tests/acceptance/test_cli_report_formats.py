@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import pathlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +20,14 @@ from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
 
-RULES = pathlib.Path(__file__).parents[2] / "rules"
+RULES = Path(__file__).parents[2] / "rules"
 KINDS = (
     "trap, spike, check, skipped-step, scaler-skip, never-fired, hook-lost, hook-rearmed, notice"
 )
 EVIL = "w\n::error::x\x1b[2J,\u202e:%0A"
 
 
-def fill(path: pathlib.Path, *events: Event, ranks: int = 1) -> None:
+def fill(path: Path, *events: Event, ranks: int = 1) -> None:
     """Write a run of a spiky, a broken and a silent parameter, with the same events on each rank."""
     histories: dict[str, Sequence[float | None]] = {
         "w": [0.1] * 20 + [64.0] + [0.1] * 9,
@@ -57,7 +57,7 @@ SKIP = Event("skipped-step", "", 11, 0, "", "the step was skipped")
 
 class TestFailOn:
     @pytest.fixture
-    def here(self, tmp_path: pathlib.Path) -> pathlib.Path:
+    def here(self, tmp_path: Path) -> Path:
         fill(tmp_path / "run", trap(11), SKIP, trap(0), trap(29, "w"))
         return tmp_path
 
@@ -81,7 +81,7 @@ class TestFailOn:
     )
     @pytest.mark.parametrize("form", ["text", "json"])
     def test_the_exit_code_and_a_line_for_each_kind(
-        self, here: pathlib.Path, kinds: str, lines: list[str], form: str
+        self, here: Path, kinds: str, lines: list[str], form: str
     ) -> None:
         plain = call_here("report", "run", "--format", form, cwd=here)
         assert (plain.returncode, plain.stderr) == (0, "")
@@ -99,17 +99,17 @@ class TestFailOn:
             ("\x1b[2J", rf"`\x1b[2J` is no kind of event; kinds: {KINDS}"),
         ],
     )  # fmt: skip
-    def test_an_unknown_kind(self, here: pathlib.Path, kinds: str, message: str) -> None:
+    def test_an_unknown_kind(self, here: Path, kinds: str, message: str) -> None:
         done = call_here("report", "run", "--fail-on", kinds, cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.endswith(f"error: argument --fail-on: {message}\n")
 
-    def test_what_several_ranks_note_counts_once(self, tmp_path: pathlib.Path) -> None:
+    def test_what_several_ranks_note_counts_once(self, tmp_path: Path) -> None:
         fill(tmp_path / "run", trap(3), trap(5), ranks=3)
         done = call_here("report", "run", "--fail-on", "trap", cwd=tmp_path)
         assert done.stderr == "gradsurgeon: 2 trap events, first at step 3, rule no-nan, b\n"
 
-    def test_runs_inside_count_as_well(self, tmp_path: pathlib.Path) -> None:
+    def test_runs_inside_count_as_well(self, tmp_path: Path) -> None:
         fill(tmp_path / "run")
         fill(tmp_path / "run" / "process-2" / "Net", SKIP)
         fill(tmp_path / "run" / "Net-2", trap(7))
@@ -124,9 +124,7 @@ class TestFailOn:
         assert above.returncode == 1
         assert above.stderr == "gradsurgeon: run/Net-2: 1 trap event, first at step 7, rule no-nan, b\n"  # fmt: skip
 
-    def test_a_run_inside_that_cannot_be_read_is_not_taken_for_clean(
-        self, here: pathlib.Path
-    ) -> None:
+    def test_a_run_inside_that_cannot_be_read_is_not_taken_for_clean(self, here: Path) -> None:
         fill(here / "run" / "broken", trap(7))
         (here / "run" / "broken" / "rank-0.db").write_bytes(b"\x1b" * 1000)
         done = call_here("report", "run", "--fail-on", "never-fired", cwd=here)
@@ -140,7 +138,7 @@ class TestFailOn:
         done = call_here("report", ".", "--html", "page.html", cwd=here / "run")
         assert (done.returncode, done.stdout[:17]) == (2, "page.html: 1 run;")
 
-    def test_a_page_of_a_folder_leaves_out_what_cannot_be_read(self, here: pathlib.Path) -> None:
+    def test_a_page_of_a_folder_leaves_out_what_cannot_be_read(self, here: Path) -> None:
         fill(here / "other")
         (here / "other" / "rank-0.db").write_bytes(b"\x1b" * 1000)
         done = call_here("report", ".", "--html", "page.html", "--fail-on", "trap", cwd=here)
@@ -156,7 +154,7 @@ class TestFailOn:
         assert not (here / "other.html").exists()
 
     @pytest.mark.parametrize("name", ["", "-", ".", "pipe"])
-    def test_a_page_needs_a_file(self, here: pathlib.Path, name: str) -> None:
+    def test_a_page_needs_a_file(self, here: Path, name: str) -> None:
         os.mkfifo(here / "pipe")  # nobody reads it: opening it would wait for ever
         for command in ("report", "watch"):
             done = call_here(command, "run", "--html", name, cwd=here)
@@ -164,13 +162,13 @@ class TestFailOn:
             assert f"argument --html: `{name}` is no file that a browser" in done.stderr
 
     @pytest.mark.parametrize("form", ["text", "json"])
-    def test_no_run(self, tmp_path: pathlib.Path, form: str) -> None:
+    def test_no_run(self, tmp_path: Path, form: str) -> None:
         options = ("--format", form, "--fail-on", "trap")
         done = call_here("report", "nowhere", *options, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("gradsurgeon: nowhere: cannot be opened as a run: No such")
 
-    def test_texts_of_the_run_are_escaped(self, tmp_path: pathlib.Path) -> None:
+    def test_texts_of_the_run_are_escaped(self, tmp_path: Path) -> None:
         fill(tmp_path / "run", trap(1, EVIL, EVIL, EVIL))
         done = call_here("report", "run", "--fail-on", "trap", cwd=tmp_path)
         assert done.returncode == 1
@@ -179,7 +177,7 @@ class TestFailOn:
 
 
 class TestJSON:
-    def read(self, folder: pathlib.Path, *more: str) -> Any:
+    def read(self, folder: Path, *more: str) -> Any:
         def refuse(constant: str) -> None:
             raise AssertionError(constant)
 
@@ -187,7 +185,7 @@ class TestJSON:
         assert (done.returncode, done.stderr) == (0, "")
         return json.loads(done.stdout, parse_constant=refuse)
 
-    def test_one_object(self, tmp_path: pathlib.Path) -> None:
+    def test_one_object(self, tmp_path: Path) -> None:
         fill(tmp_path / "run", trap(11), SKIP)
         found = self.read(tmp_path)
         norms = found.pop("norms")
@@ -245,12 +243,12 @@ class TestJSON:
             },
         ]  # fmt: skip
 
-    def test_above_zeros_nothing_is_a_spike(self, tmp_path: pathlib.Path) -> None:
+    def test_above_zeros_nothing_is_a_spike(self, tmp_path: Path) -> None:
         write(tmp_path / "run", {"w": [0.0] * 20 + [1.0] + [0.0] * 9}).close()
         (row,) = self.read(tmp_path)["norms"]
         assert (row["spike"], row["largest"]) == (None, 1.0)
 
-    def test_before_the_first_step_and_while_it_is_written(self, tmp_path: pathlib.Path) -> None:
+    def test_before_the_first_step_and_while_it_is_written(self, tmp_path: Path) -> None:
         writer = RunWriter(tmp_path / "run", meta=meta())
         found = self.read(tmp_path, "--fail-on", "trap")
         assert found["ended"] == {"state": "running", "words": "running", "ranks": {"0": "running"}}
@@ -260,7 +258,7 @@ class TestJSON:
         writer.close()
 
     def test_the_numbers_are_those_of_the_text(
-        self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", 5_000)
         history = [1.0 + step % 7 / 8 for step in range(10_000)]
@@ -276,7 +274,7 @@ class TestJSON:
         assert (row["nonfinite"], row["nonfinite_step"]) == (1, 9_000)
         assert row["spike"]["step"] == 5_000
 
-    def test_runs_inside(self, tmp_path: pathlib.Path) -> None:
+    def test_runs_inside(self, tmp_path: Path) -> None:
         fill(tmp_path / "run")
         fill(tmp_path / "run" / "Net-2")
         assert self.read(tmp_path)["inside"] == ["run/Net-2"]
@@ -285,7 +283,7 @@ class TestJSON:
         assert done.stderr.startswith("gradsurgeon: .: cannot be opened as a run: ")
         assert done.stderr.endswith("; runs inside: run\n")
 
-    def test_a_terminal_shows_it_as_it_is(self, tmp_path: pathlib.Path) -> None:
+    def test_a_terminal_shows_it_as_it_is(self, tmp_path: Path) -> None:
         name = f"{EVIL}\x7f"
         writer = RunWriter(tmp_path / "run", meta=meta((name,)))
         writer.add(Key(EVIL, "l2", "step", (name,)), 0, values(1.0))
@@ -301,7 +299,7 @@ class TestJSON:
 
 @pytest.mark.slow
 @pytest.mark.cover_children
-def test_without_torch(tmp_path: pathlib.Path) -> None:
+def test_without_torch(tmp_path: Path) -> None:
     fill(tmp_path / "run", trap(11))
     for form in ("text", "json"):
         options = ("--format", form, "--fail-on", "trap")
@@ -314,7 +312,7 @@ def test_without_torch(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_guide_shows_what_works(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path / "runs" / "today", trap(11))
     page = (RULES / "guide" / "runs.md").read_text(encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import re
 import select
 import shutil
@@ -14,6 +13,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from bounds import TIMEOUT
@@ -53,7 +53,7 @@ for step in range(10**9):
 class Watching:
     """The command in a pseudo-terminal: what it writes there, and what is typed."""
 
-    def __init__(self, *arguments: str, cwd: pathlib.Path, before: str = "", **env: str) -> None:
+    def __init__(self, *arguments: str, cwd: Path, before: str = "", **env: str) -> None:
         self.master, self.slave = os.openpty()
         self.resize(30, 90)
         self.text = ""
@@ -105,7 +105,7 @@ class Watching:
 
 
 @pytest.fixture
-def watching(tmp_path: pathlib.Path) -> Iterator[Callable[..., Watching]]:
+def watching(tmp_path: Path) -> Iterator[Callable[..., Watching]]:
     with contextlib.ExitStack() as stack:
 
         def start(*arguments: str, before: str = "", **env: str) -> Watching:
@@ -120,7 +120,7 @@ def watching(tmp_path: pathlib.Path) -> Iterator[Callable[..., Watching]]:
 
 
 @pytest.fixture
-def writer(tmp_path: pathlib.Path) -> Iterator[RunWriter]:
+def writer(tmp_path: Path) -> Iterator[RunWriter]:
     writer = write(tmp_path / "run", {"w": [1.0, 2.0, 3.0]})
     writer.commit()
     yield writer
@@ -162,7 +162,7 @@ class TestInATerminal:
         assert watched.ended() == (130, "")
 
     def test_a_file_that_is_damaged_meanwhile(
-        self, writer: RunWriter, watching: Callable[..., Watching], tmp_path: pathlib.Path
+        self, writer: RunWriter, watching: Callable[..., Watching], tmp_path: Path
     ) -> None:
         watched = watching("run", "--every", "0.2")
         watched.until(lambda text: "Ctrl-C quits" in text)
@@ -173,7 +173,7 @@ class TestInATerminal:
         assert len(errors.splitlines()) == 1
 
     def test_it_fits_whatever_the_size(
-        self, tmp_path: pathlib.Path, watching: Callable[..., Watching]
+        self, tmp_path: Path, watching: Callable[..., Watching]
     ) -> None:
         names = [f"model.layers.{number}.attention.query.weight" for number in range(40)]
         writer = write(tmp_path / "run", {name: [1.0, 2.0] for name in names})
@@ -206,7 +206,7 @@ class TestInATerminal:
 
 
 class TestElsewhere:
-    def test_a_line_each_time_until_the_run_is_killed(self, tmp_path: pathlib.Path) -> None:
+    def test_a_line_each_time_until_the_run_is_killed(self, tmp_path: Path) -> None:
         with another_process(WRITES_FOR_EVER, str(tmp_path / "run")) as process:
             threading.Timer(8.0, process.kill).start()
             done = call("watch", "run", "--every", "0.3", cwd=tmp_path, code=WITHOUT_TORCH)
@@ -227,18 +227,18 @@ class TestElsewhere:
         assert steps == sorted(steps)
         assert steps[-1] > steps[0]
 
-    def test_a_run_that_is_not_there(self, tmp_path: pathlib.Path) -> None:
+    def test_a_run_that_is_not_there(self, tmp_path: Path) -> None:
         done = call("watch", "run", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("gradsurgeon: run: cannot be opened as a run: No such file")
 
-    def test_runs_inside_are_named(self, tmp_path: pathlib.Path) -> None:
+    def test_runs_inside_are_named(self, tmp_path: Path) -> None:
         write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()
         done = call("watch", "runs", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.endswith("; runs inside: runs/first one\n")
 
-    def test_damaged_files(self, writer: RunWriter, tmp_path: pathlib.Path) -> None:
+    def test_damaged_files(self, writer: RunWriter, tmp_path: Path) -> None:
         writer.close()
         shutil.copytree(tmp_path / "run", tmp_path / "other")
         (tmp_path / "other" / "rank-0.db").write_bytes(b"\x1b" * 1000)
@@ -247,7 +247,7 @@ class TestElsewhere:
         assert done.stderr.startswith("gradsurgeon: other/rank-0.db: cannot be read")
 
     @pytest.mark.parametrize("every", ["0.1", "-1", "nan", "inf", "often"])
-    def test_odd_numbers_of_seconds(self, tmp_path: pathlib.Path, every: str) -> None:
+    def test_odd_numbers_of_seconds(self, tmp_path: Path, every: str) -> None:
         done = call("watch", "run", f"--every={every}", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"argument --every: {every!r} is no number of at least 0.2" in done.stderr

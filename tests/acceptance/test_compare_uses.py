@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import forks
 import pytest
-from bounds import TIMEOUT
-from commands import environment
-from ranks import torchrun
+from outside import Folder
 
 import gradsurgeon
 
@@ -35,29 +30,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder, known = tmp_path_factory.mktemp("compared"), dict[tuple[str, ...], Path]()
     (folder / "params.yaml").write_text(PARAMS)
 
-    def make(way: str, *options: str, rules: str = PACK, ranks: int = 1) -> Path:
+    def make(way: str, *options: str, rules: str = PACK, ranks: int = 0) -> Path:
         key = (way, rules, *options)
         if key not in known:
             known[key] = folder / f"run-{len(known)}"
             words = ["-m", "gradsurgeon", "run", "--quiet", "--rules", rules]
             words += ["--record", str(known[key]), *options]
-            words += torchrun(ranks) if ranks > 1 else ()
             words += [SCRIPT, way, str(folder / "checkpoint.pt")]
-            done = _started(folder, words) if ranks > 1 else _forked(folder, words)
-            assert done.returncode == 0, done.stderr[-3000:].decode()
+            done = Folder(folder).fork(*words, ranks=ranks)
+            assert done.code == 0, done.err[-3000:]
         return known[key]
 
     return make
-
-
-def _started(folder: Path, words: list[str]) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, check=False, capture_output=True, timeout=TIMEOUT
-    )
-
-
-def _forked(folder: Path, words: list[str]) -> subprocess.CompletedProcess[bytes]:
-    return forks.start(words, cwd=folder, env=environment()).wait(TIMEOUT)
 
 
 def noise(run: Make, way: str = "plain", eps: str = "1e-6", rules: str = PACK) -> list[Path]:

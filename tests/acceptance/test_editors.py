@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ class Editor:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        folder: pathlib.Path | None = None,
+        folder: Path | None = None,
         schemas: dict[str, Any] | None = None,
     ) -> None:
         self._in, self._out = process.stdin, process.stdout
@@ -45,7 +45,7 @@ class Editor:
         self._settings = {"validate": True, "schemaStore": store, "schemas": schemas or {}}
         self._send(method="workspace/didChangeConfiguration", params={"settings": {}})
 
-    def problems(self, file: pathlib.Path) -> list[tuple[int, str]]:
+    def problems(self, file: Path) -> list[tuple[int, str]]:
         """Return line and text of what the editor would underline."""
         text = file.read_text(encoding="utf-8")
         document = {"uri": file.as_uri(), "languageId": "yaml", "version": 1, "text": text}
@@ -59,17 +59,17 @@ class Editor:
                 said = found["diagnostics"]
                 return [(one["range"]["start"]["line"] + 1, one["message"]) for one in said]
 
-    def hover(self, file: pathlib.Path, line: int, col: int) -> str:
+    def hover(self, file: Path, line: int, col: int) -> str:
         """Return what the editor would show beside the mouse."""
         found = self._ask("hover", file, line, col)
         return str(found["contents"]["value"])
 
-    def offered(self, file: pathlib.Path, line: int, col: int) -> dict[str, str]:
+    def offered(self, file: Path, line: int, col: int) -> dict[str, str]:
         """Return what the editor would offer to write, and what it says of each."""
         items = self._ask("completion", file, line, col)["items"]
         return {one["label"]: str(one.get("documentation") or "") for one in items}
 
-    def _ask(self, what: str, file: pathlib.Path, line: int, col: int) -> Any:
+    def _ask(self, what: str, file: Path, line: int, col: int) -> Any:
         self._asked += 1
         where = {
             "textDocument": {"uri": file.as_uri()},
@@ -129,14 +129,14 @@ def editor() -> Iterator[Editor]:
 
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)
-def test_every_pack_names_the_schema_beside_it(pack: pathlib.Path) -> None:
+def test_every_pack_names_the_schema_beside_it(pack: Path) -> None:
     first = pack.read_text(encoding="utf-8").partition("\n")[0]
     assert first == "# yaml-language-server: $schema=./rules.schema.json"
     assert (pack.parent / "rules.schema.json").is_file()
 
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)
-def test_an_editor_has_nothing_to_say_of_a_pack(editor: Editor, pack: pathlib.Path) -> None:
+def test_an_editor_has_nothing_to_say_of_a_pack(editor: Editor, pack: Path) -> None:
     assert editor.problems(pack) == []
 
 
@@ -145,11 +145,11 @@ RULE = HEAD + "version: 1\nrules:\n  - id: a\n"
 
 
 @pytest.fixture
-def written(tmp_path: pathlib.Path) -> Callable[[str], pathlib.Path]:
+def written(tmp_path: Path) -> Callable[[str], Path]:
     shutil.copy(ROOT / "rules" / "rules.schema.json", tmp_path)
     numbers = itertools.count()
 
-    def write(text: str) -> pathlib.Path:
+    def write(text: str) -> Path:
         file = tmp_path / f"{next(numbers)}.yaml"
         file.write_text(text, encoding="utf-8")
         return file
@@ -195,7 +195,7 @@ def written(tmp_path: pathlib.Path) -> Callable[[str], pathlib.Path]:
     ],
 )
 def test_an_editor_underlines_what_is_wrong(
-    editor: Editor, written: Callable[[str], pathlib.Path], text: str, said: dict[int, str]
+    editor: Editor, written: Callable[[str], Path], text: str, said: dict[int, str]
 ) -> None:
     found = dict(editor.problems(written(text)))
     assert sorted(found) == list(said), found
@@ -203,7 +203,7 @@ def test_an_editor_underlines_what_is_wrong(
         assert words in found[line]
 
 
-def test_an_editor_finds_the_schema_by_the_names_that_the_guide_has(tmp_path: pathlib.Path) -> None:
+def test_an_editor_finds_the_schema_by_the_names_that_the_guide_has(tmp_path: Path) -> None:
     settings = json.loads(pasted("json").partition("\n")[2])
     (target,) = settings["yaml.schemas"]
     shutil.copy(ROOT / "rules" / "rules.schema.json", tmp_path / target)
@@ -223,9 +223,7 @@ def test_an_editor_finds_the_schema_by_the_names_that_the_guide_has(tmp_path: pa
     }
 
 
-def test_an_editor_tells_what_a_key_means(
-    editor: Editor, written: Callable[[str], pathlib.Path]
-) -> None:
+def test_an_editor_tells_what_a_key_means(editor: Editor, written: Callable[[str], Path]) -> None:
     file = written(
         RULE + '    action: clip-norm\n    params: "*"\n    at: step\n    max_norm: 1.0\n'
     )
@@ -245,7 +243,7 @@ def test_an_editor_tells_what_a_key_means(
 
 
 def test_an_editor_offers_the_actions_and_what_the_chosen_one_takes(
-    editor: Editor, written: Callable[[str], pathlib.Path]
+    editor: Editor, written: Callable[[str], Path]
 ) -> None:
     file = written(RULE + "    action: ")
     editor.problems(file)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -21,7 +21,7 @@ DOUBTFUL = CLEAN.replace("norm-log", "scale, factor: 0")
 
 
 @pytest.fixture
-def here(tmp_path: pathlib.Path) -> pathlib.Path:
+def here(tmp_path: Path) -> Path:
     """Return a repository that uses the hooks of another one, which holds those of this checkout."""
     hooks, user = tmp_path / "hooks", tmp_path / "user"
     for folder in (hooks, user):
@@ -36,11 +36,11 @@ def here(tmp_path: pathlib.Path) -> pathlib.Path:
     return user
 
 
-def pre_commit(here: pathlib.Path, *command: str) -> tuple[int, str]:
+def pre_commit(here: Path, *command: str) -> tuple[int, str]:
     return run(here, sys.executable, "-m", "pre_commit", *command, "--color=never")
 
 
-def commit(here: pathlib.Path, *, args: list[str] | None = None) -> tuple[int, str]:
+def commit(here: Path, *, args: list[str] | None = None) -> tuple[int, str]:
     """Run the hooks on all that is staged, as a commit would."""
     if args:
         file = here / ".pre-commit-config.yaml"
@@ -51,9 +51,9 @@ def commit(here: pathlib.Path, *, args: list[str] | None = None) -> tuple[int, s
     return pre_commit(here, "run")
 
 
-def run(here: pathlib.Path, *command: str) -> tuple[int, str]:
+def run(here: Path, *command: str) -> tuple[int, str]:
     """Run a command where the hooks find the gradsurgeon that is tested."""
-    scripts = pathlib.Path(sys.executable).parent
+    scripts = Path(sys.executable).parent
     env = {
         **environment(),
         "PRE_COMMIT_HOME": str(here.parent / "home"),
@@ -71,7 +71,7 @@ def run(here: pathlib.Path, *command: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_commit_with_a_wrong_rule_file_is_stopped_at_its_line(here: pathlib.Path) -> None:
+def test_a_commit_with_a_wrong_rule_file_is_stopped_at_its_line(here: Path) -> None:
     (here / "rules.yaml").write_text(CLEAN)
     (here / "deep").mkdir()
     (here / "deep" / "net.gradsurgeon.yml").write_text(CLEAN.replace("norm-log", "norm-lg"))
@@ -84,7 +84,7 @@ def test_a_commit_with_a_wrong_rule_file_is_stopped_at_its_line(here: pathlib.Pa
     assert (code, "Passed" in text) == (0, True), text
 
 
-def test_git_itself_refuses_the_commit(here: pathlib.Path) -> None:
+def test_git_itself_refuses_the_commit(here: Path) -> None:
     assert pre_commit(here, "install")[0] == 0
     save = ["git", "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "rules"]
     (here / "rules.yaml").write_text(CLEAN.replace("norm-log", "norm-lg"))
@@ -101,7 +101,7 @@ def test_git_itself_refuses_the_commit(here: pathlib.Path) -> None:
     assert git(here, "rev-list", "--all", "--count") == "1"
 
 
-def test_other_files_are_left_alone(here: pathlib.Path) -> None:
+def test_other_files_are_left_alone(here: Path) -> None:
     (here / "config.yaml").write_text("[")
     code, text = commit(here)
     assert (code, "Skipped" in text) == (0, True), text
@@ -111,14 +111,14 @@ def test_other_files_are_left_alone(here: pathlib.Path) -> None:
     assert (code, "Passed" in text, "config.yaml" in text) == (0, True, False), text
 
 
-def test_arguments_are_taken(here: pathlib.Path) -> None:
+def test_arguments_are_taken(here: Path) -> None:
     (here / "rules.yaml").write_text(DOUBTFUL)
     assert commit(here)[0] == 0
     code, text = commit(here, args=["--fail-on", "warning"])
     assert (code, "[scale-by-zero]" in text) == (1, True), text
 
 
-def test_the_guide_says_what_to_paste(here: pathlib.Path) -> None:
+def test_the_guide_says_what_to_paste(here: Path) -> None:
     file = here / ".pre-commit-config.yaml"
     (one,) = yaml.safe_load(file.read_text())["repos"]
     text = pasted("yml").partition("# .github")[0]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def job(tmp_path: pathlib.Path) -> Iterator[Job]:
+def job(tmp_path: Path) -> Iterator[Job]:
     with pull_request(tmp_path) as one:
         yield one
 
@@ -41,7 +41,7 @@ def test_a_comment_is_written_once_and_then_kept_up_to_date(job: Job) -> None:
     assert "unknown action `norm-lg`" in shown
     assert shown == job.summary
     assert job.outputs["changed"] == "true"
-    assert pathlib.Path(job.outputs["markdown-file"]).read_text(encoding="utf-8") == shown
+    assert Path(job.outputs["markdown-file"]).read_text(encoding="utf-8") == shown
     job.write({"rules.yaml": CLEAN})
     assert job.run().returncode == 0
     assert len(job.github.comments) == 3
@@ -336,7 +336,7 @@ class TestDefinition:
             assert f'r"{hook["files"]}"' in script
 
 
-def test_the_script_runs_on_no_more_than_python(tmp_path: pathlib.Path) -> None:
+def test_the_script_runs_on_no_more_than_python(tmp_path: Path) -> None:
     env = {"PATH": os.environ["PATH"], "GITHUB_EVENT_NAME": "push"}
     script = [sys.executable, "-I", "-S", str(ACTION / "review.py"), "--only-refuse"]
     assert subprocess.run(script, env=env, cwd=tmp_path, check=False).returncode == 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def job(tmp_path: pathlib.Path) -> Iterator[Job]:
+def job(tmp_path: Path) -> Iterator[Job]:
     with pull_request(tmp_path) as one:
         yield one
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,10 +152,22 @@ def _plain(text: str) -> list[list[str]]:
     return [line.split() for line in masked.splitlines()]
 
 
-def test_a_refactoring_slips_and_compare_names_the_block(tmp_path: Path) -> None:
-    done = _call("refactoring_slip", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    answer, _, told = done.stdout.partition("\n\nin 50 steps ")
+def _in_a_fork(command: list[str], **_: Any) -> None:
+    """Do in a fork what a process of `subprocess.run` would do."""
+    done = forked(*command[1:], cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_refactoring_slips_and_compare_names_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(STORIES)
+    monkeypatch.setattr(sys, "argv", ["refactoring_slip.py", "--record", str(tmp_path)])
+    slip = importlib.import_module("refactoring_slip")
+    # It starts `gradsurgeon run` five times.
+    monkeypatch.setattr(slip.subprocess, "run", _in_a_fork)
+    assert slip.main() == 0
+    answer, _, told = capsys.readouterr().out.partition("\n\nin 50 steps ")
     page = (GUIDE / "compare.md").read_text(encoding="utf-8")
     part = page.partition("<!-- story: begin -->\n")[2].partition("<!-- story: end -->")[0]
     assert _plain(answer) == _plain(part.replace("```\n", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -40,6 +41,25 @@ RULES = {
         {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
     ],
 }
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a database of MLflow, which takes seconds to be made."""
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    path = tmp_path_factory.mktemp("store") / "runs.db"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)
+        mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def uri(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return an address of a database of its own, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return f"sqlite:///{shutil.copy(empty_store, tmp_path)}"
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +116,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "diagnosis (reproduced): the input of the root" in told
 
 
-def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    monkeypatch.chdir(tmp_path)
-    uri = f"sqlite:///{tmp_path}/runs.db"
+def test_mlflow(tmp_path: Path, uri: str) -> None:
+    import mlflow
+
     sink = sinks.MLflow(uri, experiment="surgery")
     session = train(sink)
     sink.close()
@@ -128,18 +146,17 @@ def artifacts(client: Any, run: str, path: str | None = None) -> list[str]:
 
 @pytest.mark.parametrize(("error", "status"), [(None, "FINISHED"), (ValueError(), "FAILED")])
 def test_mlflow_keeps_each_text_and_how_it_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: str
+    uri: str, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: str
 ) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    monkeypatch.chdir(tmp_path)
-    sink = sinks.MLflow(f"sqlite:///{tmp_path}/runs.db")
+    import mlflow
+
+    sink = sinks.MLflow(uri)
     for text in ("one", "two"):
         sink.text(3, "gradsurgeon/events/trap/message", text)
     if error is not None:
         monkeypatch.setattr(sys, "last_value", error, raising=False)
     sink.close()
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
+    client = mlflow.MlflowClient(uri)
     (run,) = client.search_runs(["0"])
     assert run.info.status == status
     paths = sorted(artifacts(client, run.info.run_id))
@@ -147,13 +164,11 @@ def test_mlflow_keeps_each_text_and_how_it_has_ended(
 
 
 def test_a_rank_that_sends_nothing_opens_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    monkeypatch.chdir(tmp_path)
+    import mlflow
+
     monkeypatch.setenv("RANK", "1")
-    uri = f"sqlite:///{tmp_path}/runs.db"
     board, tracker = sinks.TensorBoard(tmp_path / "board"), sinks.MLflow(uri)
     for sink in (board, tracker):
         sink.close()
@@ -167,13 +182,10 @@ def test_a_rank_that_sends_nothing_opens_nothing(
     assert (run.info.status, run.data.metrics) == ("FINISHED", {"a": 1.0})
 
 
-def test_mlflow_joins_the_run_that_is_active(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+def test_mlflow_joins_the_run_that_is_active(uri: str) -> None:
+    import mlflow
+
+    mlflow.set_tracking_uri(uri)
     try:
         with mlflow.start_run() as active:
             train(sinks.MLflow())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import sys
+from pathlib import Path
 
 import pytest
 from commands import CLEAN, EDITS, call, environment
@@ -46,7 +46,7 @@ assert sys.modules["numpy"] is None
 
 
 @pytest.fixture
-def env(tmp_path: pathlib.Path) -> dict[str, str]:
+def env(tmp_path: Path) -> dict[str, str]:
     """Return an environment whose processes, and their children, cannot import numpy."""
     site = tmp_path / "site"
     site.mkdir()
@@ -57,7 +57,7 @@ def env(tmp_path: pathlib.Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def work(tmp_path: pathlib.Path) -> pathlib.Path:
+def work(tmp_path: Path) -> Path:
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "rules.yaml").write_text(CLEAN)
@@ -70,7 +70,7 @@ def work(tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def test_in_a_script(work: pathlib.Path, env: dict[str, str]) -> None:
+def test_in_a_script(work: Path, env: dict[str, str]) -> None:
     done = call(cwd=work, code=IN_PYTHON, env=env)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -78,7 +78,7 @@ def test_in_a_script(work: pathlib.Path, env: dict[str, str]) -> None:
     assert EXTRA in lines[3]
 
 
-def test_in_a_launched_script(work: pathlib.Path, env: dict[str, str]) -> None:
+def test_in_a_launched_script(work: Path, env: dict[str, str]) -> None:
     done = call("run", "--rules", "rules.yaml", "--record", "run", "train.py", cwd=work, env=env)
     assert done.returncode == 0, done.stderr
     assert "gradsurgeon: Linear, 4 steps" in done.stderr
@@ -86,10 +86,9 @@ def test_in_a_launched_script(work: pathlib.Path, env: dict[str, str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_a_pull_request_needs(work: pathlib.Path, env: dict[str, str]) -> None:
+def test_what_a_pull_request_needs(work: Path, env: dict[str, str]) -> None:
     for command in (
         ("lint", "rules.yaml"),
-        ("plan", "rules.yaml", "--model", "model:build"),
         ("diff", "rules.yaml", "edits.yaml", "--model", "model:build"),
         ("export", "trapped", "--format", "csv"),
     ):
@@ -99,9 +98,7 @@ def test_what_a_pull_request_needs(work: pathlib.Path, env: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize(("kind", "code"), [("trap", 1), ("notice", 0)])
-def test_a_job_fails_by_events(
-    work: pathlib.Path, env: dict[str, str], kind: str, code: int
-) -> None:
+def test_a_job_fails_by_events(work: Path, env: dict[str, str], kind: str, code: int) -> None:
     done = call("report", "trapped", "--fail-on", kind, cwd=work, env=env)
     assert done.returncode == code
     assert EXTRA in done.stderr
@@ -122,7 +119,7 @@ def test_a_job_fails_by_events(
     ],
 )
 def test_what_needs_it_names_the_extra(
-    work: pathlib.Path, env: dict[str, str], command: tuple[str, ...]
+    work: Path, env: dict[str, str], command: tuple[str, ...]
 ) -> None:
     done = call(*command, cwd=work, env=env)
     assert done.returncode == 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.small import mine, shard, whole
+from ranks import Json
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -21,12 +21,6 @@ FAULT = 2
 STEPS = 5
 
 
-def data(step: int) -> Tensor:
-    """Return this rank's half of a batch."""
-    whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-    return whole.chunk(2)[dist.get_rank()]
-
-
 def make(kind: str) -> tuple[nn.Sequential, Any]:
     """Return a model of four rows per layer and what the script calls."""
     torch.manual_seed(0)
@@ -34,8 +28,7 @@ def make(kind: str) -> tuple[nn.Sequential, Any]:
     if kind == "DDP":
         return model, DistributedDataParallel(model)
     if kind == "FSDP2":
-        for part in (model[0], model[2], model):
-            fully_shard(part)
+        shard(model)
     return model, model
 
 
@@ -50,9 +43,7 @@ def spoil_row(row: int) -> Callable[[Tensor], Tensor]:
     return hook
 
 
-def outcome(
-    model: nn.Module, root: nn.Module, rule: dict[str, Any], backward: Callable[[int], None]
-) -> dict[str, Any]:
+def outcome(model: nn.Module, root: nn.Module, rule: Json, backward: Callable[[int], None]) -> Json:
     """Train until a rule raises, and return what it raised, the weights after each step, and the events.
 
     Args:
@@ -84,23 +75,17 @@ def outcome(
     }
 
 
-def train(kind: str, rule: dict[str, Any], spoil: Callable[[Tensor], Any]) -> dict[str, Any]:
+def train(kind: str, rule: Json, spoil: Callable[[Tensor], Any]) -> Json:
     """Train, with a fault in one step that ``spoil`` brings about through the output of layer 2."""
     model, called = make(kind)
 
     def backward(step: int) -> None:
-        out = called(data(step))
+        out = called(mine(step))
         if step == FAULT:
             out = spoil(out)
         out.square().mean().backward()
 
     return outcome(model, called, rule, backward)
-
-
-def whole(param: Tensor) -> list[float]:
-    """Return all elements of a parameter."""
-    full = param.full_tensor() if isinstance(param, DTensor) else param
-    return [float(value) for value in full.detach().flatten()]
 
 
 def everywhere(out: Tensor) -> Tensor:
@@ -115,12 +100,12 @@ def alone(out: Tensor) -> Tensor:
     return out
 
 
-def trap(**options: Any) -> dict[str, Any]:
+def trap(**options: Any) -> Json:
     """Return a trap on parameters or modules."""
     return {"id": "trap", "action": "nan-trap", "params": "*", **options}
 
 
-def module_trap(kind: str, then: str) -> dict[str, Any]:
+def module_trap(kind: str, then: str) -> Json:
     """Trap a module tensor that is NaN on rank 1 alone and that no gradient sees."""
     model, called = make(kind)
 
@@ -146,17 +131,17 @@ def module_trap(kind: str, then: str) -> dict[str, Any]:
         seen = probe(side)
         if step == FAULT and dist.get_rank() == 1:
             seen = seen * float("nan")
-        (called(data(step)).square().mean() + seen.sum()).backward()
+        (called(mine(step)).square().mean() + seen.sum()).backward()
 
     return outcome(model, holder, rule, backward)
 
 
-def in_pieces(then: str, faulty: int) -> dict[str, Any]:
+def in_pieces(then: str, faulty: int) -> Json:
     """Accumulate two micro-batches of which the last is reduced; rank 1 spoils one of them."""
     model, called = make("DDP")
 
     def backward(step: int) -> None:
-        for number, piece in enumerate(data(step).chunk(2)):
+        for number, piece in enumerate(mine(step).chunk(2)):
             with called.no_sync() if number == 0 else nullcontext():
                 out = called(piece)
                 if step == FAULT and number == faulty:
@@ -181,7 +166,7 @@ class Branch(nn.Module):
         return out.add(self.side(x)) if dist.get_rank() == 0 else out
 
 
-def used_by_one(params: str, then: str) -> dict[str, Any]:
+def used_by_one(params: str, then: str) -> Json:
     """Trap a gradient that one rank alone has computed, and that the other is given."""
     model = Branch()
     called = DistributedDataParallel(model, find_unused_parameters=True)
@@ -189,12 +174,12 @@ def used_by_one(params: str, then: str) -> dict[str, Any]:
     def backward(step: int) -> None:
         if step == FAULT:
             model.side.register_forward_hook(lambda _m, _i, out: out * float("nan"))
-        called(data(step)).square().mean().backward()
+        called(mine(step)).square().mean().backward()
 
     return outcome(model, called, trap(then=then) | {"params": params}, backward)
 
 
-def local_updates() -> dict[str, Any]:
+def local_updates() -> Json:
     """Step on gradients that were never reduced: the ranks are on their own, and none may wait."""
     model, called = make("DDP")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -202,7 +187,7 @@ def local_updates() -> dict[str, Any]:
     for step in range(3):
         optimizer.zero_grad()
         with called.no_sync():
-            out = called(data(step))
+            out = called(mine(step))
             if step == 1 and dist.get_rank() == 1:
                 out.register_hook(spoil_row(0))
             out.square().mean().backward()
@@ -214,7 +199,7 @@ def local_updates() -> dict[str, Any]:
     }
 
 
-def scheduled() -> dict[str, Any]:
+def scheduled() -> Json:
     """Let rank 1 leave out an update, so that its count lags and its rule rests where that of rank 0 trips."""
     model, called = make("DDP")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -223,7 +208,7 @@ def scheduled() -> dict[str, Any]:
     moved = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        out = called(data(step))
+        out = called(mine(step))
         (everywhere(out) if step == FAULT else out).square().mean().backward()
         before = [whole(param) for param in model.parameters()]
         if step or dist.get_rank() == 0:
@@ -233,7 +218,7 @@ def scheduled() -> dict[str, Any]:
     return {"moved": moved, "events": [event.kind for event in session.events]}
 
 
-def own_spikes() -> dict[str, Any]:
+def own_spikes() -> Json:
     """Let ranks skip by a norm that each has by itself."""
     model, _ = make("")
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
@@ -242,29 +227,29 @@ def own_spikes() -> dict[str, Any]:
     called = DistributedDataParallel(model)
     options = {"above": above, "then": "skip-step"}
     try:
-        outcome(model, called, rule | options, lambda step: called(data(step)).sum().backward())
+        outcome(model, called, rule | options, lambda step: called(mine(step)).sum().backward())
     except gradsurgeon.GradSurgeonError as caught:
         return {"text": str(caught)}
     return {"text": ""}
 
 
-def uneven() -> dict[str, Any]:
+def uneven() -> Json:
     """Train under `Join`."""
     _, called = make("DDP")
     session = gradsurgeon.apply(called, {"version": 1, "rules": [trap()]})
     text = ""
     try:
         with Join([called]):
-            called(data(0)).sum().backward()
+            called(mine(0)).sum().backward()
     except gradsurgeon.GradSurgeonError as caught:
         text = str(caught)
     session.remove()
     return {"text": text}
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run every part."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for kind in ("DDP", "FSDP2"):
         for then in ("skip-step", "raise", "warn"):
             if then != "warn":

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.small import whole
+from ranks import Json
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,11 +24,9 @@ from gradsurgeon.tensors import _job_store
 STEPS = 5
 FAULT = 2
 NAN = float("nan")
-# Four seconds are enough for two ranks that have just reduced a gradient together.
-session_discovery.LIMIT = 4.0
 
 
-def trap(then: str = "skip-step", **options: Any) -> dict[str, Any]:
+def trap(then: str = "skip-step", **options: Any) -> Json:
     """Return a trap on all parameters."""
     return {"id": "trap", "action": "nan-trap", "params": "*", "then": then, **options}
 
@@ -75,17 +75,7 @@ def averaged(net: Net, *, but: tuple[str, ...] = (), **options: Any) -> Distribu
 
 def values(net: nn.Module, *but: str) -> list[list[float]]:
     """Return the weights."""
-    return [
-        [float(one) for one in whole(param).detach().flatten()]
-        for name, param in net.named_parameters()
-        if name not in but
-    ]
-
-
-def whole(param: Tensor) -> Tensor:
-    """Return all elements of a parameter."""
-    full: Tensor = param.full_tensor() if isinstance(param, DTensor) else param
-    return full
+    return [whole(param) for name, param in net.named_parameters() if name not in but]
 
 
 class Run:
@@ -108,7 +98,7 @@ class Run:
         self.error: str | None = None
         self.weights: list[Any] = []
 
-    def apply(self, *rules: dict[str, Any], **options: Any) -> None:
+    def apply(self, *rules: Json, **options: Any) -> None:
         """Put rules on."""
         given = {"version": 1, "rules": list(rules)}
         with self.listening():
@@ -147,13 +137,13 @@ class Run:
             self.optimizer.step()
         self.weights.append(values(self.net, "part.own"))
 
-    def all(self, spoil: Callable[[], None] | None = None, *, late: bool = False) -> dict[str, Any]:
+    def all(self, spoil: Callable[[], None] | None = None, *, late: bool = False) -> Json:
         """Take all steps, and tell of them."""
         for number in range(STEPS):
             self.step(number, spoil, late=late)
         return self.told()
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Json:
         """Return what came of it."""
         events = []
         if self.session is not None:
@@ -192,7 +182,7 @@ def spoiling(net: nn.Module, spoil: Callable[[], None] | None) -> Iterator[None]
         yield
 
 
-def on_one_rank(*rules: dict[str, Any]) -> dict[str, Any]:
+def on_one_rank(*rules: Json) -> Json:
     """Train with rules on rank 0 alone."""
     net = Net()
     run = Run(net, averaged(net))
@@ -201,7 +191,7 @@ def on_one_rank(*rules: dict[str, Any]) -> dict[str, Any]:
     return run.all()
 
 
-def plans_differ(*both: dict[str, Any]) -> dict[str, Any]:
+def plans_differ(*both: Json) -> Json:
     """Train with other rules on each rank."""
     net = Net()
     run = Run(net, averaged(net))
@@ -209,7 +199,7 @@ def plans_differ(*both: dict[str, Any]) -> dict[str, Any]:
     return run.all()
 
 
-def ignored(then: str, *, on: int, mode: str = "act") -> dict[str, Any]:
+def ignored(then: str, *, on: int, mode: str = "act") -> Json:
     """Spoil a parameter that DDP was told to leave alone."""
     net = Net()
     run = Run(net, averaged(net, but=("part.own",)))
@@ -217,7 +207,7 @@ def ignored(then: str, *, on: int, mode: str = "act") -> dict[str, Any]:
     return run.all(spoiled(net, on))
 
 
-def hooked() -> dict[str, Any]:
+def hooked() -> Json:
     """Train under a communication hook that does not reduce; rank 1 spoils what it hands over."""
     net = Net()
     called = averaged(net)
@@ -240,7 +230,7 @@ def hooked() -> dict[str, Any]:
     return run.told()
 
 
-def edited(then: str, **options: Any) -> dict[str, Any]:
+def edited(then: str, **options: Any) -> Json:
     """Spoil a reduced gradient by the script on rank 1."""
     net = Net()
     run = Run(net, averaged(net, **options))
@@ -248,9 +238,7 @@ def edited(then: str, **options: Any) -> dict[str, Any]:
     return run.all(spoiled(net, 1, "last.bias"), late=True)
 
 
-def paused(
-    *rules: dict[str, Any], sharded: bool = False, faulty: int | None = None
-) -> dict[str, Any]:
+def paused(*rules: Json, sharded: bool = False, faulty: int | None = None) -> Json:
     """Pause rank 1 in steps 1 to 3; another rank trips meanwhile."""
     net = Net()
     if sharded:
@@ -266,7 +254,7 @@ def paused(
     return {**run.told(), "norms": norms}
 
 
-def alone() -> dict[str, Any]:
+def alone() -> Json:
     """Train without DDP, though the processes know each other; rank 1 spoils a gradient of its own."""
     net = Net()
     run = Run(net)
@@ -274,7 +262,7 @@ def alone() -> dict[str, Any]:
     return run.all(spoiled(net, 1, "last.bias"))
 
 
-def in_another_order() -> dict[str, Any]:
+def in_another_order() -> Json:
     """Apply rules to two models in another order on each rank; rank 1 spoils one of them."""
     nets = [Net(), Net(width=6)]
     runs = [Run(net, averaged(net, but=("part.own",))) for net in nets]
@@ -286,7 +274,7 @@ def in_another_order() -> dict[str, Any]:
     return {"faulty": runs[0].told(), "sound": runs[1].told()}
 
 
-def replaced() -> dict[str, Any]:
+def replaced() -> Json:
     """Put other rules in the place of the first ones, on all ranks."""
     net = Net()
     run = Run(net, averaged(net, but=("part.own",)))
@@ -299,7 +287,7 @@ def replaced() -> dict[str, Any]:
     return run.told()
 
 
-def later() -> dict[str, Any]:
+def later() -> Json:
     """Rank 1 comes with its rules after two steps."""
     net = Net()
     run = Run(net, averaged(net))
@@ -312,7 +300,7 @@ def later() -> dict[str, Any]:
     return run.told()
 
 
-def sharded_on_one_rank(*rules: dict[str, Any]) -> dict[str, Any]:
+def sharded_on_one_rank(*rules: Json) -> Json:
     """Shard a model, and put rules on rank 0 alone."""
     net = Net()
     fully_shard(net)
@@ -322,7 +310,7 @@ def sharded_on_one_rank(*rules: dict[str, Any]) -> dict[str, Any]:
     return run.all()
 
 
-def faulty_shard(*, clip: bool) -> dict[str, Any]:
+def faulty_shard(*, clip: bool) -> Json:
     """Spoil one shard on rank 1 in the backward pass, which the script's own clip spreads to all."""
     net = Net()
     fully_shard(net)
@@ -344,7 +332,7 @@ def faulty_shard(*, clip: bool) -> dict[str, Any]:
     return {**run.told(), "norms": norms}
 
 
-def scaled() -> dict[str, Any]:
+def scaled() -> Json:
     """Train under a scaler; rank 1 has an infinity that its scaler alone sees."""
     net = Net()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -361,12 +349,12 @@ def scaled() -> dict[str, Any]:
     return run.told()
 
 
-def alike(kind: str, *rules: dict[str, Any]) -> dict[str, Any]:
+def alike(kind: str, *rules: Json) -> Json:
     """Train with rules that hold the optimizer back; rank 1 spoils a gradient before it is reduced."""
     net = Net()
     if kind == "FSDP2":
         fully_shard(net)
-    options: dict[str, Any] = {} if kind in ("DDP", "FSDP2") else {kind: True}
+    options: Json = {} if kind in ("DDP", "FSDP2") else {kind: True}
     run = Run(net, net if kind == "FSDP2" else averaged(net, **options))
     run.apply(*rules)
     called = run.called
@@ -390,9 +378,11 @@ def kept_keys() -> list[str]:
     return [key[key.index("gradsurgeon") :] for key in keys if "gradsurgeon" in key]
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run every part."""
-    found: dict[str, Any] = {}
+    found: Json = {}
+    # Nobody comes, however long a rank waits.
+    session_discovery.LIMIT = 0.5
     for name, rule in {
         "raise": trap("raise"),
         "skip-step": trap(),
@@ -402,6 +392,11 @@ def main() -> dict[str, Any]:
         "norms": NORMS,
     }.items():
         found[f"one rank, {name}"] = on_one_rank(rule)
+    found["later"] = later()
+    found["sharded on one"] = sharded_on_one_rank(NORMS)
+    found["bounded on one"] = sharded_on_one_rank(CLIP)
+    # Enough for two ranks that have just reduced a gradient together.
+    session_discovery.LIMIT = 4.0
     found["plans, raise"] = plans_differ(trap("raise"), {**trap("raise"), "give_up_after": 3})
     found["plans, skip"] = plans_differ(trap(), trap("raise"))
     found["plans, records"] = plans_differ(NORMS, {**NORMS, "at": "step"})
@@ -420,9 +415,6 @@ def main() -> dict[str, Any]:
     found["alone"] = alone()
     found["order"] = in_another_order()
     found["replaced"] = replaced()
-    found["later"] = later()
-    found["sharded on one"] = sharded_on_one_rank(NORMS)
-    found["bounded on one"] = sharded_on_one_rank(CLIP)
     for clip in (False, True):
         found[f"shard, {clip}"] = faulty_shard(clip=clip)
     found["scaled"] = scaled()

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from distributed.small import make, mine, shard, whole
+from ranks import Json
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
 
 LIMIT = 0.03
-RULES: dict[str, list[dict[str, Any]]] = {
+RULES: dict[str, list[Json]] = {
     "backward": [
         {"id": "c", "action": "clamp", "params": "0.*", "at": "backward", "max": LIMIT},
         {"id": "n", "action": "norm-log", "params": "0.weight", "at": "backward"},
@@ -29,12 +28,6 @@ RULES: dict[str, list[dict[str, Any]]] = {
         {"id": "n", "action": "norm-log", "modules": "0", "tensor": "output"},
     ],
 }
-
-
-def data(step: int) -> Tensor:
-    """Return this rank's half of a batch."""
-    whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-    return whole.chunk(2)[dist.get_rank()]
 
 
 def by_hand(model: nn.Sequential, what: str, norms: list[float]) -> None:
@@ -56,15 +49,13 @@ def by_hand(model: nn.Sequential, what: str, norms: list[float]) -> None:
         model[0].register_forward_hook(lambda _m, _a, out: out.register_hook(edit) and None)
 
 
-def train(kind: str, what: str, *, hand: str) -> dict[str, Any]:
+def train(kind: str, what: str, *, hand: str) -> Json:
     """Return final weights and this rank's records."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    model = make()
     called: Any = model
     norms: list[float] = []
     if kind == "FSDP2":
-        for part in (model[0], model[2], model):
-            fully_shard(part)
+        shard(model)
     if hand == "hooks":
         by_hand(model, what, norms)
     if kind == "DDP":
@@ -74,7 +65,7 @@ def train(kind: str, what: str, *, hand: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
         optimizer.zero_grad()
-        called(data(step)).square().mean().backward()
+        called(mine(step)).square().mean().backward()
         optimizer.step()
     if session is not None:
         name = "0.weight" if what == "backward" else "0"
@@ -83,13 +74,7 @@ def train(kind: str, what: str, *, hand: str) -> dict[str, Any]:
     return {"weights": [whole(param) for param in model.parameters()], "norms": norms}
 
 
-def whole(param: Tensor) -> list[float]:
-    """Return all elements of a parameter."""
-    full = param.full_tensor() if isinstance(param, DTensor) else param
-    return [float(value) for value in full.detach().flatten()]
-
-
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run every part."""
     return {
         f"{kind} {what} {hand}": train(kind, what, hand=hand)

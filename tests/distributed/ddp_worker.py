@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.small import data
+from ranks import Json
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -16,7 +18,7 @@ import gradsurgeon
 
 STEPS = 4
 FAULT = 2
-RULES: dict[str, Any] = {
+RULES: Json = {
     "version": 1,
     "rules": [
         {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.02, "max": 0.02},
@@ -25,9 +27,9 @@ RULES: dict[str, Any] = {
         {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
     ],
 }
-BOUND: dict[str, Any] = {"id": "r", "action": "clamp", "params": "*", "at": "backward", "max": 0.02}
+BOUND: Json = {"id": "r", "action": "clamp", "params": "*", "at": "backward", "max": 0.02}
 # What is said of a rule at `backward`: the rule, and the parameters that DDP is told to leave alone.
-WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+WORDS: dict[str, tuple[Json, list[str]]] = {
     "bound": (BOUND, []),
     "clip": (
         {"id": "r", "action": "clip-norm", "params": "*", "at": "backward", "max_norm": 1},
@@ -43,10 +45,10 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "looks": ({"id": "r", "action": "norm-log", "params": "*", "at": "backward"}, []),
 }
 
-OWN_NORM: dict[str, Any] = {"id": "r", "action": "clip-norm", "max_norm": 0.05, "per": "rule"}
-SPIKES: dict[str, Any] = {"id": "r", "action": "spike-trap", "above": {"times": 2}}
+OWN_NORM: Json = {"id": "r", "action": "clip-norm", "max_norm": 0.05, "per": "rule"}
+SPIKES: Json = {"id": "r", "action": "spike-trap", "above": {"times": 2}}
 # The same of one norm over several gradients.
-NORMS: dict[str, tuple[dict[str, Any], list[str]]] = {
+NORMS: dict[str, tuple[Json, list[str]]] = {
     "clip-norm over both": ({**OWN_NORM, "params": "*"}, ["2.weight", "2.bias"]),
     "spike-trap over both": ({**SPIKES, "params": "*"}, ["2.weight", "2.bias"]),
     "spike-trap that cuts nothing": ({**SPIKES, "params": "*", "then": "warn"}, ["2.weight"]),
@@ -57,11 +59,6 @@ NORMS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def data(step: int) -> Tensor:
-    """Return the whole batch of a step, the same on every rank."""
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-
-
 def make() -> nn.Module:
     """Return the model with the same weights each time."""
     torch.manual_seed(0)
@@ -69,8 +66,8 @@ def make() -> nn.Module:
 
 
 def run(
-    *, ranks: int, rank: int, when: str, options: dict[str, Any], parts: int = 1, rules: Any = RULES
-) -> dict[str, Any]:
+    *, ranks: int, rank: int, when: str, options: Json, parts: int = 1, rules: Any = RULES
+) -> Json:
     """Train, and return the end and what the session told."""
     model = make()
     wrapped: Any = model
@@ -102,7 +99,7 @@ def run(
     return found
 
 
-def words(kind: str) -> dict[str, Any]:
+def words(kind: str) -> Json:
     """Train under one rule, and return what was said of it."""
     rule, left_alone = (WORDS | NORMS)[kind]
     model = make()
@@ -139,10 +136,10 @@ def wrapped_loss(model: Any, part: Tensor, *, sync: bool) -> Tensor:
     return loss
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run every set-up."""
     rank = dist.get_rank()
-    setups: dict[str, dict[str, Any]] = {
+    setups: dict[str, Json] = {
         "before": {"when": "before", "options": {}},
         "after": {"when": "after", "options": {}},
         "bucket views": {"when": "before", "options": {"gradient_as_bucket_view": True}},

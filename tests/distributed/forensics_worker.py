@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import Json
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -69,7 +70,7 @@ def train(
     folder: Path | None = None,
     given_nan: bool = False,
     **options: Any,
-) -> dict[str, Any]:
+) -> Json:
     torch.manual_seed(0)
     model = MODELS.get(kind, lambda: Net(nn.Identity()))()
     called: Any = model
@@ -145,7 +146,7 @@ def _whole(tensor: Any) -> Tensor:
     return whole
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     kinds = ("DDP", "FSDP2", "gathered")
     seen = {
         f"{kind} {then}": train(kind, then) for kind in kinds for then in ("raise", "skip-step")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from drawn_trainings import Training, by_hand, check, trainings, under_rules
 from fuzzing import examples
 from hypothesis import HealthCheck, Phase, given, settings
+from ranks import Json
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
-found: dict[str, Any] = {"trainings": 0, "bitten": 0, "differ": []}
+found: Json = {"trainings": 0, "bitten": 0, "differ": []}
 
 
 def wrap(model: nn.Module) -> nn.Module:
@@ -23,12 +22,12 @@ def wrap(model: nn.Module) -> nn.Module:
     derandomize=True,  # all ranks draw the same
     database=None,
     deadline=None,
-    max_examples=examples(150),
+    max_examples=examples(80),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],
 )
 @given(drawn=trainings(ranks=2))
-def compare(drawn: tuple[list[dict[str, Any]], Training]) -> None:
+def compare(drawn: tuple[list[Json], Training]) -> None:
     rules, training = drawn
     rank = dist.get_rank()
     found["trainings"] += 1
@@ -40,7 +39,7 @@ def compare(drawn: tuple[list[dict[str, Any]], Training]) -> None:
         found["differ"].append(f"{error}\n{rules}\n{training}")
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     compare()
     return found
 

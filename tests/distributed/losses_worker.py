@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Json
 from several_losses import Checkpointed, Heads, flat_grads, rules, trunk_of, two
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,13 +26,18 @@ STEPS, WORLD = 3, 2
 # Of two gradients PCGrad gives the same in either order; of six the order that is drawn counts.
 DRAWN, SIX = "pcgrad of six", ("seg", "depth", "a", "b", "c", "d")
 METHODS = ("upgrad", "pcgrad", "mgda", "imtl-g", "aligned-mtl", DRAWN)
-SETUPS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, Json] = {
     "plain": {},
     "bucket views": {"gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
     "no_sync": {},
 }
+# Each method under plain DDP, and one of them in the other set-ups: no method knows what wraps the model.
+RUNS = [
+    *((method, "plain") for method in METHODS),
+    *(("upgrad", setup) for setup in SETUPS if setup != "plain"),
+]
 FEATURES = ("plain", "bucket views", "static graph", "unused", "FSDP2")
 UNLIKE = ("mode", "method")
 SHARDED = ("FSDP2", "FSDP1", "tensor parallel")
@@ -55,11 +61,11 @@ def six(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return dict(zip(SIX, (outputs @ directions.T).mean(0), strict=True))
 
 
-def run(method: str, setup: str, *, ranks: int) -> dict[str, Any]:
+def run(method: str, setup: str, *, ranks: int) -> Json:
     """Train under one method, and return the end and what was recorded."""
     model = make()
     called: Any = model
-    combine: dict[str, Any] = {"action": "combine", "method": method}
+    combine: Json = {"action": "combine", "method": method}
     losses_of = two
     if method == DRAWN:
         combine.update(method="pcgrad", losses=SIX)
@@ -105,7 +111,7 @@ def micro_batches(batch: Tensor, count: int, ranks: int) -> list[tuple[Tensor, f
     return [*((part, share) for part in parts), (final, 1.0 / count)]
 
 
-def nan() -> dict[str, Any]:
+def nan() -> Json:
     """Let a loss of one rank be NaN: all of them must see it, and leave the weights alone."""
     model = make()
     before = [param.detach().clone() for param in model.parameters()]
@@ -179,7 +185,7 @@ def unlike(what: str) -> str:
 ON_HEADS = {"modules": ["seg", "depth"], "tensor": "input.grad"}
 
 
-def on_features(setup: str) -> dict[str, Any]:
+def on_features(setup: str) -> Json:
     """Combine what the heads send back to their features, each rank by itself; return what all of them got."""
     model = make()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
@@ -205,7 +211,7 @@ def on_features(setup: str) -> dict[str, Any]:
     }
 
 
-def heads_sharded_later(what: Sequence[str]) -> dict[str, Any]:
+def heads_sharded_later(what: Sequence[str]) -> Json:
     """Shard parts after a rule is on what heads send back; return how often it has fired in three passes, and what is said."""
     model = make().float()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
@@ -228,7 +234,7 @@ def heads_sharded_later(what: Sequence[str]) -> dict[str, Any]:
 UNLIKE_PASSES = ("paused", "plain", "another name", "on another model", "no_sync")
 
 
-def unlike_pass(what: str) -> dict[str, Any]:
+def unlike_pass(what: str) -> Json:
     """Let rank 1 do something else than rank 0 in one pass, and return what is refused and what fires."""
     model, apart = make(), make()
     called = DistributedDataParallel(model)
@@ -259,7 +265,7 @@ def unlike_pass(what: str) -> dict[str, Any]:
     return {"refused": refused, "fired": session.status()["combine"].fired}
 
 
-def failing_on_one() -> dict[str, Any]:
+def failing_on_one() -> Json:
     """Let the solver fail on rank 0 in one step, and on rank 1 in the next one: all do as rank 0 does."""
     model, plain = make(), make()
     called, other = DistributedDataParallel(model), DistributedDataParallel(plain)
@@ -323,13 +329,13 @@ def two_models() -> int:
     return sessions[1].status()["combine"].fired
 
 
-def main() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def main() -> Json:
+    found: Json = {}
     for method in METHODS:
         found[f"{method}, one process"] = run(method, "plain", ranks=1)
-        found[f"{method}, one process, no_sync"] = run(method, "no_sync", ranks=1)
-        for setup in SETUPS:
-            found[f"{method}, {setup}"] = run(method, setup, ranks=2)
+    found["upgrad, one process, no_sync"] = run("upgrad", "no_sync", ranks=1)
+    for method, setup in RUNS:
+        found[f"{method}, {setup}"] = run(method, setup, ranks=2)
     found["nan"] = nan()
     found["unlike"] = {what: unlike(what) for what in UNLIKE}
     found["refused"] = {kind: refused(kind) for kind in SHARDED}

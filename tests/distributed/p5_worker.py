@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from distributed.small import data, make, shard, whole
+from ranks import Json
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -20,7 +19,7 @@ STEPS = 4
 PROCESSES = ("one process", "one process, fused", "DDP", "FSDP2")
 VARIANTS = ("plain", "accumulation", "scaler", "accumulation + scaler")
 STEP = {"params": "*", "at": "step"}
-ACTIONS: dict[str, list[dict[str, Any]]] = {
+ACTIONS: dict[str, list[Json]] = {
     "clamp": [{"id": "r", "action": "clamp", **STEP, "min": -0.02, "max": 0.01}],
     "scale": [{"id": "r", "action": "scale", **STEP, "factor": 0.25}],
     "zero": [{"id": "r", "action": "zero", **STEP, "params": "0.*"}],
@@ -60,24 +59,7 @@ ACTIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def data(step: int) -> Tensor:
-    """Return the whole batch of a step, the same on every rank."""
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-
-
-def make() -> nn.Sequential:
-    """Return the model; on two ranks its rows are divided unevenly, and one rank gets none of `2`."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
-def whole(param: Tensor) -> list[float]:
-    """Return all elements of a parameter."""
-    full = param.full_tensor() if isinstance(param, DTensor) else param
-    return [float(value) for value in full.detach().flatten()]
-
-
-def train(process: str, variant: str, rules: list[dict[str, Any]]) -> list[list[float]]:
+def train(process: str, variant: str, rules: list[Json]) -> list[list[float]]:
     """Return the weights after training."""
     ranks, rank = (1, 0) if process.startswith("one") else (2, dist.get_rank())
     parts = 2 if "accumulation" in variant else 1
@@ -87,9 +69,7 @@ def train(process: str, variant: str, rules: list[dict[str, Any]]) -> list[list[
     if process == "DDP":
         called = DistributedDataParallel(model)
     elif process == "FSDP2":
-        fully_shard(model[0])
-        fully_shard(model[2])
-        fully_shard(model)
+        shard(model)
     fused = "fused" in process
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=fused)
     session = None
@@ -121,7 +101,7 @@ def sync(model: Any, *, on: bool) -> None:
         model.set_requires_gradient_sync(on)
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run the set-ups that are asked for."""
     # Sessions look for wrappers among all live objects: torch itself need not be searched each time.
     gc.freeze()

@@ -7,11 +7,11 @@ import platform
 import sys
 import time
 import warnings
-from typing import Any
 
 import torch.distributed as dist
 from distributed import patterns
 from distributed.patterns import Case, Pattern
+from ranks import Json
 from worker import work
 
 from gradsurgeon.distributed import votes
@@ -24,7 +24,7 @@ DIVIDED = ("fsdp2", "hsdp", "tensor")
 HOSTS = "--hosts"
 
 
-def train(pattern: Pattern, how: str) -> dict[str, Any]:
+def train(pattern: Pattern, how: str) -> Json:
     """Train, and tell what came of it."""
     dist.barrier()
     case, error, start = Case(how), "", time.monotonic()
@@ -56,7 +56,7 @@ def train(pattern: Pattern, how: str) -> dict[str, Any]:
     }
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run the patterns that are named after the file."""
     warnings.simplefilter("ignore")
     # Sessions look for wrappers among all live objects: torch itself need not be searched each time.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import Json
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -49,7 +50,7 @@ class Job:
         """Return the group of this rank and its like in the other pair."""
         return [dist.new_group([0, 2]), dist.new_group([1, 3])][self.rank % 2]
 
-    def found(self) -> list[dict[str, Any]]:
+    def found(self) -> list[Json]:
         """End the training; return what the checks told."""
         events = []
         for rank in range(self.world):

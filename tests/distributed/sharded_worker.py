@@ -12,16 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.small import Block, data, divide, make, mine, shard, whole
+from ranks import Json
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -33,38 +27,9 @@ STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
 LOG = {"id": "log", "action": "norm-log", "params": "*", "stats": STATS}
 
 
-def rules(*given: dict[str, Any]) -> dict[str, Any]:
+def rules(*given: Json) -> Json:
     """Return a rule set."""
     return {"version": 1, "rules": list(given)}
-
-
-def data(step: int) -> Tensor:
-    """Return the whole batch of a step, the same on every rank."""
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-
-
-def make() -> nn.Sequential:
-    """Return a model whose rows two ranks share unevenly; one of them gets none of `2`."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
-def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
-    """Shard a model, layer by layer."""
-    for part in (model[0], model[2], model):
-        fully_shard(part, **options)
-    return model
-
-
-def mine(step: int) -> Tensor:
-    """Return this rank's half of a batch."""
-    return data(step).chunk(2)[dist.get_rank()]
-
-
-def whole(tensor: Any) -> list[float]:
-    """Return all elements of a tensor."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return [float(value) for value in full.detach().flatten()]
 
 
 def steps(model: Any, batch: Callable[[int], Tensor], count: int = 3) -> torch.optim.Optimizer:
@@ -82,7 +47,7 @@ def columns(stats: Sequence[str]) -> list[str]:
     return list(chain.from_iterable(map(columns_of, stats)))
 
 
-def told(session: gradsurgeon.Session, stats: Sequence[str] = tuple(STATS)) -> dict[str, Any]:
+def told(session: gradsurgeon.Session, stats: Sequence[str] = tuple(STATS)) -> Json:
     """Return the statistics of all parameters."""
     names = [param.name for param in session.plan.manifest.params]
     return {
@@ -92,23 +57,23 @@ def told(session: gradsurgeon.Session, stats: Sequence[str] = tuple(STATS)) -> d
     }
 
 
-def error(call: Callable[[], object]) -> dict[str, Any]:
+def error(call: Callable[[], object]) -> Json:
     """Return the error of a call."""
     try:
         call()
     except gradsurgeon.GradSurgeonError as caught:
-        found: dict[str, Any] = {"kind": type(caught).__name__, "text": str(caught)}
+        found: Json = {"kind": type(caught).__name__, "text": str(caught)}
         if isinstance(caught, gradsurgeon.NonFiniteGradientError):
             found |= {"rank": caught.rank, "name": caught.name, "step": caught.step}
         return found
     return {"kind": "", "text": ""}
 
 
-def statistics() -> dict[str, Any]:
+def statistics() -> Json:
     """Record every statistic of a whole and of a sharded model: gradients at two points, weights and updates."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     of_update = [*STATS, "ratio", "moved"]
-    cases: dict[str, dict[str, Any]] = {
+    cases: dict[str, Json] = {
         "accumulated": {"at": "accumulated"},
         "step": {"at": "step"},
         "value": {"tensor": "value"},
@@ -126,14 +91,14 @@ def statistics() -> dict[str, Any]:
     return found
 
 
-def recorded() -> dict[str, Any]:
+def recorded() -> Json:
     """Record a sharded model in a run directory, and ask for a record on one rank alone."""
     places = [tempfile.mkdtemp()]
     dist.broadcast_object_list(places)
     place = Path(places[0]) / "run"
     session = gradsurgeon.apply(model := shard(make()), rules(LOG), record=place)
     steps(model, data)
-    found: dict[str, Any] = {}
+    found: Json = {}
     shared_rows.LIMIT, usual = 0.5, shared_rows.LIMIT
     if dist.get_rank() == 0:
         found["alone"] = error(lambda: session.latest("0.weight"))
@@ -154,7 +119,7 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def captured() -> dict[str, Any]:
+def captured() -> Json:
     """Capture gradients of a whole and of a sharded model."""
     found = {}
     for kind in ("whole", "sharded"):
@@ -168,7 +133,7 @@ def captured() -> dict[str, Any]:
     return found
 
 
-def mixed_precision() -> dict[str, Any]:
+def mixed_precision() -> Json:
     """Clip with parameters and reduction in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = shard(make(), mp_policy=policy)
@@ -183,7 +148,7 @@ def mixed_precision() -> dict[str, Any]:
         }
 
 
-def late() -> dict[str, Any]:
+def late() -> Json:
     """Apply before sharding."""
     trap = {"id": "trap", "action": "nan-trap", "params": "*"}
     zero = {"id": "zero", "action": "zero", "at": "step", "params": "0.*"}
@@ -194,7 +159,7 @@ def late() -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             steps(model, mine)
-        found: dict[str, Any] = {
+        found: Json = {
             "warnings": [
                 str(one.message)
                 for one in caught
@@ -233,7 +198,7 @@ def after_a_first_step() -> list[str]:
     ]
 
 
-def refused() -> dict[str, Any]:
+def refused() -> Json:
     """Bind what cannot be honoured."""
     model = shard(make())
     by_action = {
@@ -276,29 +241,8 @@ def above_flat_parameters() -> list[str]:
     return [event.message for event in session.events if event.kind == "check"]
 
 
-class Block(nn.Module):
-    """What tensor parallelism divides: two projections after a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.up = nn.Linear(4, 6)
-        self.down = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape ``[batch, sequence, 4]`` to the same."""
-        out: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return out
-
-
-def tensor_parallel() -> dict[str, Any]:
+def tensor_parallel() -> Json:
     """Compare rules on a divided block with rules on a whole one."""
-    mesh = init_device_mesh("cpu", (2,))
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
     given = {
         "step": rules(
             {**LOG, "stats": [*STATS, "projection"]},
@@ -321,14 +265,13 @@ def tensor_parallel() -> dict[str, Any]:
         ),
         "nothing": rules({**LOG, "id": "only"}),
     }
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name, text in given.items():
         stats = {"step": [*STATS, "projection"], "nothing": STATS}.get(name, [])
         for kind in ("whole", "divided"):
-            torch.manual_seed(0)
             model: Any = Block()
             if kind == "divided":
-                model = parallelize_module(model, mesh, plan)
+                model = divide(model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             with gradsurgeon.apply(model, text, optimizer=optimizer) as session:
                 for step in range(3):
@@ -344,7 +287,7 @@ def tensor_parallel() -> dict[str, Any]:
                     "told": told(session, columns(stats)) if stats else {},
                     "notices": [(event.rule, event.message) for event in session.events],
                 }
-    model = parallelize_module(Block(), mesh, plan)
+    model = divide(Block())
     clip = {"id": "c", "action": "clip-norm", "at": "backward", "params": "*", "max_norm": 1.0}
     found["refused"] = error(lambda: gradsurgeon.apply(model, rules(clip)))
     bound = {"id": "b", "action": "clamp", "at": "backward", "params": "norm.*", "max": 1.0}
@@ -354,7 +297,7 @@ def tensor_parallel() -> dict[str, Any]:
     return found
 
 
-def redundancy() -> dict[str, Any]:
+def redundancy() -> Json:
     """Halve gradients under an optimizer that has another one inside."""
     half = {"id": "half", "action": "scale", "at": "step", "params": "*", "factor": 0.5}
     early = {"id": "early", "action": "clamp", "at": "backward", "params": "0.*", "max": 0.02}
@@ -362,7 +305,7 @@ def redundancy() -> dict[str, Any]:
     # Importing it warns, so that whoever only wants a name from this file must not.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    found: dict[str, Any] = {}
+    found: Json = {}
     for kind in ("named", "found", "without", "plain"):
         model = DistributedDataParallel(make())
         make_it: Any = ZeroRedundancyOptimizer if kind != "plain" else None
@@ -387,7 +330,7 @@ def redundancy() -> dict[str, Any]:
     return found
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run every part."""
     parts = (
         statistics,

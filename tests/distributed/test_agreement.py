@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from distributed.agreement_worker import FAULT, STEPS
-from ranks import run_ranks
+from ranks import Ranks
 
 pytestmark = pytest.mark.cover_children
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("agreement_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("agreement") / "seen")
-
-
 @pytest.mark.parametrize("what", ["params", "module"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_a_step_is_skipped_on_all_ranks(ranks: list[dict[str, Any]], kind: str, what: str) -> None:
+def test_a_step_is_skipped_on_all_ranks(ranks: Ranks, kind: str, what: str) -> None:
     for rank in ranks:
         weights = rank[f"{kind} {what} skip-step"]["weights"]
         assert len(weights) == STEPS
@@ -31,9 +22,7 @@ def test_a_step_is_skipped_on_all_ranks(ranks: list[dict[str, Any]], kind: str, 
 
 @pytest.mark.parametrize("what", ["params", "module"])
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_all_ranks_raise_at_the_same_step(
-    ranks: list[dict[str, Any]], kind: str, what: str
-) -> None:
+def test_all_ranks_raise_at_the_same_step(ranks: Ranks, kind: str, what: str) -> None:
     for rank in ranks:
         seen = rank[f"{kind} {what} raise"]
         assert seen["error"]["step"] == FAULT
@@ -42,7 +31,7 @@ def test_all_ranks_raise_at_the_same_step(
 
 
 def test_an_average_is_traced_to_the_rank_that_made_it_nonfinite(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         error = rank["DDP params raise"]["error"]
@@ -52,9 +41,7 @@ def test_an_average_is_traced_to_the_rank_that_made_it_nonfinite(
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_a_micro_batch_that_is_not_reduced_is_traced_as_well(
-    ranks: list[dict[str, Any]], faulty: int
-) -> None:
+def test_a_micro_batch_that_is_not_reduced_is_traced_as_well(ranks: Ranks, faulty: int) -> None:
     for number, rank in enumerate(ranks):
         weights = rank[f"piece {faulty} skip-step"]["weights"]
         assert len(weights) == STEPS
@@ -69,9 +56,7 @@ def test_a_micro_batch_that_is_not_reduced_is_traced_as_well(
 
 
 @pytest.mark.parametrize("params", ["side.*", "*"])
-def test_what_one_rank_alone_has_used_is_traced_to_it(
-    ranks: list[dict[str, Any]], params: str
-) -> None:
+def test_what_one_rank_alone_has_used_is_traced_to_it(ranks: Ranks, params: str) -> None:
     for rank in ranks:
         seen = rank[f"used by one, {params}"]
         assert len(seen["weights"]) == FAULT
@@ -82,7 +67,7 @@ def test_what_one_rank_alone_has_used_is_traced_to_it(
     assert ranks[0][f"used by one, {params}"]["error"]["name"] == "side.bias"
 
 
-def test_each_rank_reports_its_parts(ranks: list[dict[str, Any]]) -> None:
+def test_each_rank_reports_its_parts(ranks: Ranks) -> None:
     # Row 0 of layer 2 lies on rank 0, whichever rank made it non-finite; layer 0 is non-finite on both.
     first, second = (rank["FSDP2 params raise"]["error"] for rank in ranks)
     assert (first["rank"], first["name"]) == (0, "2.weight")
@@ -92,9 +77,7 @@ def test_each_rank_reports_its_parts(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_a_rank_that_saw_nothing_names_the_one_that_did(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_a_rank_that_saw_nothing_names_the_one_that_did(ranks: Ranks, kind: str) -> None:
     own, other = ranks[1][f"{kind} module raise"], ranks[0][f"{kind} module raise"]
     assert (own["error"]["rank"], own["error"]["name"]) == (1, "probe")
     assert (other["error"]["rank"], other["error"]["name"]) == (1, "probe")
@@ -110,13 +93,13 @@ def test_a_rank_that_saw_nothing_names_the_one_that_did(
     assert skipped["texts"][0].startswith("step 2: rank 1 trapped, and all ranks skip the step: ")
 
 
-def test_giving_up_is_agreed(ranks: list[dict[str, Any]]) -> None:
+def test_giving_up_is_agreed(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["FSDP2 give up"]["error"]["step"] == FAULT
         assert "tripped 1 times in a row" in rank["FSDP2 give up"]["error"]["text"]
 
 
-def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: Ranks) -> None:
     assert ranks[0]["local updates"]["events"] == [["notice", 0, ""]]
     assert ranks[1]["local updates"]["events"] == [
         ["notice", 0, ""],
@@ -131,7 +114,7 @@ def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: list[dict[str, Any]]) -
 
 
 def test_a_rank_whose_rule_rests_skips_with_those_whose_rule_trips(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     first, second = (rank["scheduled"] for rank in ranks)
     assert first["moved"] == [step != FAULT for step in range(STEPS)]
@@ -145,7 +128,7 @@ def test_a_rank_whose_rule_rests_skips_with_those_whose_rule_trips(
     "step",
     refused="a `spike-trap` that skips or raises, on parameters that DDP does not average: `exclude` them",
 )
-def test_spikes_of_what_a_rank_has_alone_are_refused(ranks: list[dict[str, Any]]) -> None:
+def test_spikes_of_what_a_rank_has_alone_are_refused(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["own spikes"]["text"] == (
             "rule spikes: ranks decide by norms that all of them have, and DDP does not average the gradients of "
@@ -162,7 +145,7 @@ def test_spikes_of_what_a_rank_has_alone_are_refused(ranks: list[dict[str, Any]]
     "modules",
     refused="ranks with different numbers of steps cannot agree: give every rank the same number of batches",
 )
-def test_uneven_inputs_are_refused(ranks: list[dict[str, Any]]) -> None:
+def test_uneven_inputs_are_refused(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["uneven"]["text"].startswith("the model trains under `Join`")
         assert "`drop_last`" in rank["uneven"]["text"]

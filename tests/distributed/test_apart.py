@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from distributed.apart_worker import FAULT, STEPS
-from ranks import run_ranks
+from ranks import Json, Ranks
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
@@ -20,27 +17,21 @@ UNRECORDED = (
 )
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("apart_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("apart") / "seen")
-
-
-def moved(run: dict[str, Any]) -> list[int]:
+def moved(run: Json) -> list[int]:
     """Return the steps that moved the weights."""
     weights = run["weights"]
     return [step for step in ALL if step == 0 or weights[step] != weights[step - 1]]
 
 
-def kinds(run: dict[str, Any]) -> list[tuple[str, int, str]]:
+def kinds(run: Json) -> list[tuple[str, int, str]]:
     """Return what the events are about."""
     return [(kind, step, name) for kind, step, name, _ in run["events"]]
 
 
-def test_a_trap_on_one_rank_alone_warns_of_it_and_goes_on(ranks: list[dict[str, Any]]) -> None:
+def test_a_trap_on_one_rank_alone_warns_of_it_and_goes_on(ranks: Ranks) -> None:
     one, other = (rank["one rank, raise"] for rank in ranks)
     assert one["said"] == [
-        "nothing heard of rules on rank 1 within 4 s: this rank decides alone, and records nothing of parameters that "
+        "nothing heard of rules on rank 1 within 0.5 s: this rank decides alone, and records nothing of parameters that "
         "ranks share; apply the same rules on all ranks, with the same `mode` and `start_step`"
     ]
     assert one["weights"] == other["weights"]
@@ -49,12 +40,10 @@ def test_a_trap_on_one_rank_alone_warns_of_it_and_goes_on(ranks: list[dict[str, 
 
 
 @pytest.mark.parametrize("rule", ["skip-step", "bound"])
-def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
-    ranks: list[dict[str, Any]], rule: str
-) -> None:
+def test_what_lets_weights_drift_apart_is_refused_on_one_rank(ranks: Ranks, rule: str) -> None:
     one = ranks[0][f"one rank, {rule}"]
     assert one["error"] == (
-        "nothing heard of rules on rank 1 within 4 s: norms over shards, and "
+        "nothing heard of rules on rank 1 within 0.5 s: norms over shards, and "
         "gradients of single losses, would wait for ever, and weights would drift apart if a step is skipped or a final gradient edited; "
         "apply the same rules on all ranks, with the same `mode` and `start_step`"
     )
@@ -63,15 +52,13 @@ def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
 
 
 @pytest.mark.parametrize("rule", ["warn", "early", "norms"])
-def test_what_only_records_or_is_averaged_waits_for_nobody(
-    ranks: list[dict[str, Any]], rule: str
-) -> None:
+def test_what_only_records_or_is_averaged_waits_for_nobody(ranks: Ranks, rule: str) -> None:
     one, other = (rank[f"one rank, {rule}"] for rank in ranks)
     assert (one["said"], one["error"], one["events"]) == ([], None, [])
     assert one["weights"] == other["weights"]
 
 
-def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_with_other_rules_is_named(ranks: Ranks) -> None:
     for number, rank in enumerate(ranks):
         other = 1 - number
         (text,) = rank["plans, raise"]["said"]
@@ -95,7 +82,7 @@ def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
     ],
 )
 def test_what_one_rank_alone_has_is_skipped_on_all(
-    ranks: list[dict[str, Any]], run: str, name: str, faulty: int
+    ranks: Ranks, run: str, name: str, faulty: int
 ) -> None:
     for number, rank in enumerate(ranks):
         assert moved(rank[run]) == SKIPPED
@@ -109,7 +96,7 @@ def test_what_one_rank_alone_has_is_skipped_on_all(
         assert ranks[0][run]["weights"] == ranks[1][run]["weights"]
 
 
-def test_what_one_rank_alone_has_stops_all(ranks: list[dict[str, Any]]) -> None:
+def test_what_one_rank_alone_has_stops_all(ranks: Ranks) -> None:
     own, other = (ranks[number]["ignored, raise"] for number in (1, 0))
     head = "step 2, rule trap: 1 of 5 gradients are not finite after backward"
     assert own["error"].startswith(f"{head}\nstopped before the update: no weight was moved\n")
@@ -122,9 +109,7 @@ def test_what_one_rank_alone_has_stops_all(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
-def test_what_comes_after_the_vote_stops_the_rank_that_has_it(
-    ranks: list[dict[str, Any]], then: str
-) -> None:
+def test_what_comes_after_the_vote_stops_the_rank_that_has_it(ranks: Ranks, then: str) -> None:
     other, own = (rank[f"edited, {then}"] for rank in ranks)
     head, outcome = own["error"].splitlines()[:2]
     assert head == (
@@ -147,13 +132,13 @@ def test_what_comes_after_the_vote_stops_the_rank_that_has_it(
 
 
 @pytest.mark.parametrize("run", ["ignored, warn", "ignored, observed", "edited, warn"])
-def test_rules_that_only_tell_wait_for_nobody(ranks: list[dict[str, Any]], run: str) -> None:
+def test_rules_that_only_tell_wait_for_nobody(ranks: Ranks, run: str) -> None:
     name = "last.bias" if run == "edited, warn" else "part.own"
     assert ("trap", FAULT, name) in kinds(ranks[1][run])
     assert FAULT not in [step for _, step, _ in kinds(ranks[0][run])]
 
 
-def test_a_paused_rank_does_what_the_others_decide(ranks: list[dict[str, Any]]) -> None:
+def test_a_paused_rank_does_what_the_others_decide(ranks: Ranks) -> None:
     paused = ("notice", 1, "")
     assert [kinds(rank["paused, None"]) for rank in ranks] == [[], [paused]]
     assert [len(rank["paused, None"]["norms"]) for rank in ranks] == [STEPS, 2]
@@ -167,9 +152,7 @@ def test_a_paused_rank_does_what_the_others_decide(ranks: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("run", ["paused sharded, None", "paused records"])
-def test_a_pass_that_one_rank_is_paused_in_has_no_record_of_shards(
-    ranks: list[dict[str, Any]], run: str
-) -> None:
+def test_a_pass_that_one_rank_is_paused_in_has_no_record_of_shards(ranks: Ranks, run: str) -> None:
     for number, rank in enumerate(ranks):
         assert rank[run]["clock"] == STEPS
         assert [step for step, _ in rank[run]["norms"]] == [0, 4]
@@ -179,7 +162,7 @@ def test_a_pass_that_one_rank_is_paused_in_has_no_record_of_shards(
 
 
 def test_a_paused_rank_skips_with_the_others_that_hold_the_shards(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for number, rank in enumerate(ranks):
         run = rank["paused sharded, 0"]
@@ -189,7 +172,7 @@ def test_a_paused_rank_skips_with_the_others_that_hold_the_shards(
 
 
 def test_without_a_group_in_common_each_rank_decides_alone_and_says_so(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     one, other = (rank["alone"] for rank in ranks)
     assert kinds(one) == [("notice", 0, "")]
@@ -206,7 +189,7 @@ def test_without_a_group_in_common_each_rank_decides_alone_and_says_so(
 
 
 def test_models_are_told_apart_whatever_order_they_got_their_rules_in(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         assert moved(rank["order"]["faulty"]) == SKIPPED
@@ -216,31 +199,33 @@ def test_models_are_told_apart_whatever_order_they_got_their_rules_in(
 
 
 def test_sessions_that_take_the_place_of_others_find_each_other(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         assert moved(rank["replaced"]) == SKIPPED
         assert rank["replaced"]["said"] == []
 
 
-def test_a_session_that_comes_late_is_told(ranks: list[dict[str, Any]]) -> None:
+def test_a_session_that_comes_late_is_told(ranks: Ranks) -> None:
     early, late = (rank["later"] for rank in ranks)
-    assert early["said"][0].startswith("nothing heard of rules on rank 1 within 4 s")
+    assert early["said"][0].startswith("nothing heard of rules on rank 1 within 0.5 s")
     assert late["said"][0].startswith(
-        "nothing heard of rules on rank 0 within 4 s: this rank decides alone"
+        "nothing heard of rules on rank 0 within 0.5 s: this rank decides alone"
     )
     assert early["weights"] == late["weights"]
 
 
 def test_norms_over_shards_are_refused_where_one_rank_alone_asks_for_them(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     one, other = (rank["bounded on one"] for rank in ranks)
-    assert one["error"].startswith("nothing heard of rules on rank 1 within 4 s: norms over shards")
+    assert one["error"].startswith(
+        "nothing heard of rules on rank 1 within 0.5 s: norms over shards"
+    )
     assert moved(one) == moved(other) == ALL
 
 
-def test_records_of_shards_on_one_rank_alone_wait_for_nobody(ranks: list[dict[str, Any]]) -> None:
+def test_records_of_shards_on_one_rank_alone_wait_for_nobody(ranks: Ranks) -> None:
     one, other = (rank["sharded on one"] for rank in ranks)
     assert one["error"] is None
     # Told at the end: the other rank may come at any time.
@@ -253,7 +238,7 @@ def test_records_of_shards_on_one_rank_alone_wait_for_nobody(ranks: list[dict[st
 
 
 @pytest.mark.parametrize("clip", ["False", "True"])
-def test_a_fault_in_one_shard_is_skipped_on_all(ranks: list[dict[str, Any]], clip: str) -> None:
+def test_a_fault_in_one_shard_is_skipped_on_all(ranks: Ranks, clip: str) -> None:
     for number, rank in enumerate(ranks):
         run = rank[f"shard, {clip}"]
         assert moved(run) == SKIPPED
@@ -268,7 +253,7 @@ def test_a_fault_in_one_shard_is_skipped_on_all(ranks: list[dict[str, Any]], cli
             assert sum(squares) ** 0.5 == pytest.approx(0.01, rel=1e-3)
 
 
-def test_an_overflow_that_one_scaler_sees_is_skipped_on_all(ranks: list[dict[str, Any]]) -> None:
+def test_an_overflow_that_one_scaler_sees_is_skipped_on_all(ranks: Ranks) -> None:
     for rank in ranks:
         assert moved(rank["scaled"]) == SKIPPED
     assert kinds(ranks[1]["scaled"]) == [("scaler-skip", FAULT, "")]
@@ -279,9 +264,7 @@ def test_an_overflow_that_one_scaler_sees_is_skipped_on_all(ranks: list[dict[str
 
 
 @pytest.mark.parametrize("kind", ["DDP", "find_unused_parameters", "static_graph", "FSDP2"])
-def test_what_holds_an_optimizer_back_leaves_ranks_alike(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_what_holds_an_optimizer_back_leaves_ranks_alike(ranks: Ranks, kind: str) -> None:
     one, other = (rank[f"alike {kind}"] for rank in ranks)
     assert one["weights"] == other["weights"]
     assert one["own"] == other["own"]
@@ -293,7 +276,7 @@ def test_what_holds_an_optimizer_back_leaves_ranks_alike(
 
 
 def test_sessions_that_are_over_leave_only_closed_rolls_for_ranks_that_may_come(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         assert [

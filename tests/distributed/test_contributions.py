@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-from ranks import run_ranks
+from ranks import Ranks
 
 CELLS = [
     ("DDP", "backward"),
@@ -15,12 +12,6 @@ CELLS = [
     ("FSDP2", "output.grad"),
     ("FSDP2", "output"),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("contributions_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("contributions") / "seen")
 
 
 @pytest.mark.cell(
@@ -35,7 +26,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     differs="the rule sees this rank's own share, before the reduction",
 )
 @pytest.mark.parametrize(("kind", "what"), CELLS, ids=[" ".join(cell) for cell in CELLS])
-def test_rules_do_what_hooks_do(ranks: list[dict[str, Any]], kind: str, what: str) -> None:
+def test_rules_do_what_hooks_do(ranks: Ranks, kind: str, what: str) -> None:
     for rank in ranks:
         hooks, rules, neither = (
             rank[f"{kind} {what} {hand}"] for hand in ("hooks", "rules", "neither")
@@ -47,7 +38,7 @@ def test_rules_do_what_hooks_do(ranks: list[dict[str, Any]], kind: str, what: st
 
 
 @pytest.mark.parametrize(("kind", "what"), CELLS, ids=[" ".join(cell) for cell in CELLS])
-def test_records_are_those_of_the_rank(ranks: list[dict[str, Any]], kind: str, what: str) -> None:
+def test_records_are_those_of_the_rank(ranks: Ranks, kind: str, what: str) -> None:
     # Two ranks have two halves of the batch, so that what they contribute differs.
     one, other = (rank[f"{kind} {what} rules"]["norms"] for rank in ranks)
     assert one != other

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from distributed.ddp_worker import NORMS, WORDS
-from ranks import run_ranks
+from ranks import Ranks, largest_difference
 
 SETUPS = ["before", "after", "bucket views", "static graph", "unused", "no_sync"]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    out = tmp_path_factory.mktemp("ddp") / "seen"
-    worker = Path(__file__).with_name("ddp_worker.py")
-    return run_ranks(worker, out)
-
-
-def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
-    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
-    return max(abs(a - b) for a, b in pairs)
-
-
 @pytest.mark.parametrize("setup", SETUPS)
-def test_the_end_is_that_of_one_process(ranks: list[dict[str, Any]], setup: str) -> None:
+def test_the_end_is_that_of_one_process(ranks: Ranks, setup: str) -> None:
     wanted = ranks[0]["one process"]
     for rank in ranks:
         assert largest_difference(rank[setup]["weights"], wanted["weights"]) < 1e-6
@@ -35,7 +20,7 @@ def test_the_end_is_that_of_one_process(ranks: list[dict[str, Any]], setup: str)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_all_ranks_decide_alike(ranks: list[dict[str, Any]], setup: str) -> None:
+def test_all_ranks_decide_alike(ranks: Ranks, setup: str) -> None:
     # The NaN is born on rank 1; reduction carries it to rank 0, and both skip.
     for rank in ranks:
         seen = [event for event in rank[setup]["events"] if event[0] != "notice"]
@@ -44,7 +29,7 @@ def test_all_ranks_decide_alike(ranks: list[dict[str, Any]], setup: str) -> None
 
 @pytest.mark.cell("DDP", "accumulated")
 @pytest.mark.parametrize("setup", SETUPS)
-def test_records_are_taken_after_the_reduction(ranks: list[dict[str, Any]], setup: str) -> None:
+def test_records_are_taken_after_the_reduction(ranks: Ranks, setup: str) -> None:
     wanted = ranks[0]["one process"]["norms"]
     for rank in ranks:
         found = rank[setup]["norms"]
@@ -71,9 +56,7 @@ SAID = {
     differs="bounds each rank's contribution, not the average, with one warning; `scale` and `zero` mean the same as at `step`",
 )
 @pytest.mark.parametrize("kind", WORDS)
-def test_a_bound_on_what_ddp_averages_is_told_of_once(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_a_bound_on_what_ddp_averages_is_told_of_once(ranks: Ranks, kind: str) -> None:
     wanted = SAID.get(kind, [])
     for rank in ranks:
         told = rank[f"words: {kind}"]
@@ -93,7 +76,7 @@ def test_a_bound_on_what_ddp_averages_is_told_of_once(
 )
 @pytest.mark.parametrize("kind", NORMS)
 def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_told_of_once(
-    ranks: list[dict[str, Any]], kind: str
+    ranks: Ranks, kind: str
 ) -> None:
     for rank in ranks:
         told = rank[f"words: {kind}"]

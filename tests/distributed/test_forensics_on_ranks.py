@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from distributed.forensics_worker import FAULT, STEPS
-from ranks import run_ranks
+from ranks import Json, Ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 BORN = "diagnosis (reproduced): NaN born in the forward pass of body (Body): aten.log"
@@ -22,16 +21,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
+def ranks(folder: Path) -> list[Json]:
     return run_ranks(Path(__file__).with_name("forensics_worker.py"), folder / "seen")
 
 
-def _stopped_at(seen: dict[str, Any], then: str) -> bool:
+def _stopped_at(seen: Json, then: str) -> bool:
     return bool(seen["step"] == (FAULT if then == "raise" else STEPS - 1))
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])
-def test_the_rank_that_did_it_names_the_operation(ranks: list[dict[str, Any]], then: str) -> None:
+def test_the_rank_that_did_it_names_the_operation(ranks: Ranks, then: str) -> None:
     other, guilty = (rank[f"DDP {then}"] for rank in ranks)
     assert BORN in guilty["told"][0]
     # Its own calls were finite, the average was not; who reads its log reads what was found elsewhere.
@@ -44,7 +43,7 @@ def test_the_rank_that_did_it_names_the_operation(ranks: list[dict[str, Any]], t
 
 
 def test_nan_in_the_batch_of_a_rank_is_told_there_at_the_first_skip_of_a_scaler(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     other, guilty = (rank["scaled"]["notices"] for rank in ranks)
     assert other == []
@@ -55,9 +54,7 @@ def test_nan_in_the_batch_of_a_rank_is_told_there_at_the_first_skip_of_a_scaler(
 
 
 @pytest.mark.parametrize("kind", ["raise", "skip-step", "warn", "paused", "whole"])
-def test_a_model_that_fully_shard_divides_is_not_run_again(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_a_model_that_fully_shard_divides_is_not_run_again(ranks: Ranks, kind: str) -> None:
     paused, guilty = (rank[f"FSDP2 {kind}"] for rank in ranks)
     for seen in (guilty,) if kind == "paused" else (paused, guilty):
         first = seen["told"][0]
@@ -67,7 +64,7 @@ def test_a_model_that_fully_shard_divides_is_not_run_again(
 
 
 def test_a_rank_of_a_divided_model_names_an_input_that_was_nan(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     other, guilty = (rank["FSDP2 given NaN"] for rank in ranks)
     born = "the input x of the root (FSDPNet) was not finite when the model was called (NaN)"
@@ -76,7 +73,7 @@ def test_a_rank_of_a_divided_model_names_an_input_that_was_nan(
     assert born in other["told"][0]
 
 
-def test_a_divided_model_writes_no_bundle(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_a_divided_model_writes_no_bundle(ranks: Ranks, folder: Path) -> None:
     for rank, seen in enumerate(ranks):
         assert NOBODY in seen["FSDP2 recorded"]["told"][0]
         assert "bundle" not in seen["FSDP2 recorded"]["told"][0]
@@ -84,9 +81,7 @@ def test_a_divided_model_writes_no_bundle(ranks: list[dict[str, Any]], folder: P
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])
-def test_a_forward_pass_that_talks_to_other_ranks_is_not_run_again(
-    ranks: list[dict[str, Any]], then: str
-) -> None:
+def test_a_forward_pass_that_talks_to_other_ranks_is_not_run_again(ranks: Ranks, then: str) -> None:
     for rank in ranks:
         seen = rank[f"gathered {then}"]
         assert _stopped_at(seen, then)
@@ -95,14 +90,14 @@ def test_a_forward_pass_that_talks_to_other_ranks_is_not_run_again(
     assert reason in ranks[1][f"gathered {then}"]["told"][0]
 
 
-def test_a_diagnosis_leaves_the_run_as_it_was(ranks: list[dict[str, Any]]) -> None:
+def test_a_diagnosis_leaves_the_run_as_it_was(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["FSDP2 skip-step"]["state"] == rank["FSDP2 bare"]["state"]
         assert math.isfinite(rank["FSDP2 bare"]["state"]["last.bias"][0])
 
 
 def test_an_evaluation_before_the_step_does_not_blind_the_trap(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         seen = rank["FSDP2 evaluated"]
@@ -112,7 +107,7 @@ def test_an_evaluation_before_the_step_does_not_blind_the_trap(
 
 
 def test_ranks_agree_where_parameters_stay_whole_between_passes(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     states = [rank["FSDP2 whole"]["state"] for rank in ranks]
     assert states[0] == states[1]

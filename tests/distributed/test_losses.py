@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from distributed.losses_worker import (
     DRAWN,
     FEATURES,
     METHODS,
-    SETUPS,
+    RUNS,
     SHARDED,
     UNLIKE,
     UNLIKE_PASSES,
 )
-from ranks import run_ranks
+from ranks import Ranks, largest_difference
 
 import gradsurgeon
 from gradsurgeon.actions._methods import METHODS as TABLE
@@ -24,24 +21,10 @@ from gradsurgeon.actions._methods import METHODS as TABLE
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("losses_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("losses") / "seen")
-
-
-def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
-    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
-    return max(abs(a - b) for a, b in pairs)
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "setup"), RUNS)
 def test_ranks_end_as_one_process_on_the_joined_batch(
-    ranks: list[dict[str, Any]], method: str, setup: str
+    ranks: Ranks, method: str, setup: str
 ) -> None:
-    if (method, setup) == (DRAWN, "no_sync"):
-        pytest.skip("each rank draws for itself where it is by itself")
     kind = "no_sync" if setup == "no_sync" else ""
     wanted = ranks[0][", ".join(filter(None, (method, "one process", kind)))]
     for rank in ranks:
@@ -54,11 +37,11 @@ def test_ranks_end_as_one_process_on_the_joined_batch(
             assert values == pytest.approx([value for _, value in wanted[name]], rel=1e-5)
 
 
-def test_the_losses_of_one_process_conflict(ranks: list[dict[str, Any]]) -> None:
+def test_the_losses_of_one_process_conflict(ranks: Ranks) -> None:
     assert max(value for _, value in ranks[0]["mgda, one process"]["cosines"]) < 0
 
 
-def test_a_nan_of_one_rank_is_seen_by_all(ranks: list[dict[str, Any]]) -> None:
+def test_a_nan_of_one_rank_is_seen_by_all(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["nan"]["unmoved"]
         (said,) = rank["nan"]["said"]
@@ -66,9 +49,7 @@ def test_a_nan_of_one_rank_is_seen_by_all(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*SHARDED, "late"])
-def test_sharded_parameters_are_refused_with_the_form_on_modules(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_sharded_parameters_are_refused_with_the_form_on_modules(ranks: Ranks, kind: str) -> None:
     for rank in ranks:
         said = rank["late"] if kind == "late" else rank["refused"][kind]
         assert "combine" in said
@@ -76,16 +57,14 @@ def test_sharded_parameters_are_refused_with_the_form_on_modules(
 
 
 @pytest.mark.parametrize("what", UNLIKE)
-def test_ranks_that_would_not_combine_alike_are_told(
-    ranks: list[dict[str, Any]], what: str
-) -> None:
+def test_ranks_that_would_not_combine_alike_are_told(ranks: Ranks, what: str) -> None:
     for number, rank in enumerate(ranks):
         assert f"rank {1 - number} has other rules, mode or step" in rank["unlike"][what]
 
 
 @pytest.mark.parametrize("setup", FEATURES)
 def test_on_features_all_get_the_mean_of_what_each_rank_has_combined(
-    ranks: list[dict[str, Any]], setup: str
+    ranks: Ranks, setup: str
 ) -> None:
     alone = [rank["on features"]["alone"] for rank in ranks]
     assert [one["changed"] for one in alone] == [1.0, 1.0]
@@ -99,7 +78,7 @@ def test_on_features_all_get_the_mean_of_what_each_rank_has_combined(
         assert largest_difference(rank["on features"][setup]["grads"], wanted) < 1e-6
 
 
-def test_a_rule_on_heads_says_that_they_were_sharded_later(ranks: list[dict[str, Any]]) -> None:
+def test_a_rule_on_heads_says_that_they_were_sharded_later(ranks: Ranks) -> None:
     for rank in ranks:
         found = rank["heads sharded later"]
         assert found["fired"] == 0
@@ -108,9 +87,7 @@ def test_a_rule_on_heads_says_that_they_were_sharded_later(ranks: list[dict[str,
 
 
 @pytest.mark.parametrize("what", UNLIKE_PASSES)
-def test_ranks_that_pass_other_losses_are_refused_alike(
-    ranks: list[dict[str, Any]], what: str
-) -> None:
+def test_ranks_that_pass_other_losses_are_refused_alike(ranks: Ranks, what: str) -> None:
     # What is not averaged is each rank's own.
     alike = what in ("on another model", "no_sync")
     for number, rank in enumerate(ranks):
@@ -121,25 +98,25 @@ def test_ranks_that_pass_other_losses_are_refused_alike(
         assert seen["fired"] == (3 - (what == "no_sync" and number == 1) if alike else 1)
 
 
-def test_a_reentrant_checkpoint_is_refused(ranks: list[dict[str, Any]]) -> None:
+def test_a_reentrant_checkpoint_is_refused(ranks: Ranks) -> None:
     for rank in ranks:
         assert "got a gradient that no single loss gives it" in rank["reentrant"]
         assert "trunk.0.block" in rank["reentrant"]
 
 
 def test_a_solver_that_fails_on_one_rank_keeps_no_other_waiting(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         assert rank["failing on one"]["same"] == [True, False, False]
     assert ranks[0]["failing on one"]["grads"] == ranks[1]["failing on one"]["grads"]
 
 
-def test_a_model_that_is_sharded_later_is_none_of_another(ranks: list[dict[str, Any]]) -> None:
+def test_a_model_that_is_sharded_later_is_none_of_another(ranks: Ranks) -> None:
     assert [rank["beside a sharded one"] for rank in ranks] == [1, 1]
 
 
-def test_losses_that_reach_one_model_are_none_of_another(ranks: list[dict[str, Any]]) -> None:
+def test_losses_that_reach_one_model_are_none_of_another(ranks: Ranks) -> None:
     assert [rank["two models"] for rank in ranks] == [0, 0]
 
 

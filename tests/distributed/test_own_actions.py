@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-from ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("own_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("own") / "seen")
+from ranks import Ranks
 
 
 @pytest.mark.parametrize("setup", ["DDP", "FSDP2"])
-def test_the_end_is_that_of_one_process(ranks: list[dict[str, Any]], setup: str) -> None:
+def test_the_end_is_that_of_one_process(ranks: Ranks, setup: str) -> None:
     for rank in ranks:
         wanted, found = rank["one process"], rank[setup]
         assert found["fired"] == wanted["fired"]
@@ -27,7 +18,7 @@ def test_the_end_is_that_of_one_process(ranks: list[dict[str, Any]], setup: str)
 
 
 @pytest.mark.parametrize("setup", ["DDP", "FSDP2"])
-def test_statistics_are_of_the_whole_gradient(ranks: list[dict[str, Any]], setup: str) -> None:
+def test_statistics_are_of_the_whole_gradient(ranks: Ranks, setup: str) -> None:
     for rank in ranks:
         wanted, found = rank["one process"]["records"], rank[setup]["records"]
         assert found.keys() == wanted.keys()
@@ -37,7 +28,7 @@ def test_statistics_are_of_the_whole_gradient(ranks: list[dict[str, Any]], setup
 
 
 @pytest.mark.parametrize("setup", ["DDP", "FSDP2"])
-def test_a_trap_by_a_statistic_decides_alike(ranks: list[dict[str, Any]], setup: str) -> None:
+def test_a_trap_by_a_statistic_decides_alike(ranks: Ranks, setup: str) -> None:
     for rank in ranks:
         wanted, found = rank["one process"]["trapped"], rank[setup]["trapped"]
         assert [step for step, _ in wanted["events"]] == [1]

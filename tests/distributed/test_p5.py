@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 
 import pytest
 from distributed.p5_worker import ACTIONS, PROCESSES, VARIANTS
 from pairs import covering, rows
-from ranks import FINAL_WEIGHTS, run_ranks
+from ranks import FINAL_WEIGHTS, Weights, largest_difference, run_ranks
 
 TOLERANCE = 1e-6
-Weights = list[list[float]]
 Ends = list[dict[str, Weights]]
-# The quick suite has every process, variant and action in a case; the slow suite compares the rest.
-CASES = list(product(PROCESSES, VARIANTS, ACTIONS))
-QUICK = [
-    (PROCESSES[i], VARIANTS[j], list(ACTIONS)[k])
-    for i, j, k in covering(rows([list(PROCESSES), list(VARIANTS), list(ACTIONS)]))
-]
-REST = [case for case in CASES if case not in QUICK]
+# The quick suite has every process, variant and action in a case, the slow suite every pair of them.
+PAIRS = rows([list(PROCESSES), list(VARIANTS), list(ACTIONS)])
+
+
+def cases(chosen: list[tuple[int, ...]]) -> list[tuple[str, str, str]]:
+    """Return the process, variant and action of each case."""
+    return [(PROCESSES[i], VARIANTS[j], list(ACTIONS)[k]) for i, j, k in chosen]
+
+
+QUICK = cases(covering(PAIRS))
+REST = [case for case in cases(PAIRS) if case not in QUICK]
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +35,10 @@ def rest(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     return run(tmp_path_factory.mktemp("rest"), REST)
 
 
-def run(folder: Path, cases: list[tuple[str, str, str]]) -> Ends:
+def run(folder: Path, chosen: list[tuple[str, str, str]]) -> Ends:
     """Train on two ranks, and return by rank the weights at the end of each training."""
-    words = [" | ".join(case) for case in cases]
+    words = [" | ".join(case) for case in chosen]
     return run_ranks(Path(__file__).with_name("p5_worker.py"), folder / "ends", words=words)
-
-
-def largest_difference(left: Weights, right: Weights) -> float:
-    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
-    gaps = [abs(a - b) for a, b in pairs]
-    return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
 
 @pytest.mark.cell("one process", "step")
@@ -67,7 +62,7 @@ def test_step_rules_mean_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("process", "variant", "action"), REST)
-def test_step_rules_mean_the_same_in_every_combination(
+def test_step_rules_mean_the_same_in_every_pair(
     rest: Ends,
     record_property: Callable[[str, object], None],
     process: str,

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed.sharded_worker import STATS
-from ranks import run_ranks
+from ranks import Ranks
 
 pytestmark = pytest.mark.cover_children
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("sharded_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("sharded") / "seen")
-
-
 @pytest.mark.cell("FSDP2 (`fully_shard`)", "accumulated", "step")
 @pytest.mark.parametrize("stat", STATS)
 @pytest.mark.parametrize("point", ["accumulated", "step", "value", "update"])
-def test_fsdp2_records_are_of_the_whole_gradient(
-    ranks: list[dict[str, Any]], point: str, stat: str
-) -> None:
+def test_fsdp2_records_are_of_the_whole_gradient(ranks: Ranks, point: str, stat: str) -> None:
     for rank in ranks:
         found = rank["statistics"]
         for name in NAMES:
@@ -36,9 +27,7 @@ def test_fsdp2_records_are_of_the_whole_gradient(
 
 
 @pytest.mark.parametrize("stat", ["projection_1", "projection_2", "numel"])
-def test_fsdp2_projections_are_those_of_whole_weights(
-    ranks: list[dict[str, Any]], stat: str
-) -> None:
+def test_fsdp2_projections_are_those_of_whole_weights(ranks: Ranks, stat: str) -> None:
     for rank in ranks:
         whole, sharded = (rank["statistics"][f"{kind} projection"] for kind in ("whole", "sharded"))
         for name in NAMES:
@@ -47,7 +36,7 @@ def test_fsdp2_projections_are_those_of_whole_weights(
 
 
 @pytest.mark.parametrize("stat", ["ratio", "moved"])
-def test_fsdp2_updates_are_those_of_whole_weights(ranks: list[dict[str, Any]], stat: str) -> None:
+def test_fsdp2_updates_are_those_of_whole_weights(ranks: Ranks, stat: str) -> None:
     for rank in ranks:
         whole, sharded = (rank["statistics"][f"{kind} update"] for kind in ("whole", "sharded"))
         for name in NAMES:
@@ -56,7 +45,7 @@ def test_fsdp2_updates_are_those_of_whole_weights(ranks: list[dict[str, Any]], s
 
 
 def test_a_run_directory_has_records_of_whole_gradients_on_the_lowest_rank(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         assert rank["recorded"]["ranks"] == {"0.weight": [0], "2.bias": [0]}
@@ -64,7 +53,7 @@ def test_a_run_directory_has_records_of_whole_gradients_on_the_lowest_rank(
             assert rank["recorded"]["run"][key] == pytest.approx(whole, rel=1e-5, abs=1e-7)
 
 
-def test_records_of_shards_are_asked_for_on_all_ranks_together(ranks: list[dict[str, Any]]) -> None:
+def test_records_of_shards_are_asked_for_on_all_ranks_together(ranks: Ranks) -> None:
     alone = ranks[0]["recorded"]["alone"]
     assert alone["kind"] == "RecordError"
     assert alone["text"].startswith(
@@ -79,7 +68,7 @@ def test_records_of_shards_are_asked_for_on_all_ranks_together(ranks: list[dict[
 
 
 @pytest.mark.parametrize("point", ["accumulated", "step"])
-def test_fsdp2_captures_are_of_the_whole_gradient(ranks: list[dict[str, Any]], point: str) -> None:
+def test_fsdp2_captures_are_of_the_whole_gradient(ranks: Ranks, point: str) -> None:
     for rank in ranks:
         whole, sharded = (rank["captured"][f"{kind} {point}"] for kind in ("whole", "sharded"))
         assert list(whole) == list(sharded) == NAMES
@@ -87,14 +76,14 @@ def test_fsdp2_captures_are_of_the_whole_gradient(ranks: list[dict[str, Any]], p
             assert sharded[name] == pytest.approx(whole[name], abs=1e-6)
 
 
-def test_fsdp2_mixed_precision_is_clipped_to_the_whole_norm(ranks: list[dict[str, Any]]) -> None:
+def test_fsdp2_mixed_precision_is_clipped_to_the_whole_norm(ranks: Ranks) -> None:
     for rank in ranks:
         assert rank["mixed_precision"]["norm"] == pytest.approx(0.01, rel=1e-3)
         assert rank["mixed_precision"]["fired"] == 8
 
 
 def test_sharding_between_apply_and_the_first_update_is_no_news(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         late = rank["late"]
@@ -107,7 +96,7 @@ def test_sharding_between_apply_and_the_first_update_is_no_news(
         assert late["norms"][0][1] == pytest.approx(wanted[0], rel=1e-5)
 
 
-def test_sharding_between_two_updates_loses_the_rules(ranks: list[dict[str, Any]]) -> None:
+def test_sharding_between_two_updates_loses_the_rules(ranks: Ranks) -> None:
     for rank in ranks:
         (warning,) = rank["late"]["lost"]
         assert warning.startswith("0.weight, 0.bias, 2.weight and 1 more: each was replaced")
@@ -123,9 +112,7 @@ def test_sharding_between_two_updates_loses_the_rules(ranks: list[dict[str, Any]
     ("action", "remedy"),
     [("clamp", "use `at: step`"), ("norm-log", "use `at: accumulated`"), ("sanitize", "`exclude`")],
 )
-def test_fsdp2_contributions_are_refused(
-    ranks: list[dict[str, Any]], action: str, remedy: str
-) -> None:
+def test_fsdp2_contributions_are_refused(ranks: Ranks, action: str, remedy: str) -> None:
     for rank in ranks:
         refused = rank["refused"][action]
         assert refused["kind"] == "BindError"
@@ -134,7 +121,7 @@ def test_fsdp2_contributions_are_refused(
 
 
 def test_sharding_after_apply_is_refused_where_contributions_were_meant(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         refused = rank["late"]["refused"]
@@ -153,23 +140,21 @@ def test_sharding_after_apply_is_refused_where_contributions_were_meant(
 @pytest.mark.parametrize(
     "how", ["FSDP1", "FSDP1 modules", "FSDP1 later, True", "FSDP1 later, False"]
 )
-def test_flat_parameters_are_refused(ranks: list[dict[str, Any]], how: str) -> None:
+def test_flat_parameters_are_refused(ranks: Ranks, how: str) -> None:
     for rank in ranks:
         refused = rank["refused"][how]
         assert refused["kind"] == "BindError"
         assert "torch.distributed.fsdp.fully_shard" in refused["text"]
 
 
-def test_flat_parameters_below_a_model_belong_to_a_module(ranks: list[dict[str, Any]]) -> None:
+def test_flat_parameters_below_a_model_belong_to_a_module(ranks: Ranks) -> None:
     assert [rank["above_flat_parameters"] for rank in ranks] == [[], []]
 
 
 @pytest.mark.cell("tensor parallel", "accumulated", "step", "modules")
 @pytest.mark.cell("tensor parallel", "backward")
 @pytest.mark.parametrize("point", ["step", "backward", "modules"])
-def test_tensor_parallel_rules_mean_the_whole_parameter(
-    ranks: list[dict[str, Any]], point: str
-) -> None:
+def test_tensor_parallel_rules_mean_the_whole_parameter(ranks: Ranks, point: str) -> None:
     for rank in ranks:
         whole, divided = (rank["tensor_parallel"][f"{point} {k}"] for k in ("whole", "divided"))
         for one, other in zip(whole["weights"], divided["weights"], strict=True):
@@ -191,7 +176,7 @@ def test_tensor_parallel_rules_mean_the_whole_parameter(
     refused="norms and statistics, and bounds on gradients that still await a sum over ranks: use `at: step`",
 )
 def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_meet(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         found = rank["tensor_parallel"]
@@ -203,7 +188,7 @@ def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_mee
 
 
 def test_a_rule_that_only_records_calls_no_collective_for_a_sum_over_ranks(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         whole, divided = (rank["tensor_parallel"][f"nothing {k}"] for k in ("whole", "divided"))
@@ -221,7 +206,7 @@ def test_a_rule_that_only_records_calls_no_collective_for_a_sum_over_ranks(
 
 @pytest.mark.cell("`ZeroRedundancyOptimizer`", "backward", "accumulated", "step", "modules")
 @pytest.mark.parametrize("how", ["named", "found"])
-def test_an_optimizer_inside_an_optimizer_acts_once(ranks: list[dict[str, Any]], how: str) -> None:
+def test_an_optimizer_inside_an_optimizer_acts_once(ranks: Ranks, how: str) -> None:
     for rank in ranks:
         found = rank["redundancy"]
         assert found[how]["weights"] == found["plain"]["weights"]

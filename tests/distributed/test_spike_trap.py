@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from pathlib import Path
-from typing import Any
-
 import pytest
-from distributed.spike_worker import ABOVE, FACTORS, FAULT, KINDS, PER, THEN, VARIANTS
-from ranks import run_ranks
+from distributed.spike_trap_worker import ABOVE, FACTORS, FAULT, PER, THEN, VARIANTS
+from pairs import rows
+from ranks import Ranks, Weights, largest_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
 STEPS = len(FACTORS)
 TOLERANCE = 1e-6
-RULES = [f"{above}, {per}, {then}" for above, per, then in itertools.product(ABOVE, PER, THEN)]
 SETUPS = [
-    f"{kind}, {variant}"
-    for kind in KINDS
-    for variant in (VARIANTS if kind != "tensor parallel" else VARIANTS[:1])
+    *(f"{kind}, {variant}" for kind in ("DDP", "FSDP2") for variant in VARIANTS),
+    "tensor parallel, plain",
 ]
-Weights = list[list[float]]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("spike_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("spikes") / "seen")
-
-
-def largest_difference(left: Weights, right: Weights) -> float:
-    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
-    gaps = [abs(a - b) for a, b in pairs]
-    return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
+# The set-up and the rule of each case: every pair of a set-up, a bound, and what it is over and does.
+CASES = [
+    (SETUPS[i], f"{list(ABOVE)[j]}, {PER[k]}, {THEN[m]}")
+    for i, j, k, m in rows([SETUPS, list(ABOVE), list(PER), list(THEN)])
+]
+WORDS_OF_WORKER = [" | ".join(case) for case in CASES]
 
 
 def unmoved(weights: list[Weights]) -> list[int]:
@@ -43,10 +30,9 @@ def unmoved(weights: list[Weights]) -> list[int]:
 @pytest.mark.cell("DDP", "step")
 @pytest.mark.cell("FSDP2 (`fully_shard`)", "step")
 @pytest.mark.cell("tensor parallel", "step")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(("setup", "rule"), CASES)
 def test_all_ranks_end_as_one_process_that_keeps_to_the_bound_by_hand(
-    ranks: list[dict[str, Any]], setup: str, rule: str
+    ranks: Ranks, setup: str, rule: str
 ) -> None:
     plain = "block" if setup.startswith("tensor parallel") else "one process"
     wanted, bare = (ranks[0]["same"][f"{plain} | {what}"] for what in (rule, "nothing"))
@@ -61,21 +47,18 @@ def test_all_ranks_end_as_one_process_that_keeps_to_the_bound_by_hand(
     assert largest_difference(wanted["weights"], bare["weights"]) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("setup", SETUPS)
-def test_all_ranks_learn_and_tell_the_same_bit_by_bit(
-    ranks: list[dict[str, Any]], setup: str, rule: str
-) -> None:
+@pytest.mark.parametrize(("setup", "rule"), CASES)
+def test_all_ranks_learn_and_tell_the_same_bit_by_bit(ranks: Ranks, setup: str, rule: str) -> None:
     one, other = (rank["same"][f"{setup} | {rule}"] for rank in ranks)
     assert one == other
     skipped = sum(event[0] == "skipped-step" for event in one["events"])
-    for rows in one["learnt"]:
+    for updates in one["learnt"]:
         # Each update that took place once: no micro-batch, and none that was skipped.
-        assert set(rows[0]) == {STEPS - skipped}
+        assert set(updates[0]) == {STEPS - skipped}
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_all_ranks_stop_at_the_same_step(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_all_ranks_stop_at_the_same_step(ranks: Ranks, kind: str) -> None:
     for rank in ranks:
         stopped = rank["apart"][f"raise, {kind}"]
         assert stopped["error"]["step"] == FAULT
@@ -91,9 +74,7 @@ def test_all_ranks_stop_at_the_same_step(ranks: list[dict[str, Any]], kind: str)
 
 
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
-def test_ranks_do_not_decide_by_what_one_of_them_has_alone(
-    ranks: list[dict[str, Any]], then: str
-) -> None:
+def test_ranks_do_not_decide_by_what_one_of_them_has_alone(ranks: Ranks, then: str) -> None:
     for rank in ranks:
         for per in ("parameter", "rule"):
             assert rank["apart"][f"refused, {per}, {then}"] == (
@@ -106,9 +87,7 @@ def test_ranks_do_not_decide_by_what_one_of_them_has_alone(
 
 
 @pytest.mark.parametrize("then", ["clip", "warn"])
-def test_a_nan_of_one_rank_alone_is_told_there_and_enters_nothing(
-    ranks: list[dict[str, Any]], then: str
-) -> None:
+def test_a_nan_of_one_rank_alone_is_told_there_and_enters_nothing(ranks: Ranks, then: str) -> None:
     other, own = (rank["apart"][f"alone, nan, {then}"] for rank in ranks)
     kind = "notice" if then == "clip" else "spike"
     assert own["events"][0][:2] == [kind, FAULT]
@@ -119,7 +98,7 @@ def test_a_nan_of_one_rank_alone_is_told_there_and_enters_nothing(
     assert other["learnt"][0][0] == [FAULT + 1] * 4 + [FAULT + 2]
 
 
-def test_a_large_gradient_of_one_rank_alone_is_cut_there(ranks: list[dict[str, Any]]) -> None:
+def test_a_large_gradient_of_one_rank_alone_is_cut_there(ranks: Ranks) -> None:
     other, own = (rank["apart"]["alone, large, clip"] for rank in ranks)
     assert own["events"] == [["spike", FAULT, "own.weight"]]
     assert other["events"] == []
@@ -131,7 +110,7 @@ def test_a_large_gradient_of_one_rank_alone_is_cut_there(ranks: list[dict[str, A
 
 @pytest.mark.parametrize("what", ["over all", "over all, of clip-norm"])
 def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_warned_of(
-    ranks: list[dict[str, Any]], what: str
+    ranks: Ranks, what: str
 ) -> None:
     other, own = (rank["apart"][what] for rank in ranks)
     assert other["weights"] != own["weights"]
@@ -146,9 +125,7 @@ def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_warned_of(
 
 
 @pytest.mark.parametrize("then", ["clip", "warn"])
-def test_a_gradient_that_one_rank_lacks_is_learnt_where_it_is(
-    ranks: list[dict[str, Any]], then: str
-) -> None:
+def test_a_gradient_that_one_rank_lacks_is_learnt_where_it_is(ranks: Ranks, then: str) -> None:
     other, own = (rank["apart"][f"alone, none, {then}"] for rank in ranks)
     assert other["weights"] == own["weights"]
     assert len(own["weights"]) == STEPS

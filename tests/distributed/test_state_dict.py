@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gradsurgeon
 
-RULES: dict[str, Any] = {
+RULES: Json = {
     "version": 1,
     "rules": [
         {

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from distributed.unlike_losses_worker import BETWEEN, MET, WRAPPED
-from ranks import run_ranks
+from ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("unlike_losses_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("losses") / "seen")
-
-
 def test_micro_batches_that_are_not_averaged_may_differ_in_number(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     assert max(rank["uneven"] for rank in ranks) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["plain", "named"])
-def test_a_pass_of_the_wrapped_model_is_one_of_this_rank_alone(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_a_pass_of_the_wrapped_model_is_one_of_this_rank_alone(ranks: Ranks, kind: str) -> None:
     first, second = (rank["pass of one rank"][kind] for rank in ranks)
     assert max(first["off"], second["off"]) < 1e-12
     assert second["said"] == []
@@ -38,29 +27,23 @@ def test_a_pass_of_the_wrapped_model_is_one_of_this_rank_alone(
 
 
 @pytest.mark.parametrize("when", WRAPPED)
-def test_a_wrapper_is_known_whenever_it_is_made(ranks: list[dict[str, Any]], when: str) -> None:
+def test_a_wrapper_is_known_whenever_it_is_made(ranks: Ranks, when: str) -> None:
     assert max(rank["wrapped"][when] for rank in ranks) < 1e-12
 
 
 @pytest.mark.parametrize("what", BETWEEN)
-def test_the_pass_that_is_averaged_is_known_whatever_comes_between(
-    ranks: list[dict[str, Any]], what: str
-) -> None:
+def test_the_pass_that_is_averaged_is_known_whatever_comes_between(ranks: Ranks, what: str) -> None:
     assert max(rank["between"][what] for rank in ranks) < 1e-12
 
 
 @pytest.mark.parametrize("how", ["other widths", "ignored"])
-def test_what_ddp_leaves_alone_has_no_part_in_the_weights(
-    ranks: list[dict[str, Any]], how: str
-) -> None:
+def test_what_ddp_leaves_alone_has_no_part_in_the_weights(ranks: Ranks, how: str) -> None:
     for rank in ranks:
         assert rank["own"][how]["off"] < 1e-12
 
 
 @pytest.mark.parametrize("kind", MET)
-def test_passes_that_meet_other_ranks_are_as_many_on_all(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_passes_that_meet_other_ranks_are_as_many_on_all(ranks: Ranks, kind: str) -> None:
     for rank in ranks:
         found, wanted = rank["met"][kind]
         assert found["weight"] == pytest.approx(wanted["weight"], rel=1e-6)

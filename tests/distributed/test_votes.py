@@ -6,12 +6,11 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bounds import TIMEOUT
 from distributed.patterns import ALIKE, DEADLY, FSDP2, ODD, STEPS, TRIP
-from ranks import run_ranks, start_ranks
+from ranks import Json, run_ranks, start_ranks
 
 pytestmark = pytest.mark.cover_children
 
@@ -29,7 +28,7 @@ ON_THREE = (
     "slow_update",
 )
 BY_HOSTS = ("normal", "own_skip", "fsdp2_own_skip")
-Found = list[dict[str, Any]]
+Found = list[Json]
 
 
 def run(folder: Path, names: tuple[str, ...], ranks: int = 2) -> Found:
@@ -155,7 +154,7 @@ def test_ranks_of_several_hosts_decide_alike(on_two_hosts: Found, name: str) -> 
     check(on_two_hosts, name)
 
 
-def end(folder: Path, name: str, how: str) -> tuple[list[int], list[dict[str, Any]], float]:
+def end(folder: Path, name: str, how: str) -> tuple[list[int], list[Json], float]:
     """Return the exit codes of the ranks, what they came to, and how long it took."""
     start, out = time.monotonic(), folder / f"{name}-{how}"
     forks = start_ranks(HERE / "deadly_worker.py", out, 2, (name, how))

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import Json, Ranks, run_ranks
 
 pytestmark = pytest.mark.cover_children
 # Seconds that ranks wait for one another's diagnosis.
 LIMIT = 10
 
 
-WORKER = Path(__file__).with_name("votes_in_scripts_worker.py")
-
-
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(WORKER, tmp_path_factory.mktemp("scripts") / "seen")
-
-
-@pytest.fixture(scope="module")
-def waiting(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(WORKER, tmp_path_factory.mktemp("waiting") / "seen", words=["waiting"])
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
+    worker = Path(__file__).with_name("votes_in_scripts_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("waiting") / "seen", words=["waiting"])
 
 
 @pytest.mark.slow
 def test_an_attempt_that_an_agent_starts_again_has_its_own_votes(
-    waiting: list[dict[str, Any]],
+    waiting: list[Json],
 ) -> None:
     for rank in waiting:
         found = rank["restarted"]
@@ -37,7 +29,7 @@ def test_an_attempt_that_an_agent_starts_again_has_its_own_votes(
 
 
 def test_experts_that_a_rank_does_not_use_leave_its_votes_alone(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         found = rank["experts"]
@@ -46,7 +38,7 @@ def test_experts_that_a_rank_does_not_use_leave_its_votes_alone(
 
 
 def test_a_session_that_came_after_the_pass_does_not_skip_alone(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     assert [rank["replaced_between"]["moved"] for rank in ranks] == [[True, True], [True, False]]
     error = ranks[1]["replaced_between"]["error"]
@@ -56,7 +48,7 @@ def test_a_session_that_came_after_the_pass_does_not_skip_alone(
 
 
 def test_trips_of_different_ranks_in_a_row_are_given_up_together(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for number, rank in enumerate(ranks):
         found = rank["giving_up"]
@@ -66,14 +58,14 @@ def test_trips_of_different_ranks_in_a_row_are_given_up_together(
         assert found["error"].startswith("step 3")
 
 
-def test_the_rank_that_contributed_first_is_blamed(ranks: list[dict[str, Any]]) -> None:
+def test_the_rank_that_contributed_first_is_blamed(ranks: Ranks) -> None:
     for rank in ranks:
         (text,) = [text for kind, _, text in rank["accumulated"]["events"] if kind == "trap"]
         assert "; rank 1 contributed NaN or Inf" in text.partition("\n")[0]
 
 
 def test_a_gradient_that_is_repaired_after_the_vote_is_not_called_no_trap(
-    ranks: list[dict[str, Any]],
+    ranks: Ranks,
 ) -> None:
     for rank in ranks:
         found = rank["repaired"]
@@ -84,7 +76,7 @@ def test_a_gradient_that_is_repaired_after_the_vote_is_not_called_no_trap(
 
 @pytest.mark.slow
 def test_each_rank_waits_for_one_diagnosis_and_not_for_the_next(
-    waiting: list[dict[str, Any]],
+    waiting: list[Json],
 ) -> None:
     one, other = (rank["missed_meeting"] for rank in waiting)
     assert (one["moved"], other["moved"]) == ([True, False, False], [True, False])
@@ -94,9 +86,7 @@ def test_each_rank_waits_for_one_diagnosis_and_not_for_the_next(
 
 
 @pytest.mark.parametrize("part", ["in_another_order", "beside_a_thread"])
-def test_ranks_do_not_wait_for_a_session_that_comes_later(
-    ranks: list[dict[str, Any]], part: str
-) -> None:
+def test_ranks_do_not_wait_for_a_session_that_comes_later(ranks: Ranks, part: str) -> None:
     for rank in ranks:
         assert rank[part]["events"] == []
         assert rank[part]["took"] < LIMIT / 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import Json
 from several_losses import Heads, aggregator, flat_grads, jacobian, rules, trunk_of, two
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -63,7 +64,7 @@ def uneven_micro_batches() -> float:
     return off(model, wanted)
 
 
-def pass_of_one_rank(kind: str) -> dict[str, Any]:
+def pass_of_one_rank(kind: str) -> Json:
     """Let one rank run a pass of the wrapped model by itself in each step."""
     model, largest = make(), 0.0
     called = DistributedDataParallel(model)
@@ -128,7 +129,7 @@ def passes_between(what: str) -> float:
     return largest
 
 
-def with_parts_of_their_own(how: str) -> dict[str, Any]:
+def with_parts_of_their_own(how: str) -> Json:
     """Train a model of which DDP averages the trunk alone, with heads of another width on each rank."""
     model = make()
     if how == "other widths":
@@ -189,7 +190,7 @@ class Meeting(nn.Module):
         return met
 
 
-def met_in_the_pass(kind: str, *, alike: bool) -> dict[str, Any]:
+def met_in_the_pass(kind: str, *, alike: bool) -> Json:
     """Train a model whose backward pass is one of all ranks, where the second one has its losses in another way.
 
     ``alike``: all give the same names in the same order, with zeros for what is not there.
@@ -211,7 +212,7 @@ def met_in_the_pass(kind: str, *, alike: bool) -> dict[str, Any]:
     return {"grads": grads.tolist(), "weight": session.latest("seg", "weight")}
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     warnings.simplefilter("ignore")
     return {
         "uneven": uneven_micro_batches(),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from ranks import Json
 
 from gradsurgeon.distributed import votes
 from gradsurgeon.distributed.ranks import SKIP
@@ -34,7 +35,7 @@ def told(decision: VoteResult | None) -> Any:
     return [sorted((one.rank, one.text) for one in decision.objections), decision.unanimous]
 
 
-def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
+def voted(kind: str, own_hosts: list[str]) -> Json:
     """Cast many votes; read them in every other pass, and now and then one of an earlier pass."""
     rank = dist.get_rank()
     said: list[str] = []
@@ -57,7 +58,7 @@ def voted(kind: str, own_hosts: list[str]) -> dict[str, Any]:
     return {**found, "earlier": earlier, "over": told(voter.decision(PASSES))}
 
 
-def served_by_one_that_leaves() -> dict[str, Any]:
+def served_by_one_that_leaves() -> Json:
     """Let the ranks that serve their hosts leave before the others have read the last decision."""
     rank = dist.get_rank()
     said: list[str] = []
@@ -75,7 +76,7 @@ def served_by_one_that_leaves() -> dict[str, Any]:
     return found
 
 
-def late() -> dict[str, Any]:
+def late() -> Json:
     """Rank 3 votes when the others have given up, against the update."""
     rank = dist.get_rank()
     said: list[str] = []
@@ -92,7 +93,7 @@ def late() -> dict[str, Any]:
     return {"decisions": decisions, "said": said}
 
 
-def met() -> dict[str, Any]:
+def met() -> Json:
     """Let ranks meet, of which one comes too late."""
     rank = dist.get_rank()
     voter = Voter(Channel("met", range(4)), ["here"] * 4, 30.0, print)
@@ -106,7 +107,7 @@ def met() -> dict[str, Any]:
     return {"all": sorted(all_of_them.items()), "some": sorted(some.items())}
 
 
-def left(out: Path, *, killed: bool) -> dict[str, Any]:
+def left(out: Path, *, killed: bool) -> Json:
     """Let rank 0, which hosts the store, leave before the others have read what all said."""
     said: list[str] = []
     voter = Voter(Channel("left", range(4)), ["here"] * 4, 30.0, said.append)
@@ -133,7 +134,7 @@ def main() -> None:
     """Run every part, and write down what came of it; rank 0 leaves first."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     out = Path(f"{sys.argv[1]}.{dist.get_rank()}")
-    found: dict[str, Any] = {}
+    found: Json = {}
     killed = "killed" in sys.argv
     if not killed:
         found = {"by ranks": voted("ranks", ["a", "a", "b", "b"])}

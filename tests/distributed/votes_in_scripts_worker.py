@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import Json
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -22,7 +23,7 @@ from gradsurgeon.tensors import _channel
 NAN = float("nan")
 
 
-def trap(**options: Any) -> dict[str, Any]:
+def trap(**options: Any) -> Json:
     """Return a rule set with one trap."""
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
     return {"version": 1, "rules": [{**rule, "forensics": False, **options}]}
@@ -67,14 +68,14 @@ class Script:
         """Return the weights that all ranks share."""
         return [float(one) for one in self.net[1].weight.detach().flatten()]
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Json:
         """Return what came of it."""
         events = [(event.kind, event.step, event.message) for event in self.session.events]
         self.session.remove()
         return {"moved": self.moved, "error": self.error, "events": events}
 
 
-def restarted() -> dict[str, Any]:
+def restarted() -> Json:
     """Train, and train anew as an agent starts ranks again: in new processes, with the old store."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     first = Script()
@@ -91,7 +92,7 @@ def restarted() -> dict[str, Any]:
     return again.told()
 
 
-def experts() -> dict[str, Any]:
+def experts() -> Json:
     """Train a trunk that all ranks share, and experts of single ranks that are not used in each step."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
@@ -115,7 +116,7 @@ def experts() -> dict[str, Any]:
     return {"moved": moved, "error": "", "events": events}
 
 
-def replaced_between() -> dict[str, Any]:
+def replaced_between() -> Json:
     """Exchange the session between a backward pass and its update, with a NaN that rank 1 alone has."""
     script = Script()
     script.local(faulty=False)
@@ -126,7 +127,7 @@ def replaced_between() -> dict[str, Any]:
     return script.told()
 
 
-def giving_up() -> dict[str, Any]:
+def giving_up() -> Json:
     """Let one rank trip after the other, each once or twice."""
     script = Script(give_up_after=3)
     for step in range(4):
@@ -135,7 +136,7 @@ def giving_up() -> dict[str, Any]:
     return script.told()
 
 
-def accumulated() -> dict[str, Any]:
+def accumulated() -> Json:
     """Average in each of three micro-batches; rank 1 has a NaN in the first."""
     script = Script()
     for batch in range(3):
@@ -145,7 +146,7 @@ def accumulated() -> dict[str, Any]:
     return script.told()
 
 
-def repaired() -> dict[str, Any]:
+def repaired() -> Json:
     """Let rank 1 repair its own gradient after the ranks have voted."""
     script = Script()
     script.local(faulty=dist.get_rank() == 1)
@@ -154,7 +155,7 @@ def repaired() -> dict[str, Any]:
     return script.told()
 
 
-def missed_meeting() -> dict[str, Any]:
+def missed_meeting() -> Json:
     """Let a trap with forensics trip twice; rank 1 leaves out the update of the first trip."""
     script = Script(forensics=True)
     began = time.monotonic()
@@ -167,7 +168,7 @@ def missed_meeting() -> dict[str, Any]:
     return {**script.told(), "took": time.monotonic() - began}
 
 
-def in_another_order() -> dict[str, Any]:
+def in_another_order() -> Json:
     """Train two models by one loss; the ranks put the rules on in different orders."""
     torch.manual_seed(0)
     nets = [nn.Linear(4, 4), nn.Linear(4, 3)]
@@ -189,7 +190,7 @@ def in_another_order() -> dict[str, Any]:
     return {"events": events, "took": took}
 
 
-def beside_a_thread() -> dict[str, Any]:
+def beside_a_thread() -> Json:
     """Leave a branch that has rules out on rank 1, while another thread runs backward passes."""
     torch.manual_seed(0)
     trunk, branch = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -231,7 +232,7 @@ PARTS: tuple[Callable[[], Any], ...] = (
 WAITING: tuple[Callable[[], Any], ...] = (restarted, missed_meeting)
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run the parts in which ranks wait in vain, or all others."""
     warnings.simplefilter("ignore")
     parts = WAITING if sys.argv[2:] == ["waiting"] else PARTS

@@ -29,11 +29,6 @@ print("NaN" if model.weight.isnan().any() else "finite")
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
-
-
 def launch(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, *words],

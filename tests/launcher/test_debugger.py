@@ -2,75 +2,47 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from bounds import TIMEOUT
-from commands import environment
+from outside import Folder, Launched
 
 pytestmark = pytest.mark.slow
 
-TRAIN = """
-import atexit, os, sys, threading, time, torch, torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
-def train(wrap=lambda model: model, trapped=True):
-    model = wrap(nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+TRAP = "  - {id: trap, action: nan-trap, params: '*'}\n"
+STORY = Path(__file__).parents[2] / "rules" / "stories" / "went_nan.py"
+BEHIND = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
     for step in range(3):
         optimizer.zero_grad()
-        factor = float("nan") if trapped and step == 1 else 1.0
+        factor = float("nan") if step == 1 else 1.0
         (model(torch.ones(1, 2)).sum() * factor).backward()
         optimizer.step()
-def work(rank):
-    train()
+except Exception as error:
+    raise KeyError("training failed") from error
 """
 OPENED = "gradsurgeon: the trap stopped the update: the debugger is in the line that took the step"
 
 
-STORY = Path(__file__).parents[2] / "rules" / "stories" / "went_nan.py"
-
-
-def start(folder: Path, script: str, *launch: str) -> subprocess.Popen[str]:
-    rules = "version: 1\nrules:\n  - {id: trap, action: nan-trap, params: '*'}\n"
-    (folder / "rules.yaml").write_text(rules, encoding="utf-8")
-    (folder / "train.py").write_text(TRAIN + script, encoding="utf-8")
-    (folder / "tmp").mkdir()
-    own = ["-m", "gradsurgeon", "run", "--rules", "rules.yaml", "--pdb", *launch, "train.py"]
-    return subprocess.Popen(
-        [sys.executable, *own],
-        cwd=folder,
-        env={**environment(), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-BEHIND = """
-try:
-    train()
-except Exception as error:
-    raise KeyError("training failed") from error
-"""
+def debugged(folder: Path, script: str, asked: str) -> Launched:
+    """Run a script with a trap, and ask the debugger that opens."""
+    return Folder(folder).run(script, "--pdb", rules=TRAP, record=False, stdin=asked)
 
 
 @pytest.mark.cover_children
 def test_the_debugger_opens_behind_another_error(tmp_path: Path) -> None:
-    started = start(tmp_path, BEHIND)
-    out, err = started.communicate("p step, type(optimizer).__name__\nq\n", timeout=TIMEOUT)
-    assert "(Pdb) (1, 'SGD')" in out, err
-    assert any(line.startswith(OPENED) for line in err.splitlines())
+    done = debugged(tmp_path, BEHIND, "p step, type(optimizer).__name__\nq\n")
+    assert "(Pdb) (1, 'SGD')" in done.out, done.err
+    assert any(line.startswith(OPENED) for line in done.lines)
 
 
 @pytest.mark.cover_children
 def test_the_debugger_opens_where_the_nan_was_born_then_at_the_update(tmp_path: Path) -> None:
-    started = start(tmp_path, STORY.read_text(encoding="utf-8"))
     asked = "p operation, bool(output.isnan().any()), q.shape[0]\nq\np step, type(optimizer).__name__\nq\n"
-    out, err = started.communicate(asked, timeout=TIMEOUT)
-    assert "(Pdb) ('aten._softmax', True, 16)" in out, err
+    out = debugged(tmp_path, STORY.read_text(encoding="utf-8"), asked).out
+    assert "(Pdb) ('aten._softmax', True, 16)" in out
     assert out.index("-> out: Tensor = self.out(scores.softmax") < out.index("-> optimizer.step()")
     assert "(Pdb) (112, 'AdamW')" in out

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from bounds import TIMEOUT
+from outside import Folder
 
 import gradsurgeon
 from gradsurgeon.report import from_run
@@ -25,7 +23,6 @@ def train():
         optimizer.step()
 train()
 """
-RULES = 'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
 CAUGHT = "try:\n    sys.exit(3)\nexcept SystemExit:\n    train()\n"
 THREAD = "import threading\nthread = threading.Thread(target=sys.exit, args=(3,))\nthread.start(); thread.join()\n"
 
@@ -42,17 +39,7 @@ THREAD = "import threading\nthread = threading.Thread(target=sys.exit, args=(3,)
     ],
 )
 def test_the_status_of_a_script_is_told(tmp_path: Path, end: str, status: int, said: str) -> None:
-    (tmp_path / "train.py").write_text(f"{SCRIPT}\n{end}\n", encoding="utf-8")
-    (tmp_path / "rules.yaml").write_text(RULES, encoding="utf-8")
-    command = ["gradsurgeon", "run", "--rules", "rules.yaml", "--record", "run", "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == status, done.stderr
+    done = Folder(tmp_path).run(f"{SCRIPT}\n{end}\n")
+    assert done.code == status, done.err
     with gradsurgeon.open_run(tmp_path / "run") as run:
         assert from_run(run).head[0] == said

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from outside import NORMS, Folder
 
@@ -12,11 +10,6 @@ import gradsurgeon
 pytestmark = pytest.mark.slow
 
 IDLE = "gradsurgeon: no rule acted: "
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
 
 
 AGENT = """
@@ -302,36 +295,3 @@ def test_a_script_on_which_no_rule_could_act_is_told_so(how: str, folder: Folder
     assert done.code == 0, done.lines
     assert [line.startswith(IDLE) for line in done.lines].count(True) == 1, done.lines
     assert done.lines[-1].startswith(IDLE)
-
-
-CHILD = """
-import subprocess, sys, torch
-train = '''
-import torch
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(1, 2)).sum().backward()
-optimizer.step()
-'''
-subprocess.run([sys.executable, "-c", train], check=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [(CHILD, 0), ("import torch\nraise KeyError('of its own')", 1), ("print('no torch')", 0)],
-    ids=["a child trains", "a traceback tells why", "no torch"],
-)
-def test_nobody_else_is_told_so(script: str, code: int, folder: Folder) -> None:
-    done = folder.run(script)
-    assert done.code == code, done.lines
-    assert not any(line.startswith(IDLE) for line in done.lines)
-
-
-def test_the_status_file_of_a_process_that_trains_does_not_stay(
-    folder: Folder, tmp_path: Path
-) -> None:
-    done = folder.run("import os\nprint(os.environ['GRADSURGEON_STATUS_FILE'])\n" + CHILD)
-    status_file = Path(done.out.strip())
-    assert status_file.parent.is_dir()
-    assert not status_file.exists()

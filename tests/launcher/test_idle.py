@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bounds import TIMEOUT
 from commands import environment
-from outside import NORMS, TRAIN
+from outside import TRAIN, Folder, Launched
 
 from gradsurgeon.integrations.launcher.settings import BOOTSTRAP
 
@@ -20,24 +20,29 @@ CHILD = (
     f"import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', {TRAIN!r}], check=True)"
 )
 IDLE = "gradsurgeon: no rule acted: "
+# Isolated, the interpreter does not look at PYTHONPATH for the package either.
+START = f"import sys; sys.path.insert(0, {environment()['PYTHONPATH']!r}); from gradsurgeon.cli import main; sys.exit(main())"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    (tmp_path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
-    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+def folder(tmp_path: Path) -> Folder:
+    made = Folder(tmp_path)
+    made.write(TRAIN)
     (tmp_path / "tmp").mkdir()
-    return tmp_path
+    return made
 
 
-def run(place: Path, *words: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    # Isolated, the interpreter does not look at PYTHONPATH for the package either.
-    package = environment()["PYTHONPATH"]
-    start = f"import sys; sys.path.insert(0, {package!r}); from gradsurgeon.cli import main; sys.exit(main())"
+def forked(folder: Folder, script: str, *launch: str) -> Launched:
+    """Launch a command in a fork, for which there is a script; temporary files go to `tmp`."""
+    temporary = {"TMPDIR": str(folder.path / "tmp")}
+    return folder.run(script, record=False, launch=launch, env=temporary)
+
+
+def started(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
+    """Start a process of its own."""
     return subprocess.run(
-        [sys.executable, *flags, "-c", start, "run", "--rules", "rules.yaml", *words],
-        cwd=place,
-        env={**environment(), "OMP_NUM_THREADS": "1", "TMPDIR": str(place / "tmp")},
+        [sys.executable, *words],
+        cwd=folder.path,
         capture_output=True,
         text=True,
         check=False,
@@ -45,16 +50,20 @@ def run(place: Path, *words: str, flags: tuple[str, ...] = ()) -> subprocess.Com
     )
 
 
-def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in done.stderr.splitlines() if line.startswith("gradsurgeon")]
+def ours(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("gradsurgeon")]
+
+
+def left(folder: Folder) -> list[Path]:
+    return list(folder.path.glob("tmp/gradsurgeon-*"))
 
 
 @pytest.mark.cover_children
 @pytest.mark.parametrize("flag", ["-I", "-E"])
-def test_flags_that_keep_the_rules_out_are_named(flag: str, place: Path) -> None:
-    refused = run(place, "train.py", flags=(flag,))
+def test_flags_that_keep_the_rules_out_are_named(flag: str, folder: Folder) -> None:
+    refused = started(folder, flag, "-c", START, "run", "--rules", "rules.yaml", "train.py")
     assert (refused.returncode, refused.stdout) == (2, "")
-    (line,) = ours(refused)
+    (line,) = ours(refused.stderr.splitlines())
     assert line.endswith("start Python without -I, -E and -S")
 
 
@@ -68,52 +77,46 @@ SCRIPTS = {
 
 @pytest.mark.cover_children
 @pytest.mark.parametrize("what", SCRIPTS)
-def test_a_command_of_this_python_says_that_no_rule_acted(what: str, place: Path) -> None:
+def test_a_command_of_this_python_says_that_no_rule_acted(what: str, folder: Folder) -> None:
     script, said = SCRIPTS[what]
-    (place / "some.py").write_text(script, encoding="utf-8")
-    done = run(place, "--", sys.executable, "some.py")
-    assert done.returncode == int("raise" in script)
-    assert [line.startswith(IDLE) for line in ours(done)].count(True) == bool(said), done.stderr
-    assert not list((place / "tmp").glob("gradsurgeon-*"))
+    done = forked(folder, script, "--", sys.executable, "train.py")
+    assert done.code == int("raise" in script)
+    assert [line.startswith(IDLE) for line in ours(done.lines)].count(True) == bool(said), done.err
+    assert not left(folder)
 
 
-def test_a_shell_says_nothing_and_leaves_nothing_behind(place: Path) -> None:
-    (place / "some.py").write_text("import torch", encoding="utf-8")
-    done = run(place, "--", "bash", "-c", f"{sys.executable} some.py; exit 7")
-    assert (done.returncode, ours(done)) == (7, [])
-    assert not list((place / "tmp").glob("gradsurgeon-*"))
+def test_a_shell_says_nothing_and_leaves_nothing_behind(folder: Folder) -> None:
+    shell = ("--", "bash", "-c", f"{sys.executable} train.py; exit 7")
+    done = forked(folder, "import torch", *shell)
+    assert (done.code, ours(done.lines)) == (7, [])
+    assert not left(folder)
 
 
 @pytest.mark.cover_children
-def test_a_command_ends_as_it_would(place: Path) -> None:
-    done = run(place, "--", "bash", "-c", "echo $PPID; kill -9 $$")
+def test_a_command_ends_as_it_would(folder: Folder) -> None:
+    command = ("--rules", "rules.yaml", "--", "bash", "-c", "echo $PPID; kill -9 $$")
+    done = started(folder, "-c", START, "run", *command)
     assert done.returncode == -9
     # It is no child of the launcher but the launcher itself.
     assert done.stdout == f"{os.getpid()}\n"
-    assert ours(done) == []
+    assert ours(done.stderr.splitlines()) == []
 
 
-def test_nothing_is_left_behind(place: Path) -> None:
-    done = run(place, "train.py")
-    assert " parameters, " in done.stderr
-    assert not list((place / "tmp").glob("gradsurgeon-*"))
+def test_nothing_is_left_behind(folder: Folder) -> None:
+    assert forked(folder, TRAIN, "train.py").headers()
+    assert not left(folder)
 
 
 @pytest.mark.cover_children
-def test_an_installation_that_is_broken_is_one_line(place: Path) -> None:
-    (place / "broken" / "gradsurgeon").mkdir(parents=True)
-    init = place / "broken" / "gradsurgeon" / "__init__.py"
+def test_an_installation_that_is_broken_is_one_line(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = folder.path / "broken"
+    (broken / "gradsurgeon").mkdir(parents=True)
+    init = broken / "gradsurgeon" / "__init__.py"
     init.write_text("raise OSError('a file is missing')\n", encoding="utf-8")
-    told = {
-        "PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), str(place / "broken")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=place,
-        env={**environment(), **told},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    folder.write("import torch\nprint('trained')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), str(broken)]))
+    done = started(folder, "train.py")
     assert done.stderr == "gradsurgeon: the script runs without rules: a file is missing\n"
     assert (done.returncode, done.stdout) == (0, "trained\n")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from bounds import TIMEOUT
+from outside import NORMS, Folder
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +24,7 @@ elif sys.argv[1] == "state":
     (run / "state-0.pt").mkdir()
 print("done")
 """
-RULES = """
-version: 1
-rules:
-  - {id: norms, action: norm-log, params: "*"}
-  - {id: kept, action: capture, params: "*"}
-"""
+RULES = NORMS + "  - {id: kept, action: capture, params: '*'}\n"
 
 
 @pytest.mark.parametrize(
@@ -49,20 +42,10 @@ rules:
 def test_what_is_lost_at_the_end_is_said(
     tmp_path: Path, how: str, said: str, quiet: list[str]
 ) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    (tmp_path / "rules.yaml").write_text(RULES, encoding="utf-8")
-    command = ["gradsurgeon", "run", "--rules", "rules.yaml", "--record", "run", *quiet]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "train.py", how],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "done\n")
-    lost = [line for line in done.stderr.splitlines() if "error" in line]
+    done = Folder(tmp_path).run(SCRIPT, *quiet, rules=RULES, launch=("train.py", how))
+    assert (done.code, done.out) == (0, "done\n")
+    lost = [line for line in done.lines if "error" in line]
     assert len(lost) == bool(said)
     assert all(line.startswith(f"gradsurgeon: error: Linear: {said}") for line in lost)
     # Nobody is sent to a directory that is not there.
-    assert ("gradsurgeon report" in done.stderr) == (how != "removed" and not quiet)
+    assert ("gradsurgeon report" in done.err) == (how != "removed" and not quiet)

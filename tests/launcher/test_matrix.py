@@ -1,7 +1,7 @@
 """Scripts that nobody edits: watched they do the same to the last bit, and rules act in all of them.
 
-Each script of `tests/scripts` runs plain, in a fork where that is the same, and under `gradsurgeon run`,
-in a process of its own; a run serves several tests. The quick suite runs some under rules in forks.
+Each script of `tests/scripts` runs plain and under `gradsurgeon run`, in forks where that is the same; a run serves
+several tests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from launching import (
     states,
     trained,
 )
-from matrix import CASES, FORKED, case_of, scripts
+from matrix import CASES, scripts
 from ranks import torchrun
 
 
@@ -41,13 +42,13 @@ def _ahead(request: pytest.FixtureRequest, runs: Runs) -> None:
     # What the selected tests will ask for, so that no core is idle while one of them waits.
     for item in request.session.items:
         name = str(getattr(getattr(item, "callspec", None), "params", {}).get("name"))
-        if item.path == request.path and name.removesuffix(FORKED) in CASES:
-            runs.plain(case_of(name))
-            runs.launched(case_of(name))
+        if item.path == request.path and name in CASES:
+            runs.plain(CASES[name])
+            runs.launched(CASES[name])
 
 
 def both(runs: Runs, name: str) -> tuple[Outcome, Outcome]:
-    before, after = runs.plain(case_of(name)), runs.launched(case_of(name))
+    before, after = runs.plain(CASES[name]), runs.launched(CASES[name])
     return before.result(), after.result()
 
 
@@ -57,7 +58,7 @@ def shown(outcome: Outcome) -> str:
 
 @pytest.mark.parametrize("name", scripts(CASES))
 def test_a_watched_script_does_the_same(name: str, runs: Runs) -> None:
-    case = case_of(name)
+    case = CASES[name]
     before, after = both(runs, name)
     assert before.code == case.code, shown(before)
     assert b"weights" in before.stdout
@@ -72,7 +73,7 @@ def test_a_watched_script_does_the_same(name: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", scripts(CASES))
 def test_every_step_of_every_model_has_a_record(name: str, runs: Runs) -> None:
-    case = case_of(name)
+    case = CASES[name]
     _, after = both(runs, name)
     found = trained(after.record, merged=name == "FSDP2")
     if case.killed:
@@ -88,7 +89,7 @@ def test_every_step_of_every_model_has_a_record(name: str, runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", scripts(name for name in CASES if not CASES[name].killed))
 def test_each_model_has_one_header_and_one_summary(name: str, runs: Runs) -> None:
-    case = case_of(name)
+    case = CASES[name]
     _, after = both(runs, name)
     lines = [
         line for line in after.stderr.replace("\r", "\n").split("\n") if "gradsurgeon: " in line
@@ -142,11 +143,11 @@ def test_a_scaler_that_skips_is_an_event(runs: Runs) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["exception", "progress bar"])
 def test_quiet_leaves_stderr_alone_too(name: str, runs: Runs) -> None:
-    before = runs.plain(case_of(name)).result()
-    after = runs.launched(case_of(name), OBSERVE, "--quiet").result()
+    before = runs.plain(CASES[name]).result()
+    after = runs.launched(CASES[name], OBSERVE, "--quiet").result()
     assert (after.code, after.stdout) == (before.code, before.stdout)
     assert after.stderr == before.stderr
-    assert trained(after.record) == sorted(case_of(name).models)
+    assert trained(after.record) == sorted(CASES[name].models)
 
 
 EVERYTHING = 'version: 1\ninclude: ["gradsurgeon:debug-everything@1"]\n'
@@ -155,7 +156,7 @@ EVERYTHING = 'version: 1\ninclude: ["gradsurgeon:debug-everything@1"]\n'
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adjoint method", "distillation", "package"])
 def test_the_pack_that_looks_at_everything_changes_nothing(name: str, runs: Runs) -> None:
-    case = case_of(name)
+    case = CASES[name]
     before, after = runs.plain(case).result(), runs.launched(case, EVERYTHING).result()
     assert (after.code, after.stdout) == (0, before.stdout), shown(after)
     assert "Traceback" not in after.stderr
@@ -178,7 +179,7 @@ def test_an_error_in_forward_still_shows_the_lines_of_the_script(runs: Runs) -> 
 
 @pytest.mark.slow
 def test_the_switch_turns_everything_off(runs: Runs) -> None:
-    case = case_of("exception")
+    case = CASES["exception"]
     before = runs.plain(case).result()
     off = (("GRADSURGEON_DISABLE", "1"),)
     after = runs.launched(case, OBSERVE, env=off).result()
@@ -191,7 +192,8 @@ def test_warnings_as_errors_stay_those_of_the_script(runs: Runs) -> None:
     strict = (("PYTHONWARNINGS", "error"),)
     # A parameter that joins gets a notice of ours. Python reads the variable when it starts.
     case = CASES["phases"]
-    before, after = runs.plain(case).result(), runs.launched(case, OBSERVE, env=strict).result()
+    before = runs.plain(case).result()
+    after = runs.launched(replace(case, process=True), OBSERVE, env=strict).result()
     assert (after.code, after.stdout) == (0, before.stdout), shown(after)
 
 
@@ -204,9 +206,8 @@ rules:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain loop", "LBFGS"])
-def test_a_rule_that_matches_nothing_stops_the_first_step(name: str, runs: Runs) -> None:
-    after = runs.launched(case_of(name), UNMATCHED).result()
+def test_a_rule_that_matches_nothing_stops_the_first_step(runs: Runs) -> None:
+    after = runs.launched(CASES["LBFGS"], UNMATCHED).result()
     assert after.code == 1, shown(after)
     # Before any weight moves.
     assert after.stdout == b""
@@ -225,7 +226,7 @@ rules:
 
 @pytest.mark.slow
 def test_a_rule_may_match_in_one_of_two_models(runs: Runs) -> None:
-    case = case_of("actor and critic")
+    case = CASES["actor and critic"]
     before = runs.plain(case).result()
     after = runs.launched(case, ONE_OF_TWO).result()
     assert (after.code, after.stdout) == (0, before.stdout), shown(after)
@@ -237,7 +238,10 @@ NO_TORCH = "no_torch.py"
 
 @pytest.mark.slow
 def test_a_script_without_torch_pays_for_no_import(runs: Runs, tmp_path: Path) -> None:
-    cases = [Case((NO_TORCH, str(tmp_path / how)), forked=False) for how in ("plain", "launched")]
+    cases = [
+        Case((NO_TORCH, str(tmp_path / how)), forked=False, process=True)
+        for how in ("plain", "launched")
+    ]
     before, after = runs.plain(cases[0]), runs.launched(cases[1])
     assert after.result().code == 0
     assert after.result().stdout == before.result().stdout
@@ -264,7 +268,7 @@ def test_flags_of_the_interpreter_are_passed_on(runs: Runs, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_sitecustomize_of_the_user_still_runs(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('customised')\n")
-    case = Case((NO_TORCH, str(tmp_path / "modules")))
+    case = Case((NO_TORCH, str(tmp_path / "modules")), process=True)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     after = runs.launched(case, OBSERVE, env=(("PYTHONPATH", path),)).result()
     # Once in the launcher itself, once in the script.
@@ -287,7 +291,6 @@ def attach(model: str, rules: str = EDIT) -> str:
 
 
 EDITED = {
-    "plain loop": (EDIT, "labels = torch.randint(3, (24,))", attach("model")),
     "gan": (
         SHRINK,
         "ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)",
@@ -306,7 +309,7 @@ EDITED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("edited", EDITED)
 def test_rules_put_on_from_outside_do_what_they_do_from_inside(edited: str, runs: Runs) -> None:
-    case = case_of(edited)
+    case = CASES[edited]
     rules, anchor, code = EDITED[edited]
     futures = runs.launched(case, rules), runs.written(case, anchor, code), runs.plain(case)
     outside, inside, without = (future.result() for future in futures)
@@ -320,7 +323,7 @@ def test_rules_put_on_from_outside_do_what_they_do_from_inside(edited: str, runs
 
 @pytest.mark.slow
 def test_a_command_of_its_own_carries_the_rules_to_its_ranks(runs: Runs) -> None:
-    case = case_of("DDP")
+    case = CASES["DDP"]
     # `gradsurgeon run -- python -m torch.distributed.run ...`: the ranks are grandchildren.
     whole = Case(("--", sys.executable, *torchrun(), *case.words))
     inside = "    " + attach("model").replace("\n", "\n    ")

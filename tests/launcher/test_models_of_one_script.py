@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from commands import environment
 from outside import Folder
 
 import gradsurgeon
@@ -39,21 +35,10 @@ TRAP = """  - {id: late, action: norm-log, params: '*', steps: {from: 100}}
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
-
-
 def report(folder: Folder, *words: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "gradsurgeon", "report", *words],
-        cwd=folder.path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.splitlines()
+    done = folder.fork("-m", "gradsurgeon", "report", *words)
+    assert done.code == 0, done.err
+    return done.out.splitlines()
 
 
 @pytest.mark.parametrize(("bad", "title"), [(0, "Net"), (1, "Net-2")])

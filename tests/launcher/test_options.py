@@ -1,96 +1,46 @@
-"""What the options of `gradsurgeon run` do, each on a real script in a process of its own."""
+"""What the options of `gradsurgeon run` do, each on a real script."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from bounds import TIMEOUT
-from ranks import torchrun
+from outside import NORMS, Folder
 
 import gradsurgeon
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import sys, torch
+import torch
 from torch import nn
 
-def train(steps):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.ones(5, 4)).square().mean() * (float("nan") if step == 3 else 1.0)
-        loss.backward()
-        optimizer.step()
-    return sum(float(p.sum()) for p in model.parameters())
-
-print(train(int(sys.argv[1])))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.ones(5, 4)).square().mean() * (float("nan") if step == 3 else 1.0)
+    loss.backward()
+    optimizer.step()
+print(sum(float(p.sum()) for p in model.parameters()))
 """
-NORMS = "  - {id: norms, action: norm-log, params: '*'}\n"
 TRAP = "  - {id: trap, action: nan-trap, params: '*'}\n"
 CLAMP = "  - {id: bound, action: clamp, params: '*', at: step, max: -1.0}\n"
 
 
-@dataclass
-class Launched:
-    code: int
-    out: str
-    err: str
-
-
-@dataclass
-class Place:
-    """A folder with a script and rules."""
-
-    path: Path
-
-    def run(
-        self,
-        *options: str,
-        rules: str = NORMS,
-        script: str = SCRIPT,
-        args: str = "3",
-        stdin: str = "",
-    ) -> Launched:
-        (self.path / "train.py").write_text(script, encoding="utf-8")
-        (self.path / "rules.yaml").write_text(f"version: 1\nrules:\n{rules}", encoding="utf-8")
-        command = [sys.executable, "-m", "gradsurgeon", "run", "--rules", "rules.yaml", *options]
-        done = subprocess.run(
-            [*command, *self.launch, args],
-            cwd=self.path,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT,
-        )
-        return Launched(done.returncode, done.stdout, done.stderr)
-
-    launch: tuple[str, ...] = ("train.py",)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
-
-
 @pytest.mark.cover_children
-def test_a_dry_run_stops_at_the_first_step_and_writes_the_manifest(place: Place) -> None:
-    done = place.run("--dry-run", "--record", "run")
+def test_a_dry_run_stops_at_the_first_step_and_writes_the_manifest(folder: Folder) -> None:
+    done = folder.run(SCRIPT, "--dry-run")
     assert done.code == 0
     assert done.out.startswith("plan: ")
     assert "4 parameters: {0,2}.weight, {0,2}.bias" in done.out
-    assert not (place.path / "run").exists()
-    manifest = json.loads((place.path / "params.json").read_text(encoding="utf-8"))
+    assert not (folder.path / "run").exists()
+    manifest = json.loads((folder.path / "params.json").read_text(encoding="utf-8"))
     assert manifest["origin"] == "Sequential"
     assert [param["name"] for param in manifest["params"]][:2] == ["0.weight", "0.bias"]
     assert manifest["params"][0]["shape"] == [3, 4]
@@ -121,19 +71,19 @@ SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
     ],
     ids=["no step", "no optimizer", "no gradient", "nothing", "no torch"],
 )
-def test_a_dry_run_that_sees_no_step_says_so(place: Place, script: str, seen: str) -> None:
-    done = place.run("--dry-run", script=script)
+def test_a_dry_run_that_sees_no_step_says_so(folder: Folder, script: str, seen: str) -> None:
+    done = folder.run(script, "--dry-run", record=False)
     assert (done.code, done.out) == (0, "")
     (line,) = done.err.splitlines()
     assert line.startswith("gradsurgeon: ")
     assert seen in line
-    assert not (place.path / "params.json").exists()
+    assert not (folder.path / "params.json").exists()
 
 
-def test_observing_edits_nothing_and_says_what_it_would(place: Place) -> None:
-    plain = place.run(rules=NORMS)
-    edited = place.run(rules=CLAMP)
-    observed = place.run("--observe", rules=CLAMP)
+def test_observing_edits_nothing_and_says_what_it_would(folder: Folder) -> None:
+    plain = folder.run(SCRIPT, record=False)
+    edited = folder.run(SCRIPT, rules=CLAMP, record=False)
+    observed = folder.run(SCRIPT, "--observe", rules=CLAMP, record=False)
     assert observed.out == plain.out
     assert edited.out != plain.out
     assert "observing only: nothing is edited" in observed.err
@@ -142,17 +92,19 @@ def test_observing_edits_nothing_and_says_what_it_would(place: Place) -> None:
     assert int(changed[1]) > 50
 
 
-def test_a_schedule_goes_on_where_an_earlier_run_ended(place: Place) -> None:
-    done = place.run("--start-step", "40", "--record", "run")
+def test_a_schedule_goes_on_where_an_earlier_run_ended(folder: Folder) -> None:
+    done = folder.run(SCRIPT, "--start-step", "40")
     assert done.code == 0
-    with gradsurgeon.open_run(place.path / "run") as run:
+    with gradsurgeon.open_run(folder.path / "run") as run:
         assert [step for step, _ in run.history("0.weight")] == [40, 41, 42]
     assert "from step 40" in done.err
 
 
 @pytest.mark.cover_children
-def test_the_debugger_opens_in_the_line_of_the_script(place: Place) -> None:
-    done = place.run("--pdb", rules=TRAP, args="6", stdin="p step, type(optimizer).__name__\nq\n")
+def test_the_debugger_opens_in_the_line_of_the_script(folder: Folder) -> None:
+    asked = "p step, type(optimizer).__name__\nq\n"
+    script = SCRIPT.replace("range(3)", "range(6)")
+    done = folder.run(script, "--pdb", rules=TRAP, record=False, stdin=asked)
     assert done.code == 1
     assert "(Pdb) (3, 'SGD')" in done.out
     assert "-> optimizer.step()" in done.out
@@ -161,8 +113,7 @@ def test_the_debugger_opens_in_the_line_of_the_script(place: Place) -> None:
 
 
 @pytest.mark.cover_children
-def test_the_debugger_does_not_open_on_several_ranks(place: Place) -> None:
-    place.launch = ("--", sys.executable, *torchrun(), "train.py")
+def test_the_debugger_does_not_open_on_several_ranks(folder: Folder) -> None:
     script = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -176,15 +127,15 @@ for step in range(4):
     model(torch.ones(3, 2)).sum().mul(float("nan") if (rank, step) == (1, 2) else 1.0).backward()
     optimizer.step()
 """
-    done = place.run("--pdb", rules=TRAP, script=script, stdin="p rank, step\nq\n")
+    done = folder.run(script, "--pdb", rules=TRAP, record=False, ranks=2)
     assert done.code == 1
     assert "Pdb" not in done.out
     assert "--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb`" in done.err
 
 
 @pytest.mark.cover_children
-def test_a_rule_file_with_mistakes_stops_before_training(place: Place) -> None:
-    done = place.run(rules="  - {id: norms, action: norm-lag, params: '*'}\n")
+def test_a_rule_file_with_mistakes_stops_before_training(folder: Folder) -> None:
+    done = folder.run(SCRIPT, rules=NORMS.replace("norm-log", "norm-lag"), record=False)
     assert done.code == 2
     assert done.out == ""
     assert "rules.yaml:3:25: error: unknown action `norm-lag`" in done.err
@@ -192,25 +143,34 @@ def test_a_rule_file_with_mistakes_stops_before_training(place: Place) -> None:
 
 
 @pytest.mark.cover_children
-def test_records_that_cannot_be_written_stop_before_training(place: Place) -> None:
-    (place.path / "file").write_text("", encoding="utf-8")
-    done = place.run("--record", "file")
+def test_records_that_cannot_be_written_stop_before_training(folder: Folder) -> None:
+    (folder.path / "file").write_text("", encoding="utf-8")
+    done = folder.run(SCRIPT, "--record", "file", record=False)
     assert done.code == 1
     assert "RecordError" in done.err
 
 
 @pytest.mark.cover_children
-def test_where_the_launcher_fails_the_script_runs_on(place: Place) -> None:
+def test_where_the_launcher_fails_the_script_runs_on(folder: Folder) -> None:
     # Something in the way of what the launcher imports.
-    (place.path / "pydantic.py").write_text("raise RuntimeError('not this one')\n")
-    done = place.run()
+    (folder.path / "pydantic.py").write_text("raise RuntimeError('not this one')\n")
+    folder.write(SCRIPT)
+    command = ("-m", "gradsurgeon", "run", "--rules", "rules.yaml", "train.py")
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder.path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT,
+    )
     said = "gradsurgeon: the script runs on without rules: not this one"
-    assert [line for line in done.err.splitlines() if "gradsurgeon" in line] == [said]
-    assert (done.code, bool(done.out)) == (0, True)
+    assert [line for line in done.stderr.splitlines() if "gradsurgeon" in line] == [said]
+    assert (done.returncode, bool(done.stdout)) == (0, True)
 
 
 @pytest.mark.cover_children
-def test_what_comes_to_a_model_later_is_bound_as_well(place: Place) -> None:
+def test_what_comes_to_a_model_later_is_bound_as_well(folder: Folder) -> None:
     script = """
 import torch
 from torch import nn
@@ -225,17 +185,17 @@ for step in range(5):
     model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
 """
-    done = place.run("--record", "run", script=script)
+    done = folder.run(script)
     assert done.code == 0, done.err
-    with gradsurgeon.open_run(place.path / "run") as run:
+    with gradsurgeon.open_run(folder.path / "run") as run:
         assert [step for step, _ in run.history("0.weight")] == [0, 1, 2]
-    with gradsurgeon.open_run(place.path / "run" / "Sequential-2") as run:
+    with gradsurgeon.open_run(folder.path / "run" / "Sequential-2") as run:
         assert [step for step, _ in run.history("0.weight")] == [2, 3, 4]
         assert [step for step, _ in run.history("2.weight")] == [2, 3, 4]
     assert "on Sequential-2 (6 parameters, 15 elements, updated by SGD, from step 2)" in done.err
 
 
-def test_rules_of_the_script_act_before_those_from_outside(place: Place) -> None:
+def test_rules_of_the_script_act_before_those_from_outside(folder: Folder) -> None:
     script = """
 import torch, gradsurgeon
 from torch import nn
@@ -252,32 +212,24 @@ gradsurgeon.remove(model)
 print(session.status()["own"].fired)
 """
     bound = "  - {id: outside, action: clamp, params: '*', at: step, max: 2.0}\n"
-    done = place.run(rules=bound, script=script)
+    done = folder.run(script, rules=bound, record=False)
     assert done.code == 0, done.err
     # First times 3, then at most 2: the other way round it would be 3.
     assert done.out.splitlines() == ["[2.0, 2.0]"] * 3 + ["3"]
     assert "outside  clamp  fired 3" in done.err
 
 
-def test_accelerate_starts_the_launcher_as_one_process(place: Place) -> None:
-    (place.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
-    (place.path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m"]
-    done = subprocess.run(
-        [sys.executable, *launch, "gradsurgeon", "run", "--rules", "rules.yaml", "train.py", "3"],
-        cwd=place.path,
-        env={**os.environ, "HF_HOME": str(place.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == place.run().out
-    assert "gradsurgeon: Sequential, 3 steps" in done.stderr.splitlines()
+def test_accelerate_starts_the_launcher_as_one_process(folder: Folder) -> None:
+    folder.write(SCRIPT)
+    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m")
+    command = ("gradsurgeon", "run", "--rules", "rules.yaml", "train.py")
+    done = folder.fork(*launch, *command, env={"HF_HOME": str(folder.path)})
+    assert done.code == 0, done.err
+    assert done.out == folder.run(SCRIPT, record=False).out
+    assert "gradsurgeon: Sequential, 3 steps" in done.lines
 
 
-def test_the_collector_of_the_script_is_left_as_it_was(place: Place) -> None:
+def test_the_collector_of_the_script_is_left_as_it_was(folder: Folder) -> None:
     script = """
 import gc, torch
 print(gc.isenabled())
@@ -288,4 +240,4 @@ gc.disable()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 print(gc.isenabled())
 """
-    assert place.run(script=script).out.split() == ["True", "True", "False"]
+    assert folder.run(script, record=False).out.split() == ["True", "True", "False"]

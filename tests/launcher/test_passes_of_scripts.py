@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from outside import NORMS, Folder
 
@@ -13,11 +11,6 @@ HALF = (
     "  - {id: half, action: scale, factor: 0.5, params: '*', at: step, steps: {from: 0, to: 1}}\n"
 )
 FREEZE = "  - {id: still, action: freeze, params: '*.bias'}\n"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
 
 
 ANALYSED = """

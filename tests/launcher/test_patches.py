@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from outside import Folder
 
@@ -25,11 +23,6 @@ for step in range(3):
     optimizer.step()
 print(len(calls), torch.autograd.backward is mine)
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
 
 
 @pytest.mark.cover_children

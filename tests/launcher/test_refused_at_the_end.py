@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from outside import NORMS, Folder
 
@@ -32,11 +30,6 @@ for step in range(3):
     except Exception as error:
         print(type(error).__name__)
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
 
 
 @pytest.mark.parametrize("options", [(), ("--quiet",)])

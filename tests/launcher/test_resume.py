@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from outside import Folder
-from ranks import torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
@@ -38,11 +35,6 @@ SPIKES = """\
   - {id: spikes, action: spike-trap, params: "*", above: {sigmas: 2.5, beta: 0.9, warmup: 10}}
   - {id: half, action: scale, params: "*", at: step, factor: 0.5, steps: {every: 7}}
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
 
 
 def part(first: int, last: int, saved: str) -> dict[str, str]:
@@ -183,7 +175,7 @@ def test_each_rank_has_its_own(folder: Folder) -> None:
             *options,
             rules=SPIKES,
             record=False,
-            launch=("--", "python", *torchrun(2), "train.py"),
+            ranks=2,
             env=part(first, last, saved),
         )
         assert done.code == 0, done.lines

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from bounds import TIMEOUT
-from commands import environment
+from outside import Folder
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
-RULES = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
 TRAIN = """
 import os, signal, sys, time, torch
 def train():
@@ -24,20 +23,6 @@ def train():
         optimizer.step()
 """
 SUMMARY = "gradsurgeon: Linear, 3 steps"
-
-
-def start(folder: Path, script: str) -> subprocess.Popen[str]:
-    (folder / "train.py").write_text(TRAIN + script, encoding="utf-8")
-    (folder / "rules.yaml").write_text(RULES, encoding="utf-8")
-    own = ["-m", "gradsurgeon", "run", "--rules", "rules.yaml", "--record", "run"]
-    return subprocess.Popen(
-        [sys.executable, *own, "train.py"],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 HANDLED = {
@@ -66,17 +51,24 @@ def own(number, frame):
 {HANDLED[how]}
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    started = start(tmp_path, script)
-    out, err = started.communicate(timeout=TIMEOUT)
-    assert (started.returncode, out) == (5, "saving\n")
-    assert SUMMARY in err.splitlines()
+    done = Folder(tmp_path).run(TRAIN + script)
+    assert (done.code, done.out) == (5, "saving\n")
+    assert SUMMARY in done.lines
 
 
 def test_an_interrupt_from_outside_is_that_of_plain_python(tmp_path: Path) -> None:
+    Folder(tmp_path).write(TRAIN + "train()\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    command = ("-m", "gradsurgeon", "run", "--rules", "rules.yaml", "train.py")
     # A shell starts what it leaves in the background deaf to it, and so are all below that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        started = start(tmp_path, "train()\nprint('ready', flush=True)\ntime.sleep(60)\n")
+        started = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     assert started.stdout is not None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from bounds import TIMEOUT
-from ranks import torchrun
+from outside import Folder, Launched
 
 pytestmark = pytest.mark.slow
 
@@ -29,23 +26,10 @@ torch.manual_seed(0)
 first, second = train(3), train(6)
 print("done")
 """
-RULES = 'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
 
 
-def run(
-    folder: Path, *options: str, start: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
-    (folder / "rules.yaml").write_text(RULES, encoding="utf-8")
-    ours = [sys.executable, "-m", "gradsurgeon", "run", "--rules", "rules.yaml", *options]
-    return subprocess.run(
-        [*ours, *start, "train.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+def run(folder: Path, sink: str, ranks: int = 0) -> Launched:
+    return Folder(folder).run(SCRIPT, "--sink", sink, record=False, ranks=ranks)
 
 
 def totals(folder: Path) -> dict[str, int]:
@@ -58,9 +42,9 @@ def totals(folder: Path) -> dict[str, int]:
 
 
 def test_each_model_has_curves_of_its_own(tmp_path: Path) -> None:
-    done = run(tmp_path, "--sink", "tensorboard:curves")
-    assert (done.returncode, done.stdout) == (0, "done\n")
-    assert f"  sinks: tensorboard:{tmp_path}/curves" in done.stderr.splitlines()
+    done = run(tmp_path, "tensorboard:curves")
+    assert (done.code, done.out) == (0, "done\n")
+    assert f"  sinks: tensorboard:{tmp_path}/curves" in done.lines
     assert totals(tmp_path / "curves") == {
         "gradsurgeon/norms/total": 20,
         "gradsurgeon/model-2/norms/total": 20,
@@ -68,9 +52,8 @@ def test_each_model_has_curves_of_its_own(tmp_path: Path) -> None:
 
 
 def test_of_two_ranks_the_first_one_sends(tmp_path: Path) -> None:
-    command = ("--", sys.executable, *torchrun(2))
-    done = run(tmp_path, "--sink", "tensorboard:curves", start=command)
-    assert (done.returncode, done.stdout) == (0, "done\ndone\n")
+    done = run(tmp_path, "tensorboard:curves", ranks=2)
+    assert (done.code, done.out) == (0, "done\ndone\n")
     assert len(list((tmp_path / "curves").iterdir())) == 1
 
 
@@ -89,13 +72,13 @@ def test_of_two_ranks_the_first_one_sends(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_sink_is_refused_before_the_script(tmp_path: Path, sink: str, text: str) -> None:
-    done = run(tmp_path, "--sink", sink)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"gradsurgeon run: --sink: {text}")
+    done = run(tmp_path, sink)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"gradsurgeon run: --sink: {text}")
 
 
 def test_one_that_cannot_be_made_is_told_and_the_script_goes_on(tmp_path: Path) -> None:
     (tmp_path / "curves").write_text("a file", encoding="utf-8")
-    done = run(tmp_path, "--sink", "tensorboard:curves")
-    assert (done.returncode, done.stdout) == (0, "done\n")
-    assert f"runs without the sink tensorboard:{tmp_path}/curves: " in done.stderr
+    done = run(tmp_path, "tensorboard:curves")
+    assert (done.code, done.out) == (0, "done\n")
+    assert f"runs without the sink tensorboard:{tmp_path}/curves: " in done.err

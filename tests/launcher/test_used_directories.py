@@ -19,45 +19,27 @@ from gradsurgeon.records.store import layout
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
-
-
 TAKEN = "run holds a run already: name another directory, or remove it"
 
 
-def test_ranks_refuse_it_together_before_anything_is_trained(folder: Folder) -> None:
-    done = folder.run(TRAIN, start=torchrun(1))
-    assert (done.code, done.out) == (0, "trained\n"), done.lines
-    before = folder.databases()
-    assert before == ["run/rank-0.db"]
-    for ranks in (1, 2):
-        done = folder.run(TRAIN, start=torchrun(ranks))
-        assert done.code != 0
-        assert done.out == ""
-        # torchrun ends all as soon as one has ended: it may be quicker than the others are to say so.
-        said = {line for line in done.lines if line.startswith("gradsurgeon ru")}
-        assert said == {f"gradsurgeon run: {TAKEN}"}, done.lines
-        assert folder.databases() == before
-
-
-def test_more_ranks_than_before_go_to_one_directory_of_their_own(folder: Folder) -> None:
-    """Where the environment alone brings the rules in, nobody looks before all ranks have begun."""
-    (folder.path / "train.py").write_text(TRAIN, encoding="utf-8")
-    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
+def test_ranks_of_another_start_refuse_it_together_or_go_to_one_of_their_own(
+    folder: Folder,
+) -> None:
+    folder.write(TRAIN)
     settings = Settings(rules=str(folder.path / "rules.yaml"), record=str(folder.path / "run"))
     variables = settings.environment(environment())
+    # Ranks in forks all have the same parent: the other start is one of torchrun.
+    command = [sys.executable, *torchrun(1), "train.py"]
+    subprocess.run(command, cwd=folder.path, env=variables, capture_output=True, check=True)
+    assert folder.databases() == ["run/rank-0.db"]
     for ranks in (1, 2):
-        done = subprocess.run(
-            [sys.executable, *torchrun(ranks), "train.py"],
-            cwd=folder.path,
-            env=variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode, done.stdout) == (0, "trained\n" * ranks), done.stderr
+        done = folder.run(TRAIN, ranks=ranks)
+        assert (done.code, done.out) == (2, "")
+        assert done.lines == [f"gradsurgeon run: {TAKEN}"] * ranks
+    assert folder.databases() == ["run/rank-0.db"]
+    # Where the environment alone brings the rules in, nobody looks before all ranks have begun.
+    done = folder.fork("train.py", ranks=2, env=variables)
+    assert (done.code, done.out) == (0, "trained\n" * 2), done.err
     new = [f"run/process-2/rank-{rank}.db" for rank in (0, 1)]
     assert folder.databases() == [*new, "run/rank-0.db"]
 

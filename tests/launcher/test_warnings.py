@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from bounds import TIMEOUT
-from commands import environment
+from outside import Folder
 
 pytestmark = pytest.mark.slow
 
@@ -36,30 +32,6 @@ OURS = (
 )
 
 
-@dataclass
-class Launched:
-    code: int
-    out: str
-    err: str
-
-
-def run(folder: Path, script: str, *launch: str, text: str = TRAIN) -> Launched:
-    rules = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
-    (folder / "rules.yaml").write_text(rules, encoding="utf-8")
-    (folder / "train.py").write_text(text + script, encoding="utf-8")
-    own = ["-m", "gradsurgeon", "run", "--rules", "rules.yaml", *launch]
-    done = subprocess.run(
-        [sys.executable, *own, "train.py"],
-        cwd=folder,
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        check=False,
-        timeout=TIMEOUT,
-    )
-    # As it is: a carriage return is none of the ends of a line.
-    return Launched(done.returncode, done.stdout.decode(), done.stderr.decode())
-
-
 SILENCES = {
     "nothing": "",
     "ignored": "warnings.filterwarnings('ignore')\n",
@@ -74,9 +46,10 @@ def test_a_line_names_the_line_of_the_script_whatever_the_script_silences(
     tmp_path: Path, how: str
 ) -> None:
     script = TRAIN.replace('warnings.warn("of the script", stacklevel=1)', "pass")
-    done = run(tmp_path, f"{SILENCES[how]}train(nn.Linear(2, 1))\n", text=script)
+    done = Folder(tmp_path).run(f"{script}{SILENCES[how]}train(nn.Linear(2, 1))\n", record=False)
     assert done.code == 0, done.err
     assert "Warning" not in done.err
+    # A carriage return is none of the ends of a line.
     lines = [line.rpartition("\r")[2] for line in done.err.split("\n")]
     said = rf"gradsurgeon: {tmp_path}/train.py:\d+: {OURS}"
     assert [bool(re.fullmatch(said, line)) for line in lines].count(True) == 1, done.err
@@ -84,7 +57,7 @@ def test_a_line_names_the_line_of_the_script_whatever_the_script_silences(
 
 @pytest.mark.cover_children
 def test_warnings_of_the_script_are_its_own(tmp_path: Path) -> None:
-    done = run(tmp_path, "train(nn.Linear(2, 1))\n")
+    done = Folder(tmp_path).run(f"{TRAIN}train(nn.Linear(2, 1))\n", record=False)
     assert f"{tmp_path}/train.py:9: UserWarning: of the script\n  warnings.warn(" in done.err
 
 
@@ -101,8 +74,8 @@ log.warning("skipped-step: step 2")
 
 @pytest.mark.cover_children
 def test_what_is_logged_is_one_line_beside_the_bar_however_quiet(tmp_path: Path) -> None:
-    script = LOGGED + "train(nn.Linear(2, 1))\n"
-    done = run(tmp_path, script, "--quiet")
+    script = f"{TRAIN}{LOGGED}train(nn.Linear(2, 1))\n"
+    done = Folder(tmp_path).run(script, "--quiet", record=False)
     assert done.code == 0, done.err
     lines = [line.rpartition("\r")[2] for line in done.err.split("\n")]
     ours = [line for line in lines if line.startswith("gradsurgeon: ") and OURS not in line]

@@ -7,7 +7,7 @@ Some hundred inputs of each kind by default. Many more, spread over the tests th
 
 from __future__ import annotations
 
-import pathlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.no_cover
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copied(tmp_path_factory.mktemp("fuzz"))
 
 
@@ -71,7 +71,7 @@ def mutated(raw: bytes, changes: list[tuple[str, float, Any]]) -> bytes:
 @SETTINGS
 @given(st.sampled_from(FILES), CHANGES)
 def test_no_change_of_a_file_is_too_much(
-    folder: pathlib.Path, case: pathlib.Path, changes: list[tuple[str, float, Any]]
+    folder: Path, case: Path, changes: list[tuple[str, float, Any]]
 ) -> None:
     file = folder / "mutated.yaml"
     file.write_bytes(mutated(case.read_bytes(), changes))
@@ -140,7 +140,7 @@ TOPS = st.lists(
 @SETTINGS
 @given(TOPS, RULES, SHAPES)
 def test_no_rule_file_is_too_much(
-    folder: pathlib.Path, tops: list[str], rules: list[Any], shape: tuple[bool, str, str]
+    folder: Path, tops: list[str], rules: list[Any], shape: tuple[bool, str, str]
 ) -> None:
     flow, end, start = shape
     lines = [*tops, "rules:"]

@@ -5,9 +5,9 @@ As many inputs as in `test_lint_fuzz.py`.
 
 from __future__ import annotations
 
-import pathlib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from fuzzing import CASES, SETTINGS, SHAPES, answered, copied, in_their_lines
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.no_cover
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copied(tmp_path_factory.mktemp("fuzz"))
 
 
@@ -67,7 +67,7 @@ NOISE: st.SearchStrategy[str] = st.sampled_from(["", "# a comment", "  # 漢: ["
 @SETTINGS
 @given(st.data(), st.sampled_from(MISTAKES), SHAPES)
 def test_a_mistake_is_found_at_its_line_and_column(
-    folder: pathlib.Path, data: st.DataObject, mistake: Mistake, shape: tuple[bool, str, str]
+    folder: Path, data: st.DataObject, mistake: Mistake, shape: tuple[bool, str, str]
 ) -> None:
     flow, end, start = shape
     count = data.draw(st.integers(1, 8))
@@ -181,7 +181,7 @@ TEXTS = [path.read_text(encoding="utf-8").splitlines() for path in PACKS]
 @SETTINGS
 @given(st.data(), st.sampled_from(TEXTS), SHAPES)
 def test_mistakes_in_a_real_file_are_found_at_their_lines(
-    folder: pathlib.Path, data: st.DataObject, text: list[str], shape: tuple[bool, str, str]
+    folder: Path, data: st.DataObject, text: list[str], shape: tuple[bool, str, str]
 ) -> None:
     _, end, start = shape
     lines = list(text)

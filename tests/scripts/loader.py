@@ -1,4 +1,4 @@
-"""Two workers load the data, forked or spawned."""
+"""A worker loads the data, forked or spawned."""
 
 import argparse
 
@@ -28,7 +28,7 @@ def main():
         Squares(),
         batch_size=4,
         shuffle=True,
-        num_workers=2,
+        num_workers=1,
         multiprocessing_context=args.start,
         persistent_workers=True,
     )

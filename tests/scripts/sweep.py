@@ -21,7 +21,7 @@ def trial(lr, results):
 
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     results = context.Queue()
     processes = [context.Process(target=trial, args=(lr, results)) for lr in (0.01, 0.1)]
     for process in processes:

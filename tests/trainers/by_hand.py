@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 from gradsurgeon.runtime.session import Session
 
 # What every trainer here is told: clip to this norm, take so many micro-batches per step.
 CLIP = 0.5
 PARTS = 2
+STEPS = 4
 Grads = Mapping[str, Tensor]
 Micro = Callable[[nn.Module], Tensor]
 
@@ -256,3 +258,51 @@ class Fault:
         else:
             assert kinds == ["trap"]
             assert (error.step, error.name) == (2, self.first)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A trainer that trains a model in place, and the same loop written by hand.
+
+    Attributes:
+        table: the rules.
+        logged: a parameter whose norms are compared.
+        module: the module whose output gets a faulty gradient.
+        written: runs the loop by hand under a rule.
+    """
+
+    table: Mapping[str, Hand]
+    logged: str
+    module: str
+    written: Callable[..., End]
+
+    def check_rule(self, name: str, model: nn.Module, fit: Callable[[], None]) -> None:
+        """Check that the trainer ends with the weights of the loop, and that the rule does something."""
+        wanted = self.written(self.table[name], logged=self.logged)
+        with gradsurgeon.apply(model, self.table[name].rules()) as session:
+            fit()
+            assert session.step == STEPS
+        assert session.events == []
+        wanted.check(model, session.history(self.logged, rule="norms"))
+        if name != "no rule":
+            without = self.written(self.table["no rule"])
+            assert distance(without.weights, wanted.weights) > 1e-4
+
+    def check_nan(self, then: str, micro: int, model: nn.Module, fit: Callable[[], None]) -> str:
+        """Check that a trap stops a NaN of the third step; return the parameter that had it first."""
+        fault = Fault(model, self.module, call=2 * PARTS + micro)
+        error = None
+        with gradsurgeon.apply(model, trap(then)) as session:
+            if then == "raise":
+                with pytest.raises(NonFiniteGradientError) as caught:
+                    fit()
+                error = caught.value
+            else:
+                fit()
+        fault.check(session, error, micro)
+        if then == "skip-step":
+            wanted = self.written(self.table["no rule"], skipped=2)
+            assert distance(weights(model), wanted.weights) < 1e-6
+        else:
+            assert all(weight.isfinite().all() for weight in model.parameters())
+        return fault.first

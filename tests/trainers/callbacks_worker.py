@@ -1,44 +1,50 @@
-"""Trains with the callback of one trainer on two ranks; each rank writes down what it saw."""
+"""Trains with the callback of each trainer on two ranks; each rank writes down what it saw."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 from trainers import test_callbacks as tests
+from worker import work
 
 from gradsurgeon.integrations import LightningCallback, TransformersCallback
 
-torch.set_num_threads(1)
-out = Path(sys.argv[1])
-model: Any
-callback: Any
-printed = io.StringIO()
-if out.name == "lightning":
+# What the process group is for is known already, so each trainer takes the one that is there.
+FOLDER = Path(sys.argv[1]).parent
+
+
+def seen(callback: Any, model: nn.Module, logged: dict[Any, float], printed: str) -> dict[str, Any]:
+    session = callback.session
+    return {
+        "history": [tests.total(session, step) for step in tests.steps_of(session)],
+        "logged": list(logged.values()),
+        "plans": printed.count("plan: "),
+        "free": tests.is_free(model),
+    }
+
+
+def lightning() -> dict[str, Any]:
+    printed = io.StringIO()
     logging.getLogger("lightning.pytorch").addHandler(logging.StreamHandler(printed))
     callback, model = LightningCallback(tests.rules()), tests.Net()
-    fit = tests.Fit(callback, out.parent, devices=2, strategy="ddp", use_distributed_sampler=False)
-    logged = list(fit.run(model).having(tests.TOTAL).values())
-else:
+    fit = tests.Fit(callback, FOLDER, devices=2, strategy="ddp", use_distributed_sampler=False)
+    logged = fit.run(model).having(tests.TOTAL)
+    return seen(callback, model, logged, printed.getvalue())
+
+
+def transformers() -> dict[str, Any]:
     callback, model = TransformersCallback(tests.rules()), tests.Reader()
-    with contextlib.redirect_stdout(printed):
-        trainer = tests.hugging(model, out.parent, callback, ddp_backend="gloo")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = tests.hugging(model, FOLDER, callback, ddp_backend="gloo")
         trainer.train()
-    logged = list(tests.logged(trainer, tests.TOTAL).values())
-session = callback.session
-found = {
-    "history": [tests.total(session, step) for step in tests.steps_of(session)],
-    "logged": logged,
-    "plans": printed.getvalue().count("plan: "),
-    "free": tests.is_free(model),
-}
-Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(found), encoding="utf-8")
-torch.distributed.destroy_process_group()
-os._exit(0)
+    logged = tests.logged(trainer, tests.TOTAL)
+    return seen(callback, model, logged, printed.getvalue())
+
+
+work(lambda: {"lightning": lightning(), "transformers": transformers()})

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 from trainers import by_hand
-from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
+from trainers.by_hand import CLIP, PARTS, RULES, STEPS, Hand
 
 import gradsurgeon
-from gradsurgeon import NonFiniteGradientError
 
 # They set variables of the environment, and keep a state for the process.
 pytestmark = pytest.mark.usefixtures("own_environment")
 
-STEPS = 4
 TABLE = by_hand.table("2.*")
 LOGGED = "0.weight"
 
@@ -52,6 +50,9 @@ def hand_written(hand: Hand, **options: Any) -> by_hand.End:
 
 def _part(x: Tensor, model: nn.Module) -> Tensor:
     return loss(x, model) / PARTS
+
+
+COMPARED = by_hand.Compared(TABLE, LOGGED, "2", hand_written)
 
 
 def accelerated(
@@ -85,39 +86,16 @@ def accelerated(
 @pytest.mark.cell("`accelerate`", "backward", "accumulated", "step", "modules")
 @singly(scaled=[False, True], name=RULES)
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, scaled: bool) -> None:
-    hand = TABLE[name]
-    wanted = hand_written(hand, logged=LOGGED)
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=256.0) if scaled else None
-    with gradsurgeon.apply(model, hand.rules()) as session:
-        accelerated(model, optimizer, scaler=scaler)
-        assert session.step == STEPS
-    assert session.events == []
-    wanted.check(model, session.history(LOGGED, rule="norms"))
-    if name != "no rule":
-        without = hand_written(TABLE["no rule"])
-        assert by_hand.distance(without.weights, wanted.weights) > 1e-4
+    COMPARED.check_rule(name, model, partial(accelerated, model, optimizer, scaler=scaler))
 
 
 @singly(micro=[0, 1], then=["skip-step", "raise"])
 def test_a_nan_is_stopped_and_named_before_clipping_smears_it(then: str, micro: int) -> None:
     model, optimizer = make()
-    fault = Fault(model, "2", call=2 * PARTS + micro)
-    error = None
-    with gradsurgeon.apply(model, by_hand.trap(then)) as session:
-        if then == "raise":
-            with pytest.raises(NonFiniteGradientError) as caught:
-                accelerated(model, optimizer)
-            error = caught.value
-        else:
-            accelerated(model, optimizer)
-    assert fault.first == "2.bias"
-    fault.check(session, error, micro)
-    if then == "skip-step":
-        wanted = hand_written(TABLE["no rule"], skipped=2)
-        assert by_hand.distance(by_hand.weights(model), wanted.weights) < 1e-6
-    else:
-        assert all(weight.isfinite().all() for weight in model.parameters())
+    fit = partial(accelerated, model, optimizer)
+    assert COMPARED.check_nan(then, micro, model, fit) == "2.bias"
 
 
 def test_a_wrapped_optimizer_that_is_named_is_the_one_inside() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from commands import ROOT, environment
+from commands import ROOT, forked
 from lightning.pytorch.loggers.logger import Logger
 from models import data
 from ranks import run_ranks
@@ -320,9 +321,8 @@ class TestLightning:
         assert steps_of(callback.session) == [0, 1]
         assert is_free(model)
 
-    @pytest.mark.slow
     def test_the_trainer_of_the_other_package(self, tmp_path: Path) -> None:
-        code = (
+        script = (
             "import pytorch_lightning as pl, torch\n"
             "from gradsurgeon.integrations import LightningCallback\n"
             "class Net(pl.LightningModule):\n"
@@ -334,10 +334,8 @@ class TestLightning:
             ".fit(Net(), torch.ones(3, 4, 2))\n"
             "print(isinstance(c, pl.Callback), c.session.step)\n"
         )
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
-        )
+        (tmp_path / "train.py").write_text(script, encoding="utf-8")
+        done = forked("train.py", cwd=tmp_path)
         assert done.stdout.splitlines()[-1:] == ["True 3"], done.stderr
 
 
@@ -512,11 +510,15 @@ class TestTransformers:
         assert is_free(model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lightning", "transformers"])
-def test_two_ranks(kind: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     worker = Path(__file__).with_name("callbacks_worker.py")
-    first, second = run_ranks(worker, tmp_path / kind)
+    return run_ranks(worker, tmp_path_factory.mktemp("ranks") / "seen")
+
+
+@pytest.mark.parametrize("kind", ["lightning", "transformers"])
+def test_two_ranks(kind: str, two_ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank[kind] for rank in two_ranks)
     assert first["history"] == pytest.approx(second["history"])
     assert len(first["history"]) == STEPS
     # The log is that of the first rank, and so is the plan.
@@ -528,21 +530,20 @@ def test_two_ranks(kind: str, tmp_path: Path) -> None:
     assert second["free"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate"])
-def test_the_scripts_beside_the_rules(name: str, tmp_path: Path) -> None:
+def test_the_scripts_beside_the_rules(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     path = ROOT / "rules" / "integrations" / f"train_with_{name}.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 30
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(path), run_name="__main__")
+    shown = "".join(capsys.readouterr()) + caplog.text
     if name == "accelerate":
         assert "steps 0..86, 0 events" in shown
         return

@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 from trainers import by_hand
-from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
+from trainers.by_hand import CLIP, PARTS, RULES, STEPS, Hand
 from trainers.own_warnings import OWN_WARNINGS
 
 import gradsurgeon
-from gradsurgeon import NonFiniteGradientError
+from gradsurgeon import runtime
 
 pytestmark = OWN_WARNINGS
 
-STEPS = 4
 TABLE = by_hand.table("net.2.*")
 LOGGED = "net.0.weight"
 MANUAL = pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
@@ -76,6 +75,9 @@ def _part(x: Tensor, model: Any) -> Tensor:
     return loss(x, model) / PARTS
 
 
+COMPARED = by_hand.Compared(TABLE, LOGGED, "net.2", hand_written)
+
+
 @pytest.mark.cell("Lightning, automatic optimization", "backward", "accumulated", "step", "modules")
 @pytest.mark.cell("Lightning, manual optimization", "backward", "accumulated", "step", "modules")
 @MANUAL
@@ -83,21 +85,16 @@ def _part(x: Tensor, model: Any) -> Tensor:
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(
     name: str, manual: bool, tmp_path: Path
 ) -> None:
-    hand = TABLE[name]
-    wanted = hand_written(hand, logged=LOGGED)
     model = net(manual=manual)
-    with gradsurgeon.apply(model, hand.rules()) as session:
+
+    def trained() -> None:
         fit(model, tmp_path)
-        assert session.step == STEPS
         # Lightning's own optimizer object shares the hooks of the one it wraps: they are one.
-        assert [type(one) for one in session._attachment.controller.steps._owners] == [
-            torch.optim.SGD
-        ]
-    assert session.events == []
-    wanted.check(model, session.history(LOGGED, rule="norms"))
-    if name != "no rule":
-        without = hand_written(TABLE["no rule"])
-        assert by_hand.distance(without.weights, wanted.weights) > 1e-4
+        attachment: Any = runtime.find(model)
+        (owner,) = attachment.controller.steps._owners
+        assert type(owner) is torch.optim.SGD
+
+    COMPARED.check_rule(name, model, trained)
 
 
 @pytest.mark.slow
@@ -108,22 +105,8 @@ def test_a_nan_is_stopped_and_named_before_clipping_smears_it(
     then: str, micro: int, manual: bool, tmp_path: Path
 ) -> None:
     model = net(manual=manual)
-    fault = Fault(model, "net.2", call=2 * PARTS + micro)
-    error = None
-    with gradsurgeon.apply(model, by_hand.trap(then)) as session:
-        if then == "raise":
-            with pytest.raises(NonFiniteGradientError) as caught:
-                fit(model, tmp_path)
-            error = caught.value
-        else:
-            fit(model, tmp_path)
-    assert fault.first == "net.2.bias"
-    fault.check(session, error, micro)
-    if then == "skip-step":
-        wanted = hand_written(TABLE["no rule"], skipped=2)
-        assert by_hand.distance(by_hand.weights(model), wanted.weights) < 1e-6
-    else:
-        assert all(weight.isfinite().all() for weight in model.parameters())
+    first = COMPARED.check_nan(then, micro, model, partial(fit, model, tmp_path))
+    assert first == "net.2.bias"
 
 
 class Recording(torch.optim.Optimizer):
@@ -185,8 +168,6 @@ def test_bf16(precision: str, manual: bool, tmp_path: Path) -> None:
 def test_a_scaler(name: str, tmp_path: Path) -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    hand = TABLE[name]
-    wanted = hand_written(hand, logged=LOGGED)
     model = net()
 
     class Unrounded(MixedPrecision):
@@ -196,11 +177,7 @@ def test_a_scaler(name: str, tmp_path: Path) -> None:
             return torch.autocast("cpu", enabled=False)
 
     plugin = Unrounded("16-mixed", "cpu", GradScaler("cpu", init_scale=256.0))
-    with gradsurgeon.apply(model, hand.rules()) as session:
-        fit(model, tmp_path, plugins=[plugin])
-        assert session.step == STEPS
-    assert session.events == []
-    wanted.check(model, session.history(LOGGED, rule="norms"))
+    COMPARED.check_rule(name, model, partial(fit, model, tmp_path, plugins=[plugin]))
 
 
 @pytest.mark.slow

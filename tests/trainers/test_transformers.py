@@ -12,15 +12,13 @@ import torch
 from pairs import singly
 from torch import Tensor, nn
 from trainers import by_hand
-from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
+from trainers.by_hand import CLIP, PARTS, RULES, STEPS, Hand
 
 import gradsurgeon
-from gradsurgeon import NonFiniteGradientError
 
 # They set variables of the environment, and keep a state for the process.
 pytestmark = pytest.mark.usefixtures("own_environment")
 
-STEPS = 4
 LR = 0.5
 FIRST = torch.tensor([0])
 PART = "transformer.h.*"
@@ -86,20 +84,14 @@ def hand_written(hand: Hand, **options: Any) -> by_hand.End:
     return by_hand.train(model, optimizer, losses(), hand, **options)
 
 
+COMPARED = by_hand.Compared(TABLE, LOGGED, "transformer.h.0.mlp", hand_written)
+
+
 @pytest.mark.cell("Hugging Face `Trainer`", "backward", "accumulated", "step", "modules")
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, tmp_path: Path) -> None:
-    hand = TABLE[name]
-    wanted = hand_written(hand, logged=LOGGED)
     model = make()
-    with gradsurgeon.apply(model, hand.rules()) as session:
-        trainer(model, tmp_path).train()
-        assert session.step == STEPS
-    assert session.events == []
-    wanted.check(model, session.history(LOGGED, rule="norms"))
-    if name != "no rule":
-        without = hand_written(TABLE["no rule"])
-        assert by_hand.distance(without.weights, wanted.weights) > 1e-4
+    COMPARED.check_rule(name, model, lambda: trainer(model, tmp_path).train())
 
 
 @singly(micro=[0, 1], then=["skip-step", "raise"])
@@ -107,22 +99,8 @@ def test_a_nan_is_stopped_and_named_before_clipping_smears_it(
     then: str, micro: int, tmp_path: Path
 ) -> None:
     model = make()
-    fault = Fault(model, "transformer.h.0.mlp", call=2 * PARTS + micro)
-    error = None
-    with gradsurgeon.apply(model, by_hand.trap(then)) as session:
-        if then == "raise":
-            with pytest.raises(NonFiniteGradientError) as caught:
-                trainer(model, tmp_path).train()
-            error = caught.value
-        else:
-            trainer(model, tmp_path).train()
-    assert fault.first.startswith("transformer.h.0.mlp.c_proj.")
-    fault.check(session, error, micro)
-    if then == "skip-step":
-        wanted = hand_written(TABLE["no rule"], skipped=2)
-        assert by_hand.distance(by_hand.weights(model), wanted.weights) < 1e-6
-    else:
-        assert all(weight.isfinite().all() for weight in model.parameters())
+    first = COMPARED.check_nan(then, micro, model, lambda: trainer(model, tmp_path).train())
+    assert first.startswith("transformer.h.0.mlp.c_proj.")
 
 
 def watching(model: nn.Module) -> Any:

@@ -40,20 +40,20 @@ def fully_sharded():
 def fully_sharded_in_one_piece():
     model = fully_shard(mlp())
     sow()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(1, 2)
 def fully_sharded_and_whole_until_backward():
     model = layers(reshard_after_forward=False)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(1, 2)
 def fully_sharded_and_whole_until_the_update():
     model = layers()
     model.set_reshard_after_backward(False)
-    optimizer = AdamW(model.parameters(), 1e-2)
+    optimizer = SGD(model.parameters(), 0.1)
     for step in range(2 * STEPS):
         loss = loss_of(model) / 2
         loss.backward()
@@ -86,7 +86,7 @@ def fully_sharded_accumulates():
 def a_partly_sharded_model_accumulates():
     model = nn.Sequential(mlp(), nn.Linear(4, 4))
     fully_shard(model[0])
-    optimizer = AdamW(model.parameters(), 1e-2)
+    optimizer = SGD(model.parameters(), 0.1)
     sow()
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -118,7 +118,7 @@ def fully_sharded_without_some_parameters():
 @training(1, 2)
 def plain_head_on_a_sharded_encoder():
     encoder, head = fully_shard(mlp()), nn.Linear(4, 4)
-    optimizer = AdamW([*encoder.parameters(), *head.parameters()], 1e-2)
+    optimizer = SGD([*encoder.parameters(), *head.parameters()], 0.1)
     train(lambda x: head(encoder(x)), optimizer)
     return encoder, head
 
@@ -160,13 +160,13 @@ def sharded_critic_below_an_actor_under_ddp():
 def fully_sharded_in_mixed_precision():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = layers(mp_policy=policy)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(1, 2)
 def fully_sharded_and_offloaded():
     model = layers(offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(1, 2)
@@ -189,7 +189,7 @@ def fully_sharded_with_checkpoints():
     )
     fully_shard(model)
     sow()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(1, 2)
@@ -197,7 +197,7 @@ def fully_sharded_with_a_frozen_part():
     model = mlp()
     model[0].requires_grad_(False)
     layers(model)
-    return train(model, AdamW([p for p in model.parameters() if p.requires_grad], 1e-2))
+    return train(model, SGD([p for p in model.parameters() if p.requires_grad], 0.1))
 
 
 @training(1, 2)
@@ -229,14 +229,14 @@ def fully_sharded_and_scaled():
 @training(2)
 def fully_sharded_by_columns():
     model = layers(shard_placement_fn=lambda param: Shard(param.dim() - 1))
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(1, 2)
 def fully_sharded_and_compiled():
     model = layers()
     model.compile(backend="eager")
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 class Tied(nn.Module):
@@ -258,7 +258,7 @@ def fully_sharded_with_tied_weights():
         words = torch.randint(12, (16,))
         return functional.cross_entropy(model(words), (words + 1) % 12)
 
-    return train(model, AdamW(model.parameters(), 1e-2), of)
+    return train(model, SGD(model.parameters(), 0.1), of)
 
 
 @training(1, 2)
@@ -287,7 +287,7 @@ def fully_sharded_from_the_meta_device():
             -0.3, 0.3, generator=torch.Generator().manual_seed(number)
         )
         param.detach().copy_(distribute_tensor(whole, param.device_mesh, param.placements))
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(1, 2)
@@ -345,7 +345,7 @@ def fully_sharded_and_idle_at_first():
 @training(2)
 def fully_sharded_and_evaluated():
     model = layers()
-    optimizer = AdamW(model.parameters(), 1e-2)
+    optimizer = SGD(model.parameters(), 0.1)
     for _ in range(STEPS // 4):
         train(model, optimizer, steps=4)
         model.eval()
@@ -364,13 +364,13 @@ def replicas_of_shards():
 @training(4)
 def replicas_of_shards_in_two_dimensions():
     model = layers(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(2)
 def shards_of_one_rank_in_replicas():
     model = layers(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(1, 2)
@@ -393,11 +393,11 @@ def shards_of_parallel_layers_in_two_dimensions():
     fully_shard(model, mesh=mesh["data"])
     # The ranks of a parallel layer get the same batches.
     torch.manual_seed(100 + mesh.get_coordinate()[0])
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model, SGD(model.parameters(), 0.1))
 
 
 @training(2)
 def each_rank_shards_its_own_model():
     groups = [dist.new_group([rank]) for rank in range(2)]
     model = layers(mesh=DeviceMesh.from_group(groups[dist.get_rank()], "cpu"))
-    return train(model, AdamW(model.parameters(), 1e-2), steps=STEPS + 4 * dist.get_rank())
+    return train(model, SGD(model.parameters(), 0.1), steps=STEPS + 4 * dist.get_rank())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import own_actions  # noqa: F401 # for its actions
 import torch
-from distributed.sharded_worker import data, make, mine, rules, shard, steps, whole
+from distributed.sharded_worker import rules, steps
+from distributed.small import data, make, mine, shard, whole
+from ranks import Json
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -21,7 +21,7 @@ RULES = rules(
 )
 
 
-def told(session: gradsurgeon.Session, model: torch.nn.Module) -> dict[str, Any]:
+def told(session: gradsurgeon.Session, model: torch.nn.Module) -> Json:
     names = [param.name for param in session.plan.manifest.params]
     asked = [("sizes", stat) for stat in ("large", "top", "power")]
     asked += [("named", stat) for stat in ("large", "power")]
@@ -37,7 +37,7 @@ def told(session: gradsurgeon.Session, model: torch.nn.Module) -> dict[str, Any]
     }
 
 
-def find() -> dict[str, Any]:
+def find() -> Json:
     found = {}
     for kind in ("one process", "DDP", "FSDP2"):
         model = make()
@@ -51,14 +51,14 @@ def find() -> dict[str, Any]:
     return found
 
 
-def trapped(kind: str) -> dict[str, Any]:
+def trapped(kind: str) -> Json:
     """Train under a trap whose limit the gradients of the second step exceed, in which it is due."""
     model = make()
     if kind == "FSDP2":
         model = shard(model)
     trained = DistributedDataParallel(model) if kind == "DDP" else model
     batch = data if kind == "one process" else mine
-    rule: dict[str, Any] = {
+    rule: Json = {
         "id": "trap",
         "action": "size-trap",
         "params": "*",

@@ -5,23 +5,17 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.small import Block, data, divide, make, shard, whole
+from ranks import Json
 from running_bounds import ByHand
 from spikes import statistics_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -29,12 +23,12 @@ import gradsurgeon
 
 # What the loss of each step is multiplied by.
 FACTORS = (1, 1.2, 0.9, 1.1, 1, 30, 1, 1.1, 0.9, 50, 0.8, 1.3)
-ABOVE: dict[str, dict[str, Any]] = {
+ABOVE: dict[str, Json] = {
     "sigmas": {"sigmas": 2.5, "beta": 0.9, "warmup": 4},
     "times": {"times": 1.05, "beta": 0.9, "warmup": 4},
 }
 # Three times the usual: nothing but the fault of one rank is that large.
-HIGH: dict[str, Any] = {"times": 3, "beta": 0.9, "warmup": 3}
+HIGH: Json = {"times": 3, "beta": 0.9, "warmup": 3}
 CLIP = {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
 PER = ("rule", "parameter")
 THEN = ("clip", "skip-step")
@@ -43,39 +37,6 @@ VARIANTS = ("plain", "accumulation", "scaler")
 # Where one rank differs from the other: in this step.
 FAULT = 5
 ALONE = ("nan", "large", "none")
-
-
-def data(step: int) -> Tensor:
-    """Return the whole batch of a step, the same on every rank."""
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-
-
-def whole(param: Tensor) -> list[float]:
-    """Return all elements of a parameter."""
-    full = param.full_tensor() if isinstance(param, DTensor) else param
-    return [float(value) for value in full.detach().flatten()]
-
-
-def make() -> nn.Sequential:
-    """Return a model whose rows two ranks share unevenly; one of them gets none of `2`."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
-class Block(nn.Module):
-    """What tensor parallelism divides: two projections after a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.LayerNorm(4)
-        self.up = nn.Linear(4, 6)
-        self.down = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape ``[batch, sequence, 4]`` to the same."""
-        out: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return out
 
 
 class WithOwn(nn.Module):
@@ -98,15 +59,9 @@ def wrapped(kind: str, model: Any) -> Any:
     if kind == "DDP":
         return DistributedDataParallel(model)
     if kind == "FSDP2":
-        for part in (model[0], model[2], model):
-            fully_shard(part)
+        return shard(model)
     if kind == "tensor parallel":
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        return divide(model)
     return model
 
 
@@ -135,7 +90,7 @@ def learnt(session: gradsurgeon.Session) -> list[list[list[float]]]:
     return [statistic.kept.tolist() for statistic in statistics_of(session)]
 
 
-def train(kind: str, rule: dict[str, Any], variant: str = "plain") -> dict[str, Any]:
+def train(kind: str, rule: Json, variant: str = "plain") -> Json:
     """Train under a rule, and return the weights at the end, the events and what was learnt."""
     model: Any = Block() if kind in ("tensor parallel", "block") else make()
     called = wrapped(kind, model)
@@ -161,7 +116,7 @@ def train(kind: str, rule: dict[str, Any], variant: str = "plain") -> dict[str, 
         }
 
 
-def train_by_hand(kind: str, rule: dict[str, Any] | None) -> dict[str, Any]:
+def train_by_hand(kind: str, rule: Json | None) -> Json:
     """Train in one process on the whole batch, and keep to the bound of the rule, if any, by hand."""
     model: Any = Block() if kind == "block" else make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
@@ -177,33 +132,32 @@ def train_by_hand(kind: str, rule: dict[str, Any] | None) -> dict[str, Any]:
     return {"weights": [whole(param) for param in model.parameters()], "cut": cut}
 
 
-def spike_trap(above: dict[str, Any], per: str, then: str, **options: Any) -> dict[str, Any]:
+def spike_trap(above: Json, per: str, then: str, **options: Any) -> Json:
     """Return a rule."""
     rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above}
     return {**rule, "per": per, "then": then, **options}
 
 
-def same() -> dict[str, Any]:
-    """Train in every set-up, and by hand."""
-    found: dict[str, Any] = {}
+def same(cases: list[str]) -> Json:
+    """Train in set-ups as they are named, and by hand under every rule."""
+    found: Json = {}
     for kind in ("one process", "block"):
         found[f"{kind} | nothing"] = train_by_hand(kind, None)
-    for above, per, then in itertools.product(ABOVE, PER, THEN):
-        rule, name = spike_trap(ABOVE[above], per, then), f"{above}, {per}, {then}"
-        for kind in ("one process", "block"):
-            found[f"{kind} | {name}"] = train_by_hand(kind, rule)
-        for kind in KINDS:
-            for variant in VARIANTS if kind != "tensor parallel" else VARIANTS[:1]:
-                found[f"{kind}, {variant} | {name}"] = train(kind, rule, variant)
+        for above, per, then in itertools.product(ABOVE, PER, THEN):
+            rule = spike_trap(ABOVE[above], per, then)
+            found[f"{kind} | {above}, {per}, {then}"] = train_by_hand(kind, rule)
+    for case in cases:
+        kind, variant, above, per, then = case.replace(" | ", ", ").split(", ")
+        found[case] = train(kind, spike_trap(ABOVE[above], per, then), variant)
     return found
 
 
 def outcome(
     model: Any,
     called: Any,
-    rule: dict[str, Any],
+    rule: Json,
     step_backward: Callable[[int, Any], None],
-) -> dict[str, Any]:
+) -> Json:
     """Train until a rule raises; return what it raised, the weights after each step, and the rest.
 
     Weights are those that are to stay alike on all ranks.
@@ -211,7 +165,7 @@ def outcome(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer)
     weights: list[Any] = []
-    error: dict[str, Any] | None = None
+    error: Json | None = None
     for step in range(len(FACTORS)):
         optimizer.zero_grad()
         step_backward(step, session)
@@ -234,7 +188,7 @@ def outcome(
     return found
 
 
-def alone(what: str, rule: dict[str, Any]) -> dict[str, Any]:
+def alone(what: str, rule: Json) -> Json:
     """Let rank 1 have a gradient of its own that is NaN or large in one step, or none in every other step."""
     model = WithOwn()
     ignored = ["own.weight"]
@@ -257,7 +211,7 @@ def alone(what: str, rule: dict[str, Any]) -> dict[str, Any]:
     return outcome(model, called, rule, step_backward)
 
 
-def refused(rule: dict[str, Any]) -> str:
+def refused(rule: Json) -> str:
     """Return why a rule is refused where a rank has a gradient of its own."""
     try:
         alone("none", rule)
@@ -266,16 +220,16 @@ def refused(rule: dict[str, Any]) -> str:
     return ""
 
 
-def all_at_once(kind: str, rule: dict[str, Any]) -> dict[str, Any]:
+def all_at_once(kind: str, rule: Json) -> Json:
     """Let all ranks see the same."""
     model = make()
     called = wrapped(kind, model)
     return outcome(model, called, rule, lambda step, _: backward(kind, called, step, 1, None))
 
 
-def apart() -> dict[str, Any]:
+def apart() -> Json:
     """Train where one rank differs from the other, and where rules stop."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for then in ("clip", "skip-step", "raise", "warn"):
         # By its own gradient a rank must not stop or skip.
         for what in ALONE if then in ("clip", "warn") else ():
@@ -296,12 +250,12 @@ def apart() -> dict[str, Any]:
     return found
 
 
-def main() -> dict[str, Any]:
+def main() -> Json:
     """Run every part."""
     logging.getLogger("gradsurgeon").setLevel(logging.CRITICAL)
     # Sessions look for wrappers among all live objects: torch itself need not be searched each time.
     gc.freeze()
-    return {"same": same(), "apart": apart()}
+    return {"same": same(sys.argv[2:]), "apart": apart()}
 
 
 if __name__ == "__main__":
