@@ -125,6 +125,30 @@ def test_the_trap_sees_one_pass(reentrant: bool | None, whole: bool) -> None:
     assert caught.value.name == "last.bias"
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=IDS[1:])
+@pytest.mark.parametrize(
+    ("modules", "tensor"), [("a.0", "output"), ("a.0", "input"), ("b.1", "output"), ("a", "output")]
+)
+def test_a_trap_inside_a_region_stops_the_update(
+    reentrant: bool, modules: str, tensor: str
+) -> None:
+    model = Net(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor}
+    rule["then"] = "skip-step"
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        for number in range(3):
+            optimizer.zero_grad()
+            x = data(number, 5, 4)
+            if number == 1:
+                x[0, 0] = float("nan")
+            model(x).square().mean().backward()
+            optimizer.step()
+        events = [(event.kind, event.step) for event in session.events]
+    assert events == [("trap", 1), ("skipped-step", 1)]
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
 class Twice(nn.Module):
     """One layer inside a checkpointed region and outside of it."""
 
