@@ -312,45 +312,21 @@ def penalised(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-def edit_by_hand(model: nn.Module, name: str) -> Callable[[], None]:
-    """Do the same as a rule by hand; return what is to be called before the update."""
-    params = list(model.parameters())
-    if name.endswith("backward"):
-        for param in params:
-            param.register_hook(
-                (lambda g: g * 0.5) if name.startswith("scale") else lambda g: g.clamp(-0.01, 0.01)
-            )
-    return (
-        (lambda: None)
-        if name.endswith("backward")
-        else (lambda: void(torch.nn.utils.clip_grad_norm_(params, 0.1)))
-    )
-
-
-def void(_value: object) -> None:
-    """Take a value and forget it."""
-
-
-@pytest.mark.parametrize("point", ["scale, backward", "clamp, backward", "clip-norm, step"])
-def test_a_gradient_penalty_with_rules_on_parameters(point: str) -> None:
-    ends = []
-    for rule in (False, True):
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-        entry = {**POINTS[point], "params": "*"}
-        session = gradsurgeon.apply(model, rules(entry)) if rule else None
-        before = (lambda: None) if rule else edit_by_hand(model, point)
-        for number in range(3):
-            optimizer.zero_grad()
-            penalised(model, number).backward()
-            before()
-            optimizer.step()
-        ends.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
-        if session is not None:
-            # The inner gradients are those of the input: no parameter is concerned.
-            assert session.status()["r0"].fired == 3 * 4
-            session.remove()
-    assert torch.allclose(ends[0], ends[1], atol=1e-6)
+@pytest.mark.parametrize("at", ["backward", "step"])
+def test_a_gradient_penalty_with_rules_on_parameters(at: str) -> None:
+    plain, model = make(), make()
+    clamp = {"action": "clamp", "at": at, "min": -0.01, "max": 0.01, "params": "*"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    with gradsurgeon.apply(model, rules(clamp)) as session:
+        penalised(model, 0).backward()
+        optimizer.step()
+        # The inner gradients are those of the input: no parameter is concerned.
+        assert session.status()["r0"].fired == 4
+    penalised(plain, 0).backward()
+    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        assert wanted.grad is not None
+        assert torch.equal(param.grad, wanted.grad.clamp(-0.01, 0.01))
 
 
 @pytest.mark.parametrize("name", ["scale output.grad", "clamp output.grad", "scale output"])
@@ -372,32 +348,6 @@ def test_a_gradient_penalty_with_rules_on_modules_equals_hooks_by_hand(name: str
 
 
 # --- two losses over one graph --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", ["backward", "step"])
-def test_two_losses_over_one_graph(at: str) -> None:
-    plain, model = make(), make()
-    parts = []
-    for factor in (1.0, -0.3):
-        plain.zero_grad()
-        (plain(X).square().sum() * factor).backward()
-        parts.append(plain[0].weight.grad.clone())
-    clamp = {"action": "clamp", "at": at, "min": -0.5, "max": 0.4, "params": "0.weight"}
-    log = {"action": "norm-log", "at": "backward", "params": "0.weight"}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules(log, clamp)) as session:
-        loss = model(X).square().sum()
-        loss.backward(retain_graph=True)
-        with pytest.warns(GradSurgeonWarning) if at == "backward" else nullcontext():
-            (loss * -0.3).backward()
-        optimizer.step()
-    bounded = [part.clamp(-0.5, 0.4) for part in parts]
-    wanted = bounded[0] + bounded[1] if at == "backward" else (parts[0] + parts[1]).clamp(-0.5, 0.4)
-    assert torch.allclose(model[0].weight.grad, wanted, atol=1e-6)
-    assert [v for _, v in session.history("0.weight")] == pytest.approx(
-        [part.norm().item() for part in parts], rel=1e-5
-    )
-    assert session.step == 1
 
 
 def test_two_losses_over_one_graph_pass_a_module_twice() -> None:
@@ -434,26 +384,6 @@ def test_backward_to_some_parameters_runs_the_rules_of_these() -> None:
 
 
 # --- hooks of the script's own --------------------------------------------------------------------
-
-
-def test_hooks_on_a_parameter_run_in_the_order_of_their_coming() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    model = nn.Module()
-    model.w = weight
-    seen: list[float] = []
-
-    def see(value: Tensor) -> None:
-        seen.append(value.item())
-
-    weight.register_hook(lambda g: g + 1.0)
-    weight.register_hook(see)
-    with gradsurgeon.apply(model, rules({**POINTS["scale, backward"], "params": "*"})):
-        weight.register_hook(see)
-        weight.register_hook(lambda g: g + 100.0)
-        (weight * 3.0).sum().backward()
-    assert seen == [4.0, 2.0]
-    assert weight.grad is not None
-    assert weight.grad.item() == 102.0
 
 
 def test_hooks_on_a_module_run_in_the_order_of_their_coming() -> None:

@@ -173,43 +173,6 @@ def test_the_gradient_that_the_script_hands_in_is_not_written(at: str) -> None:
     assert model.weight.grad.tolist() == [[5.0, 5.0, 5.0]]
 
 
-def test_one_tensor_as_two_gradients_is_edited_once_for_each() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.ones(3, 1))
-            self.b = nn.Parameter(torch.ones(1, 3))
-
-    model = Two()
-    handed = torch.ones(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules({"action": "scale", "factor": 0.5}, "step")):
-        torch.autograd.backward([model.a.view(3), model.b.view(3)], [handed, handed])
-        optimizer.step()
-    assert model.a.grad is not None
-    assert model.b.grad is not None
-    assert model.a.grad.flatten().tolist() == [0.5, 0.5, 0.5]
-    assert model.b.grad.flatten().tolist() == [0.5, 0.5, 0.5]
-    assert handed.tolist() == [1.0, 1.0, 1.0]
-
-
-# Torch warns of the cycle once per process, so that another test may have heard it.
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_an_edit_of_a_gradient_with_a_graph_keeps_the_graph() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    options: dict[str, object] = {"action": "scale", "factor": 3.0}
-    with gradsurgeon.apply(model, rules(options, "step"), optimizer=[]) as session:
-        model.weight.pow(3).sum().backward(create_graph=True)
-        first = model.weight.grad
-        assert first is not None
-        session.tick()
-        (second,) = torch.autograd.grad(first.sum(), model.weight)
-    assert torch.equal(second, 6 * model.weight)
-    assert model.weight.grad is not None
-    assert torch.equal(model.weight.grad, 3 * first)
-    model.weight.grad = None
-
-
 class SecondOrder(torch.optim.SGD):
     """Differentiates the gradients that it is given, as AdaHessian and Sophia do."""
 
@@ -272,20 +235,6 @@ def test_an_optimizer_of_second_order_gets_the_hessian_that_an_edit_by_hand_leav
 
     for expected, got in zip(train(by_rule=False), train(by_rule=True), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0)
-
-
-def test_autograd_grad_is_left_alone_with_one_notice() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    with gradsurgeon.apply(model, rules({"action": "scale", "factor": 3.0}, "backward")) as session:
-        for _ in range(2):
-            (found,) = torch.autograd.grad(model.weight.sum(), model.weight)
-            assert found.tolist() == [[1.0, 1.0]]
-        model.weight.sum().backward()
-    assert model.weight.grad is not None
-    assert model.weight.grad.tolist() == [[3.0, 3.0]]
-    notices = [event for event in session.events if "autograd.grad" in event.message]
-    assert [event.kind for event in notices] == ["notice"]
-    assert session.status()["it"].fired == 1
 
 
 @pytest.mark.filterwarnings("ignore:weight got a gradient that did not pass")

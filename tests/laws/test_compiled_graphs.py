@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-import warnings
 from typing import Any
 
 import pytest
@@ -196,31 +195,46 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
         session.pause()
 
 
+def compiled_by(way: str, model: Net) -> Any:
+    if way == "in place":
+        model.compile(backend="eager")
+        return model
+    what = functools.partial(model) if way == "the step function" else model
+    return torch.compile(what, backend="eager")
+
+
+WAYS = ["the model", "in place", "the step function", "an earlier session"]
+
+
 @pytest.mark.cell(
     "`torch.compile`, rules after the first call",
     "modules",
     differs="all compiled code of the process is recompiled, with one warning",
 )
-@pytest.mark.parametrize(
-    "way", slow("the model", "in place", "the step function", "an earlier session")
-)
+@pytest.mark.parametrize("way", slow(*WAYS))
 def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str) -> None:
     model = Net()
-    called: Any = model
-    if way == "in place":
-        model.compile(backend="eager")
-    elif way == "the step function":
-        called = torch.compile(functools.partial(model), backend="eager")
-    else:
-        called = torch.compile(model, backend="eager")
+    called = compiled_by(way, model)
     earlier = gradsurgeon.apply(model, only(PARAMS)) if way == "an earlier session" else None
     bare = called(data(0, 5, 4))
+    rule = on("parts.1", factor=0.0)
     with pytest.warns(GradSurgeonWarning, match=r"rules on modules \(it\) came after the first"):
-        session = gradsurgeon.apply(
-            model, only(on("parts.1", factor=0.0)), replace=earlier is not None
-        )
+        session = gradsurgeon.apply(model, only(rule), replace=earlier is not None)
     assert [event.kind for event in session.events] == ["notice"]
     with session:
+        assert not called(data(0, 5, 4)).any()
+    assert torch.equal(called(data(0, 5, 4)), bare)
+
+
+@pytest.mark.slow
+# Where hooks of the model are called outside of its code, nothing need be dropped.
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
+    model = Net()
+    called = compiled_by(way, model)
+    bare = called(data(0, 5, 4))
+    with gradsurgeon.apply(model, only(on(".", factor=0.0))):
         assert not called(data(0, 5, 4)).any()
     assert torch.equal(called(data(0, 5, 4)), bare)
 
@@ -237,27 +251,6 @@ def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -
         # A warning on dropped code would have been an error.
         assert not any("torch.compile" in event.message for event in session.events)
     assert torch.equal(compiled(data(0, 5, 4)), bare)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["the model", "in place", "the step function"])
-def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
-    model = Net()
-    called: Any = model
-    if way == "in place":
-        model.compile(backend="eager")
-    elif way == "the step function":
-        called = torch.compile(functools.partial(model), backend="eager")
-    else:
-        called = torch.compile(model, backend="eager")
-    bare = called(data(0, 5, 4))
-    with warnings.catch_warnings():
-        # Where hooks of the model are called outside of its code, nothing need be dropped.
-        warnings.simplefilter("ignore", GradSurgeonWarning)
-        session = gradsurgeon.apply(model, only(on(".", factor=0.0)))
-    with session:
-        assert not called(data(0, 5, 4)).any()
-    assert torch.equal(called(data(0, 5, 4)), bare)
 
 
 def test_code_of_another_model_is_dropped_as_well() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from pairs import singly
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -58,38 +57,7 @@ def train(
     return [param.detach().clone() for param in model.parameters()]
 
 
-RULES: dict[str, dict[str, Any]] = {
-    "clamp at step": {"action": "clamp", "min": -0.02, "max": 0.03, "at": "step"},
-    "clamp at backward": {"action": "clamp", "min": -0.02, "max": 0.03, "at": "backward"},
-    # From the third step on: AdamW does not notice a factor that has always been there.
-    "scale at step": {"action": "scale", "factor": 0.25, "at": "step", "steps": {"from": 2}},
-    "scale at backward": {"action": "scale", "factor": 0.25, "steps": {"from": 2}},
-    "zero": {"action": "zero", "params": "*.bias"},
-    "clip per parameter": {"action": "clip-norm", "max_norm": 0.05},
-    "clip per rule": {"action": "clip-norm", "max_norm": 0.05, "per": "rule"},
-    "clip at backward": {"action": "clip-norm", "max_norm": 0.05, "at": "backward"},
-    "freeze": {"action": "freeze", "params": "0.*"},
-}
-
-
-@pytest.mark.filterwarnings("ignore:rule r0. bounds the contribution")
-@singly(name=RULES, kind=KINDS, unscale=[True, False], given=[True, False])
-def test_the_same_rule_does_the_same_with_and_without_a_scaler(
-    name: str, kind: str, unscale: bool, given: bool
-) -> None:
-    ends = []
-    for scaler in (None, GradScaler("cpu", init_scale=1024.0)):
-        model, optimizer = make(kind)
-        with gradsurgeon.apply(model, rules(RULES[name]), scaler=scaler if given else None):
-            ends.append(train(model, optimizer, scaler, parts=2, unscale=unscale))
-    bare_model, bare = make(kind)
-    without = train(bare_model, bare, None, parts=2)
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
-    # The rule acts: the run without it ends elsewhere.
-    assert max((a - b).abs().max().item() for a, b in zip(ends[0], without, strict=True)) > 1e-3
-
-
-@pytest.mark.cell("GradScaler", "backward", "accumulated", "step")
+@pytest.mark.cell("GradScaler", "backward", "accumulated", "step", "modules")
 @pytest.mark.cell("GradScaler, fused optimizer", "backward", "accumulated", "step")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", ["backward", "accumulated", "step"])
@@ -99,31 +67,16 @@ def test_records_and_captures_are_in_true_units(at: str, kind: str) -> None:
         model, optimizer = make(kind)
         log = {"action": "norm-log", "at": at, "stats": ["l2", "linf", "mean"]}
         kept = {"action": "capture", "at": at, "params": "0.weight"}
-        with gradsurgeon.apply(model, rules(log, kept)) as session:
+        file = rules(log, kept)
+        of_module = {"modules": "0", "tensor": "output.grad"}
+        file["rules"].append({"id": "module", "action": "norm-log", **of_module})
+        with gradsurgeon.apply(model, file) as session:
             train(model, optimizer, scaler, steps=2)
         rows = [v for s in ("l2", "linf", "mean") for _, v in session.history("0.weight", s)]
+        rows += [v for _, v in session.history("0", rule="module")]
         found.append([*rows, *(v.norm().item() for v in session.captured("r1").values())])
-    assert len(found[0]) == 8
+    assert len(found[0]) == 10
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-@pytest.mark.cell("GradScaler", "modules")
-def test_module_gradients_are_in_true_units() -> None:
-    ends = []
-    for scaler in (None, GradScaler("cpu", init_scale=1024.0)):
-        model, optimizer = make()
-        clamp = {
-            "id": "c",
-            "action": "clamp",
-            "modules": "0",
-            "tensor": "output.grad",
-            "min": -1e-3,
-            "max": 1e-3,
-        }
-        log = {"id": "n", "action": "norm-log", "modules": "0", "tensor": "output.grad"}
-        with gradsurgeon.apply(model, {"version": 1, "rules": [clamp, log]}) as session:
-            ends.append([*train(model, optimizer, scaler), torch.tensor(session.latest("0"))])
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

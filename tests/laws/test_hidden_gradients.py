@@ -182,6 +182,41 @@ def test_a_listener_that_removes_the_session_at_a_trap() -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("where", ["update", "later hook"])
+@pytest.mark.parametrize("held", [True, False], ids=["error held", "let go"])
+def test_hidden_gradients_come_back_where_the_step_raises(where: str, held: bool) -> None:
+    model, optimizer = make()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with gradsurgeon.apply(model, rules(FREEZE), optimizer=optimizer) as session:
+        if where == "update":
+            optimizer.before = fail  # type: ignore[method-assign]
+        handle = optimizer.register_step_pre_hook(fail)
+        if where == "update":
+            handle.remove()
+        backward(model)
+        grad, bias = model.bias.grad, model.bias.detach().clone()
+        kept = None
+        try:
+            optimizer.step()
+        except MemoryError as error:
+            kept = error if held else None
+        handle.remove()
+        optimizer.before = lambda: None  # type: ignore[method-assign]
+        for steps in (
+            1,
+            2,
+        ):  # an attempt, and one of its own, also while the error is still at hand
+            assert model.bias.grad is grad
+            assert session.step == steps
+            if steps == 1:
+                optimizer.step()
+        assert torch.equal(model.bias, bias)
+        del kept
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_two_sessions_that_hide_gradients_of_one_step(fails: bool) -> None:
     torch.manual_seed(0)

@@ -170,16 +170,6 @@ def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> No
     assert [step for step, _ in session.history("b")] == [2, 2, 3]
 
 
-def test_a_rule_for_training_rests_in_evaluation() -> None:
-    model = nn.Sequential(nn.Identity())
-    scale = {"id": "s", "action": "scale", "modules": "0", "tensor": "output", "factor": 3.0}
-    x = data(0, 5, 4)
-    with gradsurgeon.apply(model, rules({**scale, "when": "train"})):
-        for _ in range(3):
-            assert model.train()(x).equal(3 * x)
-            assert model.eval()(x).equal(x)
-
-
 def test_a_rule_that_rests_can_be_paused() -> None:
     model = nn.Sequential(nn.Identity())
     scale = {"id": "s", "action": "scale", "modules": "0", "tensor": "output", "factor": 3.0}

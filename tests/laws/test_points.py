@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from models import CASES, CalledTwice, data
+from models import data
 from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import (
-    BindError,
     GradSurgeonError,
     GradSurgeonWarning,
     NonFiniteGradientError,
@@ -75,25 +73,6 @@ def test_the_same_bound_at_both_points_under_accumulation(at: str, moved: float)
     assert said == ([("notice", "bound")] if at == "backward" else [])
 
 
-@pytest.mark.cell("accumulation", "step")
-@pytest.mark.parametrize("action", ["scale", "zero"])
-def test_linear_rules_at_both_points_agree_with_one_big_batch(action: str) -> None:
-    ends = []
-    options = {"factor": 0.5} if action == "scale" else {}
-    for at in ("backward", "step"):
-        for parts in ([1.0, 2.0, 4.0], [7.0]):
-            model = Weight()
-            optimizer = sgd(model)
-            with gradsurgeon.apply(
-                model, rules({"id": "it", "action": action, "at": at, **options})
-            ):
-                for part in parts:
-                    (model.w * part).sum().backward()
-                optimizer.step()
-            ends.append(-model.w.item())
-    assert ends == [3.5 if action == "scale" else 0.0] * 4
-
-
 @pytest.mark.cell(
     "accumulation", "accumulated", differs="the record of a step comes from its last pass"
 )
@@ -120,32 +99,6 @@ def test_accumulated_records_the_last_pass_and_backward_each() -> None:
 
 
 # --- closures -------------------------------------------------------------------------------------
-
-
-def lightning_like(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor]) -> None:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-        return value
-
-    optimizer.step(closure)
-
-
-def test_rules_at_step_act_after_the_closure() -> None:
-    model = Weight()
-    optimizer = sgd(model)
-
-    def loss() -> Tensor:
-        return (model.w * 4.0).sum()
-
-    with gradsurgeon.apply(model, rules(HALF, NORMS)) as session:
-        for step in range(3):
-            lightning_like(model, optimizer, loss)
-            assert -model.w.item() == 2.0 * (step + 1)
-    assert session.step == 3
-    assert session.history("w") == [(0, 4.0), (1, 4.0), (2, 4.0)]
 
 
 def test_a_closure_by_keyword_and_a_dummy_closure() -> None:
@@ -202,13 +155,6 @@ def test_lbfgs_sees_edited_gradients_in_every_evaluation_and_counts_one_step() -
     (by_hand, _), (by_rule, steps) = run(edit_by_hand=True), run(edit_by_hand=False)
     assert by_rule == by_hand
     assert steps == 3
-
-
-def test_lbfgs_takes_no_rule_that_skips_its_steps() -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(BindError, match="no rule can hide a parameter from it or skip the step"):
-        gradsurgeon.apply(model, rules(SKIP), optimizer=optimizer)
 
 
 class Sharp(torch.optim.SGD):
@@ -618,24 +564,6 @@ def test_an_optimizer_made_after_the_first_backward_says_what_its_first_update_g
 # --- the clock ------------------------------------------------------------------------------------
 
 
-def test_schedules_and_start_step() -> None:
-    model = Weight()
-    optimizer = sgd(model)
-    window = {**HALF, "factor": 0.0, "steps": {"from": 12, "to": 16, "every": 2}}
-    moved = []
-    with gradsurgeon.apply(model, rules(window), start_step=10) as session:
-        for _ in range(10):
-            optimizer.zero_grad()
-            before = model.w.item()
-            model.w.sum().backward()
-            optimizer.step()
-            moved.append(before - model.w.item())
-        assert session.step == 20
-    assert moved == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert session.status()["half"].fired == 2
-    assert session.status()["half"].last_step == 14
-
-
 def test_pause_and_resume_keep_the_clock() -> None:
     model = Weight()
     optimizer = sgd(model)
@@ -671,41 +599,6 @@ def test_updates_by_hand_are_counted_while_the_rules_pause() -> None:
         assert session.step == 5
     assert moved == [0.5, 0.5, 1.0, 1.0, 0.5]
     assert session.history("w") == [(0, 1.0), (1, 1.0), (4, 1.0)]
-
-
-def test_frozen_parameters_act_once_thawed() -> None:
-    case = CASES["frozen"]
-    model = case.make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero = {"id": "zero", "action": "zero", "at": "backward", "params": "body.*"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [zero]}) as session:
-        assert (
-            "all matched parameters have `requires_grad` off"
-            in session.plan.rule_warnings["zero"][0]
-        )
-        for _ in range(2):
-            case.backward(model, 0)
-            optimizer.step()
-        assert session.status()["zero"].fired == 0
-        model.requires_grad_(True)
-        case.backward(model, 0)
-        assert session.status()["zero"].fired == 2
-        assert not any(p.grad.any() for p in model.body.parameters() if p.grad is not None)
-
-
-def test_a_module_called_twice_is_edited_once_on_the_sum() -> None:
-    case = CASES["called-twice"]
-    plain, model = case.make(), case.make()
-    case.backward(plain, 0)
-    bound = {**BOUND, "min": -1e-3, "max": 1e-3, "at": "backward"}
-    with gradsurgeon.apply(model, rules(bound)) as session:
-        case.backward(model, 0)
-    assert isinstance(model, CalledTwice)
-    assert isinstance(plain, CalledTwice)
-    assert plain.fc.weight.grad is not None
-    assert model.fc.weight.grad is not None
-    assert torch.equal(model.fc.weight.grad, plain.fc.weight.grad.clamp(-1e-3, 1e-3))
-    assert session.status()["bound"].fired == 4
 
 
 def test_what_came_before_rules_that_begin_inside_a_pass_is_no_part_of_the_next_one() -> None:
