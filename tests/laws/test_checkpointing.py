@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import data
 from pairs import singly
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,32 +49,29 @@ class Net(nn.Module):
         return out
 
 
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {
-            "id": "bound",
-            "action": "clamp",
-            "params": "*",
-            "at": "backward",
-            "min": -0.1,
-            "max": 0.1,
-        },
-        {"id": "half", "action": "scale", "modules": "a.0", "tensor": "output.grad", "factor": 0.5},
-        {"id": "more", "action": "scale", "modules": "b.0", "tensor": "output", "factor": 1.5},
-        {
-            "id": "spikes",
-            "action": "spike-trap",
-            "params": "*",
-            "above": {"times": 1.01, "warmup": 2},
-        },
-        {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.2, "per": "rule"},
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "each", "action": "norm-log", "params": "*", "at": "backward"},
-        {"id": "acts", "action": "norm-log", "modules": "a.0", "tensor": "output"},
-        {"id": "trap", "action": "nan-trap", "params": "*"},
-    ],
-}
+RULES: dict[str, Any] = rule_file(
+    {
+        "id": "bound",
+        "action": "clamp",
+        "params": "*",
+        "at": "backward",
+        "min": -0.1,
+        "max": 0.1,
+    },
+    {"id": "half", "action": "scale", "modules": "a.0", "tensor": "output.grad", "factor": 0.5},
+    {"id": "more", "action": "scale", "modules": "b.0", "tensor": "output", "factor": 1.5},
+    {
+        "id": "spikes",
+        "action": "spike-trap",
+        "params": "*",
+        "above": {"times": 1.01, "warmup": 2},
+    },
+    {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.2, "per": "rule"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "each", "action": "norm-log", "params": "*", "at": "backward"},
+    {"id": "acts", "action": "norm-log", "modules": "a.0", "tensor": "output"},
+    {"id": "trap", "action": "nan-trap", "params": "*"},
+)
 
 
 def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, gradsurgeon.Session]:
@@ -133,10 +131,10 @@ def test_a_trap_inside_a_region_stops_the_update(
     reentrant: bool, modules: str, tensor: str
 ) -> None:
     model = Net(reentrant)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor}
     rule["then"] = "skip-step"
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         for number in range(3):
             optimizer.zero_grad()
             x = data(number, 5, 4)
@@ -172,8 +170,8 @@ class Twice(nn.Module):
 def run_twice(reentrant: bool | None, **rule: Any) -> tuple[Twice, gradsurgeon.Session]:
     torch.manual_seed(6)
     model = Twice(reentrant)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    rules = {"version": 1, "rules": [{"id": "it", "params": "*", **rule}]}
+    optimizer = sgd(model, 0.05)
+    rules = rule_file({"id": "it", "params": "*", **rule})
     with gradsurgeon.apply(model, rules) as session:
         for number in range(2):
             optimizer.zero_grad()
@@ -263,7 +261,7 @@ def test_updates_by_hand_see_one_pass_as_well(reentrant: bool | None) -> None:
     for kind in (None, reentrant):
         torch.manual_seed(0)
         model = Net(kind)
-        with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        with gradsurgeon.apply(model, rule_file(rule)) as session:
             for step in range(3):
                 torch.manual_seed(step)
                 model.zero_grad()
@@ -299,7 +297,7 @@ def test_a_block_without_trainable_parameters_is_watched(
             model.get_submodule(name).requires_grad_(False)
         trainable = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.SGD(trainable, lr=0.05)
-        session = gradsurgeon.apply(model, {"version": 1, "rules": rules}) if rules else None
+        session = gradsurgeon.apply(model, rule_file(*rules)) if rules else None
         for number in range(3):
             optimizer.zero_grad()
             model(data(number, 5, 4)).square().mean().backward()
@@ -345,7 +343,7 @@ def test_what_a_loss_has_packed_is_unpacked_by_the_backward_pass_alone(how: str)
         runs.clear()
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         session = gradsurgeon.apply(model, "gradsurgeon:debug@1") if watched else None
         for step in range(2):
             optimizer.zero_grad()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import CASES, Case, same
 from pairs import singly
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -76,10 +77,7 @@ def run(
 
 
 def rules(options: dict[str, object], at: str, pattern: str = "*") -> dict[str, object]:
-    return {
-        "version": 1,
-        "rules": [{"id": "it", "params": pattern, "at": at, **options}],
-    }
+    return rule_file({"id": "it", "params": pattern, "at": at, **options})
 
 
 # The case with two passes per step is warned about, as it should be.
@@ -164,7 +162,7 @@ def test_an_edit_leaves_the_other_side_of_a_sum_alone() -> None:
 def test_the_gradient_that_the_script_hands_in_is_not_written(at: str) -> None:
     model = nn.Linear(3, 1, bias=False)
     handed = torch.ones(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, rules({"action": "scale", "factor": 5.0}, at)):
         model.weight.view(3).backward(handed)
         optimizer.step()
@@ -240,7 +238,7 @@ def test_an_optimizer_of_second_order_gets_the_hessian_that_an_edit_by_hand_leav
 @pytest.mark.filterwarnings("ignore:weight got a gradient that did not pass")
 def test_half_precision_bounds_beyond_its_range() -> None:
     model = nn.Linear(2, 2, bias=False).to(torch.float16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, rules({"action": "clamp", "min": -1e6, "max": 1e6}, "step")):
         model.weight.grad = torch.tensor([[1.0, 65504.0], [float("inf"), float("-inf")]]).half()
         optimizer.step()
@@ -251,7 +249,7 @@ def test_a_bound_on_sparse_contributions_tells_that_they_are_summed() -> None:
     case = CASES["sparse"]
     model = case.make()
     bound = {"id": "c", "action": "clamp", "at": "backward", "params": "emb.*", "min": -1, "max": 1}
-    rules = {"version": 1, "rules": [bound]}
+    rules = rule_file(bound)
     with gradsurgeon.apply(model, rules, optimizer=[]) as session:
         case.backward(model, 0)
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="several passes feed one update"):
@@ -276,8 +274,8 @@ def edited(rule: dict[str, object], grad: Tensor) -> Tensor:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros_like(grad))
     model.weight.grad = grad.clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    rules = {"version": 1, "rules": [{"id": "rule", "params": "*", "at": "step", **rule}]}
+    optimizer = sgd(model, 0.0)
+    rules = rule_file({"id": "rule", "params": "*", "at": "step", **rule})
     with gradsurgeon.apply(model, rules):
         optimizer.step()
     assert model.weight.grad is not None
@@ -307,9 +305,9 @@ def test_a_float32_gradient_counts_as_changed_by_its_own_dtype() -> None:
     model.narrow = nn.Parameter(torch.zeros(2))
     model.wide = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     bound = {"id": "b", "action": "clamp", "params": "*", "at": "step", "max": 0.1}
-    document = {"version": 1, "rules": [bound]}
+    document = rule_file(bound)
     with gradsurgeon.apply(model, document, mode="observe") as session:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         (model.narrow.sum() * 0.1 + model.wide.sum()).backward()
         optimizer.step()
         assert session.status()["b"].changed == 0.5
@@ -329,8 +327,8 @@ def test_observed_gradients_count_as_changed_by_any_of_their_elements(
     grads = [torch.zeros(size) for size in sizes]
     grads[0][-1] = last
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    document = {"version": 1, "rules": [{"id": "r", "params": "*", "at": "step", **rule}]}
+    optimizer = sgd(model, 0.0)
+    document = rule_file({"id": "r", "params": "*", "at": "step", **rule})
     counted = {}
     for mode in ("observe", "act"):
         for param, grad in zip(model, grads, strict=True):
@@ -375,8 +373,8 @@ class Two(nn.Module):
 def steps_with(first: Tensor, second: Tensor, params: str) -> tuple[float, float]:
     """Return how far one step of plain SGD moves two parameters with these gradients."""
     model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    rules = {"version": 1, "rules": [{**HALF, "params": params}]}
+    optimizer = sgd(model, 1.0)
+    rules = rule_file({**HALF, "params": params})
     with gradsurgeon.apply(model, rules, optimizer=optimizer):
         (model.a + model.b).sum().backward()
         model.a.grad, model.b.grad = first, second
@@ -418,8 +416,8 @@ def test_a_gradient_that_the_script_holds_a_view_of() -> None:
 )
 def test_what_a_clip_leaves_alone_is_not_written(rule: dict[str, Any], *, written: bool) -> None:
     model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    rules = {"version": 1, "rules": [{"id": "rule", "params": "*", "at": "step", **rule}]}
+    optimizer = sgd(model, 0.0)
+    rules = rule_file({"id": "rule", "params": "*", "at": "step", **rule})
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         (4.0 * (model.a + model.b)).sum().backward()
         versions = [param.grad._version for param in model.parameters() if param.grad is not None]

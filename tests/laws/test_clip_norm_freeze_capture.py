@@ -11,18 +11,12 @@ import pytest
 import torch
 from models import CASES, data
 from pairs import singly
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import BindError
 from gradsurgeon.tensors import _numbers
-
-
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "rules": [{"id": f"r{i}", "params": "*", **e} for i, e in enumerate(entries)],
-    }
 
 
 def make() -> Any:
@@ -48,7 +42,7 @@ def test_frozen_from_the_start_leaves_no_state_and_zero_does_not_freeze() -> Non
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         before = model[0].weight.detach().clone()
         entry = {"action": action, "params": "0.*", "at": "step"}
-        with gradsurgeon.apply(model, rules(entry)):
+        with gradsurgeon.apply(model, rule_file(entry, params="*")):
             for number in range(3):
                 step(model, optimizer, number)
         moved[action] = not torch.equal(before, model[0].weight)
@@ -58,7 +52,7 @@ def test_frozen_from_the_start_leaves_no_state_and_zero_does_not_freeze() -> Non
 
 def test_lbfgs_and_hand_written_updates_are_refused() -> None:
     model = make()
-    freeze = rules({"action": "freeze", "params": "0.*"})
+    freeze = rule_file({"action": "freeze", "params": "0.*"}, params="*")
     optimizer: Any = torch.optim.LBFGS(model.parameters())
     with pytest.raises(BindError, match=r"rule r0: LBFGS moves all parameters together"):
         gradsurgeon.apply(model, freeze, optimizer=optimizer)
@@ -85,7 +79,7 @@ def test_a_clip_equals_clip_grad_norm(name: str, at: str, norm_type: Any, max_no
     entry = {"action": "clip-norm", "max_norm": max_norm, "norm_type": norm_type}
     entry |= {"per": "rule"} if at == "rule" else {"at": at}
     optimizer = case.optimizer(model)
-    with gradsurgeon.apply(model, rules(entry), optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(entry, params="*"), optimizer=optimizer) as session:
         torch.manual_seed(0)
         case.backward(model, 0)
         optimizer.step()
@@ -103,7 +97,7 @@ def test_a_clip_equals_clip_grad_norm(name: str, at: str, norm_type: Any, max_no
 def python_calls(count: int) -> int:
     """Return how many functions of gradsurgeon an update calls that records, judges and shortens gradients."""
     model = nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(count)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     clip = {"action": "clip-norm", "per": "rule", "max_norm": 1e-3}
     seen: list[str] = []
     numbers: list[int] = []
@@ -112,7 +106,7 @@ def python_calls(count: int) -> int:
         if event == "call":
             seen.append(frame.f_code.co_filename)
 
-    wanted = rules({"action": "norm-log"}, {"action": "nan-trap"}, clip)
+    wanted = rule_file({"action": "norm-log"}, {"action": "nan-trap"}, clip, params="*")
     with gradsurgeon.apply(model, wanted, optimizer=optimizer) as session:
         for _ in range(5):
             torch.stack([*model]).sum().backward()
@@ -136,9 +130,9 @@ def test_an_update_calls_as_many_functions_for_many_gradients_as_for_few() -> No
 @pytest.mark.parametrize("per", ["parameter", "rule"])
 def test_a_norm_that_is_not_finite_leaves_the_gradients_alone_and_is_an_event(per: str) -> None:
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     entry = {"action": "clip-norm", "max_norm": 0.1, "per": per, "params": "2.*"}
-    with gradsurgeon.apply(model, rules(entry)) as session:
+    with gradsurgeon.apply(model, rule_file(entry, params="*")) as session:
         model(data(0, 5, 4)).sum().backward()
         model[2].bias.grad[0] = float("inf")
         before = [p.grad.clone() for p in model[2].parameters()]
@@ -152,8 +146,10 @@ def test_a_norm_that_is_not_finite_leaves_the_gradients_alone_and_is_an_event(pe
 
 def test_half_precision_is_measured_in_float32() -> None:
     model = nn.Linear(100, 10, bias=False).to(torch.float16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gradsurgeon.apply(model, rules({"action": "clip-norm", "max_norm": 1000.0})):
+    optimizer = sgd(model, 0.0)
+    with gradsurgeon.apply(
+        model, rule_file({"action": "clip-norm", "max_norm": 1000.0}, params="*")
+    ):
         (model.weight * 5e4).sum().backward()  # a norm of 1.6 M, beyond float16
         optimizer.step()
     assert model.weight.grad is not None
@@ -170,7 +166,7 @@ def test_clip_of_a_module_gradient() -> None:
         "max_norm": 0.01,
     }
     kept = {"id": "k", "action": "capture", "modules": "0", "tensor": "output.grad"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [entry, kept]}) as session:
+    with gradsurgeon.apply(model, rule_file(entry, kept)) as session:
         model(data(0, 5, 4)).square().sum().backward()
     (grad,) = session.captured("k").values()
     assert grad.norm().item() == pytest.approx(0.01, rel=1e-3)
@@ -190,7 +186,7 @@ SIZES = [4, 2000, 2**18]
 
 
 def rule(**options: Any) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"id": "r", "params": "*", **options}]}
+    return rule_file({"id": "r", "params": "*", **options})
 
 
 @singly(
@@ -228,10 +224,10 @@ def test_a_small_gradient_is_recorded_whatever_it_is_measured_beside(
     beside: int, dtype: torch.dtype, passes: int
 ) -> None:
     model = nn.ParameterList([torch.zeros(4, dtype=dtype), torch.zeros(beside)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     points = ("backward", "accumulated", "step")
     logs = [{"id": at, "action": "norm-log", "params": "*", "at": at} for at in points]
-    with gradsurgeon.apply(model, {"version": 1, "rules": logs}, optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(*logs), optimizer=optimizer) as session:
         for _ in range(passes):
             torch.stack([(one * 1e-30).float().sum() for one in model]).sum().backward()
         optimizer.step()
@@ -255,7 +251,7 @@ def test_clip_norm_cuts_it(dtype: torch.dtype, size: float, at: str, per: str) -
     if (at, per) == ("backward", "rule"):
         return
     model = nn.Linear(50, 40).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(
         model, rule(action="clip-norm", max_norm=1.0, at=at, per=per), optimizer=optimizer
     ) as session:
@@ -275,7 +271,7 @@ def test_clip_norm_cuts_it(dtype: torch.dtype, size: float, at: str, per: str) -
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_spike_of_finite_elements_is_cut(dtype: torch.dtype, per: str) -> None:
     model = nn.Linear(50, 40, bias=False).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     above = {"sigmas": 2.5, "warmup": 10}
     with gradsurgeon.apply(
         model, rule(action="spike-trap", above=above, per=per), optimizer=optimizer

@@ -29,6 +29,7 @@ from several_losses import (
     trunk_of,
     two,
 )
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -279,7 +280,7 @@ def test_a_misspelt_loss_is_said_at_once() -> None:
 def test_losses_of_another_model_may_come_through_this_one() -> None:
     """Those of a generator reach the discriminator, whose rule names its own."""
     generator, model, x = nn.Linear(6, 6), Heads(), torch.randn(5, 6)
-    held = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, model)]
+    held = [sgd(each) for each in (generator, model)]
     gradsurgeon.apply(
         generator,
         rules({"action": "combine", "method": "mgda", "params": "*", "losses": ["adv", "rec"]}),
@@ -323,7 +324,7 @@ def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, cu
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
     file = rules(combine)
     file["rules"].append(trap)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = gradsurgeon.apply(model, file)
     losses = {**two(model, x), "third": model(x)[0].mean()}
     losses[culprit] = losses[culprit] * torch.tensor(float("nan"))
@@ -385,7 +386,7 @@ def test_gradients_accumulate_over_calls() -> None:
     model = Heads()
     batches = [torch.randn(5, 6) for _ in range(3)]
     wanted = sum(aggregator("mgda")(jacobian(two(model, x), trunk_of(model))) for x in batches)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     session = gradsurgeon.apply(
         model, rules({"action": "combine", "method": "mgda"}, {"action": "conflict"})
     )
@@ -404,7 +405,7 @@ def test_records_and_rules_after_it_see_the_combined_gradient() -> None:
     file = rules({"action": "combine", "method": "mgda"})
     for at in ("backward", "accumulated", "step"):
         file["rules"].append({"id": at, "action": "norm-log", "params": "trunk.0.weight", "at": at})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = gradsurgeon.apply(model, file)
     wanted = aggregator("mgda")(jacobian(two(model, x), trunk_of(model)))
     gradsurgeon.backward(two(model, x))
@@ -433,7 +434,7 @@ def test_module_rules_act_in_every_pass_and_record_in_one() -> None:
         {"id": "kept", "action": "capture", **of},
         {"id": "trap", "action": "nan-trap", **of},
     ]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     session = gradsurgeon.apply(model, file)
     gradsurgeon.backward(two(model, x))
     torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
@@ -446,7 +447,7 @@ def test_module_rules_act_in_every_pass_and_record_in_one() -> None:
 
 def test_rules_act_in_their_steps_and_by_their_optimizer() -> None:
     model = Heads()
-    first = torch.optim.SGD(model.trunk[0].parameters(), lr=0.1)
+    first = sgd(model.trunk[0])
     second = torch.optim.SGD(
         [*model.trunk[2].parameters(), *model.seg.parameters(), *model.depth.parameters()], lr=0.1
     )
@@ -545,7 +546,7 @@ def test_an_overflow_reaches_the_scaler() -> None:
     model, x = Heads(), torch.randn(5, 6)
     before = copy.deepcopy(model.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
     gradsurgeon.backward({name: loss * 1e10 for name, loss in two(model, x).items()}, scaler=scaler)
     scaler.step(optimizer)
@@ -719,7 +720,7 @@ def weights(seed: int, *, calls: int = 1, steps: int = 1, start: int = 0) -> lis
     torch.manual_seed(0)
     model, x = Heads(), torch.randn(5, 6)
     directions = torch.randn(len(MANY), 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     torch.manual_seed(seed)
     given = [
         {"id": rule, "action": "combine", "method": "pcgrad", "losses": MANY, "params": params}

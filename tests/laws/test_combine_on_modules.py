@@ -15,6 +15,7 @@ import pytest
 import torch
 from pairs import singly
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
+from small import sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -727,7 +728,7 @@ def test_loss_scaling(scale: float) -> None:
     for enabled in (False, True):
         torch.manual_seed(0)
         model, x = two_heads()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
         session = armed(model, {"action": "combine", "method": "fairgrad", "alpha": 1.0}, CONFLICT)
         scaler.scale(loss(model(x))).backward()
@@ -747,7 +748,7 @@ def test_loss_scaling(scale: float) -> None:
 
 def test_an_overflow_reaches_the_scaler() -> None:
     model, x = two_heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     armed(model, PCGRAD)
     before = [param.detach().clone() for param in model.parameters()]
@@ -844,7 +845,7 @@ def test_no_rule_acts_any_more(how: str, moment: str) -> None:
 
 def test_every_other_step() -> None:
     model, x = two_heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = armed(model, {**MGDA, "steps": {"every": 2}})
     for step in range(4):
         optimizer.zero_grad()
@@ -860,9 +861,9 @@ def test_every_other_step() -> None:
 
 def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
     model, x = two_heads()
-    trunk = torch.optim.SGD(model.trunk.parameters(), lr=0.1)
-    seg = torch.optim.SGD(model.seg_head.parameters(), lr=0.1)
-    depth = torch.optim.SGD(model.depth_head.parameters(), lr=0.1)
+    trunk = sgd(model.trunk)
+    seg = sgd(model.seg_head)
+    depth = sgd(model.depth_head)
     session = armed(model, {**MGDA, "steps": {"every": 2}}, optimizer=[trunk, seg, depth])
     for step in range(4):
         model.zero_grad()
@@ -884,7 +885,7 @@ def why(session: gradsurgeon.Session, rule: str = "combine") -> str:
 
 
 def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     for _ in range(steps):
         optimizer.zero_grad()
         run().backward()

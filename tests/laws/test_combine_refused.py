@@ -28,6 +28,7 @@ from several_losses import (
     trunk_of,
     two,
 )
+from small import sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -254,7 +255,7 @@ def train(
     """Train with the rules on losses; return the session, and the Jacobian of each step on the trunk."""
     torch.manual_seed(0)
     model = Heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = sgd(model, 0.02)
     given = rules(
         {"action": "conflict", "id": "tasks", "losses": LOSSES, "per": per},
         {"action": "combine", "id": "surgery", "losses": LOSSES, **AVERAGE},
@@ -338,7 +339,7 @@ def test_trackers_get_a_curve_of_each_pair() -> None:
 
 def test_a_rule_whose_losses_never_came_says_so() -> None:
     model = Heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = sgd(model, 0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
         with gradsurgeon.apply(model, rules({"action": "conflict", "id": "tasks"})) as session:

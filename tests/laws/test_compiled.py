@@ -8,20 +8,18 @@ import pytest
 import torch
 from models import data
 from pairs import slow
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {"id": "early", "action": "clamp", "params": "0.*", "at": "backward", "max": 0.05},
-        {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.1, "per": "rule"},
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "trap", "action": "nan-trap", "params": "*"},
-    ],
-}
+RULES: dict[str, Any] = rule_file(
+    {"id": "early", "action": "clamp", "params": "0.*", "at": "backward", "max": 0.05},
+    {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.1, "per": "rule"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "trap", "action": "nan-trap", "params": "*"},
+)
 WAYS = ["not compiled", "before", "after", "after the first call", "a submodule", "in place"]
 
 
@@ -75,7 +73,7 @@ def test_rules_on_parameters_act_as_without_compilation(way: str) -> None:
 
 
 def test_the_rules_bite() -> None:
-    nothing = {"version": 1, "rules": RULES["rules"][2:3]}
+    nothing = rule_file(*RULES["rules"][2:3])
     bare, _ = run("not compiled", nothing)
     wanted, _ = run("not compiled")
     assert max((a - b).abs().max().item() for a, b in zip(bare, wanted, strict=True)) > 1e-3

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 from models import data
 from pairs import slow
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -108,9 +109,9 @@ class Outcome:
 
 @cache
 def run(way: str, micro: int = 1, kept: str = "") -> Outcome:
-    own = {"version": 1, "rules": [one for one in rules() if one["id"].endswith(kept)]}
+    own = rule_file(*[one for one in rules() if one["id"].endswith(kept)])
     model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = sgd(model, 0.3)
     go = backward(way)
     compiled = []
     with gradsurgeon.apply(model, own) as session:
@@ -206,7 +207,7 @@ def test_a_trap_keeps_the_weights(way: str, trap: str, then: str) -> None:
     before = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     own = [{**one, "then": then} for one in rules() if one["id"] == trap]
-    with gradsurgeon.apply(model, {"version": 1, "rules": own}) as session:
+    with gradsurgeon.apply(model, rule_file(*own)) as session:
         go(model(data(0, 5, 4) * float("nan")).square().sum())
         if then == "raise":
             with pytest.raises(NonFiniteGradientError) as caught:
@@ -224,8 +225,8 @@ def test_the_border_is_in_the_order_of_backward() -> None:
     heads = []
     for way in ["eager", "around backward"]:
         model = made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        own = {"version": 1, "rules": [{"id": "trap", "action": "nan-trap", "params": "*"}]}
+        optimizer = sgd(model, 0.3)
+        own = rule_file({"id": "trap", "action": "nan-trap", "params": "*"})
         with torch.no_grad():
             next(model.parameters())[0, 0] = float("nan")
         with gradsurgeon.apply(model, own):
@@ -242,7 +243,7 @@ def test_weights_updated_by_hand() -> None:
     for way in ["eager", "around backward"]:
         model, go = small(), backward(way)
         rule = {"id": "it", "action": "scale", "factor": 0.5, "params": "*", "at": "step"}
-        with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        with gradsurgeon.apply(model, rule_file(rule)) as session:
             for step in range(3):
                 go(model(data(step, 5, 4)).square().mean())
                 with torch.no_grad():
@@ -272,7 +273,7 @@ def test_a_parameter_that_gets_no_gradient_is_not_waited_for() -> None:
     torch._dynamo.reset()
     model = Spare()
     rule = {"id": "norms", "action": "norm-log", "params": "*"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=[]) as session:
+    with gradsurgeon.apply(model, rule_file(rule), optimizer=[]) as session:
         with enabled():
             model(data(0, 5, 4)).sum().backward()
         # Before anything else happens the pass is over.
@@ -293,9 +294,9 @@ class Nothing(torch.autograd.Function):
 def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
     torch._dynamo.reset()
     model = Spare()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = sgd(model, 0.3)
     rule = {"id": "norms", "action": "norm-log", "params": "*"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         for step in range(2):
             optimizer.zero_grad()
             loss = Nothing.apply(model(data(step, 5, 4)), model.spare.weight).sum()
@@ -309,7 +310,7 @@ def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
 def test_autograd_grad_is_left_alone() -> None:
     model = made()
     rule = {"id": "it", "action": "zero", "params": "*", "at": "backward"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         loss = model(data(0, 5, 4)).square().mean()
         with enabled():
             grads = torch.autograd.grad(loss, list(model.parameters()))
@@ -326,7 +327,7 @@ def test_one_whole_graph_is_refused_by_torch(rule: str) -> None:
     text = "gradsurgeon acts here"
     model = made()
     own = [one for one in rules() if one["id"] == rule]
-    with gradsurgeon.apply(model, {"version": 1, "rules": own}) as session:
+    with gradsurgeon.apply(model, rule_file(*own)) as session:
         loss = model(data(0, 5, 4)).square().mean()
         with pytest.raises(torch._dynamo.exc.Unsupported, match=text), enabled(fullgraph=True):
             loss.backward()
@@ -342,7 +343,7 @@ def test_a_pass_that_was_cut_short_is_none() -> None:
     for way in ["eager", "around backward"]:
         model, go = made(), backward(way)
         rule = {"id": "norms", "action": "norm-log", "params": "*"}
-        with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        with gradsurgeon.apply(model, rule_file(rule)) as session:
             # Backward reaches it last.
             handle = next(model.parameters()).register_hook(stop)
             with pytest.raises(ValueError, match="stop"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 from models import data
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -85,11 +86,7 @@ def name(where: str, action: str) -> str:
     return f"{action}-{where.replace('.', '-')}"
 
 
-def only(*rules: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(rules)}
-
-
-EVERY = only(*(rule(where, action) for where in SITES for action in ACTIONS))
+EVERY = rule_file(*(rule(where, action) for where in SITES for action in ACTIONS))
 
 
 @dataclass
@@ -225,8 +222,8 @@ def test_a_trap_stops_the_update(place: str, where: str) -> None:
     torch._dynamo.reset()
     model = Net()
     before = [param.detach().clone() for param in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    with gradsurgeon.apply(model, only(rule(where, "nan-trap"))):
+    optimizer = sgd(model, 0.3)
+    with gradsurgeon.apply(model, rule_file(rule(where, "nan-trap"))):
         wrapped(model, place, "eager")(data(0, 5, 4) * float("nan")).backward()
         with pytest.raises(NonFiniteGradientError) as caught:
             optimizer.step()
@@ -266,7 +263,7 @@ def test_inductor() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Two()
-        rules = only(
+        rules = rule_file(
             {"id": "it", "action": "scale", "factor": 0.5, "modules": "a", "tensor": "output.grad"}
         )
         called: Any = torch.compile(model) if compiled else model

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 from models import data
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -96,7 +97,7 @@ def run(setup: str, kind: str) -> Outcome:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     state = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **OPTIMIZERS[kind])
-    rules = {"version": 1, "rules": RULES}
+    rules = rule_file(*RULES)
     session = gradsurgeon.apply(model, rules) if when == "before" else None
     train = trainer(what, model, optimizer)
     if when == "after the first call":
@@ -165,7 +166,7 @@ def test_a_skipped_step_touches_nothing(what: str, kind: str) -> None:
     before = [param.detach().clone() for param in model.parameters()]
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **OPTIMIZERS[kind])
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         train = trainer(what, model, optimizer)
         train(data(0, 5, 4) * float("nan"))
         for a, b in zip(model.parameters(), before, strict=True):
@@ -182,9 +183,9 @@ def test_one_whole_graph_is_refused_by_torch() -> None:
     # Without rules it is as well: torch breaks the graph of a step of its own accord.
     torch._dynamo.reset()
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     rule = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         model(data(0, 5, 4)).sum().backward()
         step: Any = torch.compile(optimizer.step, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"):

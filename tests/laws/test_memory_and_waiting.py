@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import pytest
 import torch
 from models import CASES, data
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,7 +134,7 @@ def test_a_trap_keeps_no_graph_of_an_earlier_micro_batch(
             return grads[0]
 
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, HEAD + TRAP) as session:
         for bad in (False, True):
             for micro_batch in range(4):
@@ -199,7 +200,7 @@ def test_losses_take_one_copy_of_the_matched_gradients_each() -> None:
     names = [f"loss{number}" for number in range(losses)]
     rule = {"id": "r", "action": "combine", "method": "mgda", "params": "trunk.*", "losses": names}
     matched = sum(4 * param.numel() for param in model["trunk"].parameters())
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}):
+    with gradsurgeon.apply(model, rule_file(rule)):
         for _ in range(2):  # the first call looks whether the gradients add up
             model.zero_grad()
             out = model["head"](model["trunk"](torch.randn(2, width))).square().mean(0)

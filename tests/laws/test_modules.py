@@ -17,6 +17,7 @@ import pytest
 import torch
 from models import data
 from pairs import pairwise
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -24,10 +25,6 @@ from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
 from gradsurgeon.runtime import trap_effects
 
 NAN = float("nan")
-
-
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"id": f"r{i}", **entry} for i, entry in enumerate(entries)]}
 
 
 def capture(modules: str, tensor: str, **more: Any) -> dict[str, Any]:
@@ -198,7 +195,7 @@ def test_scaled_tensors_equal_hooks_written_by_hand(tensor: str, name: str) -> N
         by_hand.a.register_forward_hook(lambda *call: halved(call[2], tensor))
     else:
         by_hand.a.register_forward_pre_hook(lambda *call: halved(call[1], tensor))
-    with gradsurgeon.apply(by_rule, rules(scale("a", tensor))) as session:
+    with gradsurgeon.apply(by_rule, rule_file(scale("a", tensor))) as session:
         found = run(by_rule)
     wanted = run(by_hand)
     if tensor == "input.grad":
@@ -215,7 +212,7 @@ def test_captures_are_what_a_module_took_and_returned_and_what_came_back() -> No
     seen: list[Tensor] = []
     model.a.register_forward_hook(lambda *call: seen.extend((call[1][0], call[2].clone())))
     entries = [capture("a", tensor) for tensor in ("input", "output", "output.grad")]
-    with gradsurgeon.apply(model, rules(*entries)) as session:
+    with gradsurgeon.apply(model, rule_file(*entries)) as session:
         run(model)
     taken, returned, came_back = (only(session, rule) for rule in ("r0", "r1", "r2"))
     assert torch.equal(taken, seen[0])
@@ -228,14 +225,14 @@ def test_rules_on_one_tensor_act_in_the_order_of_the_file() -> None:
     model = make(TwoConsumers)
     bound = {"action": "clamp", "modules": "a", "tensor": "output.grad", "min": 0}
     seen = capture("a", "output.grad")
-    with gradsurgeon.apply(model, rules(seen, bound, seen)) as session:
+    with gradsurgeon.apply(model, rule_file(seen, bound, seen)) as session:
         run(model)
     before, after = only(session, "r0"), only(session, "r2")
     assert before.min() < 0
     assert torch.equal(after, before.clamp(min=0))
 
 
-OBSERVING = rules(
+OBSERVING = rule_file(
     capture("*", "output"),
     capture("*", "input"),
     capture("*", "output.grad"),
@@ -275,7 +272,7 @@ def test_a_tagged_intermediate_result_without_retain_grad() -> None:
     kept = {"action": "capture", "tensors": "y"}
     value = {"action": "capture", "tensors": "y", "tensor": "value"}
     model = Steps()
-    with gradsurgeon.apply(model, rules(entry, kept, value)) as session:
+    with gradsurgeon.apply(model, rule_file(entry, kept, value)) as session:
         model(torch.ones(2, 2, requires_grad=True)).backward()
         assert session.latest("y") == 9.0
     assert only(session, "r1").tolist() == [[4.5, 4.5], [4.5, 4.5]]
@@ -330,7 +327,7 @@ def test_one_tensor_of_a_structure_by_path(name: str) -> None:
     model = nn.ModuleDict({"m": Structured(build)})
     a = torch.ones(2, requires_grad=True)
     b = torch.ones(2, requires_grad=True)
-    one = rules(scale("m", f"output{path}", 3.0), scale("m", f"output{path}.grad", 5.0))
+    one = rule_file(scale("m", f"output{path}", 3.0), scale("m", f"output{path}.grad", 5.0))
     with gradsurgeon.apply(model, one):
         out = model["m"](a, b)
         left, right = parts(out)
@@ -346,7 +343,7 @@ def test_one_tensor_of_a_structure_by_path(name: str) -> None:
 def test_every_tensor_of_a_structure(name: str) -> None:
     build, parts, _ = STRUCTURES[name]
     model = nn.ModuleDict({"m": Structured(build)})
-    with gradsurgeon.apply(model, rules(scale("m", "output", 3.0))):
+    with gradsurgeon.apply(model, rule_file(scale("m", "output", 3.0))):
         assert [part.tolist() for part in parts(model["m"](torch.ones(1), torch.ones(1)))] == [
             [3.0],
             [3.0],
@@ -372,7 +369,9 @@ class Keywords(nn.Module):
 def test_inputs_by_position_and_by_name(tensor: str, value: float, by_keyword: bool) -> None:
     model = nn.ModuleDict({"m": Keywords()})
     x, mask, bias = torch.tensor(5.0), torch.tensor(5.0), torch.tensor(2.0)
-    with gradsurgeon.apply(model, rules(scale("m", tensor, 2.0 if "bias" not in tensor else 7.5))):
+    with gradsurgeon.apply(
+        model, rule_file(scale("m", tensor, 2.0 if "bias" not in tensor else 7.5))
+    ):
         call = model["m"]
         out = call(x=x, mask=mask, bias=bias) if by_keyword else call(x, mask, bias=bias)
     assert out.item() == value
@@ -392,7 +391,7 @@ def test_a_module_under_no_grad_while_its_parent_trains() -> None:
             return out
 
     plain, model = make(Teacher), make(Teacher)
-    observing = rules(
+    observing = rule_file(
         capture("*", "output"), capture("*", "output.grad"), capture("*", "input.grad")
     )
     with gradsurgeon.apply(model, observing) as session:
@@ -417,7 +416,7 @@ def test_a_mapping_with_attributes_keeps_both_in_step() -> None:
             return ModelOutput(logits=x * 2, hidden=(x * 3,))
 
     model = nn.ModuleDict({"lm": Lm()})
-    both = rules(scale("lm", "output.logits", 10.0), scale("lm", "output.hidden[0]", 100.0))
+    both = rule_file(scale("lm", "output.logits", 10.0), scale("lm", "output.hidden[0]", 100.0))
     with gradsurgeon.apply(model, both):
         out: Any = model["lm"](torch.ones(1))
     assert out.__class__.__name__ == "ModelOutput"
@@ -427,7 +426,9 @@ def test_a_mapping_with_attributes_keeps_both_in_step() -> None:
 
 def test_ids_and_masks_are_left_alone() -> None:
     model = nn.ModuleDict({"emb": nn.Embedding(5, 2)})
-    with gradsurgeon.apply(model, rules(scale("emb", "input", 0.5), capture("emb", "input"))) as s:
+    with gradsurgeon.apply(
+        model, rule_file(scale("emb", "input", 0.5), capture("emb", "input"))
+    ) as s:
         model["emb"](torch.tensor([3, 4]))
     assert only(s, "r1").tolist() == [3, 4]
 
@@ -435,7 +436,7 @@ def test_ids_and_masks_are_left_alone() -> None:
 def test_a_path_that_leads_nowhere_is_a_warning_with_what_is_there() -> None:
     model = nn.ModuleDict({"m": nn.LSTM(4, 3)})
     with (
-        gradsurgeon.apply(model, rules(scale("m", "output[2]"))),
+        gradsurgeon.apply(model, rule_file(scale("m", "output[2]"))),
         pytest.warns(
             GradSurgeonWarning,
             match=r"rule r0: m has no output\[2\]: its output is a tuple with \[0\], \[1\]",
@@ -457,9 +458,9 @@ def test_an_output_written_in_place_behind_a_view_is_a_warning() -> None:
             return h
 
     model = Writes()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with (
-        gradsurgeon.apply(model, rules(scale("a", "output.grad"))),
+        gradsurgeon.apply(model, rule_file(scale("a", "output.grad"))),
         pytest.warns(
             GradSurgeonWarning, match="rule r0: a was written in place by the next operation"
         ),
@@ -475,7 +476,7 @@ def test_an_output_written_in_place_behind_a_view_is_a_warning() -> None:
 def test_edits_of_values_act_in_evaluation_unless_told_otherwise() -> None:
     model = nn.Sequential(nn.Identity())
     always, training = scale("0", "output", 2.0), scale("0", "output", 3.0, when="train")
-    with gradsurgeon.apply(model, rules(always, training)):
+    with gradsurgeon.apply(model, rule_file(always, training)):
         assert model(torch.ones(1)).item() == 6.0
         model.eval()
         assert model(torch.ones(1)).item() == 2.0
@@ -483,7 +484,7 @@ def test_edits_of_values_act_in_evaluation_unless_told_otherwise() -> None:
 
 def test_observe_mode_edits_no_module_tensor() -> None:
     plain, model = make(TwoConsumers), make(TwoConsumers)
-    both = rules(scale("a", "output"), scale("a", "output.grad"), scale("b", "input.grad"))
+    both = rule_file(scale("a", "output"), scale("a", "output.grad"), scale("b", "input.grad"))
     with gradsurgeon.apply(model, both, mode="observe") as session:
         found = run(model)
     assert all(torch.allclose(found[key], grad) for key, grad in run(plain).items())
@@ -493,7 +494,9 @@ def test_observe_mode_edits_no_module_tensor() -> None:
 
 def test_the_root_has_a_name_and_star_does_not_match_it() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
-    with gradsurgeon.apply(model, rules(capture(".", "output"), capture("*", "output"))) as session:
+    with gradsurgeon.apply(
+        model, rule_file(capture(".", "output"), capture("*", "output"))
+    ) as session:
         model(torch.ones(1))
     assert list(session.captured("r0")) == [(".", 0, 0)]
     assert list(session.captured("r1")) == [("0", 0, 0), ("1", 0, 0)]
@@ -501,7 +504,7 @@ def test_the_root_has_a_name_and_star_does_not_match_it() -> None:
 
 def test_captures_are_bounded() -> None:
     model = nn.Sequential(nn.Identity())
-    with gradsurgeon.apply(model, rules(capture("0", "output", max_bytes=100))) as session:
+    with gradsurgeon.apply(model, rule_file(capture("0", "output", max_bytes=100))) as session:
         for number in range(5):
             model(torch.full((10,), float(number)))
     assert [tensor[0].item() for tensor in session.captured("r0").values()] == [3.0, 4.0]
@@ -512,9 +515,9 @@ def test_captures_are_bounded() -> None:
 
 def test_a_module_rule_that_never_fires_says_why() -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with (
-        gradsurgeon.apply(model, rules(capture("idle", "output"), capture("used", "output"))),
+        gradsurgeon.apply(model, rule_file(capture("idle", "output"), capture("used", "output"))),
         pytest.warns(
             GradSurgeonWarning, match="rule r0: .* no forward pass went through any module"
         ),
@@ -528,12 +531,12 @@ def test_a_module_rule_that_never_fires_says_why() -> None:
 
 
 def trap(**more: Any) -> dict[str, Any]:
-    return rules({"action": "nan-trap", "modules": "*", **more})
+    return rule_file({"action": "nan-trap", "modules": "*", **more})
 
 
 def test_a_trap_on_outputs_names_the_first_module() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with torch.no_grad():
         model[1].weight[0, 0] = NAN
     before = [p.detach().clone() for p in model.parameters()]
@@ -554,7 +557,7 @@ def test_a_trap_on_outputs_names_the_first_module() -> None:
 
 def test_a_validation_forward_that_feeds_no_update_is_no_trap() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, trap(tensor="output")) as session:
         with torch.no_grad():
             model(torch.full((1, 4), NAN))
@@ -601,7 +604,7 @@ def hooks_on_tensors() -> int:
 def test_forwards_that_no_backward_follows_leave_nothing() -> None:
     model = make(InPlaceAfter)
     x = data(0, 5, 4)
-    with gradsurgeon.apply(model, rules(scale("*", "output.grad"))):
+    with gradsurgeon.apply(model, rule_file(scale("*", "output.grad"))):
         kept = [model(x) for _ in range(20)]
         assert hooks_on_tensors() >= 20
         del kept
@@ -622,8 +625,8 @@ def test_an_output_written_in_place_is_told_of_at_the_step_of_its_own_optimizer(
             return h
 
     model = Writes()
-    session = gradsurgeon.apply(model, rules(scale("a", "input.grad")))
-    mine, others = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model.a, model.other))
+    session = gradsurgeon.apply(model, rule_file(scale("a", "input.grad")))
+    mine, others = (sgd(m) for m in (model.a, model.other))
     for optimizer in (mine, others):
         optimizer.step()
     with torch.no_grad():
@@ -669,7 +672,7 @@ class ReturnsParameter(nn.Module):
 def test_a_rule_on_the_output_of_a_module_that_returns_its_parameter_acts_once() -> None:
     model, plain = make(ReturnsParameter), make(ReturnsParameter)
     plain().sum().backward()
-    with gradsurgeon.apply(model, rules(scale("a", "output.grad"))) as session:
+    with gradsurgeon.apply(model, rule_file(scale("a", "output.grad"))) as session:
         for _ in range(3):
             model()
         model().sum().backward()
@@ -681,8 +684,8 @@ def test_a_rule_on_the_output_of_a_module_that_returns_its_parameter_acts_once()
 def test_a_trap_on_a_returned_parameter_leaves_no_hook_on_it() -> None:
     model = make(ReturnsParameter)
     trap = {"action": "nan-trap", "modules": "a", "tensor": "output"}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules(trap)):
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rule_file(trap)):
         for _ in range(3):
             model()
         assert not model.a.held._backward_hooks
@@ -697,7 +700,7 @@ def test_a_rule_on_a_tag_acts_once_on_a_leaf_however_often_it_is_tagged() -> Non
     entry = {"action": "scale", "tensors": "x", "factor": 0.5}
     model = nn.Identity()
     x = torch.ones(2, requires_grad=True)
-    with gradsurgeon.apply(model, rules(entry)):
+    with gradsurgeon.apply(model, rule_file(entry)):
         for _ in range(3):
             assert torch.equal(gradsurgeon.tag(x, "x"), x)
         (gradsurgeon.tag(x, "x") * 4).sum().backward()
@@ -715,7 +718,7 @@ def test_a_trap_misses_nothing_in_a_model_of_many_modules(
 ) -> None:
     monkeypatch.setattr(trap_effects, "_MOST_FLAGS", 8)
     model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     place = 3 if tensor == "output" else 36
     with torch.no_grad():
         model[place].weight[0, 0] = NAN
@@ -743,7 +746,7 @@ def test_threads_that_share_a_model_lose_no_count(request: pytest.FixtureRequest
         scale("*", "output.grad", 1.0),
     )
     threads, calls = 8, 40
-    with gradsurgeon.apply(model, rules(*entries)) as session:
+    with gradsurgeon.apply(model, rule_file(*entries)) as session:
 
         def work(number: int) -> None:
             for _ in range(calls):
@@ -769,7 +772,7 @@ def test_tensors_without_numbers_are_left_alone(
     request.addfinalizer(torch.compiler.reset)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     wanted = model(data(0, 3, 4))
-    with gradsurgeon.apply(model, rules(rule)) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         with pytest.warns(
             GradSurgeonWarning, match="rule r0: left a tensor alone that has no numbers"
         ):
@@ -804,8 +807,8 @@ def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> No
 
 def test_a_module_that_is_replaced_without_a_registration_is_told_of_in_the_end() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules(capture("1", "output"))) as session:
+    optimizer = sgd(model[0])
+    with gradsurgeon.apply(model, rule_file(capture("1", "output"))) as session:
         for step in range(3):
             if step == 1:
                 model._modules["1"] = nn.Tanh()
@@ -832,12 +835,11 @@ def nan_at(step: int, number: int) -> Tensor:
 def test_a_trap_on_a_value_that_needs_no_gradient_stops_the_update(
     then: str, modules: str, tensor: str, frozen: bool
 ) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     model[0].requires_grad_(not frozen)
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    optimizer = sgd(model[2])
     rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor, "then": then}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         for number in range(3):
             with torch.no_grad():
                 model(nan_at(0, 0))  # feeds nothing

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data, memory, same
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
@@ -55,7 +56,7 @@ ORDER = ["third.bias", "third.weight", "second.bias", "second.weight", "first.bi
 
 def trap(**options: Any) -> dict[str, Any]:
     rule = {"id": "trap", "action": "nan-trap", "params": "*", **options}
-    return {"version": 1, "rules": [rule]}
+    return rule_file(rule)
 
 
 def make() -> tuple[Net, torch.optim.Optimizer]:
@@ -190,7 +191,7 @@ def test_giving_up_after_so_many_trips_in_a_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_large_finite_gradients_are_no_alarm(dtype: torch.dtype) -> None:
     model = nn.Linear(4, 4, bias=False).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, trap()) as session:
         (model.weight * 1e38).sum().backward()
         optimizer.step()
@@ -200,7 +201,7 @@ def test_large_finite_gradients_are_no_alarm(dtype: torch.dtype) -> None:
 
 def test_float16_near_its_limit_is_no_alarm_and_beyond_is_one() -> None:
     model = nn.Linear(40, 40, bias=False).to(torch.float16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, trap()):
         (model.weight * 6e4).sum().backward()
         optimizer.step()
@@ -242,20 +243,17 @@ def test_a_gradient_that_the_script_breaks_after_backward() -> None:
 
 def test_a_rule_that_overflows_is_caught_before_the_update() -> None:
     model, optimizer = make()
-    rules = {
-        "version": 1,
-        "rules": [
-            {"id": "huge", "action": "scale", "factor": 1e38, "params": "third.*", "at": "step"},
-            {
-                "id": "huger",
-                "action": "scale",
-                "factor": 1e38,
-                "params": "third.bias",
-                "at": "step",
-            },
-            *trap()["rules"],
-        ],
-    }
+    rules = rule_file(
+        {"id": "huge", "action": "scale", "factor": 1e38, "params": "third.*", "at": "step"},
+        {
+            "id": "huger",
+            "action": "scale",
+            "factor": 1e38,
+            "params": "third.bias",
+            "at": "step",
+        },
+        *trap()["rules"],
+    )
     with gradsurgeon.apply(model, rules) as session, pytest.raises(NonFiniteGradientError):
         step(model, optimizer, 0)
     assert session.events[0].name == "third.bias"
@@ -343,13 +341,12 @@ def test_the_error_survives_pickling() -> None:
 
 
 def test_what_rules_of_ours_spoil_again_and_again_is_given_up() -> None:
-    torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     huge = {"action": "scale", "params": "*", "factor": 3e38, "at": "step"}
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
     given = [{"id": "a", **huge}, {"id": "b", **huge}, {**trap, "give_up_after": 3}]
-    with gradsurgeon.apply(model, {"version": 1, "rules": given}):
+    with gradsurgeon.apply(model, rule_file(*given)):
         for step in range(3):
             optimizer.zero_grad()
             model(data(step, 5, 4)).square().mean().backward()

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from small import rule_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +26,7 @@ def net() -> nn.Sequential:
 
 def rules(eps: float, tensor: str = "input", seed: int = 0) -> dict[str, Any]:
     rule = {"id": "noise", "action": "perturb", "modules": "*", "where": {"owns_params": True}}
-    return {"version": 1, "rules": [rule | {"tensor": tensor, "eps": eps, "seed": seed}]}
+    return rule_file(rule | {"tensor": tensor, "eps": eps, "seed": seed})
 
 
 PLACES = torch.tensor([[0, 1, 2], [3, 4, 5]])
@@ -88,7 +89,6 @@ def test_it_is_normal_noise_of_every_element_and_keeps_zeros_and_dtypes() -> Non
 
 
 def test_attention_under_a_float_mask_stays_finite() -> None:
-    torch.manual_seed(0)
     attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     with gradsurgeon.apply(nn.Sequential(attention), rules(1e-6)):
@@ -127,7 +127,7 @@ def test_bad_options_are_refused(option: dict[str, Any], problem: str) -> None:
 def test_parameters_own_no_parameters() -> None:
     rule = {"id": "log", "action": "norm-log", "params": "*", "where": {"owns_params": True}}
     with pytest.raises(gradsurgeon.RuleFileError, match="`owns_params` is no condition on params"):
-        gradsurgeon.load({"version": 1, "rules": [rule]})
+        gradsurgeon.load(rule_file(rule))
 
 
 SCRIPT = """

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pairs import slow
 from running_bounds import AdaGC, Bound, ZClip, bound
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -46,10 +47,6 @@ class Leaves(nn.Module):
 
 def rule(above: dict[str, float], **options: Any) -> dict[str, Any]:
     return {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, **options}
-
-
-def rules(*several: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(several)}
 
 
 def series(number: int = 60, seed: int = 0) -> list[float]:
@@ -106,13 +103,13 @@ def trained(
 ) -> tuple[gradsurgeon.Session, list[float]]:
     """Train with gradients of some norms; return the norms that reached the update."""
     model = Leaves(5, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     unit, reached = directions([5, 6]), []
     optimizer.register_step_post_hook(lambda *_: reached.append(norm_of(model)))
     with (
         warnings.catch_warnings(),
         gradsurgeon.apply(
-            model, rules(*more, rule(above, **options)), mode=mode, optimizer=optimizer
+            model, rule_file(*more, rule(above, **options)), mode=mode, optimizer=optimizer
         ) as session,
     ):
         warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
@@ -151,10 +148,10 @@ def test_a_norm_of_zero_does_not_enter(above: dict[str, float]) -> None:
 @FORMS
 def test_a_step_that_another_trap_skips_does_not_enter(above: dict[str, float]) -> None:
     model, reference = Leaves(5, 6), bound(above)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     guard = {"id": "guard", "action": "nan-trap", "params": "w.1", "then": "skip-step"}
     with gradsurgeon.apply(
-        model, rules({**rule(above), "params": "w.0"}, guard), optimizer=optimizer
+        model, rule_file({**rule(above), "params": "w.0"}, guard), optimizer=optimizer
     ):
         for step, norm in enumerate(series()):
             optimizer.zero_grad()
@@ -207,10 +204,10 @@ def test_warning_and_observing_learn_what_a_clip_would(above: dict[str, float]) 
 @FORMS
 def test_what_a_freeze_hides_has_no_part(above: dict[str, float]) -> None:
     model, reference = Leaves(5, 6), bound(above)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     unit = directions([5, 6])
     hide = {"id": "hide", "action": "freeze", "params": "w.1", "steps": {"every": 2}}
-    with gradsurgeon.apply(model, rules(rule(above), hide), optimizer=optimizer):
+    with gradsurgeon.apply(model, rule_file(rule(above), hide), optimizer=optimizer):
         for step, norm in enumerate(series()):
             optimizer.zero_grad()
             model.give([norm * part for part in unit])
@@ -242,10 +239,10 @@ def test_it_judges_before_the_rules_above_it_and_cuts_after_them() -> None:
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_spike_in_the_first_of_two_passes_is_reported(guarded: bool) -> None:
     model = Leaves(5, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     guard = {"id": "guard", "action": "nan-trap", "params": "*"}
     several = [*([guard] if guarded else []), rule(ZCLIP, then="raise")]
-    with gradsurgeon.apply(model, rules(*several), optimizer=optimizer):
+    with gradsurgeon.apply(model, rule_file(*several), optimizer=optimizer):
         for step in range(21):
             optimizer.zero_grad()
             size = 1 + 0.1 * math.sin(step) + (1000.0 if step == 20 else 0.0)
@@ -279,7 +276,7 @@ def part(several: Sequence[dict[str, Any]], first: int, last: int, state: Any) -
     """Train for some of 60 steps, from what an earlier part has left; return what is left."""
     model = Leaves(5, 6)
     optimizers = [torch.optim.AdamW([w], lr=1e-2) for w in model.w]
-    with gradsurgeon.apply(model, rules(*several), optimizer=optimizers) as session:
+    with gradsurgeon.apply(model, rule_file(*several), optimizer=optimizers) as session:
         if state is not None:
             model.load_state_dict(state["model"])
             for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
@@ -337,7 +334,7 @@ def test_a_state_of_other_rules_and_parameters_is_told_apart_by_name() -> None:
     session, _ = trained(ZCLIP, series(), per="parameter")
     state = session.state_dict()
     model = Leaves(5, 6, 7)
-    others = rules(rule(ADAGC, per="parameter"), {**rule(ZCLIP), "id": "new"})
+    others = rule_file(rule(ADAGC, per="parameter"), {**rule(ZCLIP), "id": "new"})
     with gradsurgeon.apply(model, others) as other:
         with pytest.warns(gradsurgeon.GradSurgeonWarning) as told:
             other.load_state_dict(state)
@@ -354,7 +351,7 @@ def test_a_rule_that_only_the_state_knows_is_told_in_letters_that_show() -> None
     session, _ = trained(ZCLIP, series())
     state = session.state_dict()
     state["rules"]["\x1b[31mred"] = state["rules"].pop("spikes")
-    other = gradsurgeon.apply(Leaves(5, 6), rules(rule(ZCLIP)))
+    other = gradsurgeon.apply(Leaves(5, 6), rule_file(rule(ZCLIP)))
     with pytest.warns(gradsurgeon.GradSurgeonWarning) as told:
         other.load_state_dict(state)
     text = "".join(str(one.message) for one in told)
@@ -368,7 +365,7 @@ def test_a_rule_that_only_the_state_knows_is_told_in_letters_that_show() -> None
 )
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with (
-        gradsurgeon.apply(Leaves(3), rules(rule(ZCLIP))) as session,
+        gradsurgeon.apply(Leaves(3), rule_file(rule(ZCLIP))) as session,
         pytest.raises(gradsurgeon.GradSurgeonError, match="state"),
     ):
         session.load_state_dict(state)
@@ -393,9 +390,9 @@ def test_what_is_kept_means_the_same_under_another_warm_up(warmup: int) -> None:
 @pytest.mark.parametrize("per", ["rule", "parameter"])
 def test_a_rule_on_other_parameters_is_told_of(per: str, before: str, after: str) -> None:
     model = Leaves(5, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(
-        model, rules({**rule(ZCLIP, per=per), "params": before}), optimizer=optimizer
+        model, rule_file({**rule(ZCLIP, per=per), "params": before}), optimizer=optimizer
     ) as session:
         for norm in series():
             optimizer.zero_grad()
@@ -403,7 +400,7 @@ def test_a_rule_on_other_parameters_is_told_of(per: str, before: str, after: str
             optimizer.step()
         state = session.state_dict()
     changed = {**rule(ZCLIP, per=per), "params": after}
-    with gradsurgeon.apply(model, rules(changed), replace=True, optimizer=optimizer) as other:
+    with gradsurgeon.apply(model, rule_file(changed), replace=True, optimizer=optimizer) as other:
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"other parameters .*\(w\.1\)"):
             other.load_state_dict(state)
         assert len(learnt(other)) == (0 if per == "rule" else 1)

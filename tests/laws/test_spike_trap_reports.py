@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly, slow
+from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -44,8 +45,8 @@ def report(
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> list[str]:
     """Train until a trap raises in update 30, for whose pass ``backward`` is told so; return the lines of the report."""
-    steppers = optimizers or [torch.optim.SGD(model.parameters(), lr=1e-3)]
-    given = {"version": 1, "rules": list(rules or [spike_trap()])}
+    steppers = optimizers or [sgd(model, 0.001)]
+    given = rule_file(*rules or [spike_trap()])
     with gradsurgeon.apply(model, given, optimizer=steppers) as session:
         for _ in range(30):
             model.zero_grad()
@@ -225,9 +226,9 @@ def test_no_origin_is_named_where_the_loss_explains_a_part_of_the_growth() -> No
 
 def test_the_event_of_a_clip_over_all_says_how_far_it_cut() -> None:
     model = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(
-        model, {"version": 1, "rules": [spike_trap(then="clip")]}, optimizer=optimizer
+        model, rule_file(spike_trap(then="clip")), optimizer=optimizer
     ) as session:
         for step in range(31):
             for name, param in model.named_parameters():
@@ -242,22 +243,22 @@ def test_the_event_of_a_clip_over_all_says_how_far_it_cut() -> None:
 def test_a_rebuilt_optimizer_goes_on_with_the_row_of_trips() -> None:
     param = nn.Linear(4, 1, bias=False)
     rule = spike_trap(then="skip-step", give_up_after=4)
-    with gradsurgeon.apply(param, {"version": 1, "rules": [rule]}):
+    with gradsurgeon.apply(param, rule_file(rule)):
         for step in range(33):
-            optimizer = torch.optim.SGD(param.parameters(), lr=0.0)
+            optimizer = sgd(param, 0.0)
             param.weight.grad = torch.randn(1, 4) * (1e6 if step >= 30 else 1)
             optimizer.step()
         param.weight.grad = torch.randn(1, 4) * 1e6
         with pytest.raises(gradsurgeon.GradientSpikeError, match="tripped 4 times in a row"):
-            torch.optim.SGD(param.parameters(), lr=0.0).step()
+            sgd(param, 0.0).step()
 
 
 def test_by_smallest_norms_no_origin_is_named() -> None:
     """What a bound by `times` starts from is the smallest norm of the warm-up, and no usual one."""
     model = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     above = {"times": 1.5, "warmup": 10}
-    rules = {"version": 1, "rules": [spike_trap(per="parameter", above=above, then="warn")]}
+    rules = rule_file(spike_trap(per="parameter", above=above, then="warn"))
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
@@ -18,19 +19,16 @@ from gradsurgeon.runtime.weight_effects import SAMPLE
 
 STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
 OF_UPDATE = [*STATS, "ratio", "moved"]
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": STATS},
-        {
-            "id": "updates",
-            "action": "norm-log",
-            "params": "*",
-            "tensor": "update",
-            "stats": OF_UPDATE,
-        },
-    ],
-}
+RULES: dict[str, Any] = rule_file(
+    {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": STATS},
+    {
+        "id": "updates",
+        "action": "norm-log",
+        "params": "*",
+        "tensor": "update",
+        "stats": OF_UPDATE,
+    },
+)
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -137,10 +135,10 @@ def check(session: gradsurgeon.Session, seen: Seen) -> None:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda model: SGD(model.parameters(), lr=0.1),
+    "sgd": sgd,
     "for-loop": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False),
     "fused": lambda model: AdamW(model.parameters(), lr=0.1, fused=True),
-    "no-update": lambda model: SGD(model.parameters(), lr=0.0),
+    "no-update": lambda model: sgd(model, 0.0),
     # Evaluates the closure many times in one update.
     "lbfgs": lambda model: LBFGS(model.parameters(), lr=0.1, max_iter=5),
     "moves weights before its closure": lambda model: Sharpness(model.parameters()),
@@ -159,7 +157,7 @@ def test_records_are_those_of_copies_by_hand(kind: str) -> None:
 def test_a_skipped_update_has_no_record(then: str) -> None:
     model, trap = net(), {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
     with warnings.catch_warnings(action="ignore"):
-        session, seen = trained(model, SGD(model.parameters(), lr=0.1), with_rule(**trap), bad=2)
+        session, seen = trained(model, sgd(model), with_rule(**trap), bad=2)
         if then == "skip-step":
             del seen[2]
         check(session, seen)
@@ -168,7 +166,7 @@ def test_a_skipped_update_has_no_record(then: str) -> None:
 
 def test_a_scaler_that_skips_leaves_no_record() -> None:
     model = net()
-    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     session = gradsurgeon.apply(model, RULES, optimizer=optimizer, scaler=scaler)
     for step in range(4):
@@ -195,7 +193,7 @@ def test_frozen_weights_have_updates_of_zero() -> None:
 def test_a_weight_that_leaves_zero_has_a_ratio_of_one() -> None:
     model = net()
     nn.init.zeros_(model[2].weight)
-    session, _ = trained(model, SGD(model.parameters(), lr=0.1), steps=1)
+    session, _ = trained(model, sgd(model), steps=1)
     assert session.latest("2.weight", "ratio") == pytest.approx(1.0)
     session.remove()
 
@@ -203,7 +201,7 @@ def test_a_weight_that_leaves_zero_has_a_ratio_of_one() -> None:
 def test_rules_act_in_their_steps_only() -> None:
     model = net()
     rules = {**RULES, "rules": [rule | {"steps": {"every": 3}} for rule in RULES["rules"]]}
-    session, seen = trained(model, SGD(model.parameters(), lr=0.1), rules, steps=7)
+    session, seen = trained(model, sgd(model), rules, steps=7)
     check(session, {step: seen[step] for step in (0, 3, 6)})
     session.remove()
 
@@ -217,7 +215,7 @@ def test_nothing_changes_for_the_training() -> None:
         return [param.detach() for param in model.parameters()]
 
     one_norm = {"id": "norm", "action": "norm-log", "params": "0.bias"}
-    plain_rules = {"version": 1, "rules": [one_norm]}
+    plain_rules = rule_file(one_norm)
     for plain, observed in zip(weights(plain_rules), weights(RULES), strict=True):
         assert torch.equal(plain, observed)
 
@@ -225,7 +223,7 @@ def test_nothing_changes_for_the_training() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_moves_as_far_as_rounding_lets_it(dtype: torch.dtype) -> None:
     model = net().to(dtype)
-    optimizer = SGD(model.parameters(), lr=2e-2)
+    optimizer = sgd(model, 0.02)
     session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
     old = model[0].weight.detach().clone()
     model(torch.randn(16, 6, dtype=dtype)).float().square().mean().backward()
@@ -252,7 +250,6 @@ class Rows(nn.Module):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_large_parameter_is_sampled(sparse: bool) -> None:
-    torch.manual_seed(0)
     model = Rows(sparse=sparse)
     optimizer: Optimizer = (
         SparseAdam(model.parameters(), lr=0.1) if sparse else Adam(model.parameters(), lr=0.1)
@@ -278,7 +275,7 @@ def test_a_large_parameter_is_sampled(sparse: bool) -> None:
 
 def test_each_optimizer_has_records_of_its_own_updates() -> None:
     model = net()
-    first, second = SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1)
+    first, second = sgd(model[0]), sgd(model[2])
     session = gradsurgeon.apply(model, RULES, optimizer=[first, second])
     for step in range(4):
         model.zero_grad()
@@ -329,9 +326,7 @@ def test_the_report_shows_weights_and_updates_and_does_not_cry_wolf(tmp_path: Pa
     model = net()
     nn.init.zeros_(model[2].weight)  # grows by any factor
     rules = with_rule(id="grads", action="norm-log", params="*")
-    session, _ = trained(
-        model, SGD(model.parameters(), lr=0.1), rules, steps=30, record=tmp_path / "run"
-    )
+    session, _ = trained(model, sgd(model), rules, steps=30, record=tmp_path / "run")
     session.remove()
     report = summary(session)
     titles = [table.title for table in report.tables]
@@ -349,6 +344,6 @@ def test_a_parameter_without_gradients_is_named_although_its_weight_is_recorded(
     model = net()
     model[0].spare = nn.Linear(2, 2)
     rules = with_rule(id="grads", action="norm-log", params="*")
-    session, _ = trained(model, SGD(model.parameters(), lr=0.1), rules)
+    session, _ = trained(model, sgd(model), rules)
     session.remove()
     assert "never got a gradient: 0.spare.weight, 0.spare.bias" in summary(session).remarks
