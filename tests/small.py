@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def rule_file(*rules: Mapping[str, Any], **common: Any) -> dict[str, Any]:
@@ -28,3 +28,8 @@ def net() -> Any:
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """Return copies of all parameters."""
+    return [param.detach().clone() for param in model.parameters()]

@@ -83,12 +83,6 @@ def sparse_rows() -> Training:
     return rare_rows_of_a_large_table(sparse=True)
 
 
-def bias_before_batch_norm() -> Training:
-    """The gradient of this bias is zero by mathematics, so only rounding moves it, or does not."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
-    return fitted(model, sgd(model, 0.01), fit(model), STEPS)
-
-
 def warm_up_from_zero() -> Training:
     """The first epoch of thirty updates runs at a learning rate of 0."""
     model = perceptron()
@@ -220,24 +214,6 @@ def _of_two_paces() -> tuple[nn.Module, SGD, SGD]:
     body, head = nn.Linear(16, 16), nn.Linear(16, 4)
     model = nn.Sequential(body, nn.Tanh(), head)
     return model, sgd(head, 0.01), sgd(body, 0.01)
-
-
-def resting_branches() -> Training:
-    """Two heads take turns, and `zero_grad(set_to_none=False)` leaves zeros on the one that rests."""
-    body, first, second = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
-    model = nn.ModuleList([body, first, second])
-    optimizer = sgd(model, 0.01)
-    batch = regression()
-
-    def loop() -> None:
-        for step in range(STEPS):
-            inputs, targets = batch()
-            optimizer.zero_grad(set_to_none=False)
-            head = second if step % 60 >= 30 else first
-            functional.mse_loss(head(body(inputs).tanh()), targets).backward()
-            optimizer.step()
-
-    return Training(model, [optimizer], loop)
 
 
 def frozen_with_moving_statistics() -> Training:

@@ -408,26 +408,6 @@ def test_hooks_on_the_gradient_of_an_output_run_in_the_order_of_their_coming() -
     assert seen == [1.0, 0.5]
 
 
-def test_hooks_on_the_step_of_a_named_optimizer_run_in_the_order_of_their_coming() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    model = nn.Module()
-    model.w = weight
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    seen: list[float] = []
-
-    def see(*_: object) -> None:
-        assert weight.grad is not None
-        seen.append(weight.grad.item())
-
-    optimizer.register_step_pre_hook(see)
-    half = {"action": "scale", "factor": 0.5, "at": "step", "params": "*"}
-    with gradsurgeon.apply(model, rule_file(half), optimizer=optimizer):
-        optimizer.register_step_pre_hook(see)
-        weight.sum().backward()
-        optimizer.step()
-    assert seen == [1.0, 0.5]
-
-
 # --- validation between steps ---------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import same
 from pairs import singly
 from small import rule_file, sgd
 from torch import nn
@@ -110,7 +111,7 @@ def test_it_lies_in_the_run_and_is_diagnosed_alike(
     assert again.inputs == first.inputs
     assert again.cause == first.cause
     after = model.state_dict().values()
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert same(before, after)
     assert not model.training
 
 

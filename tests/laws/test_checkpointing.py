@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import data
+from models import data, same
 from pairs import singly
-from small import rule_file, sgd
+from small import rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -99,8 +99,7 @@ def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, g
 def test_the_same_as_without_checkpointing(reentrant: bool, whole: bool) -> None:
     plain, plain_session = run(None, whole=whole)
     model, session = run(reentrant, whole=whole)
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert same(weights_of(model), weights_of(plain))
     assert session.status() == plain_session.status()
     assert session.events == plain_session.events == []
     for rule in ("norms", "each"):
@@ -238,8 +237,7 @@ def test_what_means_the_same_in_parts_needs_no_word(
 ) -> None:
     model, session = run_twice(reentrant, **rule)
     plain, plain_session = run_twice(None, **rule)
-    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one, two, atol=1e-7)
+    torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=1e-5, atol=1e-07)
     assert [event.kind for event in session.events] == ["never-fired"] * ("steps" in rule)
     if rule["action"] == "norm-log":
         found, wanted = (one.history("shared.weight") for one in (session, plain_session))
@@ -302,7 +300,7 @@ def test_a_block_without_trainable_parameters_is_watched(
             optimizer.zero_grad()
             model(data(number, 5, 4)).square().mean().backward()
             optimizer.step()
-        found.append([param.detach().clone() for param in model.parameters()])
+        found.append(weights_of(model))
         if session is not None:
             assert session.events == []
             history = [
@@ -317,7 +315,7 @@ def test_a_block_without_trainable_parameters_is_watched(
             session.remove()
     plain, _, norms, watched, same_norms = found
     assert norms == same_norms
-    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
+    assert same(plain, watched)
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "hooks"])

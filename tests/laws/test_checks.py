@@ -16,7 +16,7 @@ from laws.faulty_loops import FAULTY, STEPS, row
 from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fit, fitted, perceptron
 from pairs import slow
-from small import rule_file, sgd
+from small import rule_file, sgd, weights_of
 from torch import nn
 from torch.optim import SGD
 
@@ -230,7 +230,7 @@ def test_checks_change_nothing() -> None:
             training.loop()
         else:
             told(training, rules)
-        weights.append([param.detach().clone() for param in training.model.parameters()])
+        weights.append(weights_of(training.model))
     assert all(map(torch.equal, *weights))
 
 

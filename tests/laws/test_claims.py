@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import rule_file
+from small import rule_file, weights_of
 from torch import nn
 
 import gradsurgeon
@@ -231,7 +231,7 @@ def test_what_came_before_a_pause_is_not_held_against_a_later_update(of: str) ->
         del rule["params"]
         rule |= {"modules": "2", "tensor": "output"}
     with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer) as session:
-        weights = [param.detach().clone() for param in model.parameters()]
+        weights = weights_of(model)
         model(torch.full((3, 4), NAN)).square().sum().backward()
         session.pause()
         optimizer.step()

@@ -126,37 +126,24 @@ def test_only_matched_parameters_get_anything_else(trunk: str) -> None:
     assert all(map(torch.equal, model.buffers(), other.buffers()))
 
 
-def test_a_conflict_is_recorded_as_it_is() -> None:
-    model, x = Heads(), torch.randn(5, 6)
-    first, second = jacobian(two(model, x), trunk_of(model))
-    session = gradsurgeon.apply(model, rules({"action": "conflict"}))
-    gradsurgeon.backward(two(model, x))
-    expected = {
-        "cosine": torch.dot(first, second) / (first.norm() * second.norm()),
-        "ratio": first.norm() / second.norm(),
-    }
-    for stat, value in expected.items():
-        assert session.latest("seg/depth", stat) == pytest.approx(float(value), rel=1e-6)
-    assert session.latest("seg/depth", "cosine") < 0
-
-
-@pytest.mark.parametrize("per", ["parameter", "module"])
+@pytest.mark.parametrize("per", ["rule", "parameter", "module"])
 def test_a_conflict_is_recorded_of_each_part(per: str) -> None:
     model, x = Heads(), torch.randn(5, 6)
     session = gradsurgeon.apply(model, rules({"action": "conflict", "per": per}))
-    losses = two(model, x)
-    gradsurgeon.backward(losses)
-    parts: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
-        if name.startswith("trunk."):
-            parts.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(
-                name
-            )
-    for part, names in parts.items():
-        params = [model.get_parameter(name) for name in names]
+    gradsurgeon.backward(two(model, x))
+    parts: dict[str, list[Tensor]] = {}
+    for name, param in model.trunk.named_parameters(prefix="trunk"):
+        part = {"rule": "", "parameter": f"{name}:", "module": f"{name.rpartition('.')[0]}:"}[per]
+        parts.setdefault(part, []).append(param)
+    for part, params in parts.items():
         first, second = jacobian(two(model, x), params)
-        cosine = float(torch.dot(first, second) / (first.norm() * second.norm()))
-        assert session.latest(f"{part}:seg/depth", "cosine") == pytest.approx(cosine, rel=1e-6)
+        wanted = {
+            "cosine": torch.dot(first, second) / (first.norm() * second.norm()),
+            "ratio": first.norm() / second.norm(),
+        }
+        for stat, value in wanted.items():
+            found = session.latest(f"{part}seg/depth", stat)
+            assert found == pytest.approx(float(value), rel=1e-6)
 
 
 def test_rules_on_the_same_gradients_share_their_inner_products(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pairs import singly
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
-from small import sgd
+from small import sgd, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -751,7 +751,7 @@ def test_an_overflow_reaches_the_scaler() -> None:
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     armed(model, PCGRAD)
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     outs = model(x)
     scaler.scale(loss([outs[0] * float("inf"), outs[1]])).backward()
     scaler.step(optimizer)
@@ -893,27 +893,20 @@ def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-def test_heads_that_take_different_tensors() -> None:
-    model, x = two_heads()
-    session = armed(model, PCGRAD)
-    train(
-        model,
-        lambda: loss([model.seg_head(model.trunk(x)), model.depth_head(model.trunk(x).sin())]),
-    )
-    assert "no two of the modules the rule matched sent gradients back to one tensor" in why(
-        session
-    )
-
-
-@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-def test_heads_that_are_trained_in_turn() -> None:
+@pytest.mark.parametrize("kind", ["different tensors", "in turn"])
+def test_heads_whose_gradients_never_meet(kind: str) -> None:
     model, x = two_heads()
     session = armed(model, PCGRAD)
     turn = iter(range(9))
-    train(model, lambda: losses(model(x))[next(turn) % 2])
-    assert "no two of the modules the rule matched sent gradients back to one tensor" in why(
-        session
-    )
+
+    def run() -> Tensor:
+        if kind == "in turn":
+            return losses(model(x))[next(turn) % 2]
+        return loss([model.seg_head(model.trunk(x)), model.depth_head(model.trunk(x).sin())])
+
+    train(model, run)
+    text = "no two of the modules the rule matched sent gradients back to one tensor"
+    assert text in why(session)
 
 
 @pytest.mark.slow

@@ -108,14 +108,3 @@ def test_a_gradient_that_has_a_graph_keeps_it() -> None:
     for expected, got in zip(*second, strict=True):
         assert (expected is None) == (got is None)
         assert expected is None or torch.equal(expected, got)
-
-
-@pytest.mark.filterwarnings("ignore:rule bound. bounds the contribution")
-def test_a_second_micro_batch_adds_a_bounded_contribution() -> None:
-    ours, theirs = Net(), Net()
-    clamped_by_hand(theirs)
-    with gradsurgeon.apply(ours, rule_file(BOUND), optimizer=[]):
-        for model in (theirs, ours):
-            for _ in range(3):
-                loss_of(model).backward()
-    assert [*map(torch.equal, grads_of(ours), grads_of(theirs))] == [True] * 8

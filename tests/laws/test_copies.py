@@ -20,9 +20,9 @@ import pytest
 import torch
 from bounds import TIMEOUT
 from laws import spawned
-from models import data
+from models import data, same
 from pairs import singly
-from small import net, rule_file, sgd
+from small import net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
@@ -57,7 +57,7 @@ def train(model: Any, steps: int = 2) -> list[Tensor]:
         optimizer.zero_grad()
         model(data(number, 5, 4)).square().mean().backward()
         optimizer.step()
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model)
 
 
 def saved(model: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_copy_trains_as_if_there_were_no_rules(name: str, kind: str) -> None:
         plain = net()
         plain.load_state_dict(model.state_dict())
         found, wanted = train(made, steps=3), train(plain, steps=3)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert same(found, wanted)
         assert {rule: one.fired for rule, one in session.status().items()} == before
         assert session.step == 2
         for param in made.parameters():
@@ -125,7 +125,7 @@ def test_rules_can_be_applied_to_a_copy_by_themselves(kind: str) -> None:
             assert all(one.fired > 0 for one in other.status().values())
         assert all(one.fired == 0 for one in session.status().values())
         wanted = train(model)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert same(found, wanted)
 
 
 def test_a_state_dict_knows_nothing_of_rules() -> None:
@@ -483,7 +483,7 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
         gc.collect()
         if not kept:
             del session
-        before = [param.detach().clone() for param in first.parameters()]
+        before = weights_of(first)
         with pytest.warns(
             gradsurgeon.GradSurgeonWarning,
             match="is gone, but parts of it live on: keep a reference to it",

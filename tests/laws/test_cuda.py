@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import rule_file, sgd
+from small import net, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -106,13 +106,13 @@ def test_a_fused_optimizer_under_a_scaler_gets_clamped_gradients(device: str) ->
     model = nn.Linear(4, 3).half().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1000.0, fused=True)
     scaler = torch.amp.GradScaler(device, init_scale=65536.0)
-    rules = [
+    rules = rule_file(
         {"id": "c", "action": "clamp", "params": "*", "at": "step", "min": -1.0, "max": 1.0},
         {"id": "n", "action": "norm-log", "params": "*", "at": "step"},
-    ]
+    )
     before = model.weight.detach().clone()
     x = (data(0, 5, 4) * 1e-3).half().to(device)
-    with gradsurgeon.apply(model, rule_file(*rules)) as session:
+    with gradsurgeon.apply(model, rules) as session:
         scaler.scale(model(x).float().mean() * 1e-2).backward()
         scaler.step(optimizer)
         true = torch.linalg.vector_norm(x.float().mean(0) * 1e-2 / 3) * math.sqrt(3)
@@ -162,17 +162,12 @@ def by_id(rules: list[dict[str, Any]]) -> Any:
     return [pytest.param(rule, id=rule["id"]) for rule in rules]
 
 
-def made() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
 @pytest.mark.filterwarnings("ignore::gradsurgeon.errors.GradSurgeonWarning")
 @pytest.mark.parametrize("rule", by_id(SILENCED))
 def test_rules_refuse_a_capture_and_a_paused_session_does_not(
     rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = made()
+    model = net()
     optimizer = sgd(model)
     document = rule_file(rule)
     with gradsurgeon.apply(model, document, optimizer=optimizer) as session:
@@ -221,7 +216,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
 @cuda
 @pytest.mark.parametrize("rule", by_id(SILENCED))
 def test_a_capture_under_rules_is_refused(rule: dict[str, Any]) -> None:
-    model = made().cuda()
+    model = net().cuda()
     optimizer = sgd(model)
     with (
         gradsurgeon.apply(model, rule_file(rule)),

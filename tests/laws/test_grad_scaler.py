@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import data
-from small import rule_file, sgd
+from models import data, same
+from small import rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -48,7 +48,7 @@ def train(
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model)
 
 
 @pytest.mark.cell("GradScaler", "backward", "accumulated", "step", "modules")
@@ -101,11 +101,11 @@ def test_an_overflow_is_an_event_no_trap_and_counts_as_a_step(kind: str) -> None
     scaler = GradScaler("cpu", init_scale=2.0**127)  # the largest that float32 holds: it overflows
     clamp = {"action": "clamp", "at": "backward", "min": -1.0, "max": 1.0}
     with gradsurgeon.apply(model, rule_file(clamp, {"action": "nan-trap"}, params="*")) as session:
-        before = [p.detach().clone() for p in model.parameters()]
+        before = weights_of(model)
         train(model, optimizer, scaler, steps=1)
         # A clamp that hid the overflow would keep the scaler from backing off.
         assert scaler.get_scale() == 2.0**126
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same(before, weights_of(model))
         assert session.step == 1
         train(model, optimizer, scaler, steps=1)
         assert not torch.equal(before[0], model[0].weight)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import same
 from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -151,7 +152,7 @@ def test_torch_logs_the_nodes_that_run_as_it_would(level: int, model: nn.Module)
     try:
         forward(model).backward()
         plain = written.getvalue().count("Executing:")
-        with gradsurgeon.apply(model, rule_file(*RULES["rules"][:1])):  # type: ignore[index]
+        with gradsurgeon.apply(model, rule_file(*RULES["rules"][:1])):
             forward(model).backward()
         assert written.getvalue().count("Executing:") == 2 * plain
         assert (plain > 0) is (level == logging.DEBUG)
@@ -172,7 +173,7 @@ def test_rules_act_where_torch_calls_no_pair_of_functions(
 
 
 def test_an_error_of_a_rule_after_the_pass_is_alone(model: nn.Module) -> None:
-    rules = rule_file({**RULES["rules"][2], "then": "raise"})  # type: ignore[index]
+    rules = rule_file({**RULES["rules"][2], "then": "raise"})
     with gradsurgeon.apply(model, rules), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(gradsurgeon.NonFiniteGradientError) as caught:
@@ -189,7 +190,7 @@ def test_the_loss_of_a_pass_is_let_go_of_at_once(model: nn.Module) -> None:
     gc.collect()
     gc.disable()
     try:
-        with gradsurgeon.apply(model, rule_file(*RULES["rules"][:1])):  # type: ignore[index]
+        with gradsurgeon.apply(model, rule_file(*RULES["rules"][:1])):
             loss.backward()
             del loss
             assert held() is None
@@ -230,8 +231,7 @@ def held_against_hooks(case: Callable[[nn.Sequential], list[Tensor]]) -> None:
     with gradsurgeon.apply(by_rule, rule_file(BOUND)):
         found = case(by_rule)
     assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert same(found, expected)
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:

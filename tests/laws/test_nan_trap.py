@@ -135,31 +135,6 @@ def test_clipping_by_the_script_does_not_move_the_border(fault: float) -> None:
     assert len(session.events) == 1
 
 
-@pytest.mark.usefixtures("_both_kinds_of_device")
-def test_a_skipped_step_moves_nothing_and_training_goes_on_as_if_it_had_not_been() -> None:
-    model, optimizer = make()
-    with gradsurgeon.apply(model, trap(then="skip-step")) as session:
-        for number in range(3):
-            step(model, optimizer, number)
-        before = memory(model, optimizer)
-        assert len(before) == 6 + 18
-        step(model, optimizer, 99, NAN)
-        assert same(before, memory(model, optimizer))
-        # The gradients are hidden from the optimizer, not taken from the script.
-        assert all(param.grad is not None for param in model.parameters())
-        for number in range(3, 6):
-            step(model, optimizer, number)
-        assert session.step == 7
-    kinds = [(e.kind, e.step, e.rule, e.name) for e in session.events]
-    assert kinds == [("trap", 3, "trap", "second.bias"), ("skipped-step", 3, "trap", "second.bias")]
-    plain, plain_optimizer = make()
-    for number in range(6):
-        step(plain, plain_optimizer, number)
-    assert same(memory(model, optimizer), memory(plain, plain_optimizer))
-    status = session.status()["trap"]
-    assert (status.fired, status.changed, status.last_step) == (7, 1 / 7, 6)
-
-
 def test_the_update_would_have_been_poisoned_without_the_trap() -> None:
     model, optimizer = make()
     step(model, optimizer, 0, NAN)

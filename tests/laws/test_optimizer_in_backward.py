@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import data
-from small import net, rule_file, sgd
+from models import data, same
+from small import net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -79,8 +79,7 @@ def outside(rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Sess
 def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> None:
     wanted, other = outside([*RULES, LOG])
     found, session = inside(order, [*RULES, LOG])
-    for one, two in zip(found, wanted, strict=True):
-        assert torch.equal(one, two)
+    assert same(found, wanted)
     assert session.events == []
     assert session.step == STEPS
     assert {rule: status.fired for rule, status in session.status().items()} == {
@@ -128,7 +127,7 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
     ],
 )
 def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -> None:
-    before = [param.detach().clone() for param in net().parameters()]
+    before = weights_of(net())
     model = net()
     given = rule_file({"id": "all", **rule})
     if order == "apply first":
@@ -139,8 +138,7 @@ def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -
     with pytest.raises(BindError, match="rule all: an optimizer steps inside backward") as caught:
         model(data(0, 5, 4)).square().mean().backward()
     assert "at no moment are all gradients there" in str(caught.value)
-    for one, two in zip(model.parameters(), before, strict=True):
-        assert torch.equal(one, two)
+    assert same(weights_of(model), before)
     session.remove()
 
 
@@ -176,7 +174,7 @@ def test_rules_say_that_they_never_saw_updates_inside_backward_without_step(earl
     optimizer = Fused(model.parameters(), lr=0.1, early=early)
     rules = [LOG, {"id": "trap", "action": "nan-trap", "params": "2.*"}]
     with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer) as session:
-        before = [param.detach().clone() for param in model.parameters()]
+        before = weights_of(model)
         for step in range(3):
             model(data(step, 5, 4)).square().mean().backward()
         assert not any(map(torch.equal, before, model.parameters()))

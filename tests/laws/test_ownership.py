@@ -35,7 +35,7 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
     model: Any = halves()
     optimizer = sgd(model["a"])
     options: dict[str, Any] = {"optimizer": optimizer} if named else {}
-    with gradsurgeon.apply(model, rule_file(SKIP, params="*"), **options) as session:
+    with gradsurgeon.apply(model, rule_file(SKIP), **options) as session:
         loss(model["a"]).backward()
         optimizer.step()
         optimizer.param_groups[0]["params"] = list(model["b"].parameters())
@@ -55,7 +55,7 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
 def test_what_an_optimizer_has_let_go_of_stops_no_step_of_it() -> None:
     model: Any = halves()
     optimizer = sgd(model["a"])
-    with gradsurgeon.apply(model, rule_file(SKIP, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         loss(model["a"], NAN).backward()  # stays on the layer that is let go
         optimizer.param_groups[0]["params"] = list(model["b"].parameters())
         loss(model["b"]).backward()
@@ -137,7 +137,7 @@ def test_what_an_optimizer_takes_over_soon_is_no_news(when: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
     optimizer = sgd(model[1])
-    with gradsurgeon.apply(model, rule_file(SKIP, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         for number in range(12):
             if number == 5:
                 model[0].requires_grad_(True)
@@ -177,7 +177,7 @@ def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient
 def test_an_optimizer_that_steps_now_and_then_is_no_news(made: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     often = sgd(model[0])
-    with gradsurgeon.apply(model, rule_file(SKIP, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         for number in range(10):
             if number == made:
                 seldom = sgd(model[1])
@@ -227,9 +227,7 @@ def test_a_step_that_raised_hides_no_later_one(who: str) -> None:
     first, second = nn.Linear(4, 2), nn.Linear(4, 2)
     optimizer = Failing([*first.parameters(), *second.parameters()], lr=0.05)
     parts = [first, second] if who == "another session" else [first]
-    sessions = [
-        gradsurgeon.apply(part, rule_file(SKIP, params="*"), optimizer=optimizer) for part in parts
-    ]
+    sessions = [gradsurgeon.apply(part, rule_file(SKIP), optimizer=optimizer) for part in parts]
     if who == "a hook of the script":
         optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, dict(kwargs)))
     for number in range(12):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from commands import call
 from small import rule_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -146,6 +145,7 @@ for step in range(3):
 @pytest.mark.slow
 def test_run_perturb_makes_runs_that_differ_by_rounding(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    command = ("run", "--rules", "gradsurgeon:fingerprint@1")
     found = {}
     for name, options in {
         "plain": (),
@@ -153,22 +153,8 @@ def test_run_perturb_makes_runs_that_differ_by_rounding(tmp_path: Path) -> None:
         "again-0": ("--perturb", "1e-6", "--seed", "0"),
         "noise-1": ("--perturb", "1e-6", "--seed", "1"),
     }.items():
-        command = (
-            sys.executable,
-            "-m",
-            "gradsurgeon",
-            "run",
-            "--rules",
-            "gradsurgeon:fingerprint@1",
-        )
-        done = subprocess.run(
-            [*command, "--record", name, *options, "train.py"],
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = call(*command, "--record", name, *options, "train.py", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
         assert ("noise-of-inputs" in done.stderr) == bool(options)
         with gradsurgeon.open_run(tmp_path / name) as run:
             found[name] = run.latest("2", "projection_1", rule="fingerprint-outputs")

@@ -34,10 +34,17 @@ class Weight(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(1)))
 
 
-HALF: dict[str, Any] = {"id": "half", "action": "scale", "factor": 0.5, "at": "step"}
-BOUND: dict[str, Any] = {"id": "bound", "action": "clamp", "min": -2.5, "max": 2.5, "at": "step"}
-NORMS: dict[str, Any] = {"id": "norms", "action": "norm-log"}
-SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "then": "skip-step"}
+HALF: dict[str, Any] = {"id": "half", "action": "scale", "params": "*", "factor": 0.5, "at": "step"}
+BOUND: dict[str, Any] = {
+    "id": "bound",
+    "action": "clamp",
+    "params": "*",
+    "min": -2.5,
+    "max": 2.5,
+    "at": "step",
+}
+NORMS: dict[str, Any] = {"id": "norms", "action": "norm-log", "params": "*"}
+SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
 
 
 def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
@@ -60,7 +67,7 @@ def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
 def test_the_same_bound_at_both_points_under_accumulation(at: str, moved: float) -> None:
     model = Weight()
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file({**BOUND, "at": at}, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file({**BOUND, "at": at})) as session:
         with pytest.warns(GradSurgeonWarning) if at == "backward" else nullcontext():
             for part in (2.0, 2.0, -3.0):
                 (model.w * part).sum().backward()
@@ -110,7 +117,7 @@ def test_a_closure_by_keyword_and_a_dummy_closure() -> None:
     def dummy() -> None:
         """Frameworks pass such a one where the script has run backward by itself."""
 
-    with gradsurgeon.apply(model, rule_file(HALF, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(HALF)) as session:
         optimizer.step(closure=closure)
         assert -model.w.item() == 2.0
         closure()
@@ -143,7 +150,7 @@ def test_lbfgs_sees_edited_gradients_in_every_evaluation_and_counts_one_step() -
             for _ in range(3):
                 optimizer.step(closure)
         else:
-            with gradsurgeon.apply(model, rule_file(HALF, params="*")) as session:
+            with gradsurgeon.apply(model, rule_file(HALF)) as session:
                 for _ in range(3):
                     optimizer.step(closure)
                 steps = session.step
@@ -183,9 +190,7 @@ def test_a_step_that_has_moved_weights_raises_and_says_so(then: str) -> None:
         return loss
 
     with (
-        gradsurgeon.apply(
-            model, rule_file({**SKIP, "then": then}, params="*"), optimizer=optimizer
-        ) as session,
+        gradsurgeon.apply(model, rule_file({**SKIP, "then": then}), optimizer=optimizer) as session,
         pytest.raises(NonFiniteGradientError) as raised,
     ):
         optimizer.step(closure)
@@ -236,8 +241,8 @@ def test_one_optimizer_over_two_models() -> None:
         optimizer.step()
 
     with (
-        gradsurgeon.apply(first, rule_file(SKIP, params="*")) as one,
-        gradsurgeon.apply(second, rule_file(NORMS, params="*")) as two,
+        gradsurgeon.apply(first, rule_file(SKIP)) as one,
+        gradsurgeon.apply(second, rule_file(NORMS)) as two,
     ):
         step()
         before = (first.w.item(), second.w.item())
@@ -293,7 +298,7 @@ def test_an_optimizer_that_comes_late_has_a_clock_from_the_start() -> None:
 def test_a_parameter_group_that_is_added_later_belongs_to_the_optimizer() -> None:
     model = Weight("a", "b")
     optimizer = torch.optim.SGD([model.a], lr=1.0)
-    with gradsurgeon.apply(model, rule_file(HALF, params="*")):
+    with gradsurgeon.apply(model, rule_file(HALF)):
         (model.a + model.b).sum().backward()
         optimizer.step()
         optimizer.add_param_group({"params": [model.b]})
@@ -314,7 +319,7 @@ def test_a_step_within_a_step_is_one_step() -> None:
     sgd(Weight())  # torch patches the inherited `step` when somebody makes a plain one
     model = Weight()
     optimizer = Outer(model.parameters(), lr=1.0)
-    with gradsurgeon.apply(model, rule_file(HALF, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(HALF)) as session:
         for _ in range(2):
             optimizer.zero_grad()
             (model.w * 4.0).sum().backward()
@@ -339,7 +344,7 @@ def test_a_wrapper_and_the_optimizer_inside_are_one(named: bool) -> None:
     model = Weight()
     optimizer = Wrapper(sgd(model), hidden=False)
     with gradsurgeon.apply(
-        model, rule_file(HALF, params="*"), optimizer=optimizer if named else None
+        model, rule_file(HALF), optimizer=optimizer if named else None
     ) as session:
         for _ in range(2):
             model.zero_grad()
@@ -354,13 +359,13 @@ def test_a_wrapper_and_the_optimizer_inside_are_one(named: bool) -> None:
 def test_a_wrapper_that_hides_its_optimizer_does_not_stand_in_the_way() -> None:
     model = Weight()
     optimizer = Wrapper(sgd(model), hidden=True)
-    with gradsurgeon.apply(model, rule_file(HALF, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(HALF)) as session:
         (model.w * 4.0).sum().backward()
         optimizer.step()
     assert (session.events, -model.w.item()) == ([], 2.0)
     with (
         pytest.warns(GradSurgeonWarning, match="pass the optimizer that it wraps"),
-        gradsurgeon.apply(model, rule_file(HALF, params="*"), optimizer=optimizer),
+        gradsurgeon.apply(model, rule_file(HALF), optimizer=optimizer),
     ):
         pass
 
@@ -374,7 +379,7 @@ def test_a_step_that_raises_is_an_attempt_and_the_next_one_acts() -> None:
         if fail:
             raise MemoryError("no room")
 
-    with gradsurgeon.apply(model, rule_file(HALF, params="*"), optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(HALF), optimizer=optimizer) as session:
         handle = optimizer.register_step_pre_hook(fault)
         model.w.sum().backward()
         with pytest.raises(MemoryError):
@@ -410,7 +415,7 @@ def update_by_hand(model: nn.Module, *, in_place: bool) -> None:
 @pytest.mark.parametrize("in_place", [True, False], ids=["zeroed in place", "set to None"])
 def test_hand_written_updates(in_place: bool) -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(HALF, NORMS)) as session:
         for _ in range(3):
             (model.w * 4.0).sum().backward()
             update_by_hand(model, in_place=in_place)
@@ -429,7 +434,7 @@ def test_hand_written_updates(in_place: bool) -> None:
 )
 def test_a_second_pass_onto_an_edited_gradient_is_an_error() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF, params="*")):
+    with gradsurgeon.apply(model, rule_file(HALF)):
         (model.w * 4.0).sum().backward()
         with pytest.raises(
             GradSurgeonError, match=r"reached w while .* would compound\. .*optimizer=\[\]"
@@ -444,7 +449,7 @@ def test_a_first_pass_onto_an_old_gradient_is_the_same_error() -> None:
     model = Weight()
     (model.w * 4.0).sum().backward()
     with (
-        gradsurgeon.apply(model, rule_file(HALF, params="*")),
+        gradsurgeon.apply(model, rule_file(HALF)),
         pytest.raises(GradSurgeonError, match="would compound"),
     ):
         (model.w * 4.0).sum().backward()
@@ -452,7 +457,7 @@ def test_a_first_pass_onto_an_old_gradient_is_the_same_error() -> None:
 
 def test_a_second_pass_without_edits_is_a_step_of_its_own() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(NORMS, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(NORMS)) as session:
         for _ in range(2):
             (model.w * 4.0).sum().backward()
             (model.w * 4.0).sum().backward()
@@ -474,7 +479,7 @@ def test_a_trap_judges_a_second_pass_by_hand_as_well() -> None:
 
 def test_ticks_mark_the_steps() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS, params="*"), optimizer=[]) as session:
+    with gradsurgeon.apply(model, rule_file(HALF, NORMS), optimizer=[]) as session:
         for step in range(3):
             for _ in range(2):
                 (model.w * 4.0).sum().backward()
@@ -488,7 +493,7 @@ def test_ticks_mark_the_steps() -> None:
 
 def test_a_tick_after_an_undeclared_start_does_not_count_twice() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(HALF)) as session:
         for _ in range(3):
             (model.w * 4.0).sum().backward()
             session.tick()
@@ -499,7 +504,7 @@ def test_a_tick_after_an_undeclared_start_does_not_count_twice() -> None:
 
 def test_a_tick_says_whether_to_update() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(SKIP, params="*"), optimizer=[]) as session:
+    with gradsurgeon.apply(model, rule_file(SKIP), optimizer=[]) as session:
         (model.w * float("nan")).sum().backward()
         assert session.tick() is False
         model.w.grad = None
@@ -511,7 +516,7 @@ def test_a_tick_says_whether_to_update() -> None:
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
 def test_a_first_tick_says_whether_a_trap_stopped_the_pass_before_it(then: str) -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file({**SKIP, "then": then}, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file({**SKIP, "then": then})) as session:
         with pytest.raises(gradsurgeon.NonFiniteGradientError):
             (model.w * float("nan")).sum().backward()
         assert session.tick() is False
@@ -522,7 +527,7 @@ def test_a_first_tick_says_whether_a_trap_stopped_the_pass_before_it(then: str) 
 
 def test_skip_step_without_optimizer_raises_rather_than_pretend() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(SKIP, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         model.w.sum().backward()
         model.w.grad = None
         with pytest.raises(
@@ -537,7 +542,7 @@ def test_skip_step_without_optimizer_raises_rather_than_pretend() -> None:
 def test_ticks_are_refused_where_an_optimizer_steps() -> None:
     model = Weight()
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file(HALF, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(HALF)) as session:
         model.w.sum().backward()
         optimizer.step()
         with pytest.raises(GradSurgeonError, match="a torch optimizer owns the parameters"):
@@ -546,7 +551,7 @@ def test_ticks_are_refused_where_an_optimizer_steps() -> None:
 
 def test_an_optimizer_made_after_the_first_backward_says_what_its_first_update_gets() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(HALF)) as session:
         (model.w * 4.0).sum().backward()
         optimizer = sgd(model)
         with pytest.warns(GradSurgeonWarning, match="act on them again in the first update"):
@@ -569,7 +574,7 @@ def test_pause_and_resume_keep_the_clock() -> None:
     model = Weight()
     optimizer = sgd(model)
     moved = []
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS, params="*")) as session:
+    with gradsurgeon.apply(model, rule_file(HALF, NORMS)) as session:
         for step in range(4):
             if step == 1:
                 session.pause()
@@ -587,7 +592,7 @@ def test_pause_and_resume_keep_the_clock() -> None:
 
 def test_updates_by_hand_are_counted_while_the_rules_pause() -> None:
     model, moved = Weight(), []
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS, params="*"), optimizer=None) as session:
+    with gradsurgeon.apply(model, rule_file(HALF, NORMS), optimizer=None) as session:
         for step in range(5):
             if step == 2:
                 session.pause()
@@ -606,7 +611,7 @@ def test_what_came_before_rules_that_begin_inside_a_pass_is_no_part_of_the_next_
     model = nn.Linear(2, 2)
     optimizer = sgd(model)
     sessions: list[gradsurgeon.Session] = []
-    norms = rule_file({**NORMS, "at": "backward"}, params="*")
+    norms = rule_file({**NORMS, "at": "backward"})
 
     def begin(_: torch.Tensor) -> None:
         if not sessions:
@@ -628,7 +633,7 @@ def test_a_gradient_made_for_inference_is_replaced_as_without_rules() -> None:
     model = nn.Linear(2, 1, bias=False)
     with torch.inference_mode():
         model.weight.grad = torch.zeros(1, 2)
-    with gradsurgeon.apply(model, rule_file(NORMS, params="*"), optimizer=[]) as session:
+    with gradsurgeon.apply(model, rule_file(NORMS), optimizer=[]) as session:
         model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
         assert len(session.history("weight")) == 1
     model.weight.grad = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import data
+from models import data, same
 from small import rule_file
 from torch import Tensor, nn
 
@@ -110,7 +110,7 @@ def train(
 
 
 def equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return same([*one], [*other])
 
 
 def trace(model: nn.Module) -> list[object]:
