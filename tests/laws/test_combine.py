@@ -42,7 +42,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
     "twice used": (TwiceUsed, two),
 }
 
+MGDA = {"action": "combine", "method": "mgda"}
+
 pytestmark = pytest.mark.usefixtures("doubles")
+
+
+def of_torchjd(method: str, model: nn.Module, x: Tensor) -> Tensor:
+    """Return what TorchJD makes of the gradients of both losses on the trunk."""
+    combined: Tensor = aggregator(method)(jacobian(two(model, x), trunk_of(model)))
+    return combined
+
+
+def check(model: nn.Module, wanted: Tensor) -> None:
+    """Hold the gradients of the trunk against others."""
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
 
 
 @singly(model_name=["overlapping", "heads", "twice used"], method=METHODS)
@@ -58,7 +71,7 @@ def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: s
     with gradsurgeon.apply(model, rules(rule)) as session:
         gradsurgeon.backward(losses_of(model, x))
         assert session.status()["combine"].fired == 1
-    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    check(model, wanted)
 
 
 def test_the_losses_of_these_tests_conflict() -> None:
@@ -118,11 +131,11 @@ def test_only_matched_parameters_get_anything_else(trunk: str) -> None:
     state = torch.get_rng_state()
     wanted = aggregator("mgda")(jacobian(two(again, x), trunk_of(again)))
     torch.set_rng_state(state)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward(two(model, x))
     for head in ("seg", "depth"):
         assert same(grads_of(model.get_submodule(head)), grads_of(other.get_submodule(head)))
-    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    check(model, wanted)
     assert all(map(torch.equal, model.buffers(), other.buffers()))
 
 
@@ -158,7 +171,7 @@ def test_rules_on_the_same_gradients_share_their_inner_products(
 
     monkeypatch.setattr(inner_products, "_inner_products", count)
     model, x = Heads(), torch.randn(5, 6)
-    given = [{"action": "conflict"}, {"action": "combine", "method": "mgda"}]
+    given = [{"action": "conflict"}, MGDA]
     elsewhere = {"action": "combine", "method": "mgda", "id": "head", "params": "seg.*"}
     gradsurgeon.apply(model, rules(*given, elsewhere))
     gradsurgeon.backward(two(model, x))
@@ -173,10 +186,10 @@ def test_a_loss_that_no_rule_names_is_added_as_it_is() -> None:
 
     matrix = jacobian(two(model, x), trunk_of(model))
     more = jacobian({"penalty": penalty()}, trunk_of(model))[0]
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward({**two(model, x), "penalty": penalty()})
     wanted = aggregator("mgda")(matrix) + more
-    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    check(model, wanted)
 
 
 def test_two_rules_combine_what_each_matches() -> None:
@@ -208,7 +221,7 @@ def test_a_preference_counts_and_ones_give_the_sum() -> None:
     gradsurgeon.apply(model, rules(rule))
     gradsurgeon.backward(two(model, x))
     wanted = aggregation.UPGrad(pref_vector=torch.tensor([3.0, 1.0]))(matrix)
-    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    check(model, wanted)
 
 
 def test_a_memory_only_constrains() -> None:
@@ -272,7 +285,7 @@ def test_losses_of_another_model_may_come_through_this_one() -> None:
         generator,
         rules({"action": "combine", "method": "mgda", "params": "*", "losses": ["adv", "rec"]}),
     )
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    session = gradsurgeon.apply(model, rules(MGDA))
     for _ in range(3):
         adv, rec = two(model, generator(x)).values()
         gradsurgeon.backward({"adv": adv, "rec": rec})
@@ -285,7 +298,7 @@ def test_losses_of_another_model_may_come_through_this_one() -> None:
 
 def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
     model, x = Heads(), torch.randn(5, 6)
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    session = gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward({"seg": two(model, x)["seg"]})
     session.remove()
     told = [event.message for event in session.events if event.kind == "never-fired"]
@@ -294,7 +307,7 @@ def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
 
 def test_a_plain_backward_pass_is_said_at_once() -> None:
     model, x = Heads(), torch.randn(5, 6)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.apply(model, rules(MGDA))
     with pytest.warns(
         gradsurgeon.GradSurgeonWarning,
         match=r"reached trunk.0.weight without .*gradsurgeon.backward",
@@ -327,7 +340,7 @@ def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, cu
 def test_hooks_of_the_script_see_the_combined_gradient_once() -> None:
     model, x = Heads(), torch.randn(5, 6)
     weight = model.trunk[0].weight
-    wanted = aggregator("mgda")(jacobian(two(model, x), trunk_of(model)))
+    wanted = of_torchjd("mgda", model, x)
     first = wanted[: weight.numel()].view_as(weight)
     seen: list[tuple[str, Tensor]] = []
 
@@ -336,7 +349,7 @@ def test_hooks_of_the_script_see_the_combined_gradient_once() -> None:
         return grad * 3
 
     weight.register_hook(early)
-    file = rules({"action": "combine", "method": "mgda"})
+    file = rules(MGDA)
     half = {"id": "half", "action": "scale", "params": "trunk.0.weight", "factor": 0.5}
     file["rules"].append(half)
     gradsurgeon.apply(model, file)
@@ -362,7 +375,7 @@ def test_a_hook_registered_within_a_pass_stays() -> None:
     features = model.trunk(x)
     features.register_hook(register)
     losses = {"seg": model.seg(features).square().mean(), "depth": -model.depth(features).mean()}
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward(losses)
     assert seen[0] == "registered"
     assert "called" in seen
@@ -372,29 +385,27 @@ def test_a_hook_registered_within_a_pass_stays() -> None:
 def test_gradients_accumulate_over_calls() -> None:
     model = Heads()
     batches = [torch.randn(5, 6) for _ in range(3)]
-    wanted = sum(aggregator("mgda")(jacobian(two(model, x), trunk_of(model))) for x in batches)
+    wanted = sum(of_torchjd("mgda", model, x) for x in batches)
     optimizer = sgd(model, 0.0)
-    session = gradsurgeon.apply(
-        model, rules({"action": "combine", "method": "mgda"}, {"action": "conflict"})
-    )
+    session = gradsurgeon.apply(model, rules(MGDA, {"action": "conflict"}))
     with pytest.warns(
         gradsurgeon.GradSurgeonWarning, match="combines the losses of each backward pass"
     ):
         for x in batches:
             gradsurgeon.backward(two(model, x))
-    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    check(model, wanted)
     optimizer.step()
     assert [step for step, _ in session.history("seg/depth", "cosine")] == [0, 0, 0]
 
 
 def test_records_and_rules_after_it_see_the_combined_gradient() -> None:
     model, x = Heads(), torch.randn(5, 6)
-    file = rules({"action": "combine", "method": "mgda"})
+    file = rules(MGDA)
     for at in ("backward", "accumulated", "step"):
         file["rules"].append({"id": at, "action": "norm-log", "params": "trunk.0.weight", "at": at})
     optimizer = sgd(model)
     session = gradsurgeon.apply(model, file)
-    wanted = aggregator("mgda")(jacobian(two(model, x), trunk_of(model)))
+    wanted = of_torchjd("mgda", model, x)
     gradsurgeon.backward(two(model, x))
     optimizer.step()
     norm = float(wanted[: model.trunk[0].weight.numel()].norm())
@@ -413,7 +424,7 @@ def test_module_rules_act_in_every_pass_and_record_in_one() -> None:
     edited = copy.deepcopy(model)
     edited.trunk[0].register_forward_hook(_halve)
     wanted = aggregator("mgda")(jacobian(two(edited, x), trunk_of(edited)))
-    file = rules({"action": "combine", "method": "mgda"})
+    file = rules(MGDA)
     of = {"modules": "trunk.0", "tensor": "output.grad"}
     file["rules"] += [
         {"id": "half", "action": "scale", "factor": 0.5, **of},
@@ -424,7 +435,7 @@ def test_module_rules_act_in_every_pass_and_record_in_one() -> None:
     optimizer = sgd(model, 0.0)
     session = gradsurgeon.apply(model, file)
     gradsurgeon.backward(two(model, x))
-    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    check(model, wanted)
     optimizer.step()
     fired = {rule: status.fired for rule, status in session.status().items()}
     assert fired == {"combine": 1, "half": 1, "norms": 1, "kept": 1, "trap": fired["trap"]}
@@ -461,9 +472,9 @@ def test_a_gradient_penalty_is_a_loss_like_others() -> None:
 
     model, x = Heads(), torch.randn(5, 6)
     wanted = aggregator("mgda")(jacobian(penalised(model, x), trunk_of(model)))
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward(penalised(model, x))
-    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    check(model, wanted)
 
 
 def test_two_models_with_a_session_each() -> None:
@@ -481,17 +492,17 @@ def test_two_models_with_a_session_each() -> None:
         gradsurgeon.apply(model, rules({"action": "combine", "method": method}))
     gradsurgeon.backward(joint())
     for model, one in zip(models, wanted, strict=True):
-        torch.testing.assert_close(flat_grads(trunk_of(model)), one, rtol=1e-9, atol=1e-12)
+        check(model, one)
 
 
 def test_one_parameter_under_two_models() -> None:
     """The inner model has a session of its own, which only compares."""
     model, x = Heads(), torch.randn(5, 6)
-    wanted = aggregator("mgda")(jacobian(two(model, x), trunk_of(model)))
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    wanted = of_torchjd("mgda", model, x)
+    gradsurgeon.apply(model, rules(MGDA))
     inner = gradsurgeon.apply(model.trunk, rules({"action": "conflict", "params": "*"}))
     gradsurgeon.backward(two(model, x))
-    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    check(model, wanted)
     assert inner.status()["conflict"].fired == 1
 
 
@@ -510,7 +521,7 @@ def test_two_sessions_that_combine_one_gradient_are_refused_by_name() -> None:
 
 def test_an_optimizer_in_the_backward_pass_steps_once() -> None:
     model, x = Heads(), torch.randn(5, 6)
-    wanted = aggregator("mgda")(jacobian(two(model, x), trunk_of(model)))
+    wanted = of_torchjd("mgda", model, x)
     before = [param.detach().clone() for param in trunk_of(model)]
     optimizers: dict[Tensor, torch.optim.SGD] = {
         param: torch.optim.SGD([param], lr=1.0) for param in model.parameters()
@@ -522,7 +533,7 @@ def test_an_optimizer_in_the_backward_pass_steps_once() -> None:
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward(two(model, x))
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, trunk_of(model), strict=True)])
     torch.testing.assert_close(moved, wanted, rtol=1e-6, atol=1e-9)
@@ -547,14 +558,14 @@ def test_half_precision_parameters_are_rounded_once(dtype: torch.dtype) -> None:
     model, x = Heads().to(dtype), torch.randn(5, 6).to(dtype)
     matrix = jacobian(two(model, x), trunk_of(model)).double()
     wanted = aggregator("mgda")(matrix)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward(two(model, x))
     found = flat_grads(trunk_of(model))
     assert found.dtype == dtype
     torch.testing.assert_close(found, wanted.to(dtype), rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", [{"action": "conflict"}, {"action": "combine", "method": "mgda"}])
+@pytest.mark.parametrize("rule", [{"action": "conflict"}, MGDA])
 def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: dict[str, Any]) -> None:
     model, x = Heads().double(), torch.randn(5, 6).double()
     other = (torch.randn(3, requires_grad=True) * 2).tanh()
@@ -582,7 +593,7 @@ def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: dict[str, An
 
 def test_it_leaves_no_trace() -> None:
     model, x = Heads(), torch.randn(5, 6)
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    session = gradsurgeon.apply(model, rules(MGDA))
     hooks = [param._backward_hooks for param in model.parameters()]  # nobody else tells
     assert hooks == [None] * len(hooks)
     gradsurgeon.backward(two(model, x))
@@ -616,7 +627,7 @@ def test_losses_are_given_by_name_and_are_one_number_each() -> None:
 def test_a_method_that_follows_the_scale_takes_true_units(by_hand: bool) -> None:
     torch.set_default_dtype(torch.float32)
     model, x = Heads(), torch.randn(5, 6)
-    wanted = aggregator("fairgrad")(jacobian(two(model, x), trunk_of(model)))
+    wanted = of_torchjd("fairgrad", model, x)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     gradsurgeon.apply(
         model, rules({"action": "combine", "method": "fairgrad", "alpha": 1.0}), scaler=scaler
@@ -664,8 +675,8 @@ def test_a_compiled_training_step_may_call_it() -> None:
     torch.set_default_dtype(torch.float32)
     torch._dynamo.reset()
     model, x = Heads(), torch.randn(5, 6)
-    wanted = aggregator("mgda")(jacobian(two(model, x), trunk_of(model)))
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    wanted = of_torchjd("mgda", model, x)
+    gradsurgeon.apply(model, rules(MGDA))
 
     @torch.compile(backend="eager")
     def step(x: Tensor) -> None:
