@@ -385,7 +385,7 @@ def test_a_hook_registered_within_a_pass_stays() -> None:
 def test_gradients_accumulate_over_calls() -> None:
     model = Heads()
     batches = [torch.randn(5, 6) for _ in range(3)]
-    wanted = sum(of_torchjd("mgda", model, x) for x in batches)
+    wanted = torch.stack([of_torchjd("mgda", model, x) for x in batches]).sum(0)
     optimizer = sgd(model, 0.0)
     session = gradsurgeon.apply(model, rules(MGDA, {"action": "conflict"}))
     with pytest.warns(
