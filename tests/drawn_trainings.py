@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -103,6 +103,13 @@ class Outcome:
     stopped: int | None
 
 
+@cache
+def untrained() -> Net:
+    """Return a model to look names up in."""
+    return Net()
+
+
+@cache  # hypothesis checks each strategy that is made anew
 def rule_files(*, scaled: bool = False) -> st.SearchStrategy[list[dict[str, Any]]]:
     number = st.sampled_from([0.05, 0.2, 0.5, 2.0, 5.0])
     names = st.one_of(
@@ -150,7 +157,7 @@ def rule_files(*, scaled: bool = False) -> st.SearchStrategy[list[dict[str, Any]
     files = st.lists(rule, min_size=1, max_size=7)
     return files.map(
         lambda rules: [{"id": f"r{i}", "optional": True, **r} for i, r in enumerate(rules)]
-    ).filter(lambda rules: any(matched(rule, Net()) for rule in rules))
+    ).filter(lambda rules: any(matched(rule, untrained()) for rule in rules))
 
 
 @st.composite
@@ -158,7 +165,7 @@ def trainings(draw: st.DrawFn, ranks: int = 1) -> tuple[list[dict[str, Any]], Tr
     def pick(*of: Any) -> Any:
         return draw(st.sampled_from(of))
 
-    names = [name for name, _ in Net().named_parameters()]
+    names = [name for name, _ in untrained().named_parameters()]
     hooks = st.lists(
         st.tuples(st.sampled_from(names), st.sampled_from([-2.0, 3.0])), max_size=2
     ).map(tuple)

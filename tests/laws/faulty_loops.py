@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
+from small import sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
@@ -21,7 +22,7 @@ STEPS = 40
 def unowned() -> Training:
     """parameters that no optimizer has"""
     model = perceptron()
-    return fitted(model, SGD(model[4].parameters(), lr=1e-2), fit(model), STEPS)
+    return fitted(model, sgd(model[4], 0.01), fit(model), STEPS)
 
 
 def learning_rate_zero() -> Training:
@@ -65,7 +66,7 @@ def outside_of_the_model() -> Training:
     """a trained tensor that is in no module and no optimizer"""
     model = perceptron()
     loss_at, stray = fit(model), nn.Parameter(torch.ones(3))
-    optimizer = SGD(model.parameters(), lr=1e-2)
+    optimizer = sgd(model, 0.01)
     return fitted(model, optimizer, lambda step: loss_at(step) + stray.square().sum(), STEPS)
 
 
@@ -85,7 +86,7 @@ def weights_made_nan() -> Training:
 def never_cleared() -> Training:
     """no `zero_grad()`"""
     model = perceptron()
-    optimizer, loss_at = SGD(model.parameters(), lr=1e-5), fit(model)
+    optimizer, loss_at = sgd(model, 1e-05), fit(model)
 
     def loop() -> None:
         for step in range(STEPS):
@@ -98,7 +99,7 @@ def never_cleared() -> Training:
 def cleared_too_early() -> Training:
     """`zero_grad()` between `backward()` and `step()`"""
     model = perceptron()
-    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), fit(model)
+    optimizer, loss_at = sgd(model, 0.01), fit(model)
 
     def loop() -> None:
         for step in range(STEPS):
@@ -126,13 +127,13 @@ def loss_over_nothing() -> Training:
         labels = torch.full((8,), -100) if step == 7 else torch.zeros(8, dtype=torch.long)
         return functional.cross_entropy(model(torch.randn(8, 16)), labels)
 
-    return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
+    return fitted(model, sgd(model, 0.01), loss_at, STEPS)
 
 
 def left_in_evaluation_mode() -> Training:
     """no `model.train()` after an evaluation"""
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4))
-    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), fit(model)
+    optimizer, loss_at = sgd(model, 0.01), fit(model)
 
     def after(step: int) -> None:
         if step == 9:
@@ -153,7 +154,7 @@ def untied() -> Training:
         words = torch.randint(30, (32,))
         return functional.cross_entropy(model(words), words.roll(1))
 
-    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, STEPS)
+    return fitted(model, sgd(model), loss_at, STEPS)
 
 
 def copied_units() -> Training:
@@ -167,7 +168,7 @@ def copied_units() -> Training:
         inputs = torch.randn(32, 8)
         return functional.cross_entropy(model(inputs), (inputs[:, 0] > 0).long())
 
-    return fitted(model, SGD(model.parameters(), lr=0.05), loss_at, STEPS)
+    return fitted(model, sgd(model, 0.05), loss_at, STEPS)
 
 
 # Each with the action that finds it.

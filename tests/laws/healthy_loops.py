@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
+from small import sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
@@ -37,6 +38,16 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
             param.grad.mul_(factor)
 
 
+def _next_words(model: nn.Module, known: int) -> Callable[[int], Tensor]:
+    """Return a loss on random words, of which each has the next one as its target."""
+
+    def loss_at(_step: int) -> Tensor:
+        words = torch.randint(known, (32,))
+        return functional.cross_entropy(model(words), words.roll(1))
+
+    return loss_at
+
+
 def lora_pair() -> Training:
     """`B` starts at zero, so `A` gets no gradient in the first step; the base is frozen."""
 
@@ -56,32 +67,20 @@ def lora_pair() -> Training:
     return fitted(model, AdamW(trained, lr=1e-3), fit(model), STEPS)
 
 
-def rare_rows_of_a_large_table() -> Training:
+def rare_rows_of_a_large_table(*, sparse: bool = False) -> Training:
     """A batch moves four rows of 20,000: a fixed sample of the table misses all of them."""
-    model = nn.Sequential(nn.Embedding(20_000, 16), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Embedding(20_000, 16, sparse=sparse), nn.Linear(16, 4))
 
     def loss_at(step: int) -> Tensor:
         words = torch.tensor([0, 1, 2, step % 50])
         return functional.cross_entropy(model(words), words % 4)
 
-    return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
+    return fitted(model, sgd(model, 1e-2), loss_at, STEPS)
 
 
 def sparse_rows() -> Training:
     """The same with sparse gradients."""
-    model = nn.Sequential(nn.Embedding(20_000, 16, sparse=True), nn.Linear(16, 4))
-
-    def loss_at(step: int) -> Tensor:
-        words = torch.tensor([0, 1, 2, step % 50])
-        return functional.cross_entropy(model(words), words % 4)
-
-    return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
-
-
-def bias_before_batch_norm() -> Training:
-    """The gradient of this bias is zero by mathematics, so only rounding moves it, or does not."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
-    return fitted(model, SGD(model.parameters(), lr=1e-2), fit(model), STEPS)
+    return rare_rows_of_a_large_table(sparse=True)
 
 
 def warm_up_from_zero() -> Training:
@@ -100,7 +99,7 @@ def warm_up_from_zero() -> Training:
 def warm_up_by_steps() -> Training:
     """A learning rate that begins at a millionth of its value."""
     model = perceptron()
-    optimizer = SGD(model.parameters(), lr=1e-2)
+    optimizer = sgd(model, 0.01)
     schedule = LinearLR(optimizer, start_factor=1e-6, total_iters=100)
     return fitted(model, optimizer, fit(model), LONG, after=lambda _step: schedule.step())
 
@@ -164,7 +163,7 @@ def input_gradients() -> Training:
         hidden = embed(words).requires_grad_()
         return functional.cross_entropy(checkpoint(head, hidden, use_reentrant=True), words)
 
-    return fitted(model, SGD(head.parameters(), lr=0.1), loss_at, STEPS)
+    return fitted(model, sgd(head), loss_at, STEPS)
 
 
 def adversarial() -> Training:
@@ -214,42 +213,7 @@ def _of_two_paces() -> tuple[nn.Module, SGD, SGD]:
     """Return a model, the optimizer of its head, and that of its body."""
     body, head = nn.Linear(16, 16), nn.Linear(16, 4)
     model = nn.Sequential(body, nn.Tanh(), head)
-    return model, SGD(head.parameters(), lr=1e-2), SGD(body.parameters(), lr=1e-2)
-
-
-def several_optimizers() -> Training:
-    """One optimizer steps after each pass, the other after each fourth, on what has accumulated."""
-    model, often, rarely = _of_two_paces()
-    loss_at = fit(model)
-
-    def loop() -> None:
-        for step in range(STEPS):
-            often.zero_grad()
-            loss_at(step).backward()
-            often.step()
-            if step % 4 == 3:
-                rarely.step()
-                rarely.zero_grad()
-
-    return Training(model, [often, rarely], loop)
-
-
-def resting_branches() -> Training:
-    """Two heads take turns, and `zero_grad(set_to_none=False)` leaves zeros on the one that rests."""
-    body, first, second = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
-    model = nn.ModuleList([body, first, second])
-    optimizer = SGD(model.parameters(), lr=1e-2)
-    batch = regression()
-
-    def loop() -> None:
-        for step in range(STEPS):
-            inputs, targets = batch()
-            optimizer.zero_grad(set_to_none=False)
-            head = second if step % 60 >= 30 else first
-            functional.mse_loss(head(body(inputs).tanh()), targets).backward()
-            optimizer.step()
-
-    return Training(model, [optimizer], loop)
+    return model, sgd(head, 0.01), sgd(body, 0.01)
 
 
 def frozen_with_moving_statistics() -> Training:
@@ -276,21 +240,6 @@ def tuned_in_evaluation_mode() -> Training:
     """A model that is in evaluation mode from the first step on, on purpose."""
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).eval()
     return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS)
-
-
-def evaluation_between_steps() -> Training:
-    """Each tenth step ends with an evaluation without gradients, and training mode comes back."""
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 4))
-    loss_at = fit(model)
-
-    def after(step: int) -> None:
-        if step % 10 == 9:
-            model.eval()
-            with torch.no_grad():
-                loss_at(step)
-            model.train()
-
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS, after=after)
 
 
 def copied_layers() -> Training:
@@ -362,12 +311,7 @@ def tied() -> Training:
     embed, head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
     head.weight = embed.weight
     model = nn.Sequential(embed, head)
-
-    def loss_at(_step: int) -> Tensor:
-        words = torch.randint(30, (32,))
-        return functional.cross_entropy(model(words), words.roll(1))
-
-    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, STEPS)
+    return fitted(model, sgd(model), _next_words(model, 30), STEPS)
 
 
 def bounded_temperature() -> Training:
@@ -389,7 +333,7 @@ def bounded_temperature() -> Training:
         with torch.no_grad():
             model.scale.clamp_(max=1.0)
 
-    return fitted(model, SGD(model.parameters(), lr=1e-3), fit(model), STEPS, after=after)
+    return fitted(model, sgd(model, 0.001), fit(model), STEPS, after=after)
 
 
 def scaled_properly() -> Training:
@@ -434,7 +378,7 @@ def closures() -> Training:
 def skipped_batches() -> Training:
     """The script itself leaves out updates, and clears gradients of batches that it does not like."""
     model = perceptron()
-    optimizer = SGD(model.parameters(), lr=1e-2)
+    optimizer = sgd(model, 0.01)
     loss_at = fit(model)
 
     def loop() -> None:
@@ -469,7 +413,7 @@ def hand_written() -> Training:
 def gradient_momentum() -> Training:
     """Gradients are not cleared but decayed, on purpose."""
     model = perceptron()
-    optimizer = SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     loss_at = fit(model)
 
     def loop() -> None:
@@ -485,7 +429,7 @@ def unfreezing_by_stages() -> Training:
     """The body is unfrozen half way and given to the optimizer then."""
     body, head = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
     model = nn.Sequential(body, nn.Tanh(), head)
-    optimizer = SGD(head.parameters(), lr=1e-2)
+    optimizer = sgd(head, 0.01)
 
     def after(step: int) -> None:
         if step == STEPS // 2:
@@ -493,18 +437,6 @@ def unfreezing_by_stages() -> Training:
             optimizer.add_param_group({"params": body.parameters()})
 
     return fitted(model, optimizer, fit(model), STEPS, after=after)
-
-
-def converged() -> Training:
-    """A model that has fitted its data: gradients are tiny, and no update is left to make."""
-    model = nn.Linear(16, 4)
-    inputs = torch.randn(64, 16)
-    targets = model(inputs).detach()
-
-    def loss_at(_step: int) -> Tensor:
-        return functional.mse_loss(model(inputs), targets)
-
-    return fitted(model, SGD(model.parameters(), lr=1e-2), loss_at, STEPS)
 
 
 def points_of_a_derivative() -> Training:
@@ -530,7 +462,7 @@ def at_its_minimum() -> Training:
     def loss_at(_step: int) -> Tensor:
         return functional.mse_loss(model(inputs), targets)
 
-    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, 700)
+    return fitted(model, sgd(model), loss_at, 700)
 
 
 def closures_at_a_minimum() -> Training:
@@ -555,7 +487,7 @@ def closures_at_a_minimum() -> Training:
 def schedule_that_ends() -> Training:
     """The learning rate falls to 0 and training goes on."""
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 100))
     return fitted(model, optimizer, fit(model), 320, after=lambda _step: schedule.step())
 
@@ -591,12 +523,7 @@ def identities() -> Training:
     nn.init.eye_(embed.weight)
     nn.init.eye_(head.weight)
     model = nn.Sequential(embed, head)
-
-    def loss_at(_step: int) -> Tensor:
-        words = torch.randint(16, (32,))
-        return functional.cross_entropy(model(words), words.roll(1))
-
-    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, STEPS)
+    return fitted(model, sgd(model), _next_words(model, 16), STEPS)
 
 
 class Field(nn.Module):
@@ -613,7 +540,7 @@ class Field(nn.Module):
 def field() -> Training:
     """A field on a grid whose rows are equal by symmetry."""
     model = Field()
-    return fitted(model, SGD(model.parameters(), lr=0.1), lambda _step: model.forward(), STEPS)
+    return fitted(model, sgd(model), lambda _step: model.forward(), STEPS)
 
 
 class Proximal(SGD):
@@ -642,7 +569,7 @@ def group_lasso() -> Training:
 def losses_that_the_script_skips() -> Training:
     """The script looks at the loss and leaves out updates on a NaN."""
     model = nn.Linear(16, 4)
-    optimizer = SGD(model.parameters(), lr=1e-2)
+    optimizer = sgd(model, 0.01)
 
     def loop() -> None:
         for step in range(STEPS):
@@ -704,12 +631,7 @@ def head_copied_from_the_table() -> Training:
     embed, head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
     head.weight = nn.Parameter(embed.weight.detach().clone())
     model = Untied(embed, head)
-
-    def loss_at(_step: int) -> Tensor:
-        words = torch.randint(30, (32,))
-        return functional.cross_entropy(model(words), words.roll(1))
-
-    return fitted(model, SGD(model.parameters(), lr=0.1), loss_at, STEPS)
+    return fitted(model, sgd(model), _next_words(model, 30), STEPS)
 
 
 def rare_updates() -> Training:

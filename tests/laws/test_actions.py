@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import pairwise
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -40,7 +41,7 @@ def run_losses(
     rule: Rule, losses: Mapping[str, Tensor]
 ) -> tuple[One, gradsurgeon.Session, Exception | None]:
     model = One(next(iter(losses.values())))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session:
         gradsurgeon.backward({name: (grad * model.w).sum() for name, grad in losses.items()})
         optimizer.step()
@@ -49,7 +50,7 @@ def run_losses(
 
 def run(rule: Rule, grad: Tensor) -> tuple[One, gradsurgeon.Session, Exception | None]:
     model = One(grad)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     error = None
     with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session:
         model.w.backward(grad)

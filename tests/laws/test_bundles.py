@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import same
 from pairs import singly
+from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -67,10 +69,10 @@ def net(home: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def fail(model: nn.Module, *, more: Any = (), **options: Any) -> NonFiniteGradientError:
     """Return the error of a step that fails; what is random in it must be kept."""
     rule = {**TRAP, **options.pop("rule", {})}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     torch.manual_seed(1)
     given = torch.randn(8, 4)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=optimizer, **options):
+    with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer, **options):
         for _ in range(20):
             optimizer.zero_grad()
             model(given, scale=2.0, more=more)["out"].square().mean().backward()
@@ -109,7 +111,7 @@ def test_it_lies_in_the_run_and_is_diagnosed_alike(
     assert again.inputs == first.inputs
     assert again.cause == first.cause
     after = model.state_dict().values()
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert same(before, after)
     assert not model.training
 
 
@@ -323,7 +325,7 @@ def test_tensors_that_share_memory_are_written(net: Any, tmp_path: Path) -> None
 def test_a_session_of_the_model_rests(net: Any, made: tuple[NonFiniteGradientError, Path]) -> None:
     model = net.build()
     rule = {"id": "zero", "action": "zero", "modules": "first", "tensor": "output"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         assert gradsurgeon.replay(made[1], model).certainty == "reproduced"
         assert session.status()["zero"].fired == 0
 

@@ -20,6 +20,7 @@ from laws.trainings import Training
 from pairs import slow
 from ranks import run_ranks
 from runs import meta
+from small import rule_file
 from torch import Tensor
 
 import gradsurgeon
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 def remarks(training: Training, path: Path) -> list[str]:
     """Train with records in memory and on disk; return the remarks, which are the same of both."""
-    rules = {"version": 1, "rules": list(training.rules)}
+    rules = rule_file(*training.rules)
     with gradsurgeon.apply(
         training.model, rules, optimizer=training.optimizers, record=path
     ) as session:

@@ -16,6 +16,7 @@ from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import matched
+from small import rule_file, sgd
 from torch import Tensor
 
 import gradsurgeon
@@ -70,7 +71,7 @@ DRAWN = st.lists(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=examples(600))
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(300))
 @given(given_rules=DRAWN, hook=st.booleans(), held=st.booleans())
 def test_the_chain_of_the_plan_is_what_ran(
     given_rules: list[dict[str, Any]], hook: bool, held: bool
@@ -80,13 +81,11 @@ def test_the_chain_of_the_plan_is_what_ran(
         for n, rule in enumerate(given_rules, 1)
     ]
     model = Net().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     if held:  # then gradients are there when the pass begins, and no rule waits for its end
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
-    with gradsurgeon.apply(
-        model, {"version": 1, "rules": rules}, optimizer=optimizer, replace=True
-    ) as session:
+    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer, replace=True) as session:
         if hook:  # then rules act one gradient at a time
             model.gain.register_hook(lambda grad: grad)
         torch.stack([(param * 0.0).sum() for param in model.parameters()]).sum().backward()

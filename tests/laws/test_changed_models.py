@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import data
 from pairs import singly
+from small import net, rule_file, sgd
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -31,16 +32,7 @@ POINT = pytest.mark.parametrize("point", POINTS)
 
 
 def rules(point: str, params: str = "*", **more: Any) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"id": "it", "params": params, **POINTS[point], **more}]}
-
-
-def make() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    return rule_file({"id": "it", "params": params, **POINTS[point], **more})
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -104,7 +96,7 @@ Goes = Callable[[Any, torch.optim.Optimizer], torch.optim.Optimizer]
 
 @singly(goes_on=[same_optimizer, one_more_group, a_new_optimizer], point=POINTS)
 def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: Goes) -> None:
-    model = make()
+    model = net()
     model[0].requires_grad_(False)
     optimizer: torch.optim.Optimizer = sgd(model)
     if goes_on is one_more_group:
@@ -131,7 +123,7 @@ def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: 
 def test_what_changes_before_the_first_update_comes_under_the_rules(change: str, at: str) -> None:
     model = small()
     zero = {"id": "it", "action": "zero", "at": at, "params": "*.weight"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [zero]}) as session:
+    with gradsurgeon.apply(model, rule_file(zero)) as session:
         {"replaced": replaced, "assigned": assigned, "wrapped": adapted}[change](model)
         train_once(model)
         assert lengths(session)["it"] == 2
@@ -142,6 +134,11 @@ def test_what_changes_before_the_first_update_comes_under_the_rules(change: str,
 
 
 # --- another form, the same parameters ------------------------------------------------------------
+
+
+def assigned(model: Any) -> None:
+    weights = {name: one.clone() for name, one in model.state_dict().items() if "weight" in name}
+    model.load_state_dict(weights, assign=True, strict=False)
 
 
 def pruned(model: Any) -> None:
@@ -156,9 +153,9 @@ def spectral(model: Any) -> None:
     parametrizations.spectral_norm(model[0])
 
 
-@singly(change=[pruned, parametrized, spectral], point=POINTS)
+@singly(change=[pruned, parametrized, spectral, assigned], point=POINTS)
 def test_a_parameter_that_gets_another_name_loses_its_rules(point: str, change: Any) -> None:
-    model = make()
+    model = net()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point, "0.weight")) as session:
         step(model, optimizer)
@@ -174,23 +171,9 @@ def test_a_parameter_that_gets_another_name_loses_its_rules(point: str, change: 
     assert len(session.events) == 1
 
 
-def test_weight_norm_makes_parameters_of_its_own() -> None:
-    model = make()
-    optimizer = sgd(model)
-    with gradsurgeon.apply(model, rules("zero, backward", "0.*weight*")) as session:
-        step(model, optimizer)
-        parametrizations.weight_norm(model[0])
-        optimizer = sgd(model)
-        with pytest.warns(GradSurgeonWarning) as warned:
-            for _ in range(4):
-                step(model, optimizer)
-        assert told(session, warned) == [("hook-lost", "", "0.weight"), ("notice", "it", "")]
-    assert session.events[1].message.startswith("matches 2 parameters that came after")
-
-
 @singly(dtype=[torch.float64, torch.bfloat16], point=POINTS)
 def test_another_dtype_is_no_news(point: str, dtype: torch.dtype) -> None:
-    model = make()
+    model = net()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point)) as session:
         step(model, optimizer)
@@ -209,7 +192,7 @@ def test_another_dtype_is_no_news(point: str, dtype: torch.dtype) -> None:
 def test_no_rule_acts_on_a_replaced_head_until_rules_are_applied_again(
     point: str, goes_on: Goes
 ) -> None:
-    model = make()
+    model = net()
     optimizer: torch.optim.Optimizer = sgd(model)
     session = gradsurgeon.apply(model, rules(point, "2.*"))
     step(model, optimizer)
@@ -236,7 +219,7 @@ def test_no_rule_acts_on_a_replaced_head_until_rules_are_applied_again(
 
 
 def test_a_replaced_head_of_a_hand_written_loop() -> None:
-    model = make()
+    model = net()
     with gradsurgeon.apply(model, rules("zero, backward", "2.*"), optimizer=[]) as session:
 
         def update() -> None:
@@ -253,7 +236,7 @@ def test_a_replaced_head_of_a_hand_written_loop() -> None:
 
 
 def test_a_replaced_parameter_without_rules_is_no_news() -> None:
-    model = make()
+    model = net()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules("zero, backward", "0.*")) as session:
         step(model, optimizer)
@@ -266,7 +249,7 @@ def test_a_replaced_parameter_without_rules_is_no_news() -> None:
 
 
 def test_what_is_taken_out_is_lost() -> None:
-    model = make()
+    model = net()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules("norm-log, accumulated")) as session:
         step(model, optimizer)
@@ -288,9 +271,9 @@ def test_what_is_taken_out_is_lost() -> None:
     ids=str,
 )
 def test_checks_go_on_without_what_is_taken_out(check: dict[str, Any]) -> None:
-    model = make()
+    model = net()
     optimizer = sgd(model)
-    document = {"version": 1, "rules": [{"id": "it", "params": "*", **check}]}
+    document = rule_file({"id": "it", "params": "*", **check})
     with (
         warnings.catch_warnings(action="ignore", category=GradSurgeonWarning),
         gradsurgeon.apply(model, document) as session,
@@ -323,7 +306,7 @@ class Adapted(nn.Module):
 def test_adapters_are_said_not_to_be_under_the_rules(
     point: str, goes_on: Goes, frozen: bool
 ) -> None:
-    model = make()
+    model = net()
     optimizer: torch.optim.Optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point)) as session:
         step(model, optimizer)
@@ -347,7 +330,7 @@ def test_adapters_are_said_not_to_be_under_the_rules(
 
 
 def test_applying_again_takes_the_new_ones_in() -> None:
-    model = make()
+    model = net()
     gradsurgeon.apply(model, rules("zero, backward"))
     model.append(nn.Linear(2, 2))
     with gradsurgeon.apply(model, rules("zero, backward"), replace=True) as session:
@@ -357,7 +340,7 @@ def test_applying_again_takes_the_new_ones_in() -> None:
 
 
 def test_new_names_that_no_rule_matches_are_no_news() -> None:
-    model = make()
+    model = net()
     with gradsurgeon.apply(model, rules("zero, backward", "0.*")) as session:
         model.append(nn.Linear(2, 2))
         optimizer = sgd(model)
@@ -368,7 +351,7 @@ def test_new_names_that_no_rule_matches_are_no_news() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_what_no_step_has_shown_is_noted_in_the_end(steps: int) -> None:
-    model = make()
+    model = net()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules("zero, backward")) as session:
         for _ in range(4):
@@ -389,7 +372,7 @@ def test_what_no_step_has_shown_is_noted_in_the_end(steps: int) -> None:
 
 
 def test_a_rule_whose_parameters_are_gone_before_it_fired_is_mentioned_twice() -> None:
-    model = make()
+    model = net()
     with gradsurgeon.apply(model, rules("zero, backward", "2.*", steps={"from": 1})) as session:
         model[2] = nn.Identity()
         optimizer = sgd(model)
@@ -426,7 +409,7 @@ class Embedded(nn.Module):
 def test_a_weight_that_is_tied_later_is_edited_once(at: str) -> None:
     half = {"id": "it", "action": "scale", "factor": 0.5, "at": at, "params": "*"}
     plain, model = Embedded(tied=True), Embedded(tied=False)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [half]}) as session:
+    with gradsurgeon.apply(model, rule_file(half)) as session:
         step(model, sgd(model))
         model.head.weight = model.emb.weight
         optimizer = sgd(model)
@@ -472,31 +455,31 @@ SITES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("site", SITES)
 def test_hooks_on_a_module_that_is_replaced_come_back(site: str) -> None:
-    model = make()
+    model = net()
     rule = {"id": "it", "modules": "2", **SITES[site]}
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         step(model, optimizer)
         old = model[2]
         model[2] = nn.Linear(6, 5)
         optimizer = sgd(model)
+        fired = lengths(session)["it"]
         with pytest.warns(GradSurgeonWarning) as warned:
             step(model, optimizer)
         assert ("hook-rearmed", "", "2") in told(session, warned)
         assert not old._forward_hooks
         assert not old._forward_pre_hooks
-        fired = lengths(session)["it"]
         for number in range(1, 4):
-            step(model, optimizer)
             assert lengths(session)["it"] == fired + number
+            step(model, optimizer)
     assert not model[2]._forward_hooks
     assert not model[2]._forward_pre_hooks
 
 
 def test_modules_that_come_later_are_said_not_to_be_under_the_rules() -> None:
-    model = make()
+    model = net()
     rule = {"id": "it", "modules": "*", **SITES["norm-log output"]}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         model.append(nn.Linear(2, 2))
         optimizer = sgd(model)
         with pytest.warns(GradSurgeonWarning, match=r"1 module that came after .* \(3\)") as warned:
@@ -509,7 +492,7 @@ def test_modules_that_come_later_are_said_not_to_be_under_the_rules() -> None:
 @singly(point=POINTS, change=["replaced", "added"])
 @pytest.mark.filterwarnings("ignore:2.weight was replaced", "ignore:.*has not fired yet")
 def test_what_changes_while_rules_rest_is_known_when_they_are_due(point: str, change: str) -> None:
-    model = make()
+    model = net()
     owned = model[0].parameters() if change == "added" else model.parameters()
     optimizer = torch.optim.SGD(owned, lr=0.1)
     document = rules(point, "2.weight", steps={"from": 6})
@@ -537,10 +520,7 @@ def test_what_changes_while_rules_rest_is_known_when_they_are_due(point: str, ch
 # -------------------------------------------------------------------------------------------------
 
 
-ZERO: dict[str, Any] = {
-    "version": 1,
-    "rules": [{"id": "zero", "action": "zero", "params": "*.weight"}],
-}
+ZERO: dict[str, Any] = rule_file({"id": "zero", "action": "zero", "params": "*.weight"})
 
 
 def small() -> Any:
@@ -557,13 +537,6 @@ def train_once(model: nn.Module) -> None:
 
 def acts(model: Any) -> bool:
     return not any(layer.weight.grad.any() for layer in model)
-
-
-def assigned(model: Any) -> None:
-    weights = {
-        name: value.clone() for name, value in model.state_dict().items() if "weight" in name
-    }
-    model.load_state_dict(weights, assign=True, strict=False)
 
 
 def replaced(model: Any) -> None:
@@ -600,24 +573,6 @@ def test_hooks_come_back_to_parameters_with_new_content_with_one_warning() -> No
     assert rearmed == [("hook-rearmed", "0.weight"), ("hook-rearmed", "1.weight")]
 
 
-@pytest.mark.parametrize("change", [assigned, replaced])
-def test_no_rule_acts_on_other_parameters_and_one_warning_names_them(change: Any) -> None:
-    model = small()
-    session = gradsurgeon.apply(model, ZERO)
-    train_once(model)
-    change(model)
-    text = r"0\.weight, .*1\.weight.*: each was replaced.*Apply the rules again with replace=True"
-    with pytest.warns(GradSurgeonWarning, match=text) as said:
-        train_once(model)
-    assert len(said) == 1
-    assert not acts(model)
-    lost = [(e.kind, e.name) for e in session.events]
-    assert lost == [("hook-lost", "0.weight"), ("hook-lost", "1.weight")]
-    with gradsurgeon.apply(model, ZERO, replace=True):
-        train_once(model)
-        assert acts(model)
-
-
 def converted(model: Any) -> None:
     model.to(torch.float64).to(torch.float32)
 
@@ -652,7 +607,7 @@ def test_gradients_assigned_by_hand_are_seen_at_the_update_and_by_no_rule_at_bac
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms = {"action": "norm-log", "params": "*"}
     more = [{"id": "late", "at": "step", **norms}, {"id": "early", **norms}]
-    rules = {"version": 1, "rules": [*ZERO["rules"], *more]}
+    rules = rule_file(*ZERO["rules"], *more)
     with (
         gradsurgeon.apply(model, rules, optimizer=optimizer) as session,
         pytest.warns(GradSurgeonWarning, match="no backward pass that the rule could see") as said,
@@ -672,7 +627,7 @@ def test_a_trap_judges_its_own_tensors_of_gradients_assigned_by_hand() -> None:
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trap = {"id": "trap", "action": "nan-trap", "params": "*.weight", "then": "skip-step"}
-    rules = {"version": 1, "rules": [trap, {"id": "n", "action": "norm-log", "params": "*"}]}
+    rules = rule_file(trap, {"id": "n", "action": "norm-log", "params": "*"})
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         for bad in ("0.bias", "1.weight"):
             for name, param in model.named_parameters():

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import data
+from models import data, same
 from pairs import singly
+from small import rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,32 +49,29 @@ class Net(nn.Module):
         return out
 
 
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {
-            "id": "bound",
-            "action": "clamp",
-            "params": "*",
-            "at": "backward",
-            "min": -0.1,
-            "max": 0.1,
-        },
-        {"id": "half", "action": "scale", "modules": "a.0", "tensor": "output.grad", "factor": 0.5},
-        {"id": "more", "action": "scale", "modules": "b.0", "tensor": "output", "factor": 1.5},
-        {
-            "id": "spikes",
-            "action": "spike-trap",
-            "params": "*",
-            "above": {"times": 1.01, "warmup": 2},
-        },
-        {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.2, "per": "rule"},
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "each", "action": "norm-log", "params": "*", "at": "backward"},
-        {"id": "acts", "action": "norm-log", "modules": "a.0", "tensor": "output"},
-        {"id": "trap", "action": "nan-trap", "params": "*"},
-    ],
-}
+RULES: dict[str, Any] = rule_file(
+    {
+        "id": "bound",
+        "action": "clamp",
+        "params": "*",
+        "at": "backward",
+        "min": -0.1,
+        "max": 0.1,
+    },
+    {"id": "half", "action": "scale", "modules": "a.0", "tensor": "output.grad", "factor": 0.5},
+    {"id": "more", "action": "scale", "modules": "b.0", "tensor": "output", "factor": 1.5},
+    {
+        "id": "spikes",
+        "action": "spike-trap",
+        "params": "*",
+        "above": {"times": 1.01, "warmup": 2},
+    },
+    {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.2, "per": "rule"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "each", "action": "norm-log", "params": "*", "at": "backward"},
+    {"id": "acts", "action": "norm-log", "modules": "a.0", "tensor": "output"},
+    {"id": "trap", "action": "nan-trap", "params": "*"},
+)
 
 
 def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, gradsurgeon.Session]:
@@ -101,8 +99,7 @@ def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, g
 def test_the_same_as_without_checkpointing(reentrant: bool, whole: bool) -> None:
     plain, plain_session = run(None, whole=whole)
     model, session = run(reentrant, whole=whole)
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert same(weights_of(model), weights_of(plain))
     assert session.status() == plain_session.status()
     assert session.events == plain_session.events == []
     for rule in ("norms", "each"):
@@ -123,6 +120,30 @@ def test_the_trap_sees_one_pass(reentrant: bool | None, whole: bool) -> None:
     first = str(caught.value).splitlines()[0]
     assert first == "step 1, rule trap: 8 of 8 gradients are not finite after backward"
     assert caught.value.name == "last.bias"
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=IDS[1:])
+@pytest.mark.parametrize(
+    ("modules", "tensor"), [("a.0", "output"), ("a.0", "input"), ("b.1", "output"), ("a", "output")]
+)
+def test_a_trap_inside_a_region_stops_the_update(
+    reentrant: bool, modules: str, tensor: str
+) -> None:
+    model = Net(reentrant)
+    optimizer = sgd(model)
+    rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor}
+    rule["then"] = "skip-step"
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
+        for number in range(3):
+            optimizer.zero_grad()
+            x = data(number, 5, 4)
+            if number == 1:
+                x[0, 0] = float("nan")
+            model(x).square().mean().backward()
+            optimizer.step()
+        events = [(event.kind, event.step) for event in session.events]
+    assert events == [("trap", 1), ("skipped-step", 1)]
+    assert all(param.isfinite().all() for param in model.parameters())
 
 
 class Twice(nn.Module):
@@ -148,8 +169,8 @@ class Twice(nn.Module):
 def run_twice(reentrant: bool | None, **rule: Any) -> tuple[Twice, gradsurgeon.Session]:
     torch.manual_seed(6)
     model = Twice(reentrant)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    rules = {"version": 1, "rules": [{"id": "it", "params": "*", **rule}]}
+    optimizer = sgd(model, 0.05)
+    rules = rule_file({"id": "it", "params": "*", **rule})
     with gradsurgeon.apply(model, rules) as session:
         for number in range(2):
             optimizer.zero_grad()
@@ -216,8 +237,7 @@ def test_what_means_the_same_in_parts_needs_no_word(
 ) -> None:
     model, session = run_twice(reentrant, **rule)
     plain, plain_session = run_twice(None, **rule)
-    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one, two, atol=1e-7)
+    torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=1e-5, atol=1e-07)
     assert [event.kind for event in session.events] == ["never-fired"] * ("steps" in rule)
     if rule["action"] == "norm-log":
         found, wanted = (one.history("shared.weight") for one in (session, plain_session))
@@ -239,7 +259,7 @@ def test_updates_by_hand_see_one_pass_as_well(reentrant: bool | None) -> None:
     for kind in (None, reentrant):
         torch.manual_seed(0)
         model = Net(kind)
-        with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        with gradsurgeon.apply(model, rule_file(rule)) as session:
             for step in range(3):
                 torch.manual_seed(step)
                 model.zero_grad()
@@ -275,12 +295,12 @@ def test_a_block_without_trainable_parameters_is_watched(
             model.get_submodule(name).requires_grad_(False)
         trainable = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.SGD(trainable, lr=0.05)
-        session = gradsurgeon.apply(model, {"version": 1, "rules": rules}) if rules else None
+        session = gradsurgeon.apply(model, rule_file(*rules)) if rules else None
         for number in range(3):
             optimizer.zero_grad()
             model(data(number, 5, 4)).square().mean().backward()
             optimizer.step()
-        found.append([param.detach().clone() for param in model.parameters()])
+        found.append(weights_of(model))
         if session is not None:
             assert session.events == []
             history = [
@@ -295,7 +315,7 @@ def test_a_block_without_trainable_parameters_is_watched(
             session.remove()
     plain, _, norms, watched, same_norms = found
     assert norms == same_norms
-    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
+    assert same(plain, watched)
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "hooks"])
@@ -321,7 +341,7 @@ def test_what_a_loss_has_packed_is_unpacked_by_the_backward_pass_alone(how: str)
         runs.clear()
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         session = gradsurgeon.apply(model, "gradsurgeon:debug@1") if watched else None
         for step in range(2):
             optimizer.zero_grad()

@@ -16,6 +16,7 @@ from laws.faulty_loops import FAULTY, STEPS, row
 from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fit, fitted, perceptron
 from pairs import slow
+from small import rule_file, sgd, weights_of
 from torch import nn
 from torch.optim import SGD
 
@@ -24,23 +25,19 @@ from gradsurgeon import CheckError, Event
 from gradsurgeon.actions.checks.base import Pass, Update
 
 GUIDE = Path(__file__).parents[2] / "rules" / "guide" / "checks.md"
-CHECKS: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        # With a trap, as in the pack: it also sees evaluations.
-        {
-            "id": "nans",
-            "action": "nan-trap",
-            "params": "*",
-            "then": "warn",
-            "give_up_after": "never",
-        },
-        *(
-            {"id": action.removeprefix("check-"), "action": action, "params": "*"}
-            for action in ("check-update", "check-loop", "check-structure", "check-ranks")
-        ),
-    ],
-}
+CHECKS: dict[str, Any] = rule_file(  # With a trap, as in the pack: it also sees evaluations.
+    {
+        "id": "nans",
+        "action": "nan-trap",
+        "params": "*",
+        "then": "warn",
+        "give_up_after": "never",
+    },
+    *(
+        {"id": action.removeprefix("check-"), "action": action, "params": "*"}
+        for action in ("check-update", "check-loop", "check-structure", "check-ranks")
+    ),
+)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*rule nans:gradsurgeon.GradSurgeonWarning")
@@ -75,20 +72,17 @@ SOUND = [
     ids=lambda make: make.__name__,
 )
 def test_healthy_loop_gets_no_finding(make: Callable[[], Training]) -> None:
-    torch.manual_seed(0)
     assert told(make()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", SOUND, ids=lambda make: make.__name__)
 def test_training_without_a_fault_of_its_loop_gets_no_finding(make: Callable[[], Training]) -> None:
-    torch.manual_seed(0)
     assert told(make()) == []
 
 
 @pytest.mark.slow
 def test_vanishing_gradients_are_told_as_updates_that_are_rounded_away() -> None:
-    torch.manual_seed(0)
     events = told(trainings.deep_sigmoids())
     assert events
     assert all("float32 rounds each update away" in event.message for event in events)
@@ -142,7 +136,6 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
     ids=lambda make: make.__name__,
 )
 def test_fault_is_told_once_with_its_place_and_cause(make: Callable[[], Training]) -> None:
-    torch.manual_seed(0)
     event = only(make())
     place, step, words = EXPECTED[make.__name__]
     action = next(action for action, some in FAULTY.items() if make in some)
@@ -156,15 +149,15 @@ def test_fault_is_told_once_with_its_place_and_cause(make: Callable[[], Training
 
 def test_change_of_mode_is_told_if_evaluations_cannot_be_seen() -> None:
     training = healthy_loops.last_stage_in_evaluation_mode()
-    event = only(training, {"version": 1, "rules": CHECKS["rules"][1:]})
+    event = only(training, rule_file(*CHECKS["rules"][1:]))
     assert "has run in evaluation mode" in event.message
 
 
 def test_rule_that_freezes_is_named() -> None:
     model = perceptron()
     frozen = {"id": "cold", "action": "freeze", "params": "0.*"}
-    rules = {"version": 1, "rules": [*CHECKS["rules"], frozen]}
-    training = fitted(model, SGD(model.parameters(), lr=1e-2), fit(model), STEPS)
+    rules = rule_file(*CHECKS["rules"], frozen)
+    training = fitted(model, sgd(model, 0.01), fit(model), STEPS)
     event = only(training, rules)
     assert "0.weight, 0.bias did not move" in event.message
     assert "rule cold freezes them" in event.message
@@ -173,11 +166,11 @@ def test_rule_that_freezes_is_named() -> None:
 def test_updates_that_a_trap_skips_are_named() -> None:
     model = perceptron()
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    rules = {"version": 1, "rules": [*CHECKS["rules"][1:], {**trap, "give_up_after": 1000}]}
+    rules = rule_file(*CHECKS["rules"][1:], {**trap, "give_up_after": 1000})
     loss_at = fit(model)
     stray = nn.Parameter(torch.zeros(1))
     model.register_parameter("stray", stray)
-    optimizer = SGD(model.parameters(), lr=1e-2)
+    optimizer = sgd(model, 0.01)
     training = fitted(model, optimizer, lambda step: loss_at(step) + stray.sqrt().sum(), STEPS)
     event = only(training, rules)
     assert "0.weight, 0.bias" in event.message
@@ -188,19 +181,19 @@ def test_trained_tensor_with_an_optimizer_of_its_own_is_not_reported() -> None:
     model = perceptron()
     loss_at, stray = fit(model), nn.Parameter(torch.ones(3))
     mine = SGD([stray], lr=0.0)
-    optimizer = SGD(model.parameters(), lr=1e-2)
+    optimizer = sgd(model, 0.01)
     assert told(fitted(model, optimizer, lambda s: loss_at(s) + stray.sum(), STEPS)) == []
     assert mine.param_groups
 
 
 def test_weights_that_should_stay() -> None:
     rule = {"id": "stays", "action": "check-update", "params": "0.*", "moved": {"max": 0}}
-    rules = {"version": 1, "rules": [rule]}
+    rules = rule_file(rule)
     model = perceptron()
-    event = only(fitted(model, SGD(model.parameters(), lr=1e-2), fit(model), 5), rules)
+    event = only(fitted(model, sgd(model, 0.01), fit(model), 5), rules)
     assert "0.weight, 0.bias should stay as at step 0" in event.message
     assert "changed by the update of step 0" in event.message
-    assert told(fitted(model, SGD(model[4].parameters(), lr=1e-2), fit(model), 5), rules) == []
+    assert told(fitted(model, sgd(model[4], 0.01), fit(model), 5), rules) == []
 
 
 def test_adapters_that_should_move() -> None:
@@ -211,7 +204,7 @@ def test_adapters_that_should_move() -> None:
         "moved": {"min": 0.05, "within": 10},
         "then": "raise",
     }
-    rules = {"version": 1, "rules": [rule]}
+    rules = rule_file(rule)
     assert told(healthy_loops.lora_pair(), rules) == []
     training = healthy_loops.lora_pair()
     training.optimizers[0].param_groups[0]["lr"] = 0.0
@@ -223,8 +216,8 @@ def test_adapters_that_should_move() -> None:
 
 def test_steps_limit_a_check() -> None:
     model = perceptron()
-    rules = {"version": 1, "rules": [{**CHECKS["rules"][1], "steps": {"to": 5}}]}
-    training = fitted(model, SGD(model[4].parameters(), lr=1e-2), fit(model), STEPS)
+    rules = rule_file({**CHECKS["rules"][1], "steps": {"to": 5}})
+    training = fitted(model, sgd(model[4], 0.01), fit(model), STEPS)
     assert told(training, rules) == []
 
 
@@ -237,7 +230,7 @@ def test_checks_change_nothing() -> None:
             training.loop()
         else:
             told(training, rules)
-        weights.append([param.detach().clone() for param in training.model.parameters()])
+        weights.append(weights_of(training.model))
     assert all(map(torch.equal, *weights))
 
 
@@ -291,11 +284,11 @@ def test_check_gets_the_norms_that_a_trap_has_measured(*, trapped: bool) -> None
         rules = [*(CHECKS["rules"][:1] if trapped else ()), rule]
         training = fitted(
             model,
-            SGD(model.parameters(), lr=0.1),
+            sgd(model),
             lambda _step: model(torch.ones(2, 4)).sum(),
             3,
         )
-        assert told(training, {"version": 1, "rules": rules}) == []
+        assert told(training, rule_file(*rules)) == []
     assert [bool(calls) for calls in check.calls] == [not trapped] * 3
 
 
@@ -319,16 +312,15 @@ def test_check_of_a_user(flat_rule: str) -> None:
     model = nn.Linear(4, 1)
     rule = {"id": "flat", "action": flat_rule, "params": "*", "then": "raise"}
     ones = torch.ones(8, 4)
-    optimizer = SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     training = fitted(model, optimizer, lambda _step: model(ones).sum() * 0 + 3, 10)
     with pytest.raises(CheckError, match="the loss has been 3 five times") as caught:
-        told(training, {"version": 1, "rules": [rule]})
+        told(training, rule_file(rule))
     assert caught.value.step == 4
-    assert told(healthy_loops.zero_head(), {"version": 1, "rules": [rule]}) == []
+    assert told(healthy_loops.zero_head(), rule_file(rule)) == []
 
 
 def test_report_tells_faults_and_traps_apart(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     training = faulty_loops.never_cleared()
     path = tmp_path / "run"
     with gradsurgeon.apply(training.model, CHECKS, optimizer=training.optimizers, record=path):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from small import rule_file, weights_of
 from torch import nn
 
 import gradsurgeon
@@ -18,10 +19,6 @@ TRAP = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step", 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-
-
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(entries)}
 
 
 def two_layers() -> Any:
@@ -46,7 +43,7 @@ def sgd(params: Any) -> torch.optim.SGD:
 def test_a_report_has_the_passes_before_the_optimizer_was_known(owned: str) -> None:
     model = two_layers()
     early = sgd(model.parameters() if owned == "all" else model[0].parameters())
-    with gradsurgeon.apply(model, rules(TRAP), optimizer=early) as session:
+    with gradsurgeon.apply(model, rule_file(TRAP), optimizer=early) as session:
         backward(model, 0, spoilt="2.weight")
         backward(model, 1)
         late = sgd(model[2].parameters())
@@ -67,7 +64,7 @@ def test_a_report_has_the_passes_before_the_optimizer_was_known(owned: str) -> N
 def test_each_optimizer_hears_of_its_own_parameters_alone() -> None:
     model = two_layers()
     early = sgd(model[0].parameters())
-    with gradsurgeon.apply(model, rules(TRAP), optimizer=early) as session:
+    with gradsurgeon.apply(model, rule_file(TRAP), optimizer=early) as session:
         backward(model, 0, spoilt="2.weight")
         before = model[0].weight.detach().clone()
         # The evidence on the other layer waits for its own optimizer.
@@ -81,7 +78,7 @@ def test_a_flag_of_a_module_waits_for_the_optimizer_of_the_module() -> None:
     early = sgd(model[0].parameters())
     rule = {**TRAP, "modules": "2", "tensor": "output"}
     del rule["params"]
-    with gradsurgeon.apply(model, rules(rule), optimizer=early) as session:
+    with gradsurgeon.apply(model, rule_file(rule), optimizer=early) as session:
         model(torch.full((3, 4), NAN)).square().sum().backward()
         before = model[2].weight.detach().clone()
         sgd(model[2].parameters()).step()
@@ -95,7 +92,7 @@ def test_a_flag_of_a_module_waits_for_the_optimizer_of_the_module() -> None:
 def test_a_row_of_trips_goes_on_under_another_optimizer() -> None:
     model = two_layers()
     optimizer = sgd(model.parameters())
-    with gradsurgeon.apply(model, rules({**TRAP, "give_up_after": 4}), optimizer=optimizer):
+    with gradsurgeon.apply(model, rule_file({**TRAP, "give_up_after": 4}), optimizer=optimizer):
         for number in range(3):
             backward(model, number, spoilt="0.weight")
             optimizer = sgd(model.parameters())
@@ -108,7 +105,7 @@ def test_a_row_of_trips_goes_on_under_another_optimizer() -> None:
 def test_a_row_of_skips_of_a_scaler_goes_on_under_another_optimizer() -> None:
     model = two_layers()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    with gradsurgeon.apply(model, rules({**TRAP, "give_up_after": 3}), scaler=scaler):
+    with gradsurgeon.apply(model, rule_file({**TRAP, "give_up_after": 3}), scaler=scaler):
         caught: Sequence[str] = ()
         for number in range(4):
             optimizer = sgd(model.parameters())
@@ -127,7 +124,7 @@ def test_a_row_of_skips_of_a_scaler_goes_on_under_another_optimizer() -> None:
 def test_records_of_passes_before_the_optimizer_are_of_its_first_update() -> None:
     model = two_layers()
     early = sgd(model[0].parameters())
-    with gradsurgeon.apply(model, rules(NORMS), optimizer=early) as session:
+    with gradsurgeon.apply(model, rule_file(NORMS), optimizer=early) as session:
         backward(model, 0)
         backward(model, 1)
         norms = {name: float(param.grad.norm()) for name, param in model.named_parameters()}
@@ -151,7 +148,7 @@ def test_a_state_waits_for_optimizers_that_are_met_later(late: bool) -> None:
     }
     model = two_layers()
     optimizer = sgd(model.parameters())
-    with gradsurgeon.apply(model, rules(spikes), optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(spikes), optimizer=optimizer) as session:
         for number in range(8):
             optimizer.zero_grad()
             backward(model, number)
@@ -164,7 +161,7 @@ def test_a_state_waits_for_optimizers_that_are_met_later(late: bool) -> None:
 
     resumed = two_layers()
     first = sgd(resumed[0].parameters())
-    with gradsurgeon.apply(resumed, rules(spikes), optimizer=first) as session:
+    with gradsurgeon.apply(resumed, rule_file(spikes), optimizer=first) as session:
         session.load_state_dict(state)
         backward(resumed, 8)
         if late:
@@ -185,7 +182,7 @@ def test_rows_before_the_optimizer_was_known_are_kept_though_its_steps_begin_ane
     model = two_layers()
     early = sgd(model[0].parameters())
     late = None
-    with gradsurgeon.apply(model, rules(NORMS)) as session:
+    with gradsurgeon.apply(model, rule_file(NORMS)) as session:
         for number in range(6):
             backward(model, number)
             early.step()
@@ -214,7 +211,7 @@ def test_a_row_of_trips_stays_with_the_optimizer_that_had_it() -> None:
         optimizer.step()
 
     trap = {**TRAP, "give_up_after": 3}
-    with gradsurgeon.apply(model, rules(trap), optimizer=optimizers) as session:
+    with gradsurgeon.apply(model, rule_file(trap), optimizer=optimizers) as session:
         step(one, None)
         step(other, second)
         step(other, second)
@@ -233,8 +230,8 @@ def test_what_came_before_a_pause_is_not_held_against_a_later_update(of: str) ->
     if of == "a module":
         del rule["params"]
         rule |= {"modules": "2", "tensor": "output"}
-    with gradsurgeon.apply(model, rules(rule), optimizer=optimizer) as session:
-        weights = [param.detach().clone() for param in model.parameters()]
+    with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer) as session:
+        weights = weights_of(model)
         model(torch.full((3, 4), NAN)).square().sum().backward()
         session.pause()
         optimizer.step()
@@ -263,7 +260,7 @@ def test_nothing_is_learnt_or_recorded_of_an_update_in_which_the_session_pauses(
     above = {"times": 2.0, "warmup": 2}
     spikes = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, "then": "warn"}
     weights = {**NORMS, "tensor": "value"}
-    with gradsurgeon.apply(model, rules(spikes, weights), optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(spikes, weights), optimizer=optimizer) as session:
 
         def train(*, pauses: bool) -> None:
             calls = []

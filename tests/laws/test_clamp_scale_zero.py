@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import CASES, Case, same
 from pairs import singly
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -76,10 +77,7 @@ def run(
 
 
 def rules(options: dict[str, object], at: str, pattern: str = "*") -> dict[str, object]:
-    return {
-        "version": 1,
-        "rules": [{"id": "it", "params": pattern, "at": at, **options}],
-    }
+    return rule_file({"id": "it", "params": pattern, "at": at, **options})
 
 
 # The case with two passes per step is warned about, as it should be.
@@ -164,50 +162,13 @@ def test_an_edit_leaves_the_other_side_of_a_sum_alone() -> None:
 def test_the_gradient_that_the_script_hands_in_is_not_written(at: str) -> None:
     model = nn.Linear(3, 1, bias=False)
     handed = torch.ones(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, rules({"action": "scale", "factor": 5.0}, at)):
         model.weight.view(3).backward(handed)
         optimizer.step()
     assert handed.tolist() == [1.0, 1.0, 1.0]
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[5.0, 5.0, 5.0]]
-
-
-def test_one_tensor_as_two_gradients_is_edited_once_for_each() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.ones(3, 1))
-            self.b = nn.Parameter(torch.ones(1, 3))
-
-    model = Two()
-    handed = torch.ones(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules({"action": "scale", "factor": 0.5}, "step")):
-        torch.autograd.backward([model.a.view(3), model.b.view(3)], [handed, handed])
-        optimizer.step()
-    assert model.a.grad is not None
-    assert model.b.grad is not None
-    assert model.a.grad.flatten().tolist() == [0.5, 0.5, 0.5]
-    assert model.b.grad.flatten().tolist() == [0.5, 0.5, 0.5]
-    assert handed.tolist() == [1.0, 1.0, 1.0]
-
-
-# Torch warns of the cycle once per process, so that another test may have heard it.
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_an_edit_of_a_gradient_with_a_graph_keeps_the_graph() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    options: dict[str, object] = {"action": "scale", "factor": 3.0}
-    with gradsurgeon.apply(model, rules(options, "step"), optimizer=[]) as session:
-        model.weight.pow(3).sum().backward(create_graph=True)
-        first = model.weight.grad
-        assert first is not None
-        session.tick()
-        (second,) = torch.autograd.grad(first.sum(), model.weight)
-    assert torch.equal(second, 6 * model.weight)
-    assert model.weight.grad is not None
-    assert torch.equal(model.weight.grad, 3 * first)
-    model.weight.grad = None
 
 
 class SecondOrder(torch.optim.SGD):
@@ -274,24 +235,10 @@ def test_an_optimizer_of_second_order_gets_the_hessian_that_an_edit_by_hand_leav
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0)
 
 
-def test_autograd_grad_is_left_alone_with_one_notice() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    with gradsurgeon.apply(model, rules({"action": "scale", "factor": 3.0}, "backward")) as session:
-        for _ in range(2):
-            (found,) = torch.autograd.grad(model.weight.sum(), model.weight)
-            assert found.tolist() == [[1.0, 1.0]]
-        model.weight.sum().backward()
-    assert model.weight.grad is not None
-    assert model.weight.grad.tolist() == [[3.0, 3.0]]
-    notices = [event for event in session.events if "autograd.grad" in event.message]
-    assert [event.kind for event in notices] == ["notice"]
-    assert session.status()["it"].fired == 1
-
-
 @pytest.mark.filterwarnings("ignore:weight got a gradient that did not pass")
 def test_half_precision_bounds_beyond_its_range() -> None:
     model = nn.Linear(2, 2, bias=False).to(torch.float16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, rules({"action": "clamp", "min": -1e6, "max": 1e6}, "step")):
         model.weight.grad = torch.tensor([[1.0, 65504.0], [float("inf"), float("-inf")]]).half()
         optimizer.step()
@@ -302,7 +249,7 @@ def test_a_bound_on_sparse_contributions_tells_that_they_are_summed() -> None:
     case = CASES["sparse"]
     model = case.make()
     bound = {"id": "c", "action": "clamp", "at": "backward", "params": "emb.*", "min": -1, "max": 1}
-    rules = {"version": 1, "rules": [bound]}
+    rules = rule_file(bound)
     with gradsurgeon.apply(model, rules, optimizer=[]) as session:
         case.backward(model, 0)
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="several passes feed one update"):
@@ -327,8 +274,8 @@ def edited(rule: dict[str, object], grad: Tensor) -> Tensor:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros_like(grad))
     model.weight.grad = grad.clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    rules = {"version": 1, "rules": [{"id": "rule", "params": "*", "at": "step", **rule}]}
+    optimizer = sgd(model, 0.0)
+    rules = rule_file({"id": "rule", "params": "*", "at": "step", **rule})
     with gradsurgeon.apply(model, rules):
         optimizer.step()
     assert model.weight.grad is not None
@@ -358,9 +305,9 @@ def test_a_float32_gradient_counts_as_changed_by_its_own_dtype() -> None:
     model.narrow = nn.Parameter(torch.zeros(2))
     model.wide = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     bound = {"id": "b", "action": "clamp", "params": "*", "at": "step", "max": 0.1}
-    document = {"version": 1, "rules": [bound]}
+    document = rule_file(bound)
     with gradsurgeon.apply(model, document, mode="observe") as session:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         (model.narrow.sum() * 0.1 + model.wide.sum()).backward()
         optimizer.step()
         assert session.status()["b"].changed == 0.5
@@ -380,8 +327,8 @@ def test_observed_gradients_count_as_changed_by_any_of_their_elements(
     grads = [torch.zeros(size) for size in sizes]
     grads[0][-1] = last
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    document = {"version": 1, "rules": [{"id": "r", "params": "*", "at": "step", **rule}]}
+    optimizer = sgd(model, 0.0)
+    document = rule_file({"id": "r", "params": "*", "at": "step", **rule})
     counted = {}
     for mode in ("observe", "act"):
         for param, grad in zip(model, grads, strict=True):
@@ -426,8 +373,8 @@ class Two(nn.Module):
 def steps_with(first: Tensor, second: Tensor, params: str) -> tuple[float, float]:
     """Return how far one step of plain SGD moves two parameters with these gradients."""
     model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    rules = {"version": 1, "rules": [{**HALF, "params": params}]}
+    optimizer = sgd(model, 1.0)
+    rules = rule_file({**HALF, "params": params})
     with gradsurgeon.apply(model, rules, optimizer=optimizer):
         (model.a + model.b).sum().backward()
         model.a.grad, model.b.grad = first, second
@@ -469,8 +416,8 @@ def test_a_gradient_that_the_script_holds_a_view_of() -> None:
 )
 def test_what_a_clip_leaves_alone_is_not_written(rule: dict[str, Any], *, written: bool) -> None:
     model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    rules = {"version": 1, "rules": [{"id": "rule", "params": "*", "at": "step", **rule}]}
+    optimizer = sgd(model, 0.0)
+    rules = rule_file({"id": "rule", "params": "*", "at": "step", **rule})
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         (4.0 * (model.a + model.b)).sum().backward()
         versions = [param.grad._version for param in model.parameters() if param.grad is not None]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from pairs import singly
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
+from small import sgd, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -136,22 +137,6 @@ def test_what_does_not_act_leaves_every_bit(
         assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_what_conflict_records() -> None:
-    model, x = two_heads()
-    seg, depth = jacobian(losses(model(x)), model.features)
-    session = armed(model, CONFLICT)
-    loss(model(x)).backward()
-    pair = "seg_head/depth_head"
-    wanted = {
-        "cosine": cosine(seg, depth),
-        "ratio": float(seg.norm() / depth.norm()),
-    }
-    assert wanted["cosine"] < 0
-    for stat, value in wanted.items():
-        ((_, found),) = session.history(pair, stat)
-        assert found == pytest.approx(value, rel=1e-5)
-
-
 def test_conflict_sees_what_came_and_one_view_serves_all_rules() -> None:
     model, x = two_heads()
     seg, depth = jacobian(losses(model(x)), model.features)
@@ -162,8 +147,10 @@ def test_conflict_sees_what_came_and_one_view_serves_all_rules() -> None:
         views.clear()
         with armed(model, *order) as session:
             loss(model(x)).backward()
-            ((_, value),) = session.history("seg_head/depth_head", "cosine")
-            assert value == pytest.approx(cosine(seg, depth), rel=1e-5)
+            pair = "seg_head/depth_head"
+            ratio = float(seg.norm() / depth.norm())
+            assert session.latest(pair, "cosine") == pytest.approx(cosine(seg, depth), rel=1e-5)
+            assert session.latest(pair, "ratio") == pytest.approx(ratio, rel=1e-5)
             # The head's view, the one that all of them have, and the trunk.
             node = views[0].grad_fn.next_functions[0][0].next_functions[0][0]
             assert node is model.features.grad_fn
@@ -210,19 +197,23 @@ def test_other_consumers_of_the_features_are_added_as_they_are() -> None:
     torch.testing.assert_close(model.features.grad.flatten(), wanted)  # type: ignore[union-attr]
 
 
-def test_rules_on_the_input_of_one_head_act_before() -> None:
+def test_rules_on_other_gradients_keep_their_place() -> None:
+    """What one head sends back is edited before it is combined, and the gradient of the features after that."""
     model, x = two_heads()
-    rows = jacobian(losses(model(x)), model.features)
-    rows[0] *= 3.0
+
+    def edited(rows: Tensor) -> Any:
+        rows[0] *= 3.0
+        return aggregator("mgda")(rows) * 0.5
+
+    wanted = by_hand(model, losses(model(x)), edited)
     file = rules(MGDA)
-    scale = {"id": "more", "action": "scale", "modules": "seg_head", "tensor": "input.grad"}
-    file["rules"].append({**scale, "factor": 3.0})
+    before = {"id": "more", "modules": "seg_head", "tensor": "input.grad", "factor": 3.0}
+    after = {"id": "less", "modules": "trunk", "tensor": "output.grad", "factor": 0.5}
+    for rule in (after, before):
+        file["rules"].append({"action": "scale", **rule})
     gradsurgeon.apply(model, file)
-    outs = model(x)
-    model.features.retain_grad()
-    loss(outs).backward()
-    wanted = aggregator("mgda")(rows)
-    torch.testing.assert_close(model.features.grad.flatten(), wanted)  # type: ignore[union-attr]
+    loss(model(x)).backward()
+    assert close(grads_of(model), wanted)
 
 
 def test_a_gradient_that_is_not_finite_arrives_in_the_sum() -> None:
@@ -417,19 +408,6 @@ def test_batches_that_are_interleaved() -> None:
     assert session.status()["combine"].fired == 2
 
 
-def test_micro_batches_are_combined_each_by_itself() -> None:
-    model, x = two_heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wanted = [by_hand(model, losses(model(part)), drawn_by("mgda")) for part in x.split(2)]
-    session = armed(model, MGDA)
-    for part in x.split(2):
-        loss(model(part)).backward()
-    assert close(grads_of(model), {n: sum(one[n] for one in wanted) for n in wanted[0]})  # type: ignore[misc]
-    optimizer.step()
-    assert session.step == 1
-    assert [step for step, _ in session.history("seg_head", "weight")] == [0, 0, 0]
-
-
 def test_one_parameter_is_what_all_heads_take() -> None:
     """What they take is a leaf, the same in every forward pass, and no weak reference may be on it."""
     model = nn.ModuleDict({name: nn.Linear(4, 2) for name in HEADS})
@@ -573,6 +551,15 @@ def test_a_head_that_writes_to_its_input_and_comes_last() -> None:
     armed(model, PCGRAD)
     loss(model(x)).backward()
     assert same(grads_of(model), wanted)
+
+
+def test_a_head_that_is_one_operation_in_place_is_said() -> None:
+    model, x = TwoHeads(nn.ReLU(inplace=True)), torch.randn(5, 6)
+    model.trunk = nn.Linear(6, 16)
+    armed(model, MGDA)
+    text = "seg_head works in place on the tensor that it shares"
+    with pytest.warns(GradSurgeonWarning, match=text):
+        model.seg_head(model.trunk(x)).sum().backward()
 
 
 # --- refused by name -------------------------------------------------------------------------------------
@@ -734,24 +721,6 @@ def test_a_reentrant_checkpoint_around_each_head() -> None:
 # --- precision ---------------------------------------------------------------------------------------------
 
 
-def test_autocast() -> None:
-    torch.set_default_dtype(torch.float32)
-    model, x = two_heads()
-
-    def run(model: TwoHeads) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            return losses([out.float() for out in model(x)])
-
-    rows = jacobian(run(model), model.features).double()
-    session = armed(model, MGDA)
-    parts = run(model)
-    model.features.retain_grad()
-    total(parts).backward()
-    wanted = aggregator("mgda")(rows).view_as(model.features)
-    torch.testing.assert_close(model.features.grad.double(), wanted, rtol=1e-2, atol=1e-4)  # type: ignore[union-attr]
-    assert session.status()["combine"].changed == 1
-
-
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**20])
 def test_loss_scaling(scale: float) -> None:
     """Inner products are in true units, and what arrives carries the scale."""
@@ -759,7 +728,7 @@ def test_loss_scaling(scale: float) -> None:
     for enabled in (False, True):
         torch.manual_seed(0)
         model, x = two_heads()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
         session = armed(model, {"action": "combine", "method": "fairgrad", "alpha": 1.0}, CONFLICT)
         scaler.scale(loss(model(x))).backward()
@@ -779,10 +748,10 @@ def test_loss_scaling(scale: float) -> None:
 
 def test_an_overflow_reaches_the_scaler() -> None:
     model, x = two_heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     armed(model, PCGRAD)
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     outs = model(x)
     scaler.scale(loss([outs[0] * float("inf"), outs[1]])).backward()
     scaler.step(optimizer)
@@ -876,7 +845,7 @@ def test_no_rule_acts_any_more(how: str, moment: str) -> None:
 
 def test_every_other_step() -> None:
     model, x = two_heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = armed(model, {**MGDA, "steps": {"every": 2}})
     for step in range(4):
         optimizer.zero_grad()
@@ -892,9 +861,9 @@ def test_every_other_step() -> None:
 
 def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
     model, x = two_heads()
-    trunk = torch.optim.SGD(model.trunk.parameters(), lr=0.1)
-    seg = torch.optim.SGD(model.seg_head.parameters(), lr=0.1)
-    depth = torch.optim.SGD(model.depth_head.parameters(), lr=0.1)
+    trunk = sgd(model.trunk)
+    seg = sgd(model.seg_head)
+    depth = sgd(model.depth_head)
     session = armed(model, {**MGDA, "steps": {"every": 2}}, optimizer=[trunk, seg, depth])
     for step in range(4):
         model.zero_grad()
@@ -916,7 +885,7 @@ def why(session: gradsurgeon.Session, rule: str = "combine") -> str:
 
 
 def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     for _ in range(steps):
         optimizer.zero_grad()
         run().backward()
@@ -924,33 +893,40 @@ def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-def test_heads_that_take_different_tensors() -> None:
-    model, x = two_heads()
-    session = armed(model, PCGRAD)
-    train(
-        model,
-        lambda: loss([model.seg_head(model.trunk(x)), model.depth_head(model.trunk(x).sin())]),
-    )
-    assert "no two of the modules the rule matched sent gradients back to one tensor" in why(
-        session
-    )
-
-
-@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
-def test_heads_that_are_trained_in_turn() -> None:
+@pytest.mark.parametrize("kind", ["different tensors", "in turn"])
+def test_heads_whose_gradients_never_meet(kind: str) -> None:
     model, x = two_heads()
     session = armed(model, PCGRAD)
     turn = iter(range(9))
-    train(model, lambda: losses(model(x))[next(turn) % 2])
-    assert "no two of the modules the rule matched sent gradients back to one tensor" in why(
-        session
-    )
+
+    def run() -> Tensor:
+        if kind == "in turn":
+            return losses(model(x))[next(turn) % 2]
+        return loss([model.seg_head(model.trunk(x)), model.depth_head(model.trunk(x).sin())])
+
+    train(model, run)
+    text = "no two of the modules the rule matched sent gradients back to one tensor"
+    assert text in why(session)
 
 
-def test_inner_modules_join_where_the_outer_one_is_not_matched() -> None:
-    model = TwoHeads(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)))
-    x = torch.randn(5, 6)
+@pytest.mark.slow
+@pytest.mark.no_cover
+# Tracing what follows a graph break, torch warns about its own doing.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("when", ["before", "after the first call"])
+def test_a_compiled_model_is_as_one_that_is_not(when: str) -> None:
+    torch.set_default_dtype(torch.float32)
+    torch._dynamo.reset()
+    model, x = TwoHeads(), torch.randn(5, 6)
+    opposed(model)
     wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
-    armed(model, {**MGDA, "modules": ["seg_head.0", "depth_head"]})
-    loss(model(x)).backward()
-    assert close(grads_of(model), wanted)
+    called: Any = torch.compile(model, backend="aot_eager")
+    if when == "before":
+        armed(model, MGDA)
+    else:
+        called(x)
+        with pytest.warns(GradSurgeonWarning, match="after the first compiled call"):
+            armed(model, MGDA)
+    loss(called(x)).backward()
+    for name, grad in grads_of(model).items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5)

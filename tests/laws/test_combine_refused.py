@@ -8,7 +8,6 @@ import math
 import pathlib
 import subprocess
 import sys
-import threading
 import warnings
 from statistics import fmean
 from typing import Any
@@ -29,6 +28,7 @@ from several_losses import (
     trunk_of,
     two,
 )
+from small import sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -208,38 +208,6 @@ def test_create_graph_in_the_script_goes_on_working() -> None:
     assert all(param.grad is None or not param.grad.requires_grad for param in model.parameters())
 
 
-def test_threads_train_models_of_their_own() -> None:
-    models = [Heads() for _ in range(4)]
-    batches = [torch.randn(5, 6) for _ in models]
-    aggregation = pytest.importorskip("torchjd.aggregation")
-    wanted = [
-        aggregation.MGDA()(jacobian(two(model, x), trunk_of(model)))
-        for model, x in zip(models, batches, strict=True)
-    ]
-    for model in models:
-        gradsurgeon.apply(model, rules(COMBINE))
-    errors: list[BaseException] = []
-
-    def train(model: nn.Module, x: Tensor) -> None:
-        try:
-            for _ in range(10):
-                model.zero_grad()
-                gradsurgeon.backward(two(model, x))
-        except BaseException as error:  # noqa: BLE001 # shown below
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=train, args=pair) for pair in zip(models, batches, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for model, one in zip(models, wanted, strict=True):
-        torch.testing.assert_close(flat_grads(trunk_of(model)), one, rtol=1e-4, atol=1e-6)
-
-
 def test_an_exception_in_a_hook_leaves_the_hooks_as_they_were() -> None:
     model, x = Heads(), torch.randn(5, 6)
     weight = model.trunk[0].weight
@@ -287,7 +255,7 @@ def train(
     """Train with the rules on losses; return the session, and the Jacobian of each step on the trunk."""
     torch.manual_seed(0)
     model = Heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = sgd(model, 0.02)
     given = rules(
         {"action": "conflict", "id": "tasks", "losses": LOSSES, "per": per},
         {"action": "combine", "id": "surgery", "losses": LOSSES, **AVERAGE},
@@ -371,7 +339,7 @@ def test_trackers_get_a_curve_of_each_pair() -> None:
 
 def test_a_rule_whose_losses_never_came_says_so() -> None:
     model = Heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = sgd(model, 0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
         with gradsurgeon.apply(model, rules({"action": "conflict", "id": "tasks"})) as session:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch._dynamo
 from models import data
 from pairs import slow
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -67,10 +67,6 @@ def on(modules: Any, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def only(*rules: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(rules)}
-
-
 TAGGED = {"id": "tagged", "action": "scale", "factor": 0.0, "tensors": "hidden", "tensor": "value"}
 PARAMS = {"id": "params", "action": "clamp", "params": "*", "at": "backward", "max": 0.01}
 
@@ -108,7 +104,7 @@ def test_modules_with_rules_and_around_them_leave_the_graph(
     modules: Any, left: tuple[int, int]
 ) -> None:
     model = Net()
-    plan = gradsurgeon.plan(model, only(on(modules)))
+    plan = gradsurgeon.plan(model, rule_file(on(modules)))
     assert "numerics may differ" in plan.warnings[0]
     compiled: Any = torch.compile(model, backend="eager")
     with gradsurgeon.apply(model, plan.rules):
@@ -124,18 +120,18 @@ def test_a_tag_is_a_graph_break_where_a_rule_is_on_tags() -> None:
     compiled: Any = torch.compile(model, backend="eager")
     assert (
         "no call of gradsurgeon.tag(), of a module with rules"
-        in gradsurgeon.plan(model, only(TAGGED)).warnings[0]
+        in gradsurgeon.plan(model, rule_file(TAGGED)).warnings[0]
     )
-    with gradsurgeon.apply(model, only(TAGGED)):
+    with gradsurgeon.apply(model, rule_file(TAGGED)):
         compiled(data(0, 5, 4))
     assert broken() == 1
 
 
 def test_rules_on_parameters_break_no_graph() -> None:
     model = Net()
-    assert gradsurgeon.plan(model, only(PARAMS)).warnings == ()
+    assert gradsurgeon.plan(model, rule_file(PARAMS)).warnings == ()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    with gradsurgeon.apply(model, only(PARAMS)) as session:
+    with gradsurgeon.apply(model, rule_file(PARAMS)) as session:
         compiled(data(0, 5, 4)).sum().backward()
         assert session.status()["params"].fired == len(list(model.parameters()))
     assert (broken(), graphs()) == (0, 1)
@@ -165,7 +161,7 @@ WHOLE = ["the model", "a submodule", "in place", "a submodule in place"]
 def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
     model = compile_whole(Net(), where)
     with (
-        gradsurgeon.apply(model, only(on("outer.inner"))) as session,
+        gradsurgeon.apply(model, rule_file(on("outer.inner"))) as session,
         pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"),
     ):
         model(data(0, 5, 4))
@@ -177,7 +173,7 @@ def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
 @pytest.mark.parametrize("where", ["a submodule", "a submodule in place"])
 def test_a_rule_outside_one_whole_graph_is_not(where: str) -> None:
     model = compile_whole(Net(), where)
-    with gradsurgeon.apply(model, only(on("first"))) as session:
+    with gradsurgeon.apply(model, rule_file(on("first"))) as session:
         model(data(0, 5, 4)).sum().backward()
         assert session.status()["it"].fired == 1
 
@@ -188,7 +184,7 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
     when: str, rule: dict[str, Any]
 ) -> None:
     model = Net()
-    with gradsurgeon.apply(model, only(rule, PARAMS)) as session:
+    with gradsurgeon.apply(model, rule_file(rule, PARAMS)) as session:
         called = model if when == "after apply" else functools.partial(model)
         whole: Any = torch.compile(called, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"):
@@ -196,29 +192,31 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
         session.pause()
 
 
+def compiled_by(way: str, model: Net) -> Any:
+    if way == "in place":
+        model.compile(backend="eager")
+        return model
+    what = functools.partial(model) if way == "the step function" else model
+    return torch.compile(what, backend="eager")
+
+
+WAYS = ["the model", "in place", "the step function", "an earlier session"]
+
+
 @pytest.mark.cell(
     "`torch.compile`, rules after the first call",
     "modules",
     differs="all compiled code of the process is recompiled, with one warning",
 )
-@pytest.mark.parametrize(
-    "way", slow("the model", "in place", "the step function", "an earlier session")
-)
+@pytest.mark.parametrize("way", slow(*WAYS))
 def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str) -> None:
     model = Net()
-    called: Any = model
-    if way == "in place":
-        model.compile(backend="eager")
-    elif way == "the step function":
-        called = torch.compile(functools.partial(model), backend="eager")
-    else:
-        called = torch.compile(model, backend="eager")
-    earlier = gradsurgeon.apply(model, only(PARAMS)) if way == "an earlier session" else None
+    called = compiled_by(way, model)
+    earlier = gradsurgeon.apply(model, rule_file(PARAMS)) if way == "an earlier session" else None
     bare = called(data(0, 5, 4))
+    rule = on("parts.1", factor=0.0)
     with pytest.warns(GradSurgeonWarning, match=r"rules on modules \(it\) came after the first"):
-        session = gradsurgeon.apply(
-            model, only(on("parts.1", factor=0.0)), replace=earlier is not None
-        )
+        session = gradsurgeon.apply(model, rule_file(rule), replace=earlier is not None)
     assert [event.kind for event in session.events] == ["notice"]
     with session:
         assert not called(data(0, 5, 4)).any()
@@ -226,7 +224,22 @@ def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rules", [only(PARAMS), only(TAGGED)], ids=["parameters", "tags"])
+# Where hooks of the model are called outside of its code, nothing need be dropped.
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
+    model = Net()
+    called = compiled_by(way, model)
+    bare = called(data(0, 5, 4))
+    with gradsurgeon.apply(model, rule_file(on(".", factor=0.0))):
+        assert not called(data(0, 5, 4)).any()
+    assert torch.equal(called(data(0, 5, 4)), bare)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rules", [rule_file(PARAMS), rule_file(TAGGED)], ids=["parameters", "tags"]
+)
 def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -> None:
     model = Net()
     compiled: Any = torch.compile(model, backend="eager")
@@ -239,33 +252,12 @@ def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -
     assert torch.equal(compiled(data(0, 5, 4)), bare)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["the model", "in place", "the step function"])
-def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
-    model = Net()
-    called: Any = model
-    if way == "in place":
-        model.compile(backend="eager")
-    elif way == "the step function":
-        called = torch.compile(functools.partial(model), backend="eager")
-    else:
-        called = torch.compile(model, backend="eager")
-    bare = called(data(0, 5, 4))
-    with warnings.catch_warnings():
-        # Where hooks of the model are called outside of its code, nothing need be dropped.
-        warnings.simplefilter("ignore", GradSurgeonWarning)
-        session = gradsurgeon.apply(model, only(on(".", factor=0.0)))
-    with session:
-        assert not called(data(0, 5, 4)).any()
-    assert torch.equal(called(data(0, 5, 4)), bare)
-
-
 def test_code_of_another_model_is_dropped_as_well() -> None:
     x, model = data(0, 5, 4), Net()
     other: Any = torch.compile(nn.Linear(4, 2), backend="eager")
     bare = other(x)
     with pytest.warns(GradSurgeonWarning, match="came after the first compiled call"):
-        session = gradsurgeon.apply(model, only(on("first")))
+        session = gradsurgeon.apply(model, rule_file(on("first")))
     assert [event.kind for event in session.events] == ["notice"]
     assert torch.equal(other(x), bare)
     assert graphs() == 2
@@ -275,8 +267,8 @@ def test_dropped_code_is_told_of_once() -> None:
     first, second = Net(), Net()
     torch.compile(nn.Linear(4, 2), backend="eager")(data(0, 5, 4))
     with pytest.warns(GradSurgeonWarning, match="came after the first compiled call"):
-        gradsurgeon.apply(first, only(on("first")))
-    assert gradsurgeon.apply(second, only(on("first"))).events == []
+        gradsurgeon.apply(first, rule_file(on("first")))
+    assert gradsurgeon.apply(second, rule_file(on("first"))).events == []
 
 
 @pytest.mark.slow
@@ -287,14 +279,14 @@ def test_a_rule_on_a_part_that_another_model_calls() -> None:
     part = whole[0]
     with (
         pytest.warns(GradSurgeonWarning, match="came after the first"),
-        gradsurgeon.apply(part, only(on(".", factor=0.0))),
+        gradsurgeon.apply(part, rule_file(on(".", factor=0.0))),
     ):
         assert torch.equal(compiled(data(0, 5, 4)), compiled(data(1, 5, 4)))
 
 
 def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
     model = Net()
-    with gradsurgeon.apply(model, only(on("first"))) as session:
+    with gradsurgeon.apply(model, rule_file(on("first"))) as session:
         assert session.events == []
     assert [event.kind for event in session.events] == ["never-fired"]
 
@@ -304,7 +296,7 @@ def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
 def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
     model = Net()
     compiled: Any = torch.compile(model, backend="eager")
-    with gradsurgeon.apply(model, only(on(modules))) as session:
+    with gradsurgeon.apply(model, rule_file(on(modules))) as session:
         compiled(data(0, 5, 4))
         assert broken() > 0
     assert [event.kind for event in session.events] == ["notice"]
@@ -325,7 +317,7 @@ def test_hooks_of_the_script_run_once_and_in_their_order(order: str) -> None:
 
     if order == "before ours":
         model.first.register_forward_hook(look)
-    with gradsurgeon.apply(model, only(on("first", factor=0.0))):
+    with gradsurgeon.apply(model, rule_file(on("first", factor=0.0))):
         if order == "after ours":
             model.first.register_forward_hook(look)
         for step in range(3):

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from laws.test_compiled_graphs import Inner, broken, graphs, on, only
+from laws.test_compiled_graphs import Inner, broken, graphs, on
 from models import data
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -96,7 +97,7 @@ def test_what_the_plan_says_of_loops(
     assert (broken(), graphs()) == (0, 1)
     forget()
     compiled: Any = torch.compile(model)
-    plan = gradsurgeon.plan(compiled, only(on(modules)))
+    plan = gradsurgeon.plan(compiled, rule_file(on(modules)))
     (said,) = plan.warnings
     assert "numerics may differ" in said
     assert "break" not in said

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from models import data
+from models import data, same
+from small import rule_file, sgd, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -85,11 +86,7 @@ def name(where: str, action: str) -> str:
     return f"{action}-{where.replace('.', '-')}"
 
 
-def only(*rules: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(rules)}
-
-
-EVERY = only(*(rule(where, action) for where in SITES for action in ACTIONS))
+EVERY = rule_file(*(rule(where, action) for where in SITES for action in ACTIONS))
 
 
 @dataclass
@@ -196,8 +193,7 @@ def test_a_rule_acts_as_without_compilation(setup: str, where: str, action: str)
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_training_ends_where_it_does_without_compilation(setup: str) -> None:
-    for a, b in zip(run(setup).params, run("not compiled").params, strict=True):
-        assert torch.allclose(a, b, atol=1e-6)
+    torch.testing.assert_close(run(setup).params, run("not compiled").params, rtol=1e-5, atol=1e-06)
 
 
 def test_the_rules_bite() -> None:
@@ -224,22 +220,20 @@ FIRST |= {"tag.grad": "hidden", "output.grad": "gate", "input.grad": "gate.lin"}
 def test_a_trap_stops_the_update(place: str, where: str) -> None:
     torch._dynamo.reset()
     model = Net()
-    before = [param.detach().clone() for param in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    with gradsurgeon.apply(model, only(rule(where, "nan-trap"))):
+    before = weights_of(model)
+    optimizer = sgd(model, 0.3)
+    with gradsurgeon.apply(model, rule_file(rule(where, "nan-trap"))):
         wrapped(model, place, "eager")(data(0, 5, 4) * float("nan")).backward()
         with pytest.raises(NonFiniteGradientError) as caught:
             optimizer.step()
     assert (caught.value.rule, caught.value.name) == (name(where, "nan-trap"), FIRST[where])
-    for a, b in zip(model.parameters(), before, strict=True):
-        assert torch.equal(a, b)
+    assert same(weights_of(model), before)
 
 
 @pytest.mark.slow
 def test_another_backend() -> None:
     wanted, found = run("not compiled"), run("the model, before", "aot_eager")
-    for a, b in zip(found.params, wanted.params, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    torch.testing.assert_close(found.params, wanted.params, rtol=1e-5, atol=1e-05)
     fired = {rule: status.fired for rule, status in wanted.status.items()}
     assert {rule: status.fired for rule, status in found.status.items()} == fired
     assert found.compiled[0] == found.compiled[-1] > 0
@@ -266,7 +260,7 @@ def test_inductor() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Two()
-        rules = only(
+        rules = rule_file(
             {"id": "it", "action": "scale", "factor": 0.5, "modules": "a", "tensor": "output.grad"}
         )
         called: Any = torch.compile(model) if compiled else model
@@ -278,5 +272,4 @@ def test_inductor() -> None:
 
     wanted, found = train(compiled=False), train(compiled=True)
     assert found[1] == wanted[1]
-    for a, b in zip(found[0], wanted[0], strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-05)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from models import data
+from models import data, same
+from small import net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -92,11 +93,10 @@ def run(setup: str, kind: str) -> Outcome:
     what, _, when = setup.partition(", ")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = net()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **OPTIMIZERS[kind])
-    rules = {"version": 1, "rules": RULES}
+    rules = rule_file(*RULES)
     session = gradsurgeon.apply(model, rules) if when == "before" else None
     train = trainer(what, model, optimizer)
     if when == "after the first call":
@@ -112,14 +112,12 @@ def run(setup: str, kind: str) -> Outcome:
             clock.append(session.step)
             compiled.append(graphs())
         status = session.status()
-        params = [param.detach().clone() for param in model.parameters()]
+        params = weights_of(model)
         stopped = False
         try:
             train(data(0, 5, 4) * float("nan"))
         except NonFiniteGradientError:
-            stopped = all(
-                torch.equal(a, b) for a, b in zip(model.parameters(), params, strict=True)
-            )
+            stopped = same(weights_of(model), params)
         norms = {
             rule: session.history("0.weight", rule=rule)[:STEPS]
             for rule in ("norm-log-accumulated", "norm-log-step")
@@ -146,8 +144,7 @@ def test_a_rule_acts_as_without_compilation(setup: str, rule: str) -> None:
 @pytest.mark.parametrize("setup", SETUPS)
 def test_weights_updates_and_traps(setup: str, kind: str) -> None:
     wanted, found = run("nothing", kind), run(setup, kind)
-    for a, b in zip(found.params, wanted.params, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+    torch.testing.assert_close(found.params, wanted.params, rtol=1e-5, atol=1e-05)
     # An update is counted when it has happened, not when the next one begins.
     assert found.clock == [1, 2, 3, 4]
     assert found.compiled[0] > 0
@@ -162,16 +159,15 @@ def test_weights_updates_and_traps(setup: str, kind: str) -> None:
 def test_a_skipped_step_touches_nothing(what: str, kind: str) -> None:
     torch._dynamo.reset()
     model = nn.Linear(4, 2)
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **OPTIMIZERS[kind])
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         train = trainer(what, model, optimizer)
         train(data(0, 5, 4) * float("nan"))
-        for a, b in zip(model.parameters(), before, strict=True):
-            assert torch.equal(a, b)
+        assert same(weights_of(model), before)
         train(data(0, 5, 4))
-        assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        assert not same(weights_of(model), before)
         assert session.step == 2
         assert [event.kind for event in session.events] == ["trap", "skipped-step"]
     state = optimizer.state[model.weight]
@@ -182,9 +178,9 @@ def test_one_whole_graph_is_refused_by_torch() -> None:
     # Without rules it is as well: torch breaks the graph of a step of its own accord.
     torch._dynamo.reset()
     model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     rule = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         model(data(0, 5, 4)).sum().backward()
         step: Any = torch.compile(optimizer.step, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"):

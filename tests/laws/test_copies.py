@@ -20,8 +20,9 @@ import pytest
 import torch
 from bounds import TIMEOUT
 from laws import spawned
-from models import data
+from models import data, same
 from pairs import singly
+from small import net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
@@ -47,12 +48,7 @@ RULES = {"params": PARAMS, "modules": MODULES, "params and modules": [*PARAMS, *
 
 
 def rules(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"version": 1, "rules": entries}
-
-
-def make() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return rule_file(*entries)
 
 
 def train(model: Any, steps: int = 2) -> list[Tensor]:
@@ -61,7 +57,7 @@ def train(model: Any, steps: int = 2) -> list[Tensor]:
         optimizer.zero_grad()
         model(data(number, 5, 4)).square().mean().backward()
         optimizer.step()
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model)
 
 
 def saved(model: Any) -> Any:
@@ -82,7 +78,7 @@ def averaged(model: Any) -> Any:
 
 
 def restored(model: Any) -> Any:
-    fresh = make()
+    fresh = net()
     fresh.load_state_dict(copy.deepcopy(model.state_dict()))
     return fresh
 
@@ -99,15 +95,15 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @singly(kind=RULES, name=COPIES)
 def test_a_copy_trains_as_if_there_were_no_rules(name: str, kind: str) -> None:
-    model = make()
+    model = net()
     with gradsurgeon.apply(model, rules(RULES[kind])) as session:
         train(model)
         before = {rule: one.fired for rule, one in session.status().items()}
         made = COPIES[name](model)
-        plain = make()
+        plain = net()
         plain.load_state_dict(model.state_dict())
         found, wanted = train(made, steps=3), train(plain, steps=3)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert same(found, wanted)
         assert {rule: one.fired for rule, one in session.status().items()} == before
         assert session.step == 2
         for param in made.parameters():
@@ -121,7 +117,7 @@ def test_a_copy_trains_as_if_there_were_no_rules(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", RULES)
 def test_rules_can_be_applied_to_a_copy_by_themselves(kind: str) -> None:
-    model = make()
+    model = net()
     with gradsurgeon.apply(model, rules(RULES[kind])) as session:
         made = copy.deepcopy(model)
         with gradsurgeon.apply(made, rules(RULES[kind])) as other:
@@ -129,12 +125,12 @@ def test_rules_can_be_applied_to_a_copy_by_themselves(kind: str) -> None:
             assert all(one.fired > 0 for one in other.status().values())
         assert all(one.fired == 0 for one in session.status().values())
         wanted = train(model)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert same(found, wanted)
 
 
 def test_a_state_dict_knows_nothing_of_rules() -> None:
-    model = make()
-    plain = make().state_dict()
+    model = net()
+    plain = net().state_dict()
     with gradsurgeon.apply(model, rules(RULES["params and modules"])):
         found = model.state_dict(keep_vars=True)
         assert list(found) == list(plain)
@@ -166,10 +162,10 @@ def tables(model: Any) -> dict[str, tuple[type, list[Any], dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", COPIES)
 def test_no_table_of_a_copy_has_an_entry(name: str) -> None:
-    model = make()
+    model = net()
     with gradsurgeon.apply(model, rules(RULES["params and modules"])):
         made = COPIES[name](model)
-    assert tables(getattr(made, "module", made)) == tables(make())
+    assert tables(getattr(made, "module", made)) == tables(net())
 
 
 def shift(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -182,7 +178,7 @@ def bend(_module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_a_copy_has_the_hooks_of_the_script_and_no_others(how: str) -> None:
-    model, plain = make(), make()
+    model, plain = net(), net()
     for one in (model, plain):
         one[0].register_forward_hook(shift)
     x = data(0, 3, 4)
@@ -198,7 +194,7 @@ def test_a_copy_has_the_hooks_of_the_script_and_no_others(how: str) -> None:
 
 
 def test_handles_of_the_script_work_with_rules_and_after_them() -> None:
-    model = make()
+    model = net()
     x = data(0, 3, 4)
     out = model(x)
     first = model[2].register_forward_hook(shift)
@@ -212,11 +208,11 @@ def test_handles_of_the_script_work_with_rules_and_after_them() -> None:
     assert torch.equal(model(x), out + 1)
     assert copy.deepcopy(model)[2]._forward_hooks == {third.id: shift}
     third.remove()
-    assert tables(model) == tables(make())
+    assert tables(model) == tables(net())
 
 
 def test_a_model_with_rules_is_pickled_to_the_same_bytes_as_without() -> None:
-    model = make()
+    model = net()
     wanted = pickle.dumps(model)
     session = gradsurgeon.apply(model, rules(MODULES))
     beside = gradsurgeon.api.attach(
@@ -227,17 +223,17 @@ def test_a_model_with_rules_is_pickled_to_the_same_bytes_as_without() -> None:
     assert pickle.dumps(model) == wanted
     session.remove()
     assert pickle.dumps(model) == wanted
-    assert tables(model) == tables(make())
+    assert tables(model) == tables(net())
 
 
 def test_a_script_that_cleared_the_tables_can_still_copy_and_remove() -> None:
-    model = make()
+    model = net()
     session = gradsurgeon.apply(model, rules(MODULES))
     model[0]._forward_hooks.clear()
     model[2]._forward_pre_hooks = OrderedDict()
-    assert tables(copy.deepcopy(model)) == tables(make())
+    assert tables(copy.deepcopy(model)) == tables(net())
     session.remove()
-    assert tables(model) == tables(make())
+    assert tables(model) == tables(net())
 
 
 class Keeps(nn.Module):
@@ -278,7 +274,7 @@ def test_a_session_on_its_model_is_none_on_copies(name: str, removed: bool) -> N
 
 
 def norms_without_rules() -> list[float]:
-    model = make()
+    model = net()
     model(torch.ones(3, 4)).sum().backward()
     return [round(param.grad.norm().item(), 5) for param in model.parameters()]
 
@@ -286,7 +282,7 @@ def norms_without_rules() -> list[float]:
 @pytest.mark.slow
 def test_saved_models_load_where_gradsurgeon_is_not_installed(tmp_path: Path) -> None:
     paths = [tmp_path / "model.pt", tmp_path / "model.pickle"]
-    model = make()
+    model = net()
     with gradsurgeon.apply(model, rules(RULES["params and modules"])):
         torch.save(model, paths[0])
         paths[1].write_bytes(pickle.dumps(model))
@@ -304,7 +300,7 @@ def test_saved_models_load_where_gradsurgeon_is_not_installed(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_model_as_argument_of_a_spawned_process_comes_without_rules() -> None:
-    model = make()
+    model = net()
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     with gradsurgeon.apply(model, rules(RULES["params and modules"])) as session:
@@ -329,10 +325,6 @@ def step(model: Any, optimizer: Any, x: Tensor | None = None) -> None:
     optimizer.zero_grad()
     model(data(0, 5, 4) if x is None else x).square().mean().backward()
     optimizer.step()
-
-
-def sgd(model: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def by_training(model: Any, session: Any) -> None:
@@ -429,7 +421,7 @@ WAYS = [
 
 def ends(way: Callable[[Any, Any], None], **options: Any) -> list[Any]:
     """Use a model in some way; return weak references to it, its modules and its session."""
-    model = make()
+    model = net()
     session = gradsurgeon.apply(model, rules(RULES["params and modules"]), **options)
     way(model, session)
     return [weakref.ref(one) for one in (model, *model.modules(), *model.parameters(), session)]
@@ -452,7 +444,7 @@ def test_a_run_directory_keeps_nothing_alive(tmp_path: Path) -> None:
 
 def test_a_session_that_nobody_keeps_ends_with_its_model(tmp_path: Path) -> None:
     def go() -> None:
-        model = make()
+        model = net()
         gradsurgeon.apply(model, rules([PARAMS[2]]), record=tmp_path / "run")
         train(model)
 
@@ -486,12 +478,12 @@ GONE = pytest.mark.filterwarnings("ignore:.*is gone, but parts of it live on")
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_path: Path) -> None:
     def go() -> None:
-        first, second = make(), make()
+        first, second = net(), net()
         session = in_a_container({"first": first, "second": second}, record=tmp_path / "run")
         gc.collect()
         if not kept:
             del session
-        before = [param.detach().clone() for param in first.parameters()]
+        before = weights_of(first)
         with pytest.warns(
             gradsurgeon.GradSurgeonWarning,
             match="is gone, but parts of it live on: keep a reference to it",
@@ -512,7 +504,7 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
 
 @GONE
 def test_a_container_that_is_made_once_more_has_the_rules_of_the_first_one() -> None:
-    parts = {"first": make(), "second": make()}
+    parts = {"first": net(), "second": net()}
     in_a_container(parts)
     with pytest.raises(
         gradsurgeon.GradSurgeonError, match="already applied to this model or its modules"
@@ -545,7 +537,7 @@ def test_containers_that_share_a_part_act_on_it_once() -> None:
 
 @GONE
 def test_a_submodule_that_outlives_its_model_keeps_the_rules() -> None:
-    model = make()
+    model = net()
     session = gradsurgeon.apply(model, rules([PARAMS[2]]))
     rest, other = model[0], weakref.ref(model[2])
     del model
@@ -585,7 +577,7 @@ def test_a_trap_that_stopped_the_run_keeps_nothing_alive_once_its_error_is_gone(
         with pytest.raises(NonFiniteGradientError):
             step(model, sgd(model), data(0, 5, 4) * float("nan"))
 
-    model = make()
+    model = net()
     session = gradsurgeon.apply(model, rules([{**PARAMS[3], "then": "raise"}]))
     way(model, session)
     gone = [weakref.ref(model), weakref.ref(session)]
@@ -607,7 +599,7 @@ def test_a_step_that_failed_keeps_nothing_alive_once_another_model_trains() -> N
 
     gone = ends(way)
     # Its size has been reduced, as people do when the memory is full.
-    model = make()
+    model = net()
     step(model, sgd(model))
     gc.collect()
     assert [one() for one in gone] == [None] * len(gone)
@@ -615,7 +607,7 @@ def test_a_step_that_failed_keeps_nothing_alive_once_another_model_trains() -> N
 
 @GONE
 def test_a_part_that_has_lost_a_parameter_itself_is_told_of_it() -> None:
-    model = make()
+    model = net()
     session = gradsurgeon.apply(model, rules([PARAMS[2]]))
     rest = model[0]
     del model

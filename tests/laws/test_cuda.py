@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from small import net, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -17,20 +18,17 @@ from gradsurgeon.tensors import _numbers, _torch
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
-        {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.5, "max": 0.5},
-        {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 0.4},
-        {"id": "each", "action": "clip-norm", "params": "*", "max_norm": 0.3},
-        {"id": "last", "action": "norm-log", "params": "*", "at": "step"},
-        {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+RULES: dict[str, Any] = rule_file(
+    {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
+    {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.5, "max": 0.5},
+    {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 0.4},
+    {"id": "each", "action": "clip-norm", "params": "*", "max_norm": 0.3},
+    {"id": "last", "action": "norm-log", "params": "*", "at": "step"},
+    {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"},
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+)
 
 
 def train(device: str) -> dict[str, Any]:
@@ -105,17 +103,16 @@ def test_norms_of_several_dtypes_come_in_the_order_of_the_gradients(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_fused_optimizer_under_a_scaler_gets_clamped_gradients(device: str) -> None:
-    torch.manual_seed(0)
     model = nn.Linear(4, 3).half().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1000.0, fused=True)
     scaler = torch.amp.GradScaler(device, init_scale=65536.0)
-    rules = [
+    rules = rule_file(
         {"id": "c", "action": "clamp", "params": "*", "at": "step", "min": -1.0, "max": 1.0},
         {"id": "n", "action": "norm-log", "params": "*", "at": "step"},
-    ]
+    )
     before = model.weight.detach().clone()
     x = (data(0, 5, 4) * 1e-3).half().to(device)
-    with gradsurgeon.apply(model, {"version": 1, "rules": rules}) as session:
+    with gradsurgeon.apply(model, rules) as session:
         scaler.scale(model(x).float().mean() * 1e-2).backward()
         scaler.step(optimizer)
         true = torch.linalg.vector_norm(x.float().mean(0) * 1e-2 / 3) * math.sqrt(3)
@@ -165,19 +162,14 @@ def by_id(rules: list[dict[str, Any]]) -> Any:
     return [pytest.param(rule, id=rule["id"]) for rule in rules]
 
 
-def made() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
 @pytest.mark.filterwarnings("ignore::gradsurgeon.errors.GradSurgeonWarning")
 @pytest.mark.parametrize("rule", by_id(SILENCED))
 def test_rules_refuse_a_capture_and_a_paused_session_does_not(
     rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    document = {"version": 1, "rules": [rule]}
+    model = net()
+    optimizer = sgd(model)
+    document = rule_file(rule)
     with gradsurgeon.apply(model, document, optimizer=optimizer) as session:
         monkeypatch.setattr(_torch, "is_capturing", lambda: True)
         with pytest.raises(GradSurgeonError, match="a CUDA graph is being captured"):
@@ -224,10 +216,10 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
 @cuda
 @pytest.mark.parametrize("rule", by_id(SILENCED))
 def test_a_capture_under_rules_is_refused(rule: dict[str, Any]) -> None:
-    model = made().cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = net().cuda()
+    optimizer = sgd(model)
     with (
-        gradsurgeon.apply(model, {"version": 1, "rules": [rule]}),
+        gradsurgeon.apply(model, rule_file(rule)),
         pytest.raises(GradSurgeonError, match="a CUDA graph is being captured"),
     ):
         capture(model, optimizer, torch.randn(5, 4, device="cuda"))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from models import data
+from small import sgd
 from torch import nn
 
 import gradsurgeon
@@ -86,9 +87,8 @@ def test_editing_waits_for_nothing() -> None:
 
 
 def test_many_rows_per_step_wait_for_nothing() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(200))).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     x = data(0, 5, 4).cuda()
 
     def step() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, step, train
 from pairs import singly
+from small import rule_file, sgd
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
@@ -99,7 +100,7 @@ def test_where_rows_are_left_out_events_are_not(monkeypatch: pytest.MonkeyPatch)
     optimizer = frozen(model)
     with (
         pytest.warns(GradSurgeonWarning, match="the oldest rows are left out"),
-        gradsurgeon.apply(model, {"version": 1, "rules": [NORMS, TRAP]}, sinks=[sink]),
+        gradsurgeon.apply(model, rule_file(NORMS, TRAP), sinks=[sink]),
     ):
         for number in range(500):
             step(model, optimizer, math.nan if number == 3 else 1.0)
@@ -119,7 +120,7 @@ def test_one_that_is_behind_gets_the_worst_of_several_steps(
     sink = Kept(text=lambda: released.wait(30))
     model = make()
     optimizer = frozen(model)
-    rules = {"version": 1, "rules": [{**NORMS, "params": params}]}
+    rules = rule_file({**NORMS, "params": params})
     with gradsurgeon.apply(model, rules, sinks=[sink]) as session:
         for number in range(40):
             bad = {17: 100.0, 29: math.nan}
@@ -141,7 +142,7 @@ def test_several_that_block_are_waited_for_together(monkeypatch: pytest.MonkeyPa
     sinks = [Kept(scalars=lambda: released.wait(30)) for _ in range(3)]
     model = make()
     session = gradsurgeon.apply(model, ONLY_NORMS, sinks=sinks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     model(torch.ones(5, 3)).sum().backward()
     optimizer.step()
     begin = time.monotonic()

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from laws.test_forensics import Net, batch, brief, diagnosed, fault
+from small import rule_file
 from torch import Tensor, nn
 
 INF = float("inf")
 NEVER = torch.tensor(-INF)
-ATTENTION = {"version": 1, "rules": [{"id": "trap", "action": "nan-trap", "params": "q.*"}]}
+ATTENTION = rule_file({"id": "trap", "action": "nan-trap", "params": "q.*"})
 
 
 class Attention(nn.Module):
@@ -155,7 +156,6 @@ def test_where_two_infinities_meet_both_are_named() -> None:
     ids=lambda norm: type(norm).__name__,
 )
 def test_a_magnitude_is_that_of_a_result_not_of_statistics_for_backward(norm: nn.Module) -> None:
-    torch.manual_seed(0)
     model = Net(lambda x: norm(x * 1e-3).log())
     magnitudes = dict(diagnosed(model, batch()).history)
     (found,) = [value for label, value in magnitudes.items() if "norm" in label]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import data
-from pairs import singly
+from models import data, same
+from small import rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -17,13 +17,6 @@ import gradsurgeon
 from gradsurgeon import BindError, NonFiniteGradientError
 
 KINDS = ["SGD", "SGD fused", "AdamW", "AdamW fused"]
-
-
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "rules": [{"id": f"r{i}", "params": "*", **e} for i, e in enumerate(entries)],
-    }
 
 
 def make(kind: str = "SGD", lr: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
@@ -55,41 +48,10 @@ def train(
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model)
 
 
-RULES: dict[str, dict[str, Any]] = {
-    "clamp at step": {"action": "clamp", "min": -0.02, "max": 0.03, "at": "step"},
-    "clamp at backward": {"action": "clamp", "min": -0.02, "max": 0.03, "at": "backward"},
-    # From the third step on: AdamW does not notice a factor that has always been there.
-    "scale at step": {"action": "scale", "factor": 0.25, "at": "step", "steps": {"from": 2}},
-    "scale at backward": {"action": "scale", "factor": 0.25, "steps": {"from": 2}},
-    "zero": {"action": "zero", "params": "*.bias"},
-    "clip per parameter": {"action": "clip-norm", "max_norm": 0.05},
-    "clip per rule": {"action": "clip-norm", "max_norm": 0.05, "per": "rule"},
-    "clip at backward": {"action": "clip-norm", "max_norm": 0.05, "at": "backward"},
-    "freeze": {"action": "freeze", "params": "0.*"},
-}
-
-
-@pytest.mark.filterwarnings("ignore:rule r0. bounds the contribution")
-@singly(name=RULES, kind=KINDS, unscale=[True, False], given=[True, False])
-def test_the_same_rule_does_the_same_with_and_without_a_scaler(
-    name: str, kind: str, unscale: bool, given: bool
-) -> None:
-    ends = []
-    for scaler in (None, GradScaler("cpu", init_scale=1024.0)):
-        model, optimizer = make(kind)
-        with gradsurgeon.apply(model, rules(RULES[name]), scaler=scaler if given else None):
-            ends.append(train(model, optimizer, scaler, parts=2, unscale=unscale))
-    bare_model, bare = make(kind)
-    without = train(bare_model, bare, None, parts=2)
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
-    # The rule acts: the run without it ends elsewhere.
-    assert max((a - b).abs().max().item() for a, b in zip(ends[0], without, strict=True)) > 1e-3
-
-
-@pytest.mark.cell("GradScaler", "backward", "accumulated", "step")
+@pytest.mark.cell("GradScaler", "backward", "accumulated", "step", "modules")
 @pytest.mark.cell("GradScaler, fused optimizer", "backward", "accumulated", "step")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", ["backward", "accumulated", "step"])
@@ -99,40 +61,26 @@ def test_records_and_captures_are_in_true_units(at: str, kind: str) -> None:
         model, optimizer = make(kind)
         log = {"action": "norm-log", "at": at, "stats": ["l2", "linf", "mean"]}
         kept = {"action": "capture", "at": at, "params": "0.weight"}
-        with gradsurgeon.apply(model, rules(log, kept)) as session:
+        file = rule_file(log, kept, params="*")
+        of_module = {"modules": "0", "tensor": "output.grad"}
+        file["rules"].append({"id": "module", "action": "norm-log", **of_module})
+        with gradsurgeon.apply(model, file) as session:
             train(model, optimizer, scaler, steps=2)
         rows = [v for s in ("l2", "linf", "mean") for _, v in session.history("0.weight", s)]
+        rows += [v for _, v in session.history("0", rule="module")]
         found.append([*rows, *(v.norm().item() for v in session.captured("r1").values())])
-    assert len(found[0]) == 8
+    assert len(found[0]) == 10
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-@pytest.mark.cell("GradScaler", "modules")
-def test_module_gradients_are_in_true_units() -> None:
-    ends = []
-    for scaler in (None, GradScaler("cpu", init_scale=1024.0)):
-        model, optimizer = make()
-        clamp = {
-            "id": "c",
-            "action": "clamp",
-            "modules": "0",
-            "tensor": "output.grad",
-            "min": -1e-3,
-            "max": 1e-3,
-        }
-        log = {"id": "n", "action": "norm-log", "modules": "0", "tensor": "output.grad"}
-        with gradsurgeon.apply(model, {"version": 1, "rules": [clamp, log]}) as session:
-            ends.append([*train(model, optimizer, scaler), torch.tensor(session.latest("0"))])
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_observing_under_a_scaler_changes_no_bit(kind: str) -> None:
-    observing = rules(
+    observing = rule_file(
         {"action": "norm-log"},
         {"action": "norm-log", "at": "backward"},
         {"action": "norm-log", "at": "step"},
         {"action": "nan-trap"},
+        params="*",
     )
     ends = []
     for watch in (True, False):
@@ -152,12 +100,12 @@ def test_an_overflow_is_an_event_no_trap_and_counts_as_a_step(kind: str) -> None
     model, optimizer = make(kind)
     scaler = GradScaler("cpu", init_scale=2.0**127)  # the largest that float32 holds: it overflows
     clamp = {"action": "clamp", "at": "backward", "min": -1.0, "max": 1.0}
-    with gradsurgeon.apply(model, rules(clamp, {"action": "nan-trap"})) as session:
-        before = [p.detach().clone() for p in model.parameters()]
+    with gradsurgeon.apply(model, rule_file(clamp, {"action": "nan-trap"}, params="*")) as session:
+        before = weights_of(model)
         train(model, optimizer, scaler, steps=1)
         # A clamp that hid the overflow would keep the scaler from backing off.
         assert scaler.get_scale() == 2.0**126
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same(before, weights_of(model))
         assert session.step == 1
         train(model, optimizer, scaler, steps=1)
         assert not torch.equal(before[0], model[0].weight)
@@ -173,7 +121,7 @@ def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: st
     trap = {"action": "nan-trap", "then": then, "give_up_after": 4}
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
-    with gradsurgeon.apply(model, rules(trap)) as session:
+    with gradsurgeon.apply(model, rule_file(trap, params="*")) as session:
         with pytest.warns(
             gradsurgeon.GradSurgeonWarning, match="the weight 0.weight was not finite"
         ):
@@ -191,7 +139,7 @@ def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: st
 def test_a_scale_below_one_is_a_trap_at_once() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=0.5)
-    with gradsurgeon.apply(model, rules({"action": "nan-trap"})):
+    with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")):
         loss = model(data(0, 5, 4)).sum() * float("inf")
         scaler.scale(loss).backward()
         with pytest.raises(NonFiniteGradientError, match=r"its scale is below 1"):
@@ -204,7 +152,7 @@ def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
     trap = {"action": "nan-trap", "then": "warn", "give_up_after": "never"}
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
-    with gradsurgeon.apply(model, rules(trap)) as session:
+    with gradsurgeon.apply(model, rule_file(trap, params="*")) as session:
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend"):
             train(model, optimizer, scaler, steps=1)
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="its scale is below 1") as told:
@@ -228,9 +176,9 @@ class Masked(nn.Sequential):
 
 def test_a_nan_that_no_loss_scale_can_mend_is_told_with_its_line() -> None:
     model = Masked(nn.Linear(4, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     scaler = GradScaler("cpu", init_scale=2.0**127)
-    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+    with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         train(model, optimizer, scaler, steps=1)
         assert [e.kind for e in session.events] == ["scaler-skip"], "an overflow"
         train(model, optimizer, scaler, steps=2)
@@ -253,7 +201,7 @@ def test_nan_in_the_input_of_the_model_is_told_at_the_first_skip(rows: slice) ->
     scaler = GradScaler("cpu", init_scale=2.0**8)
     x = data(0, 5, 4)
     x[rows, 1] = float("nan")
-    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+    with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         scaler.scale(model(x).sum()).backward()
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
             scaler.step(optimizer)
@@ -264,7 +212,7 @@ def test_nan_in_the_input_of_the_model_is_told_at_the_first_skip(rows: slice) ->
 def test_an_infinity_in_every_output_may_be_meant() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=2.0**8)
-    with gradsurgeon.apply(model, rules({"action": "nan-trap"})) as session:
+    with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         scaler.scale((model(data(0, 5, 4)) * 0).log().sum()).backward()
         scaler.step(optimizer)
         assert [event.kind for event in session.events] == ["scaler-skip"]
@@ -278,7 +226,11 @@ def test_running_a_skipped_step_again_changes_nothing() -> None:
         model = Masked(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scaler = GradScaler("cpu", init_scale=2.0**127)
-        session = gradsurgeon.apply(model, rules({"action": "nan-trap"})) if watched else None
+        session = (
+            gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*"))
+            if watched
+            else None
+        )
         for step in range(8):
             model.masked = step in (2, 3)
             train(model, optimizer, scaler, steps=1)
@@ -293,7 +245,7 @@ def test_running_a_skipped_step_again_changes_nothing() -> None:
 def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=0.5)
-    with gradsurgeon.apply(model, rules({"action": "nan-trap"})):
+    with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")):
         for param in model.parameters():
             param.grad = torch.full_like(param, math.inf)
         scaler.scale(torch.ones(()))
@@ -303,11 +255,11 @@ def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -
 
 def steps_under_a_scaler(model: nn.Module, rule: dict[str, Any], faults: list[str]) -> list[str]:
     """Take a step for each fault: "overflow" in all parameters, "other" in the last, "nan" by hand."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
     first, *_, last = model.parameters()
     results = []
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=optimizer):
+    with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer):
         for fault in faults:
             optimizer.zero_grad()
             loss = scaler.scale(model(torch.ones(1, 2)).sum())
@@ -351,7 +303,7 @@ def test_a_scaler_that_skips_for_other_parameters_leaves_the_row_of_a_trap_alone
 def test_sanitize_is_refused_where_a_scaler_must_see_its_overflow() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu")
-    sanitize = rules({"action": "sanitize"})
+    sanitize = rule_file({"action": "sanitize"}, params="*")
     with pytest.raises(BindError, match=r"rule r0: an enabled GradScaler must see its overflow"):
         gradsurgeon.apply(model, sanitize, scaler=scaler)
     assert model[0].weight._backward_hooks is None
@@ -364,7 +316,7 @@ def test_sanitize_is_refused_where_a_scaler_must_see_its_overflow() -> None:
 def test_the_class_of_the_scaler_is_as_before_once_the_rules_are_off() -> None:
     before = (GradScaler.scale, GradScaler.step)
     model, _ = make()
-    session = gradsurgeon.apply(model, rules({"action": "norm-log"}))
+    session = gradsurgeon.apply(model, rule_file({"action": "norm-log"}, params="*"))
     assert before != (GradScaler.scale, GradScaler.step)
     session.remove()
     assert before == (GradScaler.scale, GradScaler.step)
@@ -387,7 +339,9 @@ def test_the_scaler_of_another_model_is_none_of_its_business(
         {"action": "clamp", "at": "backward", "min": -0.05, "max": 0.05},
         {"action": "clip-norm", "per": "rule", "max_norm": 0.01, "at": "step"},
     )
-    with gradsurgeon.apply(model, rules(*bounds, beside), optimizer=optimizer) as session:
+    with gradsurgeon.apply(
+        model, rule_file(*bounds, beside, params="*"), optimizer=optimizer
+    ) as session:
         if foreign:
             scaler.scale(other(data(0, 5, 4)).square().mean()).backward()
             scaler.step(other_optimizer)
@@ -406,12 +360,12 @@ def test_each_pass_is_taken_for_itself() -> None:
     torch.manual_seed(4)
     parts = {"plain": 0.0, "small": 16.0, "large": 1024.0}
     net: Any = nn.ModuleDict({name: nn.Linear(4, 3) for name in parts})
-    optimizers = {name: torch.optim.SGD(net[name].parameters(), lr=0.1) for name in parts}
+    optimizers = {name: sgd(net[name]) for name in parts}
     scalers = {name: GradScaler("cpu", init_scale=scale) for name, scale in parts.items() if scale}
     bound = {"action": "clip-norm", "per": "rule", "max_norm": 0.05, "at": "step"}
     log = [{"action": "norm-log"}, {"action": "norm-log", "at": "step"}]
     clips = [bound | {"params": f"{name}.*"} for name in parts]
-    with gradsurgeon.apply(net, rules(*log, *clips)) as session:
+    with gradsurgeon.apply(net, rule_file(*log, *clips, params="*")) as session:
         # All losses are scaled before the first of them is used.
         losses = {name: net[name](data(1, 5, 4)).square().mean() for name in parts}
         truth = {
@@ -442,7 +396,7 @@ def test_a_pass_that_raised_leaves_no_scale_behind() -> None:
     def fail(_grad: Tensor) -> None:
         raise RuntimeError("on purpose")
 
-    with gradsurgeon.apply(model, rules({"action": "norm-log"})) as session:
+    with gradsurgeon.apply(model, rule_file({"action": "norm-log"}, params="*")) as session:
         out = model(data(0, 5, 4))
         out.register_hook(fail)
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -457,7 +411,7 @@ def test_a_pass_that_raised_leaves_no_scale_behind() -> None:
 def test_the_passes_inside_a_scaled_one_carry_its_scale() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu", init_scale=1024.0)
-    with gradsurgeon.apply(model, rules({"action": "norm-log"})) as session:
+    with gradsurgeon.apply(model, rule_file({"action": "norm-log"}, params="*")) as session:
         x = data(0, 5, 4).requires_grad_()
         truth = torch.autograd.grad(model(x).square().mean(), model[0].weight)[0].norm()
         for factor in (float("inf"), 1.0):
@@ -486,12 +440,12 @@ class Doubling(torch.amp.GradScaler):
 
 def test_scalers_that_scale_in_their_own_way_are_followed() -> None:
     model = nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     entries = [
         {"id": at, "action": "norm-log", "params": "*", "at": at}
         for at in ("backward", "accumulated", "step")
     ]
-    with gradsurgeon.apply(model, {"version": 1, "rules": entries}) as session:
+    with gradsurgeon.apply(model, rule_file(*entries)) as session:
         scaler: Any = Doubling("cpu", init_scale=1024.0)
         for fault in (1.0, float("inf"), 1.0):
             optimizer.zero_grad()
@@ -507,12 +461,12 @@ def test_scalers_that_scale_in_their_own_way_are_followed() -> None:
 
 def test_a_wrapper_that_came_later_stays_when_the_rules_go() -> None:
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     original = torch.amp.GradScaler.step
     calls = []
     session = gradsurgeon.apply(
         model,
-        {"version": 1, "rules": [{"id": "z", "action": "zero", "params": "*", "at": "step"}]},
+        rule_file({"id": "z", "action": "zero", "params": "*", "at": "step"}),
     )
     ours = torch.amp.GradScaler.step
 

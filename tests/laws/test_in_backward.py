@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import same
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -22,15 +24,12 @@ from torch.utils.checkpoint import checkpoint
 import gradsurgeon
 from gradsurgeon.tensors import _backward_calls
 
-RULES = {
-    "version": 1,
-    "rules": [
-        {"id": "contributions", "action": "norm-log", "params": "*", "at": "backward"},
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "trap", "action": "nan-trap", "params": "*"},
-        {"id": "inputs", "action": "norm-log", "modules": "*", "tensor": "input.grad"},
-    ],
-}
+RULES = rule_file(
+    {"id": "contributions", "action": "norm-log", "params": "*", "at": "backward"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "trap", "action": "nan-trap", "params": "*"},
+    {"id": "inputs", "action": "norm-log", "modules": "*", "tensor": "input.grad"},
+)
 
 
 NOTHING: dict[str, int] = {}
@@ -153,7 +152,7 @@ def test_torch_logs_the_nodes_that_run_as_it_would(level: int, model: nn.Module)
     try:
         forward(model).backward()
         plain = written.getvalue().count("Executing:")
-        with gradsurgeon.apply(model, {"version": 1, "rules": RULES["rules"][:1]}):  # type: ignore[index]
+        with gradsurgeon.apply(model, rule_file(*RULES["rules"][:1])):
             forward(model).backward()
         assert written.getvalue().count("Executing:") == 2 * plain
         assert (plain > 0) is (level == logging.DEBUG)
@@ -174,7 +173,7 @@ def test_rules_act_where_torch_calls_no_pair_of_functions(
 
 
 def test_an_error_of_a_rule_after_the_pass_is_alone(model: nn.Module) -> None:
-    rules = {"version": 1, "rules": [{**RULES["rules"][2], "then": "raise"}]}  # type: ignore[index]
+    rules = rule_file({**RULES["rules"][2], "then": "raise"})
     with gradsurgeon.apply(model, rules), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(gradsurgeon.NonFiniteGradientError) as caught:
@@ -191,7 +190,7 @@ def test_the_loss_of_a_pass_is_let_go_of_at_once(model: nn.Module) -> None:
     gc.collect()
     gc.disable()
     try:
-        with gradsurgeon.apply(model, {"version": 1, "rules": RULES["rules"][:1]}):  # type: ignore[index]
+        with gradsurgeon.apply(model, rule_file(*RULES["rules"][:1])):
             loss.backward()
             del loss
             assert held() is None
@@ -207,10 +206,6 @@ def test_the_loss_of_a_pass_is_let_go_of_at_once(model: nn.Module) -> None:
 
 
 BOUND = {"id": "bound", "action": "clamp", "params": "*", "at": "backward", "min": -0.1, "max": 0.1}
-
-
-def rules(*several: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(several)}
 
 
 def make() -> nn.Sequential:
@@ -233,11 +228,10 @@ def held_against_hooks(case: Callable[[nn.Sequential], list[Tensor]]) -> None:
     by_hand, by_rule = make(), make()
     bound_by_hand(by_hand)
     expected = case(by_hand)
-    with gradsurgeon.apply(by_rule, rules(BOUND)):
+    with gradsurgeon.apply(by_rule, rule_file(BOUND)):
         found = case(by_rule)
     assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert same(found, expected)
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -271,7 +265,7 @@ def stopped(model: nn.Sequential, act: Callable[[], object]) -> Tensor:
 
 def test_a_step_within_the_pass_consumes_what_rules_have_edited() -> None:
     def case(model: nn.Sequential) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = sgd(model, 0.5)
 
         def step() -> None:
             optimizer.step()
@@ -301,7 +295,7 @@ def test_a_hook_on_a_parameter_without_rules_finds_the_others_edited() -> None:
     next(model.parameters()).register_post_accumulate_grad_hook(
         lambda _: found.extend(copies(grads_of(model)[-2:]))
     )
-    with gradsurgeon.apply(model, rules({**BOUND, "params": "4.*"})):
+    with gradsurgeon.apply(model, rule_file({**BOUND, "params": "4.*"})):
         loss_of(model).backward()
     assert found
     assert all(grad.abs().max() <= 0.1 for grad in found)
@@ -337,7 +331,7 @@ def test_a_model_that_is_trained_within_the_pass_of_another_is_edited_there() ->
 def test_sessions_that_share_parameters_see_one_another_s_edits(order: tuple[int, int]) -> None:
     model = make()
     log = {"id": "log", "action": "norm-log", "params": "*", "at": "accumulated", "stats": ["linf"]}
-    wanted = [(model[0], rules(log)), (model, rules(BOUND))]
+    wanted = [(model[0], rule_file(log)), (model, rule_file(BOUND))]
     sessions = [gradsurgeon.apply(*wanted[number]) for number in order]
     loss_of(model).backward()
     ((_, largest),) = sessions[order.index(0)].history("weight", "linf")
@@ -348,8 +342,8 @@ def test_sessions_that_share_parameters_see_one_another_s_edits(order: tuple[int
 
 def test_a_rule_that_saw_nothing_keeps_its_last_step() -> None:
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    both = rules({**BOUND, "params": "0.*"}, {**BOUND, "id": "last", "params": "4.*"})
+    optimizer = sgd(model)
+    both = rule_file({**BOUND, "params": "0.*"}, {**BOUND, "id": "last", "params": "4.*"})
     with gradsurgeon.apply(model, both) as session:
         loss_of(model).backward()
         optimizer.step()
@@ -363,7 +357,7 @@ def test_a_rule_that_saw_nothing_keeps_its_last_step() -> None:
 def test_captured_contributions_come_in_the_order_of_the_pass() -> None:
     model = make()
     keep = {"id": "keep", "action": "capture", "params": "*", "at": "backward"}
-    with gradsurgeon.apply(model, rules(keep)) as session:
+    with gradsurgeon.apply(model, rule_file(keep)) as session:
         loss_of(model).backward()
         names = [name for name, _, _ in session.captured("keep")]
     assert names[0].startswith("4.")
@@ -374,7 +368,7 @@ def test_captured_contributions_come_in_the_order_of_the_pass() -> None:
 def test_a_paused_session_lets_a_script_without_an_optimizer_accumulate() -> None:
     model = make()
     half = {"id": "half", "action": "scale", "params": "*", "at": "step", "factor": 0.5}
-    with gradsurgeon.apply(model, rules(half)) as session:
+    with gradsurgeon.apply(model, rule_file(half)) as session:
         loss_of(model).backward()
         edited = copies(grads_of(model))
         session.pause()
@@ -394,6 +388,6 @@ def test_a_gradient_that_is_taken_away_within_a_pass_is_edited() -> None:
 
     node.register_hook(take)
     rule = {"id": "half", "action": "scale", "params": "*", "at": "backward", "factor": 0.5}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=[]):
+    with gradsurgeon.apply(model, rule_file(rule), optimizer=[]):
         model(torch.ones(1, 3)).sum().backward()
     assert torch.equal(taken[0], torch.full((3, 3), 0.5))

@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
-NORMS: dict[str, Any] = {"id": "seen", "action": "norm-log"}
-AT_STEP: dict[str, Any] = {"id": "log", "action": "norm-log", "at": "step"}
-CLIP: dict[str, Any] = {"id": "clip", "action": "clip-norm", "max_norm": 1.0}
-TRAP: dict[str, Any] = {"id": "trap", "action": "nan-trap"}
-
-
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"params": "*", **entry} for entry in entries]}
+NORMS: dict[str, Any] = {"id": "seen", "action": "norm-log", "params": "*"}
+AT_STEP: dict[str, Any] = {"id": "log", "action": "norm-log", "params": "*", "at": "step"}
+CLIP: dict[str, Any] = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0}
+TRAP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*"}
 
 
 def by_data(param: Tensor, factor: float) -> None:
@@ -69,9 +66,11 @@ def test_clips_and_records_measure_what_is_there(
 ) -> None:
     for _ in range(3):  # ids are reused more often than not
         model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         both = [AT_STEP, CLIP]
-        with gradsurgeon.apply(model, rules(*([NORMS, TRAP] if watched else []), *both)) as session:
+        with gradsurgeon.apply(
+            model, rule_file(*([NORMS, TRAP] if watched else []), *both, params="*")
+        ) as session:
             write(model, way, factor)
             grad = model.weight.grad
             assert grad is not None
@@ -86,9 +85,9 @@ def test_clips_and_records_measure_what_is_there(
 def test_a_trap_sees_what_is_written_past_torch(way: Callable[[Tensor, float], None]) -> None:
     for _ in range(3):
         model = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         before = model.weight.detach().clone()
-        with gradsurgeon.apply(model, rules(TRAP, NORMS)):
+        with gradsurgeon.apply(model, rule_file(TRAP, NORMS)):
             write(model, way, float("nan"))
             with pytest.raises(NonFiniteGradientError, match="finite after backward"):
                 optimizer.step()
@@ -105,7 +104,7 @@ def test_a_paused_session_does_nothing_at_a_tick(kind: str) -> None:
     fault = float("nan") if kind == "nan-trap" else 5.0
     model = nn.Linear(2, 1)
     rule = {"id": "r", "action": kind, **options[kind]}
-    with gradsurgeon.apply(model, rules(rule), optimizer=[]) as session:
+    with gradsurgeon.apply(model, rule_file(rule, params="*"), optimizer=[]) as session:
         session.pause()
         (model(torch.ones(1, 2)) * fault).sum().backward()
         assert model.weight.grad is not None
@@ -120,30 +119,6 @@ def test_a_paused_session_does_nothing_at_a_tick(kind: str) -> None:
         else:
             session.tick()
             assert model.weight.grad.abs().max() < 1e-3
-
-
-def test_what_a_freeze_hides_has_no_part_in_a_norm_over_the_rule() -> None:
-    def moved(entries: list[dict[str, Any]], *, frozen: bool) -> float:
-        torch.manual_seed(0)
-        model: Any = nn.ModuleDict({"backbone": nn.Embedding(10, 8), "head": nn.Linear(8, 1)})
-        model.head.weight.data.mul_(100)
-        if frozen:
-            model.backbone.requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        head = model.head.weight.detach().clone()
-        with gradsurgeon.apply(model, rules(*entries)):
-            model.head(model.backbone(torch.arange(10))).sum().backward()
-            optimizer.step()
-        return float((head - model.head.weight.detach()).norm())
-
-    clip = {"id": "clip", "action": "clip-norm", "per": "rule", "max_norm": 1.0}
-    freeze = {"id": "frozen", "action": "freeze", "params": "backbone.*"}
-    true = moved([clip], frozen=True)
-    assert moved([freeze, clip], frozen=False) == pytest.approx(true)
-    assert moved([clip, freeze], frozen=False) == pytest.approx(true)
-    later = {**freeze, "steps": {"from": 1}}
-    assert moved([later, clip], frozen=False) == pytest.approx(moved([clip], frozen=False))
-    assert moved([later, clip], frozen=False) < true / 2
 
 
 def accumulation(model: nn.Module, optimizer: Any) -> None:
@@ -196,29 +171,14 @@ def dropped(model: nn.Module, optimizer: Any) -> None:
 def test_accumulation_is_told_from_passes_that_are_cleared(
     loop: Callable[[nn.Module, Any], None], told: bool
 ) -> None:
-    torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     bound = {"id": "bound", "action": "clamp", "at": "backward", "min": -0.1, "max": 0.1}
-    with warnings.catch_warnings(record=True) as said, gradsurgeon.apply(model, rules(bound)):
+    with (
+        warnings.catch_warnings(record=True) as said,
+        gradsurgeon.apply(model, rule_file(bound, params="*")),
+    ):
         warnings.simplefilter("always")
         for _ in range(6):
             loop(model, optimizer)
     assert ["several passes feed one update" in str(one.message) for one in said] == [True] * told
-
-
-def test_a_layer_that_is_exchanged_is_under_its_rules_in_its_first_step() -> None:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    zero = {"id": "zero", "action": "zero", "params": "0.*"}
-    with gradsurgeon.apply(model, rules(zero)) as session:
-        model[0] = nn.Linear(4, 4)
-        model[0].bias = nn.Parameter(torch.zeros(4))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model(torch.randn(8, 4)).square().mean().backward()
-        assert not any(param.grad.any() for param in model[0].parameters())
-        optimizer.step()
-        assert session.step == 1
-    assert session.events == []
-    assert not torch.nn.modules.module._global_forward_pre_hooks
-    assert not torch.nn.modules.module._global_module_registration_hooks

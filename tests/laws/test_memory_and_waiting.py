@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import pytest
 import torch
 from models import CASES, data
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,7 +134,7 @@ def test_a_trap_keeps_no_graph_of_an_earlier_micro_batch(
             return grads[0]
 
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, HEAD + TRAP) as session:
         for bad in (False, True):
             for micro_batch in range(4):
@@ -199,7 +200,7 @@ def test_losses_take_one_copy_of_the_matched_gradients_each() -> None:
     names = [f"loss{number}" for number in range(losses)]
     rule = {"id": "r", "action": "combine", "method": "mgda", "params": "trunk.*", "losses": names}
     matched = sum(4 * param.numel() for param in model["trunk"].parameters())
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}):
+    with gradsurgeon.apply(model, rule_file(rule)):
         for _ in range(2):  # the first call looks whether the gradients add up
             model.zero_grad()
             out = model["head"](model["trunk"](torch.randn(2, width))).square().mean(0)
@@ -267,31 +268,6 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def reads(rules: str, monkeypatch: pytest.MonkeyPatch, width: int) -> int:
-    """Return how many values one step asks for, beyond those of the step itself."""
-    monkeypatch.setattr(_torch, "is_host", lambda _: False)
-
-    def one(with_rules: bool) -> int:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(width)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-        def step(number: int) -> None:
-            optimizer.zero_grad()
-            model(data(number, 3, 4)).square().sum().backward()
-            optimizer.step()
-
-        if with_rules:
-            gradsurgeon.apply(model, rules, optimizer=optimizer)
-        step(0)
-        with Reads() as counted:
-            step(1)
-        gradsurgeon.remove(model)
-        return len(counted.seen)
-
-    return one(with_rules=True) - one(with_rules=False)
-
-
 QUIET = """
 version: 1
 rules:
@@ -304,26 +280,6 @@ rules:
   - {id: each, action: norm-log, params: "*", at: backward}
   - {id: final, action: norm-log, params: "*", at: step}
 """
-
-
-@pytest.mark.parametrize("width", [2, 8])
-def test_edits_and_logs_read_nothing(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reads(QUIET, monkeypatch, width) == 0
-
-
-@pytest.mark.parametrize("width", [2, 8])
-def test_a_trap_reads_once_per_step_whatever_the_model(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rules = 'version: 1\nrules:\n  - {id: trap, action: nan-trap, params: "*"}\n'
-    assert reads(rules, monkeypatch, width) == 1
-
-
-def test_the_counter_counts() -> None:
-    with Reads() as counted:
-        float(torch.ones(3).sum())
-        torch.ones(3).tolist()
-    assert counted.seen == ["aten::_local_scalar_dense", "tolist"]
 
 
 def test_rows_wait_on_the_device_until_somebody_asks() -> None:

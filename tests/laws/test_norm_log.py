@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from models import data
 from pairs import singly
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -54,12 +55,8 @@ def logging(tensor: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(entries)}
-
-
 def train(model: nn.Module, width: int, steps: int = 6) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     for step in range(steps):
         optimizer.zero_grad()
         model(data(step, 40, width)).square().mean().backward()
@@ -86,12 +83,11 @@ def by_hand(width: int) -> dict[tuple[str, str], list[float]]:
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_norms_are_those_of_closures(width: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model, expected = Busy(width), by_hand(width)
     torch.manual_seed(0)
     model = Busy(width)
     with gradsurgeon.apply(
-        model, rules(logging("output"), logging("output.grad")), record=tmp_path / "run"
+        model, rule_file(logging("output"), logging("output.grad")), record=tmp_path / "run"
     ) as session:
         train(model, width)
     with gradsurgeon.open_run(tmp_path / "run") as run:
@@ -108,7 +104,7 @@ def test_norms_are_those_of_closures(width: int, tmp_path: Path) -> None:
 def test_modules_that_run_together_share_a_row(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
     with gradsurgeon.apply(
-        model, rules(logging("output", stats=["l2", "max"])), record=tmp_path / "run"
+        model, rule_file(logging("output", stats=["l2", "max"])), record=tmp_path / "run"
     ):
         train(model, 4, steps=5)
     connection = sqlite3.connect(tmp_path / "run" / "rank-0.db")
@@ -118,7 +114,7 @@ def test_modules_that_run_together_share_a_row(tmp_path: Path) -> None:
 
 def test_an_export_has_each_value_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Busy(4)
-    with gradsurgeon.apply(model, rules(logging("output")), record=tmp_path / "run") as session:
+    with gradsurgeon.apply(model, rule_file(logging("output")), record=tmp_path / "run") as session:
         train(model, 4)
     assert main(["export", "--format", "csv", str(tmp_path / "run")]) == 0
     lines = [line.split(",") for line in capsys.readouterr().out.splitlines()[1:]]
@@ -134,7 +130,7 @@ def test_an_export_has_each_value_once(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MOST_PENDING", 8)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with gradsurgeon.apply(model, rules(logging("output"))) as session:
+    with gradsurgeon.apply(model, rule_file(logging("output"))) as session:
         norms = [model[0](data(step, 5, 4)).norm().item() for step in range(20)]
         assert len(session._attachment.context.recorder._pending) < 8
         assert [value for _, value in session.history("0")] == pytest.approx(norms)
@@ -149,7 +145,7 @@ def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyP
 )
 def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with gradsurgeon.apply(model, rules(logging(tensor, steps=steps))) as session:
+    with gradsurgeon.apply(model, rule_file(logging(tensor, steps=steps))) as session:
         train(model, 4, steps=8)
     (rule,) = session.plan.rules.rules
     due = [step for step in range(8) if rule.steps.includes(step)]
@@ -158,9 +154,9 @@ def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]
 
 def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in model.values())
+    first, second = (sgd(m) for m in model.values())
     entry = logging("output", steps={"from": 2, "to": 4})
-    with gradsurgeon.apply(model, rules(entry), optimizer=first) as session:
+    with gradsurgeon.apply(model, rule_file(entry), optimizer=first) as session:
         for optimizer in (first, second):
             for step in range(6):
                 (model["a"](data(step, 5, 4)) + model["b"](data(step, 5, 4))).sum().backward()
@@ -170,21 +166,11 @@ def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> No
     assert [step for step, _ in session.history("b")] == [2, 2, 3]
 
 
-def test_a_rule_for_training_rests_in_evaluation() -> None:
-    model = nn.Sequential(nn.Identity())
-    scale = {"id": "s", "action": "scale", "modules": "0", "tensor": "output", "factor": 3.0}
-    x = data(0, 5, 4)
-    with gradsurgeon.apply(model, rules({**scale, "when": "train"})):
-        for _ in range(3):
-            assert model.train()(x).equal(3 * x)
-            assert model.eval()(x).equal(x)
-
-
 def test_a_rule_that_rests_can_be_paused() -> None:
     model = nn.Sequential(nn.Identity())
     scale = {"id": "s", "action": "scale", "modules": "0", "tensor": "output", "factor": 3.0}
     x = data(0, 5, 4)
-    with gradsurgeon.apply(model, rules(scale)) as session:
+    with gradsurgeon.apply(model, rule_file(scale)) as session:
         assert model(x).equal(3 * x)
         session.pause()
         assert model(x).equal(x)
@@ -212,9 +198,11 @@ def test_a_module_called_more_often_than_before_keeps_all_its_records(
     tensor: str, tmp_path: Path
 ) -> None:
     model, calls = Unrolled(), [1, 1, 6, 2, 1]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     path = tmp_path / "run"
-    with gradsurgeon.apply(model, rules(logging(tensor)), optimizer=optimizer, record=path) as one:
+    with gradsurgeon.apply(
+        model, rule_file(logging(tensor)), optimizer=optimizer, record=path
+    ) as one:
         for step, times in enumerate(calls):
             model(data(step, 3, 2), times).sum().backward()
             optimizer.step()
@@ -233,7 +221,7 @@ def test_a_script_may_set_a_default_dtype(dtype: torch.dtype, tmp_path: Path) ->
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with gradsurgeon.apply(model, rules(logging("output")), record=path) as session:
+        with gradsurgeon.apply(model, rule_file(logging("output")), record=path) as session:
             # A pass in which modules are left out has a row with empty columns.
             for part in (model, model.first, model):
                 part(torch.ones(2, 4, dtype=torch.float32))
@@ -259,7 +247,7 @@ def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
         {"id": "bound", "action": "clamp", "modules": "1", "tensor": "output", "min": -1},
         {"id": "plain", "action": "norm-log", "modules": "*", "tensor": "output"},
     ]
-    session = gradsurgeon.apply(model, rules(*entries))
+    session = gradsurgeon.apply(model, rule_file(*entries))
     with pytest.warns(gradsurgeon.GradSurgeonWarning, match="left 1 alone: complex numbers"):
         out = model(data(0, 3, 4))
         out.abs().sum().backward()
@@ -272,7 +260,7 @@ def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
 def test_a_module_of_two_names_is_asked_for_by_either(tmp_path: Path) -> None:
     layer, path = nn.Linear(3, 3), tmp_path / "run"
     model = nn.Sequential(layer, nn.Tanh(), layer)
-    with gradsurgeon.apply(model, rules(logging("output")), record=path) as session:
+    with gradsurgeon.apply(model, rule_file(logging("output")), record=path) as session:
         model(data(0, 2, 3))
     with gradsurgeon.open_run(path) as run:
         for records in (session, run):
@@ -294,8 +282,8 @@ def test_what_is_divided_over_ranks_is_not_measured_and_named(tmp_path: Path) ->
     try:
         model = nn.Sequential(nn.Linear(3, 3), Divided())
         trap = {"id": "trap", "action": "nan-trap", "modules": "1", "tensor": "output"}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        session = gradsurgeon.apply(model, rules(logging("output"), trap), optimizer=optimizer)
+        optimizer = sgd(model, 0.01)
+        session = gradsurgeon.apply(model, rule_file(logging("output"), trap), optimizer=optimizer)
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="sharded over ranks"):
             model(data(0, 2, 3)).to_local().sum().backward()
         optimizer.step()

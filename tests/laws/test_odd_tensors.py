@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -48,7 +49,7 @@ def test_training_goes_on_under_fingerprints_and_noise(kind: str) -> None:
     def trained(rules: Any) -> Tensor:
         torch.manual_seed(0)
         model = Given(kind)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             for _ in range(2):
                 optimizer.zero_grad()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -20,10 +21,6 @@ NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 
 def trap(then: str) -> dict[str, Any]:
     return {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
-
-
-def rules(*given: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(given)}
 
 
 class Training:
@@ -52,7 +49,7 @@ def test_it_sees_what_the_session_notes_and_nothing_else() -> None:
     seen: list[Event] = []
     training = Training(bad=(1, 3))
     with gradsurgeon.apply(
-        training.model, rules(NORMS, trap("skip-step")), on_event=seen.append
+        training.model, rule_file(NORMS, trap("skip-step")), on_event=seen.append
     ) as session:
         for _ in range(5):
             training.step()
@@ -67,7 +64,7 @@ def test_it_is_called_on_the_thread_that_has_seen_the_event() -> None:
     def note(_: Event) -> None:
         threads.append(threading.get_ident())
 
-    with gradsurgeon.apply(training.model, rules(trap("skip-step")), on_event=note):
+    with gradsurgeon.apply(training.model, rule_file(trap("skip-step")), on_event=note):
         training.step()
     assert set(threads) == {threading.get_ident()}
 
@@ -83,7 +80,7 @@ def test_what_it_raises_is_logged_and_changes_nothing(
     states = []
     for on_event in (None, fail):
         training = Training(bad=(2,))
-        with gradsurgeon.apply(training.model, rules(trap(then)), on_event=on_event) as session:
+        with gradsurgeon.apply(training.model, rule_file(trap(then)), on_event=on_event) as session:
             for _ in range(4):
                 with contextlib.suppress(NonFiniteGradientError):
                     training.step()
@@ -97,5 +94,5 @@ def test_what_it_raises_is_logged_and_changes_nothing(
 def test_what_is_no_function_is_refused() -> None:
     training = Training()
     with pytest.raises(TypeError, match="on_event= must be a function of one event, not list"):
-        gradsurgeon.apply(training.model, rules(NORMS), on_event=[])  # type: ignore[arg-type]
+        gradsurgeon.apply(training.model, rule_file(NORMS), on_event=[])  # type: ignore[arg-type]
     assert not training.model.weight._backward_hooks

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import data
+from models import data, same
+from small import net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -29,11 +30,6 @@ AGAINST_ITSELF = {"per": "parameter"}
 LOG = {"id": "norms", "action": "norm-log", "params": "*"}
 
 
-def make() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
 def step_inside(model: nn.Module) -> None:
     """Let every parameter step its own optimizer from inside backward."""
     optimizers: dict[Tensor, torch.optim.Optimizer] = {}
@@ -48,8 +44,8 @@ def step_inside(model: nn.Module) -> None:
 
 
 def inside(order: str, rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Session]:
-    model = make()
-    given = {"version": 1, "rules": rules}
+    model = net()
+    given = rule_file(*rules)
     if order == "apply first":
         session = gradsurgeon.apply(model, given)
     step_inside(model)
@@ -62,9 +58,9 @@ def inside(order: str, rules: list[dict[str, Any]]) -> tuple[list[Tensor], grads
 
 
 def outside(rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Session]:
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradsurgeon.apply(model, {"version": 1, "rules": rules}) as session:
+    model = net()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rule_file(*rules)) as session:
         for step in range(STEPS):
             optimizer.zero_grad()
             model(data(step, 5, 4)).square().mean().backward()
@@ -83,8 +79,7 @@ def outside(rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Sess
 def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> None:
     wanted, other = outside([*RULES, LOG])
     found, session = inside(order, [*RULES, LOG])
-    for one, two in zip(found, wanted, strict=True):
-        assert torch.equal(one, two)
+    assert same(found, wanted)
     assert session.events == []
     assert session.step == STEPS
     assert {rule: status.fired for rule, status in session.status().items()} == {
@@ -132,9 +127,9 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
     ],
 )
 def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -> None:
-    before = [param.detach().clone() for param in make().parameters()]
-    model = make()
-    given = {"version": 1, "rules": [{"id": "all", **rule}]}
+    before = weights_of(net())
+    model = net()
+    given = rule_file({"id": "all", **rule})
     if order == "apply first":
         session = gradsurgeon.apply(model, given)
     step_inside(model)
@@ -143,8 +138,7 @@ def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -
     with pytest.raises(BindError, match="rule all: an optimizer steps inside backward") as caught:
         model(data(0, 5, 4)).square().mean().backward()
     assert "at no moment are all gradients there" in str(caught.value)
-    for one, two in zip(model.parameters(), before, strict=True):
-        assert torch.equal(one, two)
+    assert same(weights_of(model), before)
     session.remove()
 
 
@@ -176,11 +170,11 @@ class Fused(torch.optim.Optimizer):
 @pytest.mark.parametrize("early", [False, True], ids=["after accumulation", "before"])
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
 def test_rules_say_that_they_never_saw_updates_inside_backward_without_step(early: bool) -> None:
-    model = make()
+    model = net()
     optimizer = Fused(model.parameters(), lr=0.1, early=early)
     rules = [LOG, {"id": "trap", "action": "nan-trap", "params": "2.*"}]
-    with gradsurgeon.apply(model, {"version": 1, "rules": rules}, optimizer=optimizer) as session:
-        before = [param.detach().clone() for param in model.parameters()]
+    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer) as session:
+        before = weights_of(model)
         for step in range(3):
             model(data(step, 5, 4)).square().mean().backward()
         assert not any(map(torch.equal, before, model.parameters()))
@@ -190,7 +184,7 @@ def test_rules_say_that_they_never_saw_updates_inside_backward_without_step(earl
 
 
 def test_hooks_that_put_gradients_aside_until_the_update_are_not_blamed() -> None:
-    model = make()
+    model = net()
     kept: dict[Tensor, Tensor | None] = {}
 
     def aside(param: Tensor) -> None:
@@ -199,9 +193,9 @@ def test_hooks_that_put_gradients_aside_until_the_update_are_not_blamed() -> Non
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(aside)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     final = {"id": "final", "action": "norm-log", "params": "*", "at": "step"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [final]}) as session:
+    with gradsurgeon.apply(model, rule_file(final)) as session:
         for step in range(8):
             model(data(step, 5, 4)).square().mean().backward()
             for held, grad in kept.items():

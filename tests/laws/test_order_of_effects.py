@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -26,8 +27,8 @@ RULES = {
 def outcome(ids: list[str]) -> tuple[float, tuple[str, ...]]:
     """Return what a gradient of 2 becomes, and the chain that the plan prints."""
     model = One()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    rules = {"version": 1, "rules": [{"id": i, "params": "*", **RULES[i]} for i in ids]}
+    optimizer = sgd(model, 1.0)
+    rules = rule_file(*[{"id": i, "params": "*", **RULES[i]} for i in ids])
     with gradsurgeon.apply(model, rules) as session:
         (model.weight * 2.0).sum().backward()
         optimizer.step()
@@ -51,30 +52,24 @@ def test_effects_follow_point_then_file(ids: list[str], final: float, chain: lis
 
 
 def test_the_plan_shows_the_order_of_effects() -> None:
-    rules = {
-        "version": 1,
-        "rules": [{"id": i, "params": "*", **RULES[i]} for i in ("last-bound", "double")],
-    }
+    rules = rule_file(*[{"id": i, "params": "*", **RULES[i]} for i in ("last-bound", "double")])
     plan = gradsurgeon.plan(One(), rules)
     assert "double (at backward) -> last-bound (at step)" in str(plan)
 
 
 def test_what_a_log_sees_depends_on_its_point_and_place() -> None:
     model = One()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = sgd(model, 1.0)
     log = {"action": "norm-log", "params": "*"}
-    rules = {
-        "version": 1,
-        "rules": [
-            {"id": "raw", **log, "at": "backward"},
-            {"id": "double", "params": "*", **RULES["double"]},
-            {"id": "doubled", **log, "at": "backward"},
-            {"id": "before-last", **log, "at": "step"},
-            {"id": "last-double", "params": "*", **RULES["last-double"]},
-            {"id": "after-last", **log, "at": "step"},
-            {"id": "passed", **log},
-        ],
-    }
+    rules = rule_file(
+        {"id": "raw", **log, "at": "backward"},
+        {"id": "double", "params": "*", **RULES["double"]},
+        {"id": "doubled", **log, "at": "backward"},
+        {"id": "before-last", **log, "at": "step"},
+        {"id": "last-double", "params": "*", **RULES["last-double"]},
+        {"id": "after-last", **log, "at": "step"},
+        {"id": "passed", **log},
+    )
     with gradsurgeon.apply(model, rules) as session:
         (model.weight * 1.0).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -94,7 +89,7 @@ def test_what_a_log_sees_depends_on_its_point_and_place() -> None:
 
 def test_hooks_of_the_script_act_in_the_order_in_which_they_came() -> None:
     model = One()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = sgd(model, 1.0)
     seen: list[tuple[str, float]] = []
 
     def note(word: str) -> None:
@@ -103,10 +98,7 @@ def test_hooks_of_the_script_act_in_the_order_in_which_they_came() -> None:
 
     optimizer.register_step_pre_hook(lambda *_: note("step, before"))
     model.weight.register_hook(lambda grad: seen.append(("backward, before", grad.item())))
-    rules = {
-        "version": 1,
-        "rules": [{"id": i, "params": "*", **RULES[i]} for i in ("double", "last-double")],
-    }
+    rules = rule_file(*[{"id": i, "params": "*", **RULES[i]} for i in ("double", "last-double")])
     with gradsurgeon.apply(model, rules):
         model.weight.register_hook(lambda grad: seen.append(("backward, after", grad.item())))
         for step in range(2):

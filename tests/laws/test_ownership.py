@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -14,10 +15,6 @@ from gradsurgeon import GradSurgeonWarning
 
 NAN = float("nan")
 SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-
-
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"params": "*", **entry} for entry in entries]}
 
 
 def halves() -> Any:
@@ -36,9 +33,9 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
     named: bool, keep: bool
 ) -> None:
     model: Any = halves()
-    optimizer = torch.optim.SGD(model["a"].parameters(), 0.1)
+    optimizer = sgd(model["a"])
     options: dict[str, Any] = {"optimizer": optimizer} if named else {}
-    with gradsurgeon.apply(model, rules(SKIP), **options) as session:
+    with gradsurgeon.apply(model, rule_file(SKIP), **options) as session:
         loss(model["a"]).backward()
         optimizer.step()
         optimizer.param_groups[0]["params"] = list(model["b"].parameters())
@@ -57,8 +54,8 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
 
 def test_what_an_optimizer_has_let_go_of_stops_no_step_of_it() -> None:
     model: Any = halves()
-    optimizer = torch.optim.SGD(model["a"].parameters(), 0.1)
-    with gradsurgeon.apply(model, rules(SKIP)) as session:
+    optimizer = sgd(model["a"])
+    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         loss(model["a"], NAN).backward()  # stays on the layer that is let go
         optimizer.param_groups[0]["params"] = list(model["b"].parameters())
         loss(model["b"]).backward()
@@ -70,10 +67,10 @@ def test_what_an_optimizer_has_let_go_of_stops_no_step_of_it() -> None:
 
 def test_freeze_and_schedule_go_with_the_exchange() -> None:
     model: Any = halves()
-    optimizer = torch.optim.SGD(model["a"].parameters(), 0.1)
+    optimizer = sgd(model["a"])
     freeze = {"id": "frozen", "action": "freeze", "params": "b.*", "steps": {"to": 2}}
     moved = []
-    with gradsurgeon.apply(model, rules(freeze)):
+    with gradsurgeon.apply(model, rule_file(freeze, params="*")):
         loss(model["a"]).backward()
         optimizer.step()
         optimizer.param_groups[0]["params"] = list(model["b"].parameters())
@@ -88,13 +85,14 @@ def test_freeze_and_schedule_go_with_the_exchange() -> None:
 
 
 def test_what_no_optimizer_updates_is_named_once_for_each_rule_and_in_the_status() -> None:
-    torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = sgd(model[0])
     bound = {"id": "bound", "action": "clamp", "at": "step", "min": -0.1, "max": 0.1}
     norms = {"id": "norms", "action": "norm-log"}
     with (
-        gradsurgeon.apply(model, rules(SKIP, bound, norms), optimizer=optimizer) as session,
+        gradsurgeon.apply(
+            model, rule_file(SKIP, bound, norms, params="*"), optimizer=optimizer
+        ) as session,
         pytest.warns(
             GradSurgeonWarning, match=r"gradients come to 1\.weight, 1\.bias, but no"
         ) as said,
@@ -113,12 +111,11 @@ def test_what_no_optimizer_updates_is_named_once_for_each_rule_and_in_the_status
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
 @pytest.mark.parametrize("params", ["*", "0.*"], ids=["fires elsewhere", "has never fired"])
 def test_what_is_unfrozen_later_and_no_optimizer_owns_is_named_once(params: str) -> None:
-    torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     model[:2].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    optimizer = sgd(model[2])
     norms = {"id": "norms", "action": "norm-log", "at": "step", "params": params}
-    with gradsurgeon.apply(model, rules(norms), optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(norms, params="*"), optimizer=optimizer) as session:
         for number in range(20):
             if number in (5, 10):
                 model[number == 5].requires_grad_(True)  # the second layer first
@@ -137,11 +134,10 @@ def test_what_is_unfrozen_later_and_no_optimizer_owns_is_named_once(params: str)
 
 @pytest.mark.parametrize("when", ["at once", "two steps later"])
 def test_what_an_optimizer_takes_over_soon_is_no_news(when: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules(SKIP)) as session:
+    optimizer = sgd(model[1])
+    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         for number in range(12):
             if number == 5:
                 model[0].requires_grad_(True)
@@ -155,7 +151,6 @@ def test_what_an_optimizer_takes_over_soon_is_no_news(when: str) -> None:
 
 def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient() -> None:
     # As Pyro makes them: one per parameter, after the first backward pass, after which rules come as well.
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model(data(0, 3, 4)).square().sum().backward()
     norms = {"id": "norms", "action": "norm-log"}
@@ -164,7 +159,7 @@ def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient
     for param in model.parameters():
         held[param] = torch.optim.SGD([param], lr=0.1)
         if len(held) == 1:
-            session = gradsurgeon.apply(model, rules(norms, early))
+            session = gradsurgeon.apply(model, rule_file(norms, early, params="*"))
         held[param].step()
     for number in range(1, 4):
         model.zero_grad()
@@ -180,13 +175,12 @@ def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient
 
 @pytest.mark.parametrize("made", [0, 1], ids=["before training", "after the first update"])
 def test_an_optimizer_that_steps_now_and_then_is_no_news(made: int) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    often = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules(SKIP)) as session:
+    often = sgd(model[0])
+    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         for number in range(10):
             if number == made:
-                seldom = torch.optim.SGD(model[1].parameters(), lr=0.1)
+                seldom = sgd(model[1])
             model(data(number, 3, 4)).square().sum().backward()
             often.step()
             if number % 5 == 4:
@@ -195,98 +189,11 @@ def test_an_optimizer_that_steps_now_and_then_is_no_news(made: int) -> None:
     assert session.events == []
 
 
-def test_a_skip_leaves_what_the_optimizer_counts_for_itself() -> None:
-    class Averaging(torch.optim.Optimizer):
-        """Counts per group, on itself and under a name in the state, as schedule-free ones do."""
-
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"k": 0, "weight": torch.zeros(()), "best": None})
-            self.calls = 0
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            self.calls += 1
-            state: Any = self.state
-            state["total"]["n"] = state["total"].get("n", 0) + 1
-            state["seen"] = state.get("seen", 0) + 1
-            for group in self.param_groups:
-                group["k"] += 1
-                group["weight"] += 0.5
-                group["best"] = group["k"]
-                for param in group["params"]:
-                    state[param]["visits"] = state[param].get("visits", 0) + 1
-                    if param.grad is not None:
-                        param.sub_(param.grad / group["k"])
-
-    def train(*, planted: bool) -> tuple[torch.Tensor, Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        optimizer = Averaging(model.parameters())
-        weight = optimizer.param_groups[0]["weight"]
-        with gradsurgeon.apply(model, rules(SKIP)):
-            for number in range(5):
-                if number == 2 and not planted:
-                    continue
-                optimizer.zero_grad()
-                scale = NAN if number == 2 else 1.0
-                (model(data(number, 8, 4)).square().mean() * scale).backward()
-                optimizer.step()
-        assert optimizer.param_groups[0]["weight"] is weight
-        group = {key: optimizer.param_groups[0][key] for key in ("k", "best")}
-        state: Any = optimizer.state
-        counts = (optimizer.calls, state["seen"], state["total"], float(weight), group)
-        return model.weight.detach().clone(), (*counts, state[model.weight])
-
-    (weight, counts), (skipped, counted) = train(planted=False), train(planted=True)
-    assert counted == counts == (4, 4, {"n": 4}, 2.0, {"k": 4, "best": 4}, {"visits": 4})
-    assert torch.equal(weight, skipped)
-
-
-@pytest.mark.parametrize("where", ["update", "later hook"])
-@pytest.mark.parametrize("held", [True, False], ids=["traceback held", "let go"])
-def test_hidden_gradients_come_back_whatever_happens_in_the_step(where: str, held: bool) -> None:
-    fail = False
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            if fail and where == "update":
-                raise RuntimeError("out of memory")
-            return super().step(closure)
-
-    def hook(*_: object) -> None:
-        if fail and where == "later hook":
-            raise RuntimeError("a hook of the script")
-
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = Failing(model.parameters(), lr=0.1)
-    freeze = {"id": "frozen", "action": "freeze", "params": "bias"}
-    with gradsurgeon.apply(model, rules(freeze), optimizer=optimizer) as session:
-        optimizer.register_step_pre_hook(hook)
-        model(data(0, 3, 4)).sum().backward()
-        assert model.bias.grad is not None
-        before, bias = model.bias.grad.clone(), model.bias.detach().clone()
-        fail, kept = True, None
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            kept = error if held else None
-        fail = False
-        assert torch.equal(model.bias.grad, before)
-        assert session.step == 1  # an attempt
-        # The next step is one of its own, also while the error is still at hand.
-        optimizer.step()
-        assert torch.equal(model.bias.grad, before)
-        assert torch.equal(model.bias, bias)
-        assert session.step == 2
-        del kept
-
-
 def test_a_later_hook_that_exchanges_the_arguments_ends_no_step() -> None:
     model: Any = halves()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
     freeze = {"id": "frozen", "action": "freeze", "params": "a.*"}
-    with gradsurgeon.apply(model, rules(freeze), optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(freeze, params="*"), optimizer=optimizer) as session:
         optimizer.register_step_pre_hook(lambda _, args, kwargs: ((*args,), {**kwargs}))
         before = model["a"].weight.detach().clone()
         for _ in range(3):
@@ -302,7 +209,7 @@ def test_a_later_hook_that_exchanges_the_arguments_ends_no_step() -> None:
 def small() -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+    return model, sgd(model, 0.05)
 
 
 @pytest.mark.parametrize("who", ["another session", "a hook of the script"])
@@ -320,7 +227,7 @@ def test_a_step_that_raised_hides_no_later_one(who: str) -> None:
     first, second = nn.Linear(4, 2), nn.Linear(4, 2)
     optimizer = Failing([*first.parameters(), *second.parameters()], lr=0.05)
     parts = [first, second] if who == "another session" else [first]
-    sessions = [gradsurgeon.apply(part, rules(SKIP), optimizer=optimizer) for part in parts]
+    sessions = [gradsurgeon.apply(part, rule_file(SKIP), optimizer=optimizer) for part in parts]
     if who == "a hook of the script":
         optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, dict(kwargs)))
     for number in range(12):
@@ -351,9 +258,9 @@ def test_an_optimizer_around_another_one_edits_once() -> None:
             return self.inner.step(closure)
 
     model: Any = nn.Linear(2, 1, bias=False)
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = Lookahead(sgd(model, 1.0))
     half = {"id": "half", "action": "scale", "factor": 0.5, "at": "step"}
-    with gradsurgeon.apply(model, rules(half)) as session:
+    with gradsurgeon.apply(model, rule_file(half, params="*")) as session:
         for _ in range(3):
             optimizer.zero_grad()
             before = model.weight.detach().clone()
@@ -365,14 +272,14 @@ def test_an_optimizer_around_another_one_edits_once() -> None:
 
 def test_a_row_of_zeros_is_no_gradient_that_was_updated_from_twice() -> None:
     model = nn.Embedding(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     edits: list[dict[str, Any]] = [
         {"id": "zero", "action": "zero", "at": "step"},
         {"id": "bound", "action": "clamp", "at": "step", "min": 0},
         {"id": "half", "action": "scale", "at": "step", "factor": 0.5},
     ]
     for edit in edits:
-        with gradsurgeon.apply(model, rules(edit)) as session:
+        with gradsurgeon.apply(model, rule_file(edit, params="*")) as session:
             for index in (0, 1, 2, 3):
                 optimizer.zero_grad()
                 model(torch.tensor([index])).sum().backward()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from commands import call
+from small import rule_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ def net() -> nn.Sequential:
 
 def rules(eps: float, tensor: str = "input", seed: int = 0) -> dict[str, Any]:
     rule = {"id": "noise", "action": "perturb", "modules": "*", "where": {"owns_params": True}}
-    return {"version": 1, "rules": [rule | {"tensor": tensor, "eps": eps, "seed": seed}]}
+    return rule_file(rule | {"tensor": tensor, "eps": eps, "seed": seed})
 
 
 PLACES = torch.tensor([[0, 1, 2], [3, 4, 5]])
@@ -88,7 +88,6 @@ def test_it_is_normal_noise_of_every_element_and_keeps_zeros_and_dtypes() -> Non
 
 
 def test_attention_under_a_float_mask_stays_finite() -> None:
-    torch.manual_seed(0)
     attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     with gradsurgeon.apply(nn.Sequential(attention), rules(1e-6)):
@@ -127,7 +126,7 @@ def test_bad_options_are_refused(option: dict[str, Any], problem: str) -> None:
 def test_parameters_own_no_parameters() -> None:
     rule = {"id": "log", "action": "norm-log", "params": "*", "where": {"owns_params": True}}
     with pytest.raises(gradsurgeon.RuleFileError, match="`owns_params` is no condition on params"):
-        gradsurgeon.load({"version": 1, "rules": [rule]})
+        gradsurgeon.load(rule_file(rule))
 
 
 SCRIPT = """
@@ -146,6 +145,7 @@ for step in range(3):
 @pytest.mark.slow
 def test_run_perturb_makes_runs_that_differ_by_rounding(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    command = ("run", "--rules", "gradsurgeon:fingerprint@1")
     found = {}
     for name, options in {
         "plain": (),
@@ -153,22 +153,8 @@ def test_run_perturb_makes_runs_that_differ_by_rounding(tmp_path: Path) -> None:
         "again-0": ("--perturb", "1e-6", "--seed", "0"),
         "noise-1": ("--perturb", "1e-6", "--seed", "1"),
     }.items():
-        command = (
-            sys.executable,
-            "-m",
-            "gradsurgeon",
-            "run",
-            "--rules",
-            "gradsurgeon:fingerprint@1",
-        )
-        done = subprocess.run(
-            [*command, "--record", name, *options, "train.py"],
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = call(*command, "--record", name, *options, "train.py", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
         assert ("noise-of-inputs" in done.stderr) == bool(options)
         with gradsurgeon.open_run(tmp_path / name) as run:
             found[name] = run.latest("2", "projection_1", rule="fingerprint-outputs")

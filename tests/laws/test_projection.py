@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairs import singly
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -201,15 +202,10 @@ def test_a_tensor_with_gaps_is_not_copied_whole() -> None:
 
 
 def test_records_and_clips_of_a_large_gradient_with_gaps_have_six_digits() -> None:
-    rules = {
-        "version": 1,
-        "rules": [
-            {"id": "norms", "action": "norm-log", "params": "*", "at": "step"},
-            {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "parameter"},
-        ],
-    }  # fmt: skip
+    rules = rule_file({"id": "norms", "action": "norm-log", "params": "*", "at": "step"},
+            {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "parameter"})  # fmt: skip
     model = nn.Linear(512, 512, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = sgd(model, 1.0)
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         grad = random(512, 1024).abs()[:, ::2]
         model.weight.grad = grad.detach()
@@ -221,19 +217,13 @@ def test_records_and_clips_of_a_large_gradient_with_gaps_have_six_digits() -> No
 
 
 def test_records_have_two_columns() -> None:
-    torch.manual_seed(0)
     first = nn.Linear(4, 3)
     model = nn.Sequential(first, nn.Linear(3, 1))
-    rules = {
-        "version": 1,
-        "rules": [
-            {"id": "grads", "action": "norm-log", "params": "*", "stats": ["l2", "projection"]},
+    rules = rule_file({"id": "grads", "action": "norm-log", "params": "*", "stats": ["l2", "projection"]},
             {"id": "contributions", "action": "norm-log", "params": "*", "at": "backward", "stats": ["projection", "numel"]},
             {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output", "stats": ["projection"]},
-            {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": ["projection"]},
-        ],
-    }  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": ["projection"]})  # fmt: skip
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         inputs = torch.randn(2, 4)
         output = model(inputs)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fuzzing import examples
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -217,7 +218,7 @@ def test_edits_of_values_act_on_what_each_module_takes_and_returns(part: int) ->
         x = torch.randn(3, WIDTH)
         hook_values(by_hand, rules)
         wanted = ran(by_hand, x)
-        with gradsurgeon.apply(by_rule, {"version": 1, "rules": rules}):
+        with gradsurgeon.apply(by_rule, rule_file(*rules)):
             found = ran(by_rule, x)
         if wanted is None or found is None:
             assert found is wanted, (seed, rules)
@@ -288,7 +289,7 @@ def test_edits_of_output_gradients_act_once_on_each_gradient(part: int) -> None:
         x = torch.randn(3, WIDTH)
         HandWrittenHooks(by_hand, rules)
         wanted = ran(by_hand, x)
-        with gradsurgeon.apply(by_rule, {"version": 1, "rules": rules}):
+        with gradsurgeon.apply(by_rule, rule_file(*rules)):
             found = ran(by_rule, x)
         if wanted is None or found is None:
             assert found is wanted, (seed, rules)

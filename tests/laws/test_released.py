@@ -15,6 +15,7 @@ import pytest
 import torch
 from models import data
 from pairs import singly
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -128,7 +129,7 @@ def train(rules: Any, *, gone: bool) -> tuple[dict[str, weakref.ref[Any]], Any, 
 @pytest.fixture
 def _uncollected() -> Iterator[None]:
     # The first step of a process imports parts of torch, which leave cycles behind.
-    train({"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}, gone=False)
+    train(rule_file({"id": "n", "action": "norm-log", "params": "*"}), gone=False)
     gc.collect()
     gc.disable()
     yield
@@ -155,7 +156,7 @@ def test_nothing_is_kept(
     if case in BY_ACTION:
         entries = enumerate(BY_ACTION[case])
         rules = [{"id": f"r{number}", "action": case, **entry} for number, entry in entries]
-        rules = {"version": 1, "rules": rules}
+        rules = rule_file(*rules)
     references, session, raised = train(rules, gone=end == "model gone")
     then = {rule.get("then") for rule in BY_ACTION.get(case, [])}
     # The error of the script, and that of a rule that raises.

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import data
+from models import data, same
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -84,11 +85,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"id": f"r{i}", **entry} for i, entry in enumerate(entries)]}
-
-
-ON_PARAMS = rules(
+ON_PARAMS = rule_file(
     {"action": "scale", "params": "inner.*", "factor": HALF},
     {"action": "zero", "params": "first.bias"},
     {"action": "norm-log", "params": "*"},
@@ -113,7 +110,7 @@ def train(
 
 
 def equal(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return same([*one], [*other])
 
 
 def trace(model: nn.Module) -> list[object]:
@@ -175,7 +172,9 @@ def test_copies_and_files_are_as_without_rules(make: Callable[[], Any]) -> None:
 def test_a_part_goes_on_without_the_model_and_the_session_ends_with_it() -> None:
     inner = scripted(nn.Linear(4, 2))
     model = nn.Sequential(inner)
-    session = gradsurgeon.apply(model, rules({"action": "scale", "params": "*", "factor": HALF}))
+    session = gradsurgeon.apply(
+        model, rule_file({"action": "scale", "params": "*", "factor": HALF})
+    )
     del model
     gc.collect()
     with pytest.warns(GradSurgeonWarning, match="parts of it live on"):
@@ -213,7 +212,8 @@ def test_a_rule_is_refused_where_no_hook_is_called(
     before = trace(model)
     with pytest.raises(BindError) as caught:
         gradsurgeon.apply(
-            model, rules({"action": "scale", "modules": modules, "tensor": tensor, "factor": HALF})
+            model,
+            rule_file({"action": "scale", "modules": modules, "tensor": tensor, "factor": HALF}),
         )
     text = str(caught.value)
     assert f"torch.jit runs {named}, and calls no hook there: name the module around them" in text
@@ -224,7 +224,7 @@ def test_a_rule_is_refused_where_no_hook_is_called(
 def test_a_module_that_gives_way_to_a_scripted_one_is_told_of_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     entry = {"action": "scale", "modules": "1", "tensor": "output", "factor": HALF}
-    with gradsurgeon.apply(model, rules(entry), optimizer=sgd(model)) as session:
+    with gradsurgeon.apply(model, rule_file(entry), optimizer=sgd(model)) as session:
         train(model, sgd(model))
         model[1] = scripted(nn.Linear(4, 2))
         with pytest.warns(
@@ -245,7 +245,7 @@ def diagnosed(model: nn.Module) -> Diagnosis:
     optimizer = sgd(model)
     with gradsurgeon.apply(
         model,
-        rules({"action": "nan-trap", "params": "*", "then": "raise"}),
+        rule_file({"action": "nan-trap", "params": "*", "then": "raise"}),
         optimizer=optimizer,
     ):
         out = model(data(0, 5, 4) * torch.tensor([[1.0], [1.0], [1.0], [1.0], [1e3]]))
@@ -296,7 +296,7 @@ def test_losses_are_combined_over_scripted_modules_and_their_statistics_move_onc
     for make in (seeded(lambda: Whole(Inner(norm()))), MODELS["part scripted"]):
         model = make()
         optimizer = sgd(model)
-        with gradsurgeon.apply(model, rules(entry), optimizer=optimizer):
+        with gradsurgeon.apply(model, rule_file(entry), optimizer=optimizer):
             for step in range(3):
                 a, b = model(data(step, 5, 4)).unbind(1)
                 optimizer.zero_grad()

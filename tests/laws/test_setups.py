@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from small import net, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -46,11 +47,6 @@ SETUPS = {
     "closures (LBFGS)": Setup(closure=True),
     "updates written by hand": Setup(by_hand=True),
 }
-
-
-def make() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
 def train(
@@ -94,7 +90,7 @@ def grad_of(param: Tensor) -> Tensor:
 
 def by_hand(point: str, setup: Setup) -> tuple[list[Tensor], list[float]]:
     """Return the end without rules, in true units throughout."""
-    model = make()
+    model = net()
     layer: Any = model[0]
     norms: list[float] = []
 
@@ -141,8 +137,8 @@ def test_rules_do_what_hooks_do(name: str, point: str) -> None:
     setup = SETUPS[name]
     wanted, norms = by_hand(point, setup)
     bare, _ = by_hand("nothing", setup)
-    model = make()
-    with gradsurgeon.apply(model, {"version": 1, "rules": RULES[point]}) as session:
+    model = net()
+    with gradsurgeon.apply(model, rule_file(*RULES[point])) as session:
         if point == "backward" and setup.parts > 1:
             with pytest.warns(
                 gradsurgeon.GradSurgeonWarning, match="use `at: step` to bound the sum"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, Kept, fail, frozen, make, step, train
+from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -74,8 +75,8 @@ def test_few_tensors_of_another_statistic_are_a_curve_each_and_many_are_not() ->
     _, session = train(few, rules=[maxima])
     assert few.curves["gradsurgeon/maxima/0.bias/linf"] == session.history("0.bias", stat="linf")
     model = nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1, 13)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [maxima]}, sinks=[many]):
+    optimizer = sgd(model, 0.0)
+    with gradsurgeon.apply(model, rule_file(maxima), sinks=[many]):
         torch.stack([param.square().sum() for param in model]).sum().backward()
         optimizer.step()
     assert many.curves == {
@@ -107,8 +108,8 @@ def test_two_optimizers_are_two_names(every: int) -> None:
     """Where one of them steps in every third iteration their steps are not the same."""
     sink = Kept()
     model = make()
-    often = torch.optim.SGD(model[0].parameters(), lr=0.0)
-    seldom = torch.optim.SGD(model[2].parameters(), lr=0.0)
+    often = sgd(model[0], 0.0)
+    seldom = sgd(model[2], 0.0)
     with gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]) as session:
         for step in range(6):
             often.zero_grad()
@@ -136,7 +137,7 @@ def test_tags_that_come_later_keep_the_name_of_their_rule() -> None:
     sink, model = Kept(), make()
     optimizer = frozen(model)
     rule = {"id": "tags", "action": "norm-log", "tensors": "*", "tensor": "value"}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, sinks=[sink]):
+    with gradsurgeon.apply(model, rule_file(rule), sinks=[sink]):
         for number in range(4):
             gradsurgeon.tag(torch.ones(2), "early" if number < 2 else "late")
             step(model, optimizer)
@@ -146,7 +147,7 @@ def test_tags_that_come_later_keep_the_name_of_their_rule() -> None:
 
 def test_an_optimizer_that_gets_more_parameters_begins_another_part() -> None:
     sink, model = Kept(), make()
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
+    optimizer = sgd(model[2], 0.0)
     model[0].requires_grad_(requires_grad=False)
     with gradsurgeon.apply(model, ONLY_NORMS, optimizer=optimizer, sinks=[sink]):
         for number in range(6):
@@ -162,7 +163,7 @@ def test_an_optimizer_that_gets_more_parameters_begins_another_part() -> None:
 def test_a_sum_that_goes_on_is_sent_once() -> None:
     sink = Kept()
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]) as session:
         for _ in range(2):
             for _ in range(3):
@@ -229,7 +230,7 @@ def test_two_models_at_once_have_curves_of_their_own() -> None:
     models = [make(), make()]
     sessions = [gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]) for model in models]
     for scale, model in enumerate(models, 1):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = sgd(model, 0.0)
         (model(torch.ones(5, 3)).sum() * scale).backward()
         optimizer.step()
     for session in sessions:
@@ -272,7 +273,7 @@ def test_a_session_that_is_refused_has_written_nothing() -> None:
     with pytest.raises(gradsurgeon.BindError):
         gradsurgeon.apply(
             make(),
-            {"version": 1, "rules": [sanitize]},
+            rule_file(sanitize),
             sinks=[sink],
             scaler=torch.amp.GradScaler("cpu"),
         )
@@ -288,7 +289,7 @@ def test_a_session_that_does_not_begin_leaves_it_open() -> None:
         with pytest.raises(gradsurgeon.BindError):
             gradsurgeon.apply(
                 model,
-                {"version": 1, "rules": [{**NORMS, "params": "nowhere"}]},
+                rule_file({**NORMS, "params": "nowhere"}),
                 sinks=[sink],
                 replace=True,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import warnings
 from collections.abc import Sequence
 from itertools import chain
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from pairs import slow
+from running_bounds import AdaGC, Bound, ZClip, bound
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -25,38 +26,11 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-class Reference:
-    """The papers in plain numbers: arXiv 2504.02507 (ZClip) and 2502.11034 (AdaGC)."""
-
-    def __init__(self, above: dict[str, float]) -> None:
-        self.above = above
-        self.seen: list[float] = []
-        self.mean = self.variance = 0.0
-
-    def passed(self, norm: float) -> float:
-        """Return what a norm is cut to, and learn it."""
-        beta, warmup = self.above["beta"], self.above["warmup"]
-        if not math.isfinite(norm) or norm == 0:
-            return norm
-        if len(self.seen) < warmup:
-            self.seen.append(norm)
-            if len(self.seen) == warmup:
-                self.mean = sum(self.seen) / warmup
-                self.variance = sum((one - self.mean) ** 2 for one in self.seen) / warmup
-                if "times" in self.above:
-                    self.mean = min(self.seen)
-            return norm
-        passed = norm
-        if "times" in self.above:
-            passed = min(norm, self.above["times"] * self.mean)
-        else:
-            std = math.sqrt(self.variance)
-            z = (norm - self.mean) / (std + 1e-6)
-            if z > self.above["sigmas"]:
-                passed = self.mean + self.above["sigmas"] ** 2 * std / z
-        self.mean = beta * self.mean + (1 - beta) * passed
-        self.variance = beta * self.variance + (1 - beta) * (passed - self.mean) ** 2
-        return passed
+def passed(reference: Bound, norm: float) -> float:
+    """Return what a norm is cut to, and learn it."""
+    cut = reference.passes(norm)
+    reference.learn(cut)
+    return cut
 
 
 class Leaves(nn.Module):
@@ -73,10 +47,6 @@ class Leaves(nn.Module):
 
 def rule(above: dict[str, float], **options: Any) -> dict[str, Any]:
     return {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, **options}
-
-
-def rules(*several: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": list(several)}
 
 
 def series(number: int = 60, seed: int = 0) -> list[float]:
@@ -105,77 +75,20 @@ def learnt(session: gradsurgeon.Session, of: str = "spikes") -> list[Any]:
     return [part["kept"].tolist() for part in parts]
 
 
-# --- what the papers say --------------------------------------------------------------------------
-
-
-@FORMS
-def test_one_norm_over_the_rule_is_that_of_the_paper(above: dict[str, float]) -> None:
-    model, reference = Leaves(3, 40, 7), Reference(above)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    unit = directions([3, 40, 7])
-    cut = 0
-    with gradsurgeon.apply(model, rules(rule(above)), optimizer=optimizer) as session:
-        for norm in series():
-            optimizer.zero_grad()
-            model.give([norm * part for part in unit])
-            before = norm_of(model)
-            optimizer.step()
-            expected = reference.passed(before)
-            cut += expected < before
-            assert norm_of(model) == pytest.approx(expected, rel=1e-6)
-    assert cut >= 3
-    assert session.status()["spikes"].changed == pytest.approx(cut / len(series()))
-    assert [event.kind for event in session.events].count("spike") == cut
-
-
-@FORMS
-def test_each_parameter_goes_by_its_own_past(above: dict[str, float]) -> None:
-    model = Leaves(3, 40, 7)
-    references = [Reference(above) for _ in range(3)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    unit = directions([3, 40, 7])
-    norms = [series(seed=seed) for seed in range(3)]
-    with gradsurgeon.apply(model, rules(rule(above, per="parameter")), optimizer=optimizer):
-        for step in range(len(norms[0])):
-            optimizer.zero_grad()
-            # One of them has no gradient in every fourth step.
-            given = [one[step] * part for one, part in zip(norms, unit, strict=True)]
-            model.give(
-                [None if place == 1 and step % 4 == 3 else g for place, g in enumerate(given)]
-            )
-            before = [None if w.grad is None else float(w.grad.double().norm()) for w in model.w]
-            optimizer.step()
-            for w, norm, reference in zip(model.w, before, references, strict=True):
-                if norm is None:
-                    assert w.grad is None
-                else:
-                    assert w.grad is not None
-                    expected = reference.passed(norm)
-                    assert float(w.grad.double().norm()) == pytest.approx(expected, rel=1e-6)
-
-
 def test_what_is_not_given_is_that_of_the_papers() -> None:
-    zclip, adagc = (
-        gradsurgeon.SpikeTrap.model_validate(rule(above)).compile().bound
-        for above in ({"sigmas": 2.5}, {"times": 1.05})
-    )
-    # The same as when it is spelled out.
-    norms = torch.tensor(series(400), dtype=torch.float64).unsqueeze(1)
-    for bound, above in (
-        (zclip, {"sigmas": 2.5, "beta": 0.97, "warmup": 25}),
-        (adagc, {"times": 1.05, "beta": 0.98, "warmup": 100}),
+    norms = series(150)
+    for above, spelled_out in (
+        ({"sigmas": 2.5}, ZClip(2.5, beta=0.97, warmup=25)),
+        ({"times": 1.05}, AdaGC(1.05, beta=0.98, warmup=100)),
     ):
-        kept, reference = torch.zeros(bound.rows, 1, dtype=torch.float64), Reference(above)
-        for norm in norms:
-            passed, kept = bound.advance(kept, norm)
-            assert passed.item() == pytest.approx(reference.passed(norm.item()), rel=1e-9)
-        number, mean = kept[:2, 0].tolist()
-        assert (number, mean) == (len(norms), pytest.approx(reference.mean, rel=1e-9))
-        limit = bound.bounds(kept[:, 0].tolist())
-        assert limit is not None
-        std = math.sqrt(reference.variance)
-        wanted = reference.mean * 1.05 if "times" in above else reference.mean + 2.5 * (std + 1e-6)
-        assert limit[0] == pytest.approx(wanted, rel=1e-9)
+        session, reached = trained(above, norms)
+        assert reached == pytest.approx([passed(spelled_out, norm) for norm in norms], rel=1e-5)
+        number, mean = learnt(session)[0][:2]
+        assert number == [150.0]
+        assert mean == pytest.approx([spelled_out.mean], rel=1e-5)
+        assert spelled_out.passes(1000.0) < 1000.0
+        cut = [event.kind for event in session.events].count("spike")
+        assert session.status()["spikes"].changed == pytest.approx(cut / 150)
 
 
 # --- what enters ----------------------------------------------------------------------------------
@@ -190,13 +103,13 @@ def trained(
 ) -> tuple[gradsurgeon.Session, list[float]]:
     """Train with gradients of some norms; return the norms that reached the update."""
     model = Leaves(5, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     unit, reached = directions([5, 6]), []
     optimizer.register_step_post_hook(lambda *_: reached.append(norm_of(model)))
     with (
         warnings.catch_warnings(),
         gradsurgeon.apply(
-            model, rules(*more, rule(above, **options)), mode=mode, optimizer=optimizer
+            model, rule_file(*more, rule(above, **options)), mode=mode, optimizer=optimizer
         ) as session,
     ):
         warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
@@ -234,11 +147,11 @@ def test_a_norm_of_zero_does_not_enter(above: dict[str, float]) -> None:
 
 @FORMS
 def test_a_step_that_another_trap_skips_does_not_enter(above: dict[str, float]) -> None:
-    model, reference = Leaves(5, 6), Reference(above)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, reference = Leaves(5, 6), bound(above)
+    optimizer = sgd(model, 0.0)
     guard = {"id": "guard", "action": "nan-trap", "params": "w.1", "then": "skip-step"}
     with gradsurgeon.apply(
-        model, rules({**rule(above), "params": "w.0"}, guard), optimizer=optimizer
+        model, rule_file({**rule(above), "params": "w.0"}, guard), optimizer=optimizer
     ):
         for step, norm in enumerate(series()):
             optimizer.zero_grad()
@@ -248,7 +161,7 @@ def test_a_step_that_another_trap_skips_does_not_enter(above: dict[str, float]) 
             assert grad is not None
             before = float(grad.double().norm())
             optimizer.step()
-            expected = before if faulty else reference.passed(before)
+            expected = before if faulty else passed(reference, before)
             assert float(grad.double().norm()) == pytest.approx(expected, rel=1e-6)
 
 
@@ -266,59 +179,13 @@ def test_a_spike_that_is_skipped_does_not_enter(above: dict[str, float]) -> None
 
 
 @FORMS
-def test_a_step_that_the_scaler_skips_does_not_enter(above: dict[str, float]) -> None:
-    model = Leaves(5, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
-    unit, reference = directions([5, 6]), Reference(above)
-    with gradsurgeon.apply(model, rules(rule(above)), scaler=scaler) as session:
-        for step, norm in enumerate(series()):
-            optimizer.zero_grad()
-            overflows = step % 9 == 4
-            given = [(math.inf if overflows else norm) * part for part in unit]
-            loss = sum((w * grad).sum() for w, grad in zip(model.w, given, strict=True))
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            before = norm_of(model)
-            scaler.step(optimizer)
-            scaler.update()
-            if not overflows:
-                assert norm_of(model) == pytest.approx(reference.passed(before), rel=1e-6)
-    number = learnt(session)[0][0]
-    assert number == [len(series()) - len(range(4, len(series()), 9))]
-
-
-@FORMS
-def test_micro_batches_and_closures_move_it_once(above: dict[str, float]) -> None:
-    model, reference = Leaves(5, 6), Reference(above)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    unit = directions([5, 6])
-    with gradsurgeon.apply(model, rules(rule(above)), optimizer=optimizer):
-        for step, norm in enumerate(series()):
-            optimizer.zero_grad()
-
-            def closure(norm: float = norm) -> Tensor:
-                optimizer.zero_grad()
-                model.give([0.25 * norm * part for part in unit])
-                model.give([0.75 * norm * part for part in unit])
-                return torch.zeros(())
-
-            if step % 2:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-            assert norm_of(model) == pytest.approx(reference.passed(norm), rel=1e-5)
-
-
-@FORMS
 def test_outside_of_its_steps_nothing_is_learnt(above: dict[str, float]) -> None:
     norms = series()
     session, reached = trained(above, norms, steps={"from": 10, "to": 50, "every": 2})
-    reference = Reference(above)
+    reference = bound(above)
     for step, (norm, after) in enumerate(zip(norms, reached, strict=True)):
         due = 10 <= step < 50 and step % 2 == 0
-        assert after == pytest.approx(reference.passed(norm) if due else norm, rel=1e-5)
+        assert after == pytest.approx(passed(reference, norm) if due else norm, rel=1e-5)
     assert learnt(session)[0][0] == [20.0]
 
 
@@ -336,18 +203,18 @@ def test_warning_and_observing_learn_what_a_clip_would(above: dict[str, float]) 
 
 @FORMS
 def test_what_a_freeze_hides_has_no_part(above: dict[str, float]) -> None:
-    model, reference = Leaves(5, 6), Reference(above)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, reference = Leaves(5, 6), bound(above)
+    optimizer = sgd(model, 0.0)
     unit = directions([5, 6])
     hide = {"id": "hide", "action": "freeze", "params": "w.1", "steps": {"every": 2}}
-    with gradsurgeon.apply(model, rules(rule(above), hide), optimizer=optimizer):
+    with gradsurgeon.apply(model, rule_file(rule(above), hide), optimizer=optimizer):
         for step, norm in enumerate(series()):
             optimizer.zero_grad()
             model.give([norm * part for part in unit])
             grads = [w.grad for w in model.w if w.grad is not None]
             counted = grads[:1] if step % 2 == 0 else grads
             before = float(torch.cat(counted).double().norm())
-            factor = reference.passed(before) / before
+            factor = passed(reference, before) / before
             hidden = grads[1].clone()
             optimizer.step()
             assert float(grads[0].double().norm()) == pytest.approx(
@@ -366,119 +233,16 @@ def test_it_judges_before_the_rules_above_it_and_cuts_after_them() -> None:
     assert after_doubled == pytest.approx([2 * norm for norm in after], rel=1e-5)
 
 
-def test_two_optimizers_have_two_statistics() -> None:
-    model = Leaves(5, 6)
-    first, second = (torch.optim.SGD([w], lr=0.0) for w in model.w)
-    unit = directions([5, 6])
-    references = [Reference(ZCLIP), Reference(ZCLIP)]
-    with gradsurgeon.apply(model, rules(rule(ZCLIP)), optimizer=[first, second]) as session:
-        for step, norm in enumerate(series()):
-            model.zero_grad()
-            model.give([norm * part for part in unit])
-            owners = [(model.w[0], first, references[0])]
-            if step % 3 == 0:
-                owners.append((model.w[1], second, references[1]))
-            for w, optimizer, reference in owners:
-                assert w.grad is not None
-                before = float(w.grad.double().norm())
-                optimizer.step()
-                after = float(w.grad.double().norm())
-                assert after == pytest.approx(reference.passed(before), rel=1e-6)
-    assert sorted(kept[0] for kept in learnt(session)) == [[20.0], [60.0]]
-
-
-def test_an_optimizer_that_is_rebuilt_goes_on() -> None:
-    model, reference = Leaves(5, 6), Reference(ZCLIP)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    unit = directions([5, 6])
-    with gradsurgeon.apply(model, rules(rule(ZCLIP)), optimizer=optimizer):
-        for step, norm in enumerate(series()):
-            if step == 25:
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            optimizer.zero_grad()
-            model.give([norm * part for part in unit])
-            before = norm_of(model)
-            optimizer.step()
-            assert norm_of(model) == pytest.approx(reference.passed(before), rel=1e-6)
-
-
 # --- what is said ---------------------------------------------------------------------------------
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
-        self.boost = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            if number == 2:
-                # Backward grows here, and nothing else does.
-                x = x + (self.boost - 1) * (x - x.detach())
-        return x
-
-
-def stopped(where: str, **options: Any) -> gradsurgeon.GradientSpikeError:
-    torch.manual_seed(0)
-    model = Deep()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    guard = {"id": "guard", "action": "nan-trap", "params": "*"}
-    above = {"sigmas": 6.0, "warmup": 20}
-    with (
-        pytest.raises(gradsurgeon.GradientSpikeError) as caught,
-        gradsurgeon.apply(
-            model, rules(guard, rule(above, then="raise", **options)), optimizer=optimizer
-        ) as session,
-    ):
-        for step in range(31):
-            x = torch.randn(64, 8)
-            model.boost = 100.0 if (step, where) == (30, "layer") else 1.0
-            x = x * 300.0 if (step, where) == (30, "input") else x
-            loss = (model(x) - x).square().mean() * (
-                100.0 if (step, where) == (30, "loss") else 1.0
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            weights = [param.clone() for param in model.parameters()]
-            optimizer.step()
-    assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))
-    assert session.step == 31
-    error = caught.value
-    assert (error.rule, error.step, error.rank) == ("spikes", 30, 0)
-    return error
-
-
-@pytest.mark.parametrize("per", ["rule", "parameter"])
-def test_the_report_names_the_layer_at_which_gradients_begin_to_grow(per: str) -> None:
-    error = stopped("layer", per=per)
-    assert error.name is not None
-    assert error.name.startswith(("layers.0.", "layers.1.", "layers.2."))
-    (line,) = [line for line in str(error).splitlines() if "begins at" in line]
-    assert line.startswith("in the order of backward the spike begins at layers.2.")
-    assert "; layers.3." in line
-    grown, before = map(float, re.findall(r"\(([\d.]+) times its running mean\)", line))
-    assert 30 < grown < 150
-    assert 0.5 < before < 1.5
-
-
-@pytest.mark.parametrize("where", ["loss", "input"])
-@pytest.mark.parametrize("per", ["rule", "parameter"])
-def test_the_report_says_where_all_of_it_came_with_the_loss(per: str, where: str) -> None:
-    text = str(stopped(where, per=per))
-    (line,) = [line for line in text.splitlines() if "the first gradient of the backward" in line]
-    assert "already, layers.5." in line
-    assert "came with the loss" in line
 
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_spike_in_the_first_of_two_passes_is_reported(guarded: bool) -> None:
     model = Leaves(5, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     guard = {"id": "guard", "action": "nan-trap", "params": "*"}
     several = [*([guard] if guarded else []), rule(ZCLIP, then="raise")]
-    with gradsurgeon.apply(model, rules(*several), optimizer=optimizer):
+    with gradsurgeon.apply(model, rule_file(*several), optimizer=optimizer):
         for step in range(21):
             optimizer.zero_grad()
             size = 1 + 0.1 * math.sin(step) + (1000.0 if step == 20 else 0.0)
@@ -512,7 +276,7 @@ def part(several: Sequence[dict[str, Any]], first: int, last: int, state: Any) -
     """Train for some of 60 steps, from what an earlier part has left; return what is left."""
     model = Leaves(5, 6)
     optimizers = [torch.optim.AdamW([w], lr=1e-2) for w in model.w]
-    with gradsurgeon.apply(model, rules(*several), optimizer=optimizers) as session:
+    with gradsurgeon.apply(model, rule_file(*several), optimizer=optimizers) as session:
         if state is not None:
             model.load_state_dict(state["model"])
             for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
@@ -570,7 +334,7 @@ def test_a_state_of_other_rules_and_parameters_is_told_apart_by_name() -> None:
     session, _ = trained(ZCLIP, series(), per="parameter")
     state = session.state_dict()
     model = Leaves(5, 6, 7)
-    others = rules(rule(ADAGC, per="parameter"), {**rule(ZCLIP), "id": "new"})
+    others = rule_file(rule(ADAGC, per="parameter"), {**rule(ZCLIP), "id": "new"})
     with gradsurgeon.apply(model, others) as other:
         with pytest.warns(gradsurgeon.GradSurgeonWarning) as told:
             other.load_state_dict(state)
@@ -587,7 +351,7 @@ def test_a_rule_that_only_the_state_knows_is_told_in_letters_that_show() -> None
     session, _ = trained(ZCLIP, series())
     state = session.state_dict()
     state["rules"]["\x1b[31mred"] = state["rules"].pop("spikes")
-    other = gradsurgeon.apply(Leaves(5, 6), rules(rule(ZCLIP)))
+    other = gradsurgeon.apply(Leaves(5, 6), rule_file(rule(ZCLIP)))
     with pytest.warns(gradsurgeon.GradSurgeonWarning) as told:
         other.load_state_dict(state)
     text = "".join(str(one.message) for one in told)
@@ -601,7 +365,7 @@ def test_a_rule_that_only_the_state_knows_is_told_in_letters_that_show() -> None
 )
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with (
-        gradsurgeon.apply(Leaves(3), rules(rule(ZCLIP))) as session,
+        gradsurgeon.apply(Leaves(3), rule_file(rule(ZCLIP))) as session,
         pytest.raises(gradsurgeon.GradSurgeonError, match="state"),
     ):
         session.load_state_dict(state)
@@ -610,14 +374,11 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 @pytest.mark.parametrize("warmup", [2, 20, 50])
 def test_what_is_kept_means_the_same_under_another_warm_up(warmup: int) -> None:
     norms = torch.tensor(series()[:30], dtype=torch.float64).unsqueeze(1)
-    bound = (
-        gradsurgeon.SpikeTrap.model_validate(rule({"sigmas": 1e9, "warmup": warmup}))
-        .compile()
-        .bound
-    )
-    kept = torch.zeros(bound.rows, 1, dtype=torch.float64)
+    trap = gradsurgeon.SpikeTrap.model_validate(rule({"sigmas": 1e9, "warmup": warmup}))
+    ours = trap.compile().bound
+    kept = torch.zeros(ours.rows, 1, dtype=torch.float64)
     for norm in norms[: min(warmup, 30)]:
-        _, kept = bound.advance(kept, norm)
+        _, kept = ours.advance(kept, norm)
     seen = norms[: min(warmup, 30), 0]
     number, mean, variance = kept[:, 0].tolist()
     assert number == len(seen)
@@ -629,9 +390,9 @@ def test_what_is_kept_means_the_same_under_another_warm_up(warmup: int) -> None:
 @pytest.mark.parametrize("per", ["rule", "parameter"])
 def test_a_rule_on_other_parameters_is_told_of(per: str, before: str, after: str) -> None:
     model = Leaves(5, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(
-        model, rules({**rule(ZCLIP, per=per), "params": before}), optimizer=optimizer
+        model, rule_file({**rule(ZCLIP, per=per), "params": before}), optimizer=optimizer
     ) as session:
         for norm in series():
             optimizer.zero_grad()
@@ -639,7 +400,7 @@ def test_a_rule_on_other_parameters_is_told_of(per: str, before: str, after: str
             optimizer.step()
         state = session.state_dict()
     changed = {**rule(ZCLIP, per=per), "params": after}
-    with gradsurgeon.apply(model, rules(changed), replace=True, optimizer=optimizer) as other:
+    with gradsurgeon.apply(model, rule_file(changed), replace=True, optimizer=optimizer) as other:
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"other parameters .*\(w\.1\)"):
             other.load_state_dict(state)
         assert len(learnt(other)) == (0 if per == "rule" else 1)

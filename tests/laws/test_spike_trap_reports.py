@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from pairs import singly, slow
-from torch import Tensor, nn
+from small import rule_file, sgd
+from torch import nn
 
 import gradsurgeon
 from gradsurgeon.actions.spike_trap import Above
-
-pytestmark = pytest.mark.slow
 
 GUARD = {"id": "guard", "action": "nan-trap", "params": "*"}
 
@@ -37,6 +38,35 @@ def _tenfold(_module: nn.Module, into: Any, _out: Any) -> Any:
     return (into[0] * 10.0,)
 
 
+def report(
+    model: nn.Module,
+    backward: Callable[[bool], None],
+    *rules: dict[str, Any],
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> list[str]:
+    """Train until a trap raises in update 30, for whose pass ``backward`` is told so; return the lines of the report."""
+    steppers = optimizers or [sgd(model, 0.001)]
+    given = rule_file(*rules or [spike_trap()])
+    with gradsurgeon.apply(model, given, optimizer=steppers) as session:
+        for _ in range(30):
+            model.zero_grad()
+            backward(False)
+            for stepper in steppers:
+                stepper.step()
+        model.zero_grad()
+        backward(True)
+        weights = [param.clone() for param in model.parameters()]
+        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+            for stepper in steppers:
+                stepper.step()
+    if len(steppers) == 1:
+        assert all(map(torch.equal, weights, model.parameters()))
+    assert session.step == 31
+    error = caught.value
+    assert (error.rule, error.step, error.rank) == ("spikes", 30, 0)
+    return str(error).splitlines()
+
+
 def stopped(
     where: str,
     *,
@@ -56,23 +86,16 @@ def stopped(
         for owned in optimizers
     ]
     called = torch.compile(model, backend="aot_eager") if compiled else model
-    rules = {"version": 1, "rules": [*([GUARD] if guarded else []), spike_trap(**options)]}
-    with gradsurgeon.apply(model, rules, optimizer=steppers):
-        for step in range(31):
-            if (step, where) == (30, "layer 2"):
-                model[2].register_full_backward_hook(_ten_thousandfold)
-            model.zero_grad()
-            for part in torch.randn(64, 8).chunk(parts):
-                loss = (called(part) - part).square().mean()
-                (loss * (1e4 if (step, where) == (30, "loss") else 1)).backward()
-            if step == 30:
-                with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
-                    for stepper in steppers:
-                        stepper.step()
-                return str(caught.value).splitlines()
-            for stepper in steppers:
-                stepper.step()
-    raise AssertionError
+
+    def backward(last: bool) -> None:
+        if last and where == "layer 2":
+            model[2].register_full_backward_hook(_ten_thousandfold)
+        for part in torch.randn(64, 8).chunk(parts):
+            loss = (called(part) - part).square().mean()
+            (loss * (1e4 if last and where == "loss" else 1)).backward()
+
+    rules = [*([GUARD] if guarded else []), spike_trap(**options)]
+    return report(model, backward, *rules, optimizers=steppers)
 
 
 @pytest.mark.parametrize("above", [{"sigmas": 50.0}, {"times": 50.0, "warmup": 20}])
@@ -103,23 +126,14 @@ def test_with_or_without_a_nan_trap_it_goes_by_the_order_of_backward(
 
 def test_the_order_is_not_that_of_the_model() -> None:
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "cab"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
-    def run(boost: float) -> Tensor:
+    def backward(last: bool) -> None:
         x = model["a"](torch.randn(64, 8))
-        x = x + (boost - 1) * (x - x.detach())
-        out: Tensor = model["c"](model["b"](x)).square().mean()
-        return out
+        if last:
+            x = x + 1e4 * (x - x.detach())
+        model["c"](model["b"](x)).square().mean().backward()
 
-    with gradsurgeon.apply(model, {"version": 1, "rules": [spike_trap()]}, optimizer=optimizer):
-        for step in range(31):
-            model.zero_grad()
-            run(1e4 if step == 30 else 1.0).backward()
-            if step < 30:
-                optimizer.step()
-        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
-            optimizer.step()
-    line = str(caught.value).splitlines()[-1]
+    line = report(model, backward)[-1]
     assert "in the order of backward the spike begins at a.weight" in line
     assert "; b.weight" in line
 
@@ -143,18 +157,12 @@ def test_gradients_of_another_optimizer_may_come_in_between() -> None:
 
 def test_parameters_of_other_models_come_before_as_well() -> None:
     model, other = nn.Linear(8, 8, bias=False), nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [spike_trap()]}, optimizer=optimizer):
-        for step in range(31):
-            model.zero_grad()
-            (
-                other(model(torch.randn(64, 8))).square().mean() * (1e4 if step == 30 else 1)
-            ).backward()
-            if step < 30:
-                optimizer.step()
-        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
-            optimizer.step()
-    assert "came with the loss" not in str(caught.value)
+
+    def backward(last: bool) -> None:
+        loss = other(model(torch.randn(64, 8))).square().mean()
+        (loss * (1e4 if last else 1.0)).backward()
+
+    assert "came with the loss" not in "".join(report(model, backward))
 
 
 @pytest.mark.slow
@@ -167,27 +175,60 @@ def test_of_a_compiled_model_no_order_is_known() -> None:
 
 def test_passes_that_reach_different_parameters_have_no_common_order() -> None:
     model = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [spike_trap()]}, optimizer=optimizer):
-        for step in range(31):
-            model.zero_grad()
-            x = torch.randn(64, 8)
-            # A loss of its own in the middle of the model.
-            (model[:3](x).square().mean() * (1e4 if step == 30 else 1)).backward()
-            (model(x) - x).square().mean().backward()
-            if step < 30:
-                optimizer.step()
-        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
-            optimizer.step()
-    assert "in the order of backward" not in str(caught.value)
-    assert "came with the loss" not in str(caught.value)
+
+    def backward(last: bool) -> None:
+        x = torch.randn(64, 8)
+        # A loss of its own in the middle of the model.
+        (model[:3](x).square().mean() * (1e4 if last else 1.0)).backward()
+        (model(x) - x).square().mean().backward()
+
+    text = "".join(report(model, backward))
+    assert "in the order of backward" not in text
+    assert "came with the loss" not in text
+
+
+@pytest.mark.parametrize("per", ["rule", "parameter"])
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_layer_is_blamed_where_the_loss_is_a_little_larger_as_well(
+    factor: float, per: str
+) -> None:
+    model = layers()
+
+    def backward(last: bool) -> None:
+        if last:
+            model[2].register_full_backward_hook(_ten_thousandfold)
+        x = torch.randn(64, 8)
+        ((model(x) - x).square().mean() * (factor if last else 1.0)).backward()
+
+    line = report(model, backward, spike_trap(per=per))[-1]
+    assert line.startswith("in the order of backward the spike begins at 1.0.bias (")
+    assert "the loss" not in line
+    grown, before = map(float, re.findall(r"\(([\d.e+]+) times its running mean\)", line))
+    assert 5e3 * factor < grown < 5e4 * factor
+    assert 0.5 * factor < before < 2 * factor
+
+
+def test_no_origin_is_named_where_the_loss_explains_a_part_of_the_growth() -> None:
+    """Each layer makes gradients ten times as large as before."""
+    model = layers()
+
+    def backward(last: bool) -> None:
+        if last:
+            for layer in list(model.children())[1:]:
+                layer.register_full_backward_hook(_tenfold)
+        x = torch.randn(64, 8)
+        ((model(x) - x).square().mean() * (2.0 if last else 1.0)).backward()
+
+    text = "".join(report(model, backward))
+    assert "the spike came with the loss" not in text
+    assert "look at this layer" not in text
 
 
 def test_the_event_of_a_clip_over_all_says_how_far_it_cut() -> None:
     model = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(
-        model, {"version": 1, "rules": [spike_trap(then="clip")]}, optimizer=optimizer
+        model, rule_file(spike_trap(then="clip")), optimizer=optimizer
     ) as session:
         for step in range(31):
             for name, param in model.named_parameters():
@@ -202,65 +243,22 @@ def test_the_event_of_a_clip_over_all_says_how_far_it_cut() -> None:
 def test_a_rebuilt_optimizer_goes_on_with_the_row_of_trips() -> None:
     param = nn.Linear(4, 1, bias=False)
     rule = spike_trap(then="skip-step", give_up_after=4)
-    with gradsurgeon.apply(param, {"version": 1, "rules": [rule]}):
+    with gradsurgeon.apply(param, rule_file(rule)):
         for step in range(33):
-            optimizer = torch.optim.SGD(param.parameters(), lr=0.0)
+            optimizer = sgd(param, 0.0)
             param.weight.grad = torch.randn(1, 4) * (1e6 if step >= 30 else 1)
             optimizer.step()
         param.weight.grad = torch.randn(1, 4) * 1e6
         with pytest.raises(gradsurgeon.GradientSpikeError, match="tripped 4 times in a row"):
-            torch.optim.SGD(param.parameters(), lr=0.0).step()
-
-
-@pytest.mark.parametrize("per", ["rule", "parameter"])
-@pytest.mark.parametrize("loss", [1.0, 3.0])
-def test_a_layer_is_blamed_where_the_loss_is_a_little_larger_as_well(loss: float, per: str) -> None:
-    model = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    rules = {"version": 1, "rules": [spike_trap(per=per)]}
-    with gradsurgeon.apply(model, rules, optimizer=optimizer):
-        for step in range(31):
-            if step == 30:
-                model[2].register_full_backward_hook(_ten_thousandfold)
-            model.zero_grad()
-            x = torch.randn(64, 8)
-            ((model(x) - x).square().mean() * (loss if step == 30 else 1.0)).backward()
-            if step < 30:
-                optimizer.step()
-        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
-            optimizer.step()
-    line = str(caught.value).splitlines()[-1]
-    assert line.startswith("in the order of backward the spike begins at 1.0.bias (")
-    assert "the loss" not in line
-
-
-def test_no_origin_is_named_where_the_loss_explains_a_part_of_the_growth() -> None:
-    """Each layer makes gradients ten times as large as before."""
-    model = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [spike_trap()]}, optimizer=optimizer):
-        for step in range(31):
-            if step == 30:
-                for layer in list(model.children())[1:]:
-                    layer.register_full_backward_hook(_tenfold)
-            model.zero_grad()
-            x = torch.randn(64, 8)
-            ((model(x) - x).square().mean() * (2.0 if step == 30 else 1.0)).backward()
-            if step < 30:
-                optimizer.step()
-        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
-            optimizer.step()
-    text = str(caught.value)
-    assert "the spike came with the loss" not in text
-    assert "look at this layer" not in text
+            sgd(param, 0.0).step()
 
 
 def test_by_smallest_norms_no_origin_is_named() -> None:
     """What a bound by `times` starts from is the smallest norm of the warm-up, and no usual one."""
     model = layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 0.001)
     above = {"times": 1.5, "warmup": 10}
-    rules = {"version": 1, "rules": [spike_trap(per="parameter", above=above, then="warn")]}
+    rules = rule_file(spike_trap(per="parameter", above=above, then="warn"))
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

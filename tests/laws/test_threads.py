@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -15,15 +16,12 @@ from gradsurgeon.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {"id": "clamp", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
-        {"id": "n", "action": "norm-log", "params": "*"},
-        {"id": "b", "action": "norm-log", "params": "*", "at": "backward"},
-        {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+RULES: dict[str, Any] = rule_file(
+    {"id": "clamp", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
+    {"id": "n", "action": "norm-log", "params": "*"},
+    {"id": "b", "action": "norm-log", "params": "*", "at": "backward"},
+    {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"},
+)
 
 
 class Slow(torch.optim.SGD):
@@ -40,11 +38,10 @@ class Slow(torch.optim.SGD):
 
 @pytest.mark.parametrize("other_session", [False, True])
 def test_a_skip_stays_a_skip_while_another_thread_steps(other_session: bool) -> None:
-    torch.manual_seed(0)
     model: Any = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
     first = Slow(model[0].parameters(), 0.1)
     second = torch.optim.Adam(model[1].parameters(), 0.1)
-    rules = {"version": 1, "rules": [RULES["rules"][3]]}
+    rules = rule_file(RULES["rules"][3])
     parts = list(model) if other_session else [model]
     sessions = [gradsurgeon.apply(part, rules) for part in parts]
     before, other = (layer.weight.detach().clone() for layer in model)
@@ -74,7 +71,7 @@ def train(seed: int, found: dict[int, Any]) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=chance) * 0.2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
     for step in range(40):
         optimizer.zero_grad()
@@ -111,7 +108,7 @@ def test_models_in_threads_train_and_are_recorded_as_one_after_the_other() -> No
 def test_hooks_stay_where_they_are_while_another_thread_steps() -> None:
     # A pass that runs meanwhile would meet a parameter without its rules.
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    second = torch.optim.SGD(other.parameters(), 0.1)
+    second = sgd(other)
     with gradsurgeon.apply(model, RULES):
         hooks: Any = model.weight._backward_hooks
         before = list(hooks)
@@ -145,7 +142,7 @@ def test_no_thread_reads_the_gradients_that_another_one_trains() -> None:
     model = nn.Linear(2, 1, bias=False)
     model.weight = Told(model.weight.detach())
     other = nn.Linear(2, 1)
-    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (model, other))
+    first, second = (sgd(part) for part in (model, other))
     with (
         gradsurgeon.apply(model, RULES, optimizer=first),
         gradsurgeon.apply(other, RULES, optimizer=second),
@@ -170,7 +167,7 @@ def test_no_thread_reads_the_gradients_that_another_one_trains() -> None:
 
 
 def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
-    norms = {"version": 1, "rules": [RULES["rules"][1], RULES["rules"][2]]}
+    norms = rule_file(RULES["rules"][1], RULES["rules"][2])
     model = nn.Linear(2, 1, bias=False)
     other = nn.Linear(2, 1, bias=False)
     inside, go_on = threading.Event(), threading.Event()
@@ -191,7 +188,7 @@ def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
         scaler.scale(Wait.apply(other(torch.ones(1, 2))).sum()).backward()
 
     with gradsurgeon.apply(model, norms) as session, gradsurgeon.apply(other, norms) as second:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         thread = threading.Thread(target=scaled)
         thread.start()
         assert inside.wait(60)
@@ -219,8 +216,8 @@ def test_the_gradients_that_another_thread_asks_for_are_not_mine() -> None:
             return grads[0]
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    norms = {"version": 1, "rules": [RULES["rules"][2]]}
+    optimizer = sgd(model)
+    norms = rule_file(RULES["rules"][2])
     with gradsurgeon.apply(model, norms) as session:
         model[1](Ask.apply(model[0](torch.ones(1, 2)))).sum().backward()
         optimizer.step()

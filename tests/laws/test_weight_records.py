@@ -9,29 +9,45 @@ from typing import Any
 
 import pytest
 import torch
+from models import same
+from small import rule_file, sgd
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
 import gradsurgeon
 from gradsurgeon.report import summary
 from gradsurgeon.runtime.weight_effects import SAMPLE
-from gradsurgeon.tensors.statistics import STATISTICS
 
 STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
 OF_UPDATE = [*STATS, "ratio", "moved"]
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": STATS},
-        {
-            "id": "updates",
-            "action": "norm-log",
-            "params": "*",
-            "tensor": "update",
-            "stats": OF_UPDATE,
-        },
-    ],
-}
+RULES: dict[str, Any] = rule_file(
+    {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": STATS},
+    {
+        "id": "updates",
+        "action": "norm-log",
+        "params": "*",
+        "tensor": "update",
+        "stats": OF_UPDATE,
+    },
+)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Climbs before it evaluates the closure, and returns before it descends (SAM, arXiv 2010.01412)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        climbs = [param.grad * 0.5 for param in params]
+        torch._foreach_add_(params, climbs)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(params, climbs)
+        for param in params:
+            param.sub_(param.grad, alpha=0.1)
 
 
 def with_rule(**rule: Any) -> dict[str, Any]:
@@ -87,10 +103,11 @@ def trained(
             return loss
 
         old = {name: param.detach().clone() for name, param in model.named_parameters()}
-        if isinstance(optimizer, LBFGS):
+        if not isinstance(optimizer, LBFGS):
+            closure()
+        if isinstance(optimizer, LBFGS | Sharpness):
             optimizer.step(closure)
         else:
-            closure()
             optimizer.step()
         seen[step] = {
             name: (old[name], param.detach().clone()) for name, param in model.named_parameters()
@@ -119,12 +136,13 @@ def check(session: gradsurgeon.Session, seen: Seen) -> None:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda model: SGD(model.parameters(), lr=0.1),
+    "sgd": sgd,
     "for-loop": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False),
     "fused": lambda model: AdamW(model.parameters(), lr=0.1, fused=True),
-    "no-update": lambda model: SGD(model.parameters(), lr=0.0),
+    "no-update": lambda model: sgd(model, 0.0),
     # Evaluates the closure many times in one update.
     "lbfgs": lambda model: LBFGS(model.parameters(), lr=0.1, max_iter=5),
+    "moves weights before its closure": lambda model: Sharpness(model.parameters()),
 }
 
 
@@ -140,7 +158,7 @@ def test_records_are_those_of_copies_by_hand(kind: str) -> None:
 def test_a_skipped_update_has_no_record(then: str) -> None:
     model, trap = net(), {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
     with warnings.catch_warnings(action="ignore"):
-        session, seen = trained(model, SGD(model.parameters(), lr=0.1), with_rule(**trap), bad=2)
+        session, seen = trained(model, sgd(model), with_rule(**trap), bad=2)
         if then == "skip-step":
             del seen[2]
         check(session, seen)
@@ -149,7 +167,7 @@ def test_a_skipped_update_has_no_record(then: str) -> None:
 
 def test_a_scaler_that_skips_leaves_no_record() -> None:
     model = net()
-    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     session = gradsurgeon.apply(model, RULES, optimizer=optimizer, scaler=scaler)
     for step in range(4):
@@ -176,7 +194,7 @@ def test_frozen_weights_have_updates_of_zero() -> None:
 def test_a_weight_that_leaves_zero_has_a_ratio_of_one() -> None:
     model = net()
     nn.init.zeros_(model[2].weight)
-    session, _ = trained(model, SGD(model.parameters(), lr=0.1), steps=1)
+    session, _ = trained(model, sgd(model), steps=1)
     assert session.latest("2.weight", "ratio") == pytest.approx(1.0)
     session.remove()
 
@@ -184,7 +202,7 @@ def test_a_weight_that_leaves_zero_has_a_ratio_of_one() -> None:
 def test_rules_act_in_their_steps_only() -> None:
     model = net()
     rules = {**RULES, "rules": [rule | {"steps": {"every": 3}} for rule in RULES["rules"]]}
-    session, seen = trained(model, SGD(model.parameters(), lr=0.1), rules, steps=7)
+    session, seen = trained(model, sgd(model), rules, steps=7)
     check(session, {step: seen[step] for step in (0, 3, 6)})
     session.remove()
 
@@ -198,15 +216,14 @@ def test_nothing_changes_for_the_training() -> None:
         return [param.detach() for param in model.parameters()]
 
     one_norm = {"id": "norm", "action": "norm-log", "params": "0.bias"}
-    plain_rules = {"version": 1, "rules": [one_norm]}
-    for plain, observed in zip(weights(plain_rules), weights(RULES), strict=True):
-        assert torch.equal(plain, observed)
+    plain_rules = rule_file(one_norm)
+    assert same(weights(plain_rules), weights(RULES))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_moves_as_far_as_rounding_lets_it(dtype: torch.dtype) -> None:
     model = net().to(dtype)
-    optimizer = SGD(model.parameters(), lr=2e-2)
+    optimizer = sgd(model, 0.02)
     session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
     old = model[0].weight.detach().clone()
     model(torch.randn(16, 6, dtype=dtype)).float().square().mean().backward()
@@ -233,7 +250,6 @@ class Rows(nn.Module):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_large_parameter_is_sampled(sparse: bool) -> None:
-    torch.manual_seed(0)
     model = Rows(sparse=sparse)
     optimizer: Optimizer = (
         SparseAdam(model.parameters(), lr=0.1) if sparse else Adam(model.parameters(), lr=0.1)
@@ -257,50 +273,9 @@ def test_a_large_parameter_is_sampled(sparse: bool) -> None:
     session.remove()
 
 
-class Sharpness(torch.optim.Optimizer):
-    """Climbs before it evaluates the closure, and returns before it descends (SAM, arXiv 2010.01412)."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [param for group in self.param_groups for param in group["params"]]
-        climbs = [param.grad * 0.5 for param in params]
-        torch._foreach_add_(params, climbs)
-        with torch.enable_grad():
-            closure()
-        torch._foreach_sub_(params, climbs)
-        for param in params:
-            param.sub_(param.grad, alpha=0.1)
-
-
-def test_an_update_that_moves_weights_before_its_closure_is_one_update() -> None:
-    model = net()
-    optimizer = Sharpness(model.parameters())
-    session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
-    seen: Seen = {}
-    for step in range(3):
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(torch.ones(2, 6)).square().mean()
-            loss.backward()
-            return loss
-
-        old = {name: param.detach().clone() for name, param in model.named_parameters()}
-        closure()
-        optimizer.step(closure)
-        seen[step] = {
-            name: (old[name], param.detach().clone()) for name, param in model.named_parameters()
-        }
-    check(session, seen)
-    session.remove()
-
-
 def test_each_optimizer_has_records_of_its_own_updates() -> None:
     model = net()
-    first, second = SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1)
+    first, second = sgd(model[0]), sgd(model[2])
     session = gradsurgeon.apply(model, RULES, optimizer=[first, second])
     for step in range(4):
         model.zero_grad()
@@ -351,9 +326,7 @@ def test_the_report_shows_weights_and_updates_and_does_not_cry_wolf(tmp_path: Pa
     model = net()
     nn.init.zeros_(model[2].weight)  # grows by any factor
     rules = with_rule(id="grads", action="norm-log", params="*")
-    session, _ = trained(
-        model, SGD(model.parameters(), lr=0.1), rules, steps=30, record=tmp_path / "run"
-    )
+    session, _ = trained(model, sgd(model), rules, steps=30, record=tmp_path / "run")
     session.remove()
     report = summary(session)
     titles = [table.title for table in report.tables]
@@ -371,10 +344,6 @@ def test_a_parameter_without_gradients_is_named_although_its_weight_is_recorded(
     model = net()
     model[0].spare = nn.Linear(2, 2)
     rules = with_rule(id="grads", action="norm-log", params="*")
-    session, _ = trained(model, SGD(model.parameters(), lr=0.1), rules)
+    session, _ = trained(model, sgd(model), rules)
     session.remove()
     assert "never got a gradient: 0.spare.weight, 0.spare.bias" in summary(session).remarks
-
-
-def test_only_statistics_of_updates_get_pairs() -> None:
-    assert {stat for stat, how in STATISTICS.items() if how.of_update} == {"ratio", "moved"}

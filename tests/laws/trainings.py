@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from small import sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
@@ -130,7 +131,7 @@ def scaled(
         steps: how many updates.
     """
     model = perceptron()
-    optimizer, loss_at = SGD(model.parameters(), lr=1e-2), fit(model)
+    optimizer, loss_at = sgd(model, 0.01), fit(model)
     scaler = GradScaler("cpu", init_scale=scale)
 
     def loop() -> None:
@@ -182,13 +183,7 @@ def deep_sigmoids() -> Training:
         model.add_module(f"layer{place}", nn.Linear(16, 16))
         model.add_module(f"sigmoid{place}", nn.Sigmoid())
     model.add_module("head", nn.Linear(16, 4))
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
-    return fitted(model, SGD(model.parameters(), lr=0.01), loss_at, 100, rules=(NORMS, BACKWARDS))
+    return fitted(model, sgd(model, 0.01), fit(model), 100, rules=(NORMS, BACKWARDS))
 
 
 def diverging(steps: int) -> Training:
@@ -205,7 +200,7 @@ def diverging(steps: int) -> Training:
         found = torch.cat([model["lengths"](lengths), model["others"](others)], 1)
         return 0.5 * (found - targets).square().mean(0).sum()
 
-    return fitted(model, SGD(model.parameters(), lr=3.4 / 9), loss_at, steps)
+    return fitted(model, sgd(model, 3.4 / 9), loss_at, steps)
 
 
 def blown_up() -> Training:
@@ -215,33 +210,25 @@ def blown_up() -> Training:
         *(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2)),
         nn.Linear(32, 4),
     )
-    optimizer = SGD(model.parameters(), lr=0.02)
-    batch = regression()
+    optimizer = sgd(model, 0.02)
 
-    def loss_at(step: int) -> Tensor:
+    def before(step: int) -> None:
         if step == 100:
             optimizer.param_groups[0]["lr"] *= 1000
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
 
-    return fitted(model, optimizer, loss_at, 140)
+    return fitted(model, optimizer, fit(model), 140, before=before)
 
 
 def dead_branch() -> Training:
     """A bad update drives all ReLUs of a block off at step 120: three of its four gradients are 0 from there on."""
     model = residual()
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
 
     def after(step: int) -> None:
         if step == 119:
             with torch.no_grad():
                 model.get_parameter("block1.up.bias").sub_(1e3)
 
-    return fitted(model, SGD(model.parameters(), lr=0.02), loss_at, 240, after=after)
+    return fitted(model, sgd(model, 0.02), fit(model), 240, after=after)
 
 
 def bad_batch() -> Training:
@@ -257,7 +244,7 @@ def bad_batch() -> Training:
     def before(_step: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
-    return fitted(model, SGD(model.parameters(), lr=0.01), loss_at, 300, before=before)
+    return fitted(model, sgd(model, 0.01), loss_at, 300, before=before)
 
 
 def nan_for_a_while() -> Training:
@@ -276,7 +263,7 @@ def nan_for_a_while() -> Training:
             assert param.grad is not None
             param.grad.nan_to_num_()
 
-    return fitted(model, SGD(model.parameters(), lr=0.02), loss_at, 200, before=before)
+    return fitted(model, sgd(model, 0.02), loss_at, 200, before=before)
 
 
 # Trainings without a fault.
@@ -286,19 +273,19 @@ def warm_up_and_cosine() -> Training:
     """A warm-up and a cosine to 0: the norm falls fast at first and slowly later, which is no new level."""
     model = perceptron()
     optimizer = Adam(model.parameters(), lr=1e-2)
-    batch = regression()
 
     def rate(step: int) -> float:
         return (step + 1) / 30 if step < 30 else 0.5 * (1 + math.cos(math.pi * (step - 30) / 370))
 
     schedule = LambdaLR(optimizer, rate)
 
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
     return fitted(
-        model, optimizer, loss_at, 400, after=lambda _step: schedule.step(), rules=(NORMS, OUTPUTS)
+        model,
+        optimizer,
+        fit(model),
+        400,
+        after=lambda _step: schedule.step(),
+        rules=(NORMS, OUTPUTS),
     )
 
 
@@ -307,13 +294,7 @@ def step_decay() -> Training:
     model = perceptron()
     optimizer = Adam(model.parameters(), lr=0.03)
     schedule = LambdaLR(optimizer, lambda step: 1.0 if step < 200 else 0.01)
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
-    return fitted(model, optimizer, loss_at, 400, after=lambda _step: schedule.step())
+    return fitted(model, optimizer, fit(model), 400, after=lambda _step: schedule.step())
 
 
 def fine_tuning() -> Training:
@@ -321,14 +302,8 @@ def fine_tuning() -> Training:
     model = residual()
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("head"))
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
     head = [param for param in model.parameters() if param.requires_grad]
-    return fitted(model, Adam(head, lr=3e-3), loss_at, 300)
+    return fitted(model, Adam(head, lr=3e-3), fit(model), 300)
 
 
 def unfreezing() -> Training:
@@ -336,15 +311,12 @@ def unfreezing() -> Training:
     model = residual()
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("head"))
-    batch = regression()
 
-    def loss_at(step: int) -> Tensor:
-        if step == 150:
+    def after(step: int) -> None:
+        if step == 149:
             model.requires_grad_(True)
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 300)
+    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), 300, after=after)
 
 
 def gan() -> Training:
@@ -426,16 +398,10 @@ def batch_norms() -> Training:
     """Linear layers with a bias before batch norm: the gradient of such a bias is zero but for rounding."""
     layers = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(3)]
     model = nn.Sequential(*layers, nn.Linear(16, 4))
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
     return fitted(
         model,
         SGD(model.parameters(), lr=0.02, momentum=0.9),
-        loss_at,
+        fit(model),
         200,
         rules=(NORMS, BACKWARDS),
     )
@@ -578,7 +544,7 @@ def overfitting() -> Training:
     def loss_at(_step: int) -> Tensor:
         return functional.mse_loss(model(inputs), targets)
 
-    return fitted(model, SGD(model.parameters(), lr=0.3), loss_at, 60)
+    return fitted(model, sgd(model, 0.3), loss_at, 60)
 
 
 class Dropped(Residual):
@@ -591,14 +557,13 @@ class Dropped(Residual):
 def stochastic_depth() -> Training:
     """Blocks that are left out at random: their gradients are 0 in half of the steps, and usual in the others."""
     model = nn.Sequential(*[Dropped(16) for _ in range(4)], nn.Linear(16, 4))
-    optimizer = SGD(model.parameters(), lr=0.01)
-    batch = regression()
+    optimizer = sgd(model, 0.01)
+    loss_at = fit(model)
 
     def loop() -> None:
-        for _ in range(300):
+        for step in range(300):
             optimizer.zero_grad(set_to_none=False)
-            inputs, targets = batch()
-            functional.mse_loss(model(inputs), targets).backward()
+            loss_at(step).backward()
             optimizer.step()
 
     return Training(model, [optimizer], loop)
@@ -607,15 +572,14 @@ def stochastic_depth() -> Training:
 def accumulation() -> Training:
     """Four micro-batches per update: a record is of their sum."""
     model = perceptron()
-    optimizer = SGD(model.parameters(), lr=0.02)
-    batch = regression()
+    optimizer = sgd(model, 0.02)
+    loss_at = fit(model)
 
     def loop() -> None:
-        for _ in range(150):
+        for step in range(150):
             optimizer.zero_grad()
             for _ in range(4):
-                inputs, targets = batch()
-                (functional.mse_loss(model(inputs), targets) / 4).backward()
+                (loss_at(step) / 4).backward()
             optimizer.step()
 
     return Training(model, [optimizer], loop)
@@ -667,14 +631,8 @@ class ZeroInitialised(Residual):
 def zero_initialised() -> Training:
     """Branches that start at zero: their outputs and some gradients are exactly 0 at step 0, and grow from there."""
     model = nn.Sequential(*[ZeroInitialised(16) for _ in range(3)], nn.Linear(16, 4))
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
     optimizer = Adam(model.parameters(), lr=1e-3)
-    return fitted(model, optimizer, loss_at, 200, rules=(NORMS, OUTPUTS))
+    return fitted(model, optimizer, fit(model), 200, rules=(NORMS, OUTPUTS))
 
 
 def alternating_tasks() -> Training:
@@ -698,13 +656,7 @@ def warm_restarts() -> Training:
     model = perceptron()
     optimizer = Adam(model.parameters(), lr=1e-2)
     schedule = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * (step % 100) / 100)))
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets)
-
-    return fitted(model, optimizer, loss_at, 400, after=lambda _step: schedule.step())
+    return fitted(model, optimizer, fit(model), 400, after=lambda _step: schedule.step())
 
 
 def rare_rows() -> Training:
