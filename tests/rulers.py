@@ -125,9 +125,8 @@ def main(root: Path) -> None:
         name = path.relative_to(root).parts[0]
         folders.setdefault(name, Counter()).update(measured(path.read_text()))
     heads = "".join(f"{column:>15}" for column in COLUMNS)
-    print(
-        f"{'':22}{'lines':>8}{'code':>8}{'nodes':>9}{'nodes/statement':>17}{heads} per 1,000 lines of code"
-    )  # noqa: T201
+    sizes = f"{'':22}{'lines':>8}{'code':>8}{'nodes':>9}{'nodes/statement':>17}"
+    print(f"{sizes}{heads} per 1,000 lines of code")  # noqa: T201
     whole: Counter[str] = Counter()
     for name in sorted(folders, key=lambda name: -folders[name]["nodes"]):
         whole.update(folders[name])
