@@ -27,7 +27,8 @@ VERSION = "0.1.0"
 FORMAT = 1
 
 _COMPARISONS = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
-_CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+){0,3})")
+# Python refuses to read numbers of thousands of digits.
+_CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d{1,9}(?:\.\d{1,9}){0,3})")
 MAX_PROBLEMS = 100  # no reader needs more, and the log of a job stays short
 
 

@@ -120,10 +120,11 @@ class RunWriter(Outlet):
 
     def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:
         """Take the status of each rule. It is written with the next rows."""
-        if self.closed:
-            return
-        for rule, status in statuses.items():
-            self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
+        with self._lock:
+            if self.closed:
+                return
+            for rule, status in statuses.items():
+                self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
 
     def file(self, name: str, content: bytes) -> None:
         with self._lock:
