@@ -21,6 +21,8 @@ _MAX_LIKELY = 50  # names that difflib compares
 _MAX_LENGTH = 120  # characters of a name that difflib compares
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
+# A part of a name that is a number.
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 # Most ways through a short name: three `.*` and a choice of eight. On the longest possible name of a file three
 # `.*` take some 0.1 s.
 _SHORT = 32
@@ -324,7 +326,7 @@ def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
+        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
     near: list[str] = []
     for group in _closest(text.removeprefix("re:"), groups, limit):
         members = groups[group]
