@@ -84,6 +84,16 @@ def test_scripts_do_what_they_do_by_hand(part: int) -> None:
 @pytest.mark.parametrize("where", ["before", "after", "in_hook"])
 @pytest.mark.parametrize("action", ["clear", "zero", "backward", "raise"])
 def test_one_action_in_a_step_that_hides(hidden: str, where: str, action: str) -> None:
+    check_one(hidden, where, action)
+
+
+@pytest.mark.parametrize("hidden", ["frozen", "skipped"])
+@pytest.mark.parametrize("where", ["after", "in_hook"])
+def test_a_gradient_assigned_in_a_step_that_hides_one(hidden: str, where: str) -> None:
+    check_one(hidden, where, "assign")
+
+
+def check_one(hidden: str, where: str, action: str) -> None:
     happens: dict[str, Any] = {where: action}
     if hidden == "frozen":
         script = Script((replace(Iteration(), **happens),) * 3, frozen=range(2))

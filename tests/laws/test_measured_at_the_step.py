@@ -182,3 +182,19 @@ def test_accumulation_is_told_from_passes_that_are_cleared(
         for _ in range(6):
             loop(model, optimizer)
     assert ["several passes feed one update" in str(one.message) for one in said] == [True] * told
+
+
+def test_a_layer_that_is_exchanged_is_under_its_rules_in_its_first_step() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    zero = {"id": "zero", "action": "zero", "params": "0.*"}
+    with gradsurgeon.apply(model, rule_file(zero)) as session:
+        model[0] = nn.Linear(4, 4)
+        model[0].bias = nn.Parameter(torch.zeros(4))
+        optimizer = sgd(model)
+        model(torch.randn(8, 4)).square().mean().backward()
+        assert not any(param.grad.any() for param in model[0].parameters())
+        optimizer.step()
+        assert session.step == 1
+    assert session.events == []
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert not torch.nn.modules.module._global_module_registration_hooks

@@ -501,6 +501,8 @@ def test_captures_are_bounded() -> None:
     (event,) = session.events
     assert (event.kind, event.rule) == ("notice", "r0")
     assert "exceed 100 bytes" in event.message
+    with pytest.raises(KeyError, match="no capture rule 'r1'; there are: r0"):
+        session.captured("r1")
 
 
 def test_a_module_rule_that_never_fires_says_why() -> None:

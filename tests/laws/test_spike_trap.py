@@ -70,6 +70,11 @@ def norm_of(model: Leaves) -> float:
     return float(torch.cat(grads).norm()) if grads else 0.0
 
 
+def grad_norm(param: nn.Parameter) -> float:
+    assert param.grad is not None
+    return float(param.grad.double().norm())
+
+
 def learnt(session: gradsurgeon.Session, of: str = "spikes") -> list[Any]:
     parts = session.state_dict()["rules"][of]["statistics"]
     return [part["kept"].tolist() for part in parts]
@@ -135,6 +140,24 @@ def test_what_is_not_finite_never_enters(above: dict[str, float], then: str) -> 
     assert sum(not math.isfinite(norm) for norm in reached) == 2 * len(healthy)
     told = [event.message for event in other.events if event.kind == "notice"]
     assert any("not finite" in text for text in told) == (then == "clip")
+
+
+@FORMS
+def test_each_parameter_goes_by_its_own_past_also_where_others_rest(
+    above: dict[str, float],
+) -> None:
+    model, units = Leaves(3, 40), directions([3, 40])
+    references = [bound(above), bound(above)]
+    optimizer = sgd(model, 0.0)
+    with gradsurgeon.apply(model, rule_file(rule(above, per="parameter")), optimizer=optimizer):
+        for step, norm in enumerate(series()):
+            optimizer.zero_grad()
+            rests = step % 4 == 3
+            model.give([norm * units[0], None if rests else norm * units[1]])
+            moved = list(zip(model.w, references, strict=True))[: 1 if rests else 2]
+            wanted = [passed(reference, grad_norm(w)) for w, reference in moved]
+            optimizer.step()
+            assert [grad_norm(w) for w, _ in moved] == pytest.approx(wanted, rel=1e-6)
 
 
 @FORMS
