@@ -90,7 +90,7 @@ class ScriptEnd:
         models = self._models
         ended_by = getattr(sys, "last_value", None)
         # A script that has caught the exit and trained on has not ended by it.
-        if ended_by is None and self._steps_at_exit == self._steps():
+        if ended_by is None and self._exit is not None and self._steps_at_exit == self._steps():
             ended_by = self._exit
         refused = isinstance(ended_by, BindError) and not models.checked
         models.at_end = True
