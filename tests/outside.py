@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +97,17 @@ class Folder:
             max((one.returncode for one in done), key=abs),
             "".join(one.stdout.decode() for one in done),
             "".join(one.stderr.decode() for one in done),
+        )
+
+    def start(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Start Python with these words, in a process of its own."""
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=self.path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT,
         )
 
     def steps(self, name: str, folder: str = "run") -> list[int]:

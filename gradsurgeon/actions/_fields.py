@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Literal, TypeAlias
@@ -187,7 +187,7 @@ class TensorRef:
         return "value"
 
 
-def spelled(path: tuple[int | str, ...]) -> str:
+def spelled(path: Sequence[int | str]) -> str:
     """Return a path as rule files write it: ``[0].logits``."""
     text = ""
     for step in path:

@@ -3,7 +3,7 @@
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gradsurgeon.actions import spelled
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance, Seed
@@ -184,7 +185,7 @@ def _run_backward(
     if not driven or not leaves:
         return
     for path, grad in driven.items():
-        source = provenance.seed("output gradient", _spelled(path).lstrip("."), grad)
+        source = provenance.seed("output gradient", spelled(path).lstrip("."), grad)
         if source is not None:
             replayed.returned.add(path)
     with provenance:
@@ -229,16 +230,6 @@ def _as_then(call: KeptCall) -> Iterator[None]:
         yield
 
 
-def _spelled(path: Sequence[int | str]) -> str:
-    text = ""
-    for step in path:
-        if isinstance(step, int):
-            text += f"[{step}]"
-        else:
-            text += f".{step}"
-    return text
-
-
 def input_name(module: nn.Module, path: Path) -> str:
     """Return the name of a tensor among the arguments: ``x``, or ``batch.image[0]``."""
     keyword, first, *rest = path
@@ -249,4 +240,4 @@ def input_name(module: nn.Module, path: Path) -> str:
         for param in parameters_of(module.forward)[first : first + 1]:
             if param.kind is not param.VAR_POSITIONAL:
                 head = param.name
-    return f"{head}{_spelled(rest)}"
+    return f"{head}{spelled(rest)}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from bounds import TIMEOUT
 from commands import environment
 from outside import TRAIN, Folder, Launched
 
@@ -38,18 +36,6 @@ def forked(folder: Folder, script: str, *launch: str) -> Launched:
     return folder.run(script, record=False, launch=launch, env=temporary)
 
 
-def started(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
-    """Start a process of its own."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder.path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT,
-    )
-
-
 def ours(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("gradsurgeon")]
 
@@ -61,7 +47,7 @@ def left(folder: Folder) -> list[Path]:
 @pytest.mark.cover_children
 @pytest.mark.parametrize("flag", ["-I", "-E"])
 def test_flags_that_keep_the_rules_out_are_named(flag: str, folder: Folder) -> None:
-    refused = started(folder, flag, "-c", START, "run", "--rules", "rules.yaml", "train.py")
+    refused = folder.start(flag, "-c", START, "run", "--rules", "rules.yaml", "train.py")
     assert (refused.returncode, refused.stdout) == (2, "")
     (line,) = ours(refused.stderr.splitlines())
     assert line.endswith("start Python without -I, -E and -S")
@@ -95,7 +81,7 @@ def test_a_shell_says_nothing_and_leaves_nothing_behind(folder: Folder) -> None:
 @pytest.mark.cover_children
 def test_a_command_ends_as_it_would(folder: Folder) -> None:
     command = ("--rules", "rules.yaml", "--", "bash", "-c", "echo $PPID; kill -9 $$")
-    done = started(folder, "-c", START, "run", *command)
+    done = folder.start("-c", START, "run", *command)
     assert done.returncode == -9
     # It is no child of the launcher but the launcher itself.
     assert done.stdout == f"{os.getpid()}\n"
@@ -117,6 +103,6 @@ def test_an_installation_that_is_broken_is_one_line(
     init.write_text("raise OSError('a file is missing')\n", encoding="utf-8")
     folder.write("import torch\nprint('trained')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), str(broken)]))
-    done = started(folder, "train.py")
+    done = folder.start("train.py")
     assert done.stderr == "gradsurgeon: the script runs without rules: a file is missing\n"
     assert (done.returncode, done.stdout) == (0, "trained\n")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
-from bounds import TIMEOUT
 from outside import NORMS, Folder
 
 import gradsurgeon
@@ -156,14 +153,7 @@ def test_where_the_launcher_fails_the_script_runs_on(folder: Folder) -> None:
     (folder.path / "pydantic.py").write_text("raise RuntimeError('not this one')\n")
     folder.write(SCRIPT)
     command = ("-m", "gradsurgeon", "run", "--rules", "rules.yaml", "train.py")
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder.path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT,
-    )
+    done = folder.start(*command)
     said = "gradsurgeon: the script runs on without rules: not this one"
     assert [line for line in done.stderr.splitlines() if "gradsurgeon" in line] == [said]
     assert (done.returncode, bool(done.stdout)) == (0, True)

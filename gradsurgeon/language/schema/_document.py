@@ -18,6 +18,7 @@ from gradsurgeon.actions import (
     described,
     flawed,
     read_options,
+    spelled,
 )
 from gradsurgeon.errors import Place, Problem
 from gradsurgeon.language.packs import PREFIX
@@ -44,13 +45,7 @@ class Built:
 
     def place(self, path: Path) -> Place:
         """Return the path, such as ``<dict> rules[2].min``, as a place without a line."""
-        steps = ""
-        for step in path:
-            if isinstance(step, int):
-                steps += f"[{step}]"
-            else:
-                steps += f".{step}"
-        return Place(f"{self.file} {steps.lstrip('.')}".strip(), 0, 0)
+        return Place(f"{self.file} {spelled(path).lstrip('.')}".strip(), 0, 0)
 
     key_place = place
     missing_place = place
