@@ -28,7 +28,7 @@ class ByNorm:
 
     order: float
     over_rule: bool  # one norm over all gradients of the rule, instead of one for each
-    # Of norms, float32 of any shape; 1 leaves a gradient as it is.
+    # Takes norms, float32 of any shape; the factor 1 leaves a gradient as it is.
     factor: Callable[[Tensor], Tensor]
 
 

@@ -30,7 +30,7 @@ _COMMANDS = {
     "compare": "Say where a run parts from a reference, step by step and tensor by tensor.",
     "export": "Write the records of a run, one value per line.",
 }
-# As a shell reports SIGINT and SIGPIPE.
+# The statuses with which a shell reports SIGINT and SIGPIPE.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 

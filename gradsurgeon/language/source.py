@@ -36,7 +36,7 @@ _CORE = re.compile(
     r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
 )
 _BASES = {"int": 10, "oct": 8, "hex": 16}
-# What a key is that is no text.
+# The words for keys that are no text.
 _KINDS = {bool: "true or false", type(None): "nothing"}
 
 
