@@ -348,6 +348,31 @@ def private_operations() -> list[list[str]]:
     return [list(pair) for pair in sorted(found)]
 
 
+def weights_on_two_devices() -> Any:
+    """Return what `check-update` names where weights of two devices never move: no optimizer owns them."""
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    for number in (0, 2):
+        move(model[number])
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    messages: list[str] = []
+    check = {"id": "update", "action": "check-update", "params": "*"}
+    with gradsurgeon.apply(
+        model,
+        {"version": 1, "rules": [check]},
+        optimizer=optimizer,
+        on_event=lambda event: messages.append(event.message),
+    ) as session:
+        for _ in range(25):
+            optimizer.zero_grad()
+            for number, layer in enumerate(model):
+                x = torch.randn(5, 4)
+                output = layer(x if number % 2 else Toy(x))
+                output.square().mean().backward()
+            optimizer.step()
+            session.status()  # reads what waits on the device
+    return messages
+
+
 CASES = [
     captured,
     failed,
@@ -361,6 +386,7 @@ CASES = [
     host_reads,
     half_precision,
     private_operations,
+    weights_on_two_devices,
 ]
 
 if __name__ == "__main__":

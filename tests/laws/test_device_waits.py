@@ -26,8 +26,8 @@ def told() -> dict[str, Any]:
     return found
 
 
-def case(told: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = told[name]
+def case(told: dict[str, Any], name: str) -> Any:
+    found = told[name]
     assert "error" not in found, found["error"]
     return found
 
@@ -170,3 +170,8 @@ def test_a_session_that_a_device_ends_raises_no_second_error(told: dict[str, Any
     assert found["steps"] == 64
     (text,) = found["told"]
     assert text.endswith("; records up to step 63 are kept")
+
+
+def test_weights_of_each_device_that_do_not_move_are_told(told: dict[str, Any]) -> None:
+    (message,) = case(told, "weights_on_two_devices")
+    assert "0.weight, 0.bias, 1.weight and 3 more did not move" in message

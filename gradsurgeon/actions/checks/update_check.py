@@ -38,8 +38,8 @@ _CAUSES = {
     "unwritten": "the optimizer owns {{it}} and the learning rate is {lr:.1e}, but its step leaves {{it}} unchanged. Look "
     "for a compiled or wrapped `step` that has lost {{it}}",
 }
-_FULL = "Raise the learning rate"
-_REDUCED = "Keep the weights in float32 and compute in {dtype} under `torch.autocast`, or raise the learning rate"
+_RAISE_RATE = "Raise the learning rate"
+_KEEP_FLOAT32 = "Keep the weights in float32 and compute in {dtype} under `torch.autocast`, or raise the learning rate"
 _BROKEN = (
     "the update made {names} non-finite although its gradients were finite. Look at the learning rate, and at "
     "eps of the optimizer: 1e-8 is 0 in float16"
@@ -147,6 +147,8 @@ class UpdateCheck(Check):
             judge = partial(self._judge, owner, update, indices, span)
             update.later(torch.stack([differing(before, after), finite.float()]), judge)
         if ends_window:
+            for index in owner.suspects.keys() - new.keys():
+                del owner.suspects[index]
             owner.samples = {**owner.samples, **new}
             owner.sampled = owner.updates
         else:
@@ -166,14 +168,13 @@ class UpdateCheck(Check):
             index for index, is_finite in zip(indices, finite, strict=True) if not is_finite
         ]
         yield from _broken(update, nonfinite)
-        still = {}
         for index, share in zip(indices, shares, strict=True):
             if share:
                 owner.moved.add(index)
-            else:
-                still[index] = owner.suspects.get(index, 0) + span
-        if span:
-            owner.suspects = still
+                if span:
+                    owner.suspects.pop(index, None)
+            elif span:
+                owner.suspects[index] = owner.suspects.get(index, 0) + span
 
 
 def _ends_window(number: int) -> bool:
@@ -200,7 +201,7 @@ def _causes(owner: _OptimizerUpdates, update: Update, waited: dict[int, int]) ->
     # Compared with earlier ones also: near a minimum all gradients are rounding noise.
     owner.usual = max(owner.usual, _usual_gradient(update))
     by_cause: dict[str, list[int]] = {}
-    for index, updates in waited.items():
+    for index, updates in sorted(waited.items()):
         grad = update.grads.get(index)
         if grad is None or not _rms(grad) > _NOISE * owner.usual:
             continue
@@ -291,9 +292,9 @@ def _has_float32_copy(update: Update, index: int) -> bool:
 def _consequence(cause: str, update: Update, index: int) -> str:
     param = update.params[index]
     dtype = str(param.dtype).removeprefix("torch.")
-    remedy = _FULL
+    remedy = _RAISE_RATE
     if param.dtype in _numbers.HALF:
-        remedy = _REDUCED.format(dtype=dtype)
+        remedy = _KEEP_FLOAT32.format(dtype=dtype)
     rule = update.frozen.get(index)
     lr = _learning_rate(update.groups.get(index, {}))
     return _CAUSES[cause].format(rule=rule, lr=lr, dtype=dtype, remedy=remedy)
