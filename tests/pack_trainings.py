@@ -91,7 +91,7 @@ def launched(
             # A session that could not be removed must not meet the next training.
             for session in list(registry._attached):
                 session.removed = False
-                session.discard()
+                session.remove_with_records()
     statuses = [model.attachment.status() for model in models.attached]
     return Launched(weights, err.getvalue().splitlines(), statuses)
 

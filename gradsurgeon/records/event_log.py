@@ -288,7 +288,7 @@ class EventLog:
         if len(self._flags) >= _FLAGS_PER_TRANSFER:
             self._flags.send()
 
-    def settle(self, *, wait: bool = True) -> None:
+    def read_devices(self, *, wait: bool = True) -> None:
         """Read the counts and flags of all devices. Without ``wait`` read only those that have arrived."""
         self._flags.send(wait=wait)
 
@@ -333,7 +333,7 @@ class EventLog:
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return the status of each rule. Without ``wait`` the counts of devices are a moment old."""
-        self.settle(wait=wait)
+        self.read_devices(wait=wait)
         return {rule: tally.status() for rule, tally in self._tallies.items()}
 
 

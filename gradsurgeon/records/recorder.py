@@ -178,7 +178,7 @@ class Recorder:
         """
         try:
             first()
-            self._event_log.settle()
+            self._event_log.read_devices()
             self.flush()
         except RuntimeError as error:
             failure = _torch.device_failure(error)

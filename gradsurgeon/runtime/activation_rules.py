@@ -285,7 +285,7 @@ class GradHook:
                 out = activations.on_gradient(self.effects, grad, self.owner)
                 return None if out is grad else out
         except Exception as error:
-            if not activations.context.refusals.settles(error):
+            if not activations.context.refusals.goes_on_after(error):
                 raise
         return None
 

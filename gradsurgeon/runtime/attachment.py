@@ -139,7 +139,7 @@ class Attachment:
             return "was never due"
         return "never fired: no optimizer that owns its parameters stepped while their gradients were there"
 
-    def discard(self) -> None:
+    def remove_with_records(self) -> None:
         """Remove everything, also the record files: another session takes the place of this session."""
         if not self.removed:
             self.context.recorder.discard()
@@ -196,7 +196,7 @@ class Attachment:
 
     @property
     def events(self) -> list[Event]:
-        self.context.event_log.settle(wait=False)
+        self.context.event_log.read_devices(wait=False)
         return list(self.context.event_log.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:

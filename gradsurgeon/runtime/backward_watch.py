@@ -13,7 +13,7 @@ from torch import Tensor
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.passes import BackwardPass, Seen
-from gradsurgeon.runtime.refusals import settle_for_all
+from gradsurgeon.runtime.refusals import all_go_on_after
 from gradsurgeon.runtime.running_passes import (
     RunningPass,
     all_running,
@@ -189,7 +189,7 @@ def around_passes(
 
 
 def _settle(watches: Sequence[BackwardWatch], error: Exception) -> bool:
-    return settle_for_all([watch.context.refusals for watch in watches], error)
+    return all_go_on_after([watch.context.refusals for watch in watches], error)
 
 
 def _observed(
@@ -272,7 +272,7 @@ def _show_begin(
         if grads_before is not None:
             before[watch] = grads_before
     except Exception as error:
-        if not watch.context.refusals.settles(error):
+        if not watch.context.refusals.goes_on_after(error):
             raise
 
 
@@ -296,5 +296,5 @@ def _show_end(
     try:
         watch.end(running, before, averaging)
     except Exception as error:
-        if not watch.context.refusals.settles(error):
+        if not watch.context.refusals.goes_on_after(error):
             raise

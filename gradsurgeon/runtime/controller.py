@@ -280,7 +280,7 @@ class Controller:
             yield
             with guard:
                 if owner is not None and owner.counter.step == before and self.attached:
-                    scale = self.context.scaling.stepping(optimizer)
+                    scale = self.context.scaling.scale_of_step(optimizer)
                     if scale is not None:
                         self.step_skipped_by_scaler(owner.counter, scale)
         self.context.event_log.raise_raised()

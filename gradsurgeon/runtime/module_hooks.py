@@ -125,7 +125,7 @@ class InputHook(_ModuleHook):
         try:
             return self._run(activations, module, args, kwargs)
         except Exception as error:
-            if not activations.context.refusals.settles(error):
+            if not activations.context.refusals.goes_on_after(error):
                 raise
         return None
 
@@ -176,7 +176,7 @@ class OutputHook(_ModuleHook):
         try:
             return self._run(activations, module, args, kwargs, output)
         except Exception as error:
-            if not activations.context.refusals.settles(error):
+            if not activations.context.refusals.goes_on_after(error):
                 raise
         return None
 

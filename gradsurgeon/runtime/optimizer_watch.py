@@ -74,7 +74,7 @@ class OptimizerWatch:
         owner = self._owners.get(optimizer)
         if owner is None:
             # A wrapper and its wrapped optimizer count as one optimizer with one counter.
-            inner = _torch.stepping(optimizer)
+            inner = _torch.hooked_optimizer(optimizer)
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
         owners = self._known_owners
@@ -161,7 +161,7 @@ class OptimizerWatch:
         try:
             return self._begin(optimizer, (args, kwargs), frame)
         except Exception as error:
-            if not self._context.refusals.settles(error):
+            if not self._context.refusals.goes_on_after(error):
                 raise
         return None
 
@@ -209,8 +209,8 @@ class OptimizerWatch:
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
-        scaler = None if overflow is None else self._context.scaling.stepping(optimizer)
-        if overflow is not None and scaler is not None:
+        loss_scale = None if overflow is None else self._context.scaling.scale_of_step(optimizer)
+        if overflow is not None and loss_scale is not None:
             needs_host = update.due.asks_host or bool(self._effects.judging)
             if not needs_host and not _torch.is_host(overflow):
                 # The optimizer checks the flag itself, on the device.
@@ -219,7 +219,7 @@ class OptimizerWatch:
                 event_log.emit_if(overflow, text, step=step, kind="scaler-skip")
                 update.overflow = overflow
             elif bool(overflow):
-                update.overflowed = scaler
+                update.overflowed = loss_scale
                 return
         decision = self._events.step_starting(update)
         update.judged = True
@@ -248,7 +248,7 @@ class OptimizerWatch:
                 update.returned = True
                 self._show(optimizer, update)
         except Exception as error:
-            if not self._context.refusals.settles(error):
+            if not self._context.refusals.goes_on_after(error):
                 raise
 
     def _show(self, optimizer: Optimizer, update: RunningStep) -> None:
@@ -271,7 +271,7 @@ class OptimizerWatch:
                 self._end(update)
                 self._context.event_log.raise_raised()
         except Exception as error:
-            if not self._context.refusals.settles(error):
+            if not self._context.refusals.goes_on_after(error):
                 raise
 
     def _of_frame(self, frame: FrameType) -> RunningStep | None:

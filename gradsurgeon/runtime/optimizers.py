@@ -25,7 +25,7 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
         candidates = []
         for optimizer in _live.instances(Optimizer):
             owned = wanted.intersection(map(id, params_of(optimizer)))
-            if owned and _torch.stepping(optimizer) is not None:
+            if owned and _torch.hooked_optimizer(optimizer) is not None:
                 candidates.append(optimizer)
         return candidates
 

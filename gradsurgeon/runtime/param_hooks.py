@@ -45,7 +45,7 @@ class ArrivalHook(Hook):
         try:
             self._note(passes, param)
         except Exception as error:
-            if not passes.context.refusals.settles(error):
+            if not passes.context.refusals.goes_on_after(error):
                 raise
 
     def _note(self, passes: BackwardWatch, param: Tensor) -> None:
@@ -73,7 +73,7 @@ class TensorHook(Hook):
         try:
             return self._run(passes, grad)
         except Exception as error:
-            if not passes.context.refusals.settles(error):
+            if not passes.context.refusals.goes_on_after(error):
                 raise
         return None
 

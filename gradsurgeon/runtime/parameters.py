@@ -38,8 +38,8 @@ class Parameters:
         by_name: dict[str, Place] = {}
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
-        # This rank's shards of parameters, by tensor. Held until the modules are gone: torch swaps no tensor that has
-        # weak references.
+        # This rank's shards of parameters. The dict holds the tensors themselves, since torch refuses to swap a tensor
+        # that has weak references.
         shards: dict[int, Tensor] = {}
         places = []
         for index, name in enumerate(self._names):
@@ -55,9 +55,9 @@ class Parameters:
         self._bound = self.ids()
 
     def param(self, index: int) -> Tensor | None:
-        return self._as_divided(index, held(self._places[index]))
+        return self._own_shard(index, held(self._places[index]))
 
-    def _as_divided(self, index: int, param: Tensor | None) -> Tensor | None:
+    def _own_shard(self, index: int, param: Tensor | None) -> Tensor | None:
         """Return this rank's shard, which the optimizer owns, where `fully_shard` shows the whole parameter."""
         if param is None or index not in self._shards or _dist.is_sharded(param):
             return param
@@ -79,7 +79,7 @@ class Parameters:
             params = [held(place) for place in places]
         if not self._shards:
             return params
-        return list(map(self._as_divided, wanted, params))
+        return list(map(self._own_shard, wanted, params))
 
     def present(self, indices: Iterable[int] | None = None) -> list[Tensor]:
         """Return all or some parameters, without names that are gone."""

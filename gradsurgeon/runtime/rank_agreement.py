@@ -238,7 +238,7 @@ class RankAgreement:
             devices.add(_dist.local(param).device)
         for device in devices:
             # The host may have run ahead of the ranks' common work on the device, by more than the time limit.
-            _dist.settle(device)
+            _dist.synchronize(device)
         meeting = self._meeting(groups)
         roll = meeting.roll(session_discovery.LIMIT)
         assert roll is not None  # noqa: S101 # it has waited

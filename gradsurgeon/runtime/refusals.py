@@ -42,17 +42,17 @@ class Guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        return isinstance(error, Exception) and self.settles(error)
+        return isinstance(error, Exception) and self.goes_on_after(error)
 
-    def settles(self, error: Exception) -> bool:
+    def goes_on_after(self, error: Exception) -> bool:
         """Report an error if the script is to go on; return whether it is. Code that runs often calls this on errors alone."""
         if not self.lenient or isinstance(error, TrapError) or _torch.is_control_flow(error):
             return False
         with suppress(Exception):  # a second fault must not end the script either
-            self.settle(error)
+            self.report(error)
         return True
 
-    def settle(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """Report an error that ended the work inside."""
         text = f"no rule acts: {reason(error)}"
         if text not in self._said:
@@ -60,11 +60,11 @@ class Guard:
             self._say(text)
 
 
-def settle_for_all(guards: Sequence[Guard], error: Exception) -> bool:
+def all_go_on_after(guards: Sequence[Guard], error: Exception) -> bool:
     """Report an error in work for several sessions; return whether the script goes on: all of them must be lenient."""
     if not guards or not all(guard.lenient for guard in guards):
         return False
-    return all(guard.settles(error) for guard in guards)
+    return all(guard.goes_on_after(error) for guard in guards)
 
 
 class Refusals(Guard):
@@ -121,7 +121,7 @@ class Refusals(Guard):
         for rule in rules:
             self._emit(f"only warns: {why}", [rule])
 
-    def settle(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         self._rest(error, self._schedule.rules)
 
     def _rest(self, error: Exception, rules: Collection[str]) -> None:

@@ -24,7 +24,7 @@ from gradsurgeon.runtime import loss_backward, running_steps
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
 from gradsurgeon.runtime.controller import Controller
-from gradsurgeon.runtime.refusals import settle_for_all
+from gradsurgeon.runtime.refusals import all_go_on_after
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors import _backward_calls, _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -102,7 +102,7 @@ def enter(model: nn.Module, attachment: Attachment) -> None:
         for earlier in replaced:
             earlier.remove()
     except BaseException:  # Ctrl-C during a wait
-        attachment.discard()
+        attachment.remove_with_records()
         raise
     with _changing:
         # Replaced at once: another thread may be about to iterate over the sessions.
@@ -192,13 +192,13 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         try:
             controller.steps.about_to_step(optimizer)
         except Exception as error:
-            if not controller.context.refusals.settles(error):
+            if not controller.context.refusals.goes_on_after(error):
                 raise
     if len(controllers) > 1:
         try:
             _put_in_order(controllers, optimizer)
         except Exception as error:
-            if not settle_for_all([each.context.refusals for each in controllers], error):
+            if not all_go_on_after([each.context.refusals for each in controllers], error):
                 raise
 
 

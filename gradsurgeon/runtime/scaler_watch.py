@@ -108,7 +108,7 @@ class Scaling:
         finally:
             del self._stepping[key]
 
-    def stepping(self, optimizer: Optimizer) -> Tensor | None:
+    def scale_of_step(self, optimizer: Optimizer) -> Tensor | None:
         reference = self._stepping.get(_key(optimizer))
         scaler = None if reference is None else reference()
         if scaler is None:
@@ -118,7 +118,7 @@ class Scaling:
 
 def _key(optimizer: Optimizer) -> int:
     """Return one key for a wrapper and its wrapped optimizer."""
-    return id(_torch.stepping(optimizer) or optimizer)
+    return id(_torch.hooked_optimizer(optimizer) or optimizer)
 
 
 def _scale_of(scaler: GradScaler) -> Tensor:

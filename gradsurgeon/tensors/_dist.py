@@ -269,7 +269,7 @@ def _reducible_on(group: Any, wanted: torch.device) -> torch.device:
     return torch.device(types[0], torch.get_device_module(types[0]).current_device())
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished all work that it was given, reductions included."""
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize(device)

@@ -243,7 +243,7 @@ def share_storage(grads: Sequence[Tensor]) -> list[bool]:
     return [handle is not None and count_users(handle._cdata) > 2 for handle in handles]  # noqa: PLR2004, SLF001
 
 
-def stepping(optimizer: Optimizer) -> Optimizer | None:
+def hooked_optimizer(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer whose step torch shows to hooks: for a wrapper, the optimizer inside it, ``None`` if hidden.
 
     Some wrappers skip the constructor and have no table of hooks; others share the table of the wrapped optimizer.
@@ -254,7 +254,7 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
         if issubclass(type(inner), Optimizer) and inner is not optimizer:
             theirs = vars(inner).get("_optimizer_step_pre_hooks")
             if table is None or theirs is table:
-                return stepping(inner)
+                return hooked_optimizer(inner)
     if table is None:
         return None
     return optimizer

@@ -326,16 +326,16 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
     places: set[tuple[str, int]] = set()
     for name in REFUSALS:
         monkeypatch.setattr(Refusals, name, _noting(getattr(Refusals, name), places))
-    settles = Guard.settles
+    goes_on_after = Guard.goes_on_after
 
     def noting(self: Guard, error: Exception) -> bool:
         traceback = error.__traceback__
         while traceback is not None:
             places.add(_place(traceback.tb_frame, traceback.tb_lineno))
             traceback = traceback.tb_next
-        return settles(self, error)
+        return goes_on_after(self, error)
 
-    monkeypatch.setattr(Guard, "settles", noting)
+    monkeypatch.setattr(Guard, "goes_on_after", noting)
     return places
 
 

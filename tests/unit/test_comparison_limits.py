@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradsurgeon.report.comparison.alignment import BOTH, Pairs, pair_fields
-from gradsurgeon.report.comparison.limits import settle
+from gradsurgeon.report.comparison.limits import raise_limits
 from gradsurgeon.report.comparison.reading import Kind
 from gradsurgeon.report.comparison.tolerance import Tolerance
 
@@ -45,7 +45,7 @@ class TestKinksOfModules:
     @pytest.mark.parametrize("step", [0, 1, 2])
     def test_a_few_elements_in_one_step_are_rounding(self, step: int) -> None:
         found = pairs(*[(0.02, 0.05, 2e-4) if at == step else FINE for at in range(3)])
-        (note,) = settle(found, NOISE)
+        (note,) = raise_limits(found, NOISE)
         assert note.startswith(
             f"step {step}, output gradient of relu: the distance 0.02 is that of"
         )
@@ -53,7 +53,7 @@ class TestKinksOfModules:
 
     def test_later_steps_begin_with_other_weights(self) -> None:
         found = pairs((0.02, 0.05, 3e-4), (2e-4, 2e-4, 2e-4), (1e-6, 1e-6, 0.9))
-        assert len(settle(found, NOISE)) == 1
+        assert len(raise_limits(found, NOISE)) == 1
         assert apart(found) == [8]
 
     def test_other_weights_move_elements_over_the_kink_as_well(self) -> None:
@@ -61,11 +61,11 @@ class TestKinksOfModules:
         kinds = [OUTPUT, BACK, GRADIENT, WEIGHT]
         steps = [(1e-6, 0.02, 0.05, 1e-5), (1e-4, 0.015, 0.02, 1e-5), (1e-4, 1e-4, 1e-4, 1e-5)]
         found = pairs(*steps, kinds=kinds)
-        (note,) = settle(found, NOISE)
+        (note,) = raise_limits(found, NOISE)
         assert note.startswith("step 0, output gradient of relu and 1 more: the distance 0.02 is ")
         assert apart(found) == []
         fault = pairs(steps[0], (1e-6, 0.015, 0.02, 1e-5), steps[2], kinds=kinds)
-        assert settle(fault, NOISE) == []
+        assert raise_limits(fault, NOISE) == []
         assert apart(fault)[0] == 1
 
     @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ class TestKinksOfModules:
     )
     def test_others_are_faults(self, found: Pairs) -> None:
         border = apart(found)[0]
-        assert settle(found, NOISE) == []
+        assert raise_limits(found, NOISE) == []
         assert apart(found)[0] == border
 
     def test_what_comes_after_is_judged_by_the_size_of_the_kink(self) -> None:
         found = pairs(FINE, (0.02, 0.5, 1e-6))
-        assert len(settle(found, NOISE)) == 1
+        assert len(raise_limits(found, NOISE)) == 1
         assert apart(found) == [4]
 
 
@@ -100,7 +100,7 @@ class TestRounding:
 
     def test_it_goes_on_within_a_step(self) -> None:
         found = pairs((9e-5, 8e-4, 7e-3, 6e-2), kinds=self.kinds)
-        assert settle(found, ROUNDING) == []
+        assert raise_limits(found, ROUNDING) == []
         assert apart(found) == []
         assert apart(pairs((9e-5, 8e-4, 7e-3, 6e-2), kinds=self.kinds)) == [1, 2, 3]
 
@@ -109,16 +109,16 @@ class TestRounding:
         distances = [9e-5] * 4
         distances[at] = 1e-3
         found = pairs(distances, kinds=self.kinds, shift=1e-3)
-        settle(found, ROUNDING)
+        raise_limits(found, ROUNDING)
         assert apart(found) == [at]
 
     def test_later_steps_begin_with_the_distance_of_the_weights(self) -> None:
         later = (2e-2, 9e-5, 9e-5, 9e-5)
         found = pairs((9e-5, 9e-5, 8e-4, 3e-3), later, kinds=self.kinds)
-        settle(found, ROUNDING)
+        raise_limits(found, ROUNDING)
         assert apart(found) == []
         found = pairs((9e-5, 9e-5, 8e-4, 9e-5), later, kinds=self.kinds)
-        settle(found, ROUNDING)
+        raise_limits(found, ROUNDING)
         assert apart(found) == [4]
 
     def test_a_module_goes_by_its_own_weights(self) -> None:
@@ -130,10 +130,10 @@ class TestRounding:
         for names, parted in ((["fc", "b.w", "fc.b"], []), (["a", "b.w", "fc.b"], [3])):
             found.cells["limit"] = LIMIT
             settled = Pairs(found.kinds, names, found.cells)
-            settle(settled, ROUNDING)
+            raise_limits(settled, ROUNDING)
             assert apart(settled) == parted
 
     def test_what_parted_allows_nothing(self) -> None:
         found = pairs((0.5, 0.5, 0.5, 0.5), kinds=self.kinds)
-        settle(found, ROUNDING)
+        raise_limits(found, ROUNDING)
         assert apart(found) == [0, 1, 2, 3]

@@ -166,7 +166,7 @@ def test_doubts_wait_together(copies: list[Copy]) -> None:
         journal.emit_if(torch.tensor(step in (7, 290)), "left alone", rule="", step=step)
     assert len(copies) == 1
     assert journal.events == []
-    journal.settle()
+    journal.read_devices()
     assert [event.step for event in journal.events] == [7, 290]
     assert len(copies) == 2
 

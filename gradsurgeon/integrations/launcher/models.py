@@ -190,7 +190,7 @@ class Models:
                     model.replaced = True
                     model.attachment.remove()
                 else:
-                    model.attachment.discard()
+                    model.attachment.remove_with_records()
                     self.attached.remove(model)
         return step
 

@@ -98,7 +98,7 @@ class ScriptEnd:
             with models.guard:
                 # A refused run leaves no directory that would block the next run.
                 if refused:
-                    model.attachment.discard()
+                    model.attachment.remove_with_records()
                 else:
                     model.attachment.remove(ended_by)
                     # A session that ended with its model may not have heard the last of other ranks.

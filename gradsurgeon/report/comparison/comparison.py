@@ -104,7 +104,7 @@ def compared(
     run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
 ) -> Comparison:
     pairs, tolerance, notes = align(run, reference, noise, words)
-    notes += limits.settle(pairs, tolerance)
+    notes += limits.raise_limits(pairs, tolerance)
     only_run = _only(run, reference, pairs)
     only_reference = _only(reference, run, pairs)
     has_other_params = any({**only_run, **only_reference}.values())

@@ -22,7 +22,7 @@ _ONCE = 10.0
 _SPREAD = 3.0
 
 
-def settle(pairs: Pairs, rule: Tolerance) -> list[str]:
+def raise_limits(pairs: Pairs, rule: Tolerance) -> list[str]:
     """Raise limits by what came before each tensor, and return notes on kinks."""
     kinks = list(_carry_on(pairs, rule.times, is_known=rule.kind != "rounding"))
     if not kinks:
