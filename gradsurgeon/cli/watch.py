@@ -142,8 +142,7 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
-    if report.ended is not None:
-        yield from report.ended.lines
+    yield from report.top
 
 
 def _events(report: Report) -> Iterator[str]:

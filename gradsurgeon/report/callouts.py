@@ -9,6 +9,7 @@ import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
+from gradsurgeon.report.band import EXPLODING, NONFINITE, PASSED, Callout
 from gradsurgeon.report.history import History, WholeNorm
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
 from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
@@ -25,20 +26,23 @@ _USUAL_SHARE = 0.9
 _SIBLING = 1e3
 
 
-def callouts(history: History, params: int) -> Iterator[str]:
-    """Yield a sentence for each thing that stands out."""
+def callouts(history: History, params: int) -> Iterator[Callout]:
+    """Yield what stands out, a sentence each."""
     for kind in history.kinds:
         of_kind = ""
         if kind != GRADIENT:
             of_kind = f" ({kind})"
         for word, text in _callouts_of(history, kind, params):
             if text:
-                yield f"{word}{of_kind}: {text}"
+                shown = word
+                if word == PASSED:
+                    shown = NONFINITE
+                yield Callout(word, f"{shown}{of_kind}: {text}")
 
 
 def _callouts_of(history: History, kind: str, params: int) -> Iterator[tuple[str, str]]:
     tracks = history.tracks_of(kind)
-    yield "non-finite", _nonfinite(tracks, kind)
+    yield _nonfinite(tracks, kind)
     # Weights grow in healthy trainings, and how much an update moves says little by itself.
     if kind in OF_WEIGHTS:
         return
@@ -50,7 +54,7 @@ def _callouts_of(history: History, kind: str, params: int) -> Iterator[tuple[str
             grown.append(track)
         else:
             others.append(track)
-    yield "exploding", _exploding(grown)
+    yield EXPLODING, _exploding(grown)
     spike = ""
     if kind == GRADIENT:
         spike = _spike_of_wholes(history.gradients, others, params)
@@ -88,7 +92,7 @@ def _is_bias(track: Track) -> bool:
     return "bias" in track.name.rpartition(".")[2]
 
 
-def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
+def _nonfinite(tracks: Sequence[Track], kind: str) -> tuple[str, str]:
     by_first: defaultdict[int, list[Track]] = defaultdict(list)
     number = 0
     last = 0
@@ -102,12 +106,12 @@ def _nonfinite(tracks: Sequence[Track], kind: str) -> str:
         last = max(last, steps[-1])
         are_finite_again &= math.isfinite(track.last)
     if not number:
-        return ""
+        return NONFINITE, ""
     first = min(by_first)
     text = f"{count(number, nouns(kind))}, first at step {first}: {_names(by_first[first])}"
     if are_finite_again:
-        text += f"; until step {last}, finite again since"
-    return text
+        return PASSED, f"{text}; until step {last}, finite again since"
+    return NONFINITE, text
 
 
 def _exploding(grown: Sequence[Track]) -> str:

@@ -26,27 +26,9 @@ class Ending(NamedTuple):
     words: str  # the same in words, with the ranks if they differ, and what was skipped or found
     ranks: Mapping[int, str]
     diagnosis: str
-    trips: int  # by step, those of checks included
-    is_clean: bool
-
-    @property
-    def lines(self) -> list[str]:
-        """One or two lines: how the run ended, and the first diagnosis."""
-        lines = [self.words]
-        if self.diagnosis:
-            lines.append(f"  {printable(self.diagnosis)}")
-        return lines
-
-    @property
-    def level(self) -> Literal["good", "warning", "bad", "running"]:
-        """How serious it is, for a colour."""
-        if self.state in ("stopped", "unknown"):
-            return "bad"
-        if not self.is_clean:
-            return "warning"
-        if self.state == "running":
-            return "running"
-        return "good"
+    trips: int  # of traps, by step
+    findings: int  # of checks
+    is_clean: bool  # ended, and nothing was skipped or found
 
 
 def _outcome(state: State, events: Sequence[Event], tripped: Counter[str]) -> str:
@@ -96,10 +78,11 @@ def ending_of(
     tripped = by_kind(event for event in events if is_trip(event, edits))
     outcome = _outcome(state, events, tripped)
     text = "; ".join(shown) + outcome
-    if state == "ended" and not outcome:
-        text += ", clean"
     diagnosis = first_diagnosis(events, edits)
-    return Ending(state, text, words, diagnosis, tripped.total(), not outcome)
+    faults = tripped["check"]
+    trips = tripped.total() - faults
+    is_clean = state == "ended" and not outcome
+    return Ending(state, text, words, diagnosis, trips, faults, is_clean)
 
 
 def _of_rank(end: RankEnd) -> tuple[State, str]:

@@ -17,6 +17,7 @@ from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.records.store.recorded import of_lowest_ranks
+from gradsurgeon.report.band import REPLICAS, Band, Callout, band_of
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -24,6 +25,7 @@ from gradsurgeon.report.rules_and_events import (
     RuleInfo,
     by_kind,
     captured_table,
+    edits_of,
     event_lines,
     listed,
     never_reached,
@@ -177,19 +179,31 @@ class Report:
         """The values of losses that the script has tagged."""
         return [loss for loss in self.losses if loss.stat not in LOSS_STATS]
 
-    @cached_property
+    @property
     def remarks(self) -> tuple[str, ...]:
         """What stands out, a sentence each."""
+        return tuple(callout.text for callout in self.callouts)
+
+    @cached_property
+    def callouts(self) -> tuple[Callout, ...]:
+        """What stands out in the records, empty if numpy is missing."""
+        if not is_installed("numpy"):
+            return ()
         history = self.history
         from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
 
-        remarks = list(callouts(history, len(self.params)))
+        found = list(callouts(history, len(self.params)))
         if self.ranks:
-            remarks.append(self.ranks)
+            found.append(Callout(REPLICAS, self.ranks))
         silent = self._silent()
         if silent:
-            remarks.append(never_reached(silent))
-        return tuple(remarks)
+            found.append(Callout("silent", never_reached(silent)))
+        return tuple(found)
+
+    @cached_property
+    def band(self) -> Band:
+        """The state of the run, and why."""
+        return band_of(self.ended, self.events, edits_of(self.rules), self.callouts)
 
     @property
     def is_partial(self) -> bool:
@@ -241,10 +255,16 @@ class Report:
         if self.frozen_note:
             notes.append(self.frozen_note)
         text = "; ".join(map(printable, notes))
-        lines = []
-        if self.ended is not None:
-            lines += self.ended.lines
+        lines = self.top
         lines.append(f"summary: {printable(self.title)}: {text}")
+        return lines
+
+    @property
+    def top(self) -> list[str]:
+        """The band, and how the run ended if the band does not say it."""
+        lines = [str(self.band)]
+        if self.ended is not None and not self.band.sentence.startswith(self.ended.words):
+            lines.append(self.ended.words)
         return lines
 
     def _extent(self) -> str:
@@ -294,6 +314,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     return {
         "version": 1,
         "title": report.title,
+        "band": report.band._asdict(),
         "ended": _ended(report.ended),
         "steps": None if report.steps is None else list(report.steps),
         "notes": list(report.notes),

@@ -48,6 +48,8 @@ _MOST_POINTS = 1500
 _CURVES = 20
 # Of each of several losses: fewer points than pixels, and enough to see since when.
 _POINTS_OF_LOSS = 500
+# Colours of the band.
+_LEVELS = {"fine": "good", "look": "warning", "broken": "bad"}
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
@@ -103,7 +105,9 @@ def page_data(run: StoredRun) -> dict[str, Any]:
     ended = None
     if report.ended is not None:
         ended = report.ended._asdict()
-        ended["level"] = report.ended.level
+        ended["level"] = _LEVELS[report.band.state]
+        if report.ended.state == "running" and report.band.state == "fine":
+            ended["level"] = "running"
     notes = list(report.notes)
     if report.frozen_note:
         notes.append(report.frozen_note)
@@ -117,6 +121,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": notes,
+        "band": report.band._asdict(),
         "ended": ended,
         # In an observed run, the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
