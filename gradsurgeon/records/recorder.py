@@ -73,6 +73,8 @@ class Recorder:
         self._outlived = _exceptions()
         # The failed writes, with the reasons.
         self.lost: list[str] = []
+        # How the training ended, once it has.
+        self.ending: dict[str, Any] = {}
         self._event_log = event_log
         self._pending = PendingStatistics()
         self._ring: DeviceQueue[PendingRow] = DeviceQueue(self._receive)
@@ -201,7 +203,8 @@ class Recorder:
         self._outlived = (None, None)
         if any(error is earlier for earlier in outlived):
             error = None
-        left: dict[str, object] = {"ended": cause_of_end(error)}
+        self.ending = cause_of_end(error)
+        left: dict[str, object] = {"ended": self.ending}
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
             if self._outlets:

@@ -1,6 +1,6 @@
 """The band on top of a run: one of three states, and a sentence that says why."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from gradsurgeon.common.events import Event, is_trip
@@ -17,6 +17,7 @@ NONFINITE = "non-finite"
 PASSED = "non-finite for a while"
 EXPLODING = "exploding"
 REPLICAS = "replicas"
+_FACTS = 4
 _FAULTS = frozenset({NONFINITE, PASSED, EXPLODING, REPLICAS})
 
 
@@ -50,7 +51,7 @@ def band_of(
     if findings:
         sentence = findings[0]
         if len(findings) > 1:
-            sentence += f" (and {count(len(findings) - 1, 'other finding')})"
+            sentence += f" (and {count(len(findings) - 1, 'other fault')})"
         return Band("look", sentence)
     words = "no fault found"
     if ending is not None:
@@ -99,3 +100,26 @@ def facts_of(events: Sequence[Event], callouts: Sequence[Callout]) -> list[str]:
     """Return the callouts that are no faults, as sentences."""
     faults = faults_of(events, callouts)
     return [callout.text for callout in callouts if callout not in faults]
+
+
+def found(findings: Sequence[str], facts: Sequence[str]) -> str:
+    """Return how many things were found, in words. Beside facts that is never "nothing"."""
+    if findings:
+        return count(len(findings), "fault")
+    if facts:
+        return "no fault"
+    return "nothing"
+
+
+def fact_lines(facts: Sequence[str]) -> Iterator[str]:
+    """Yield the facts under their title, at most four lines of them."""
+    if not facts:
+        return
+    yield "facts:"
+    shown = facts
+    if len(facts) > _FACTS:
+        shown = facts[: _FACTS - 1]
+    for fact in shown:
+        yield f"  {fact}"
+    if len(facts) > len(shown):
+        yield f"  and {len(facts) - len(shown):,} more"

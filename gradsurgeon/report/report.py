@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,16 @@ from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.records.store.recorded import of_lowest_ranks
-from gradsurgeon.report.band import REPLICAS, Band, Callout, band_of
+from gradsurgeon.report.band import (
+    REPLICAS,
+    Band,
+    Callout,
+    band_of,
+    fact_lines,
+    facts_of,
+    faults_of,
+    findings_of,
+)
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -94,8 +103,8 @@ class Report:
         if not width:
             width = shutil.get_terminal_size((_COLUMNS, 24)).columns
         parts = ["\n".join(self.head)]
-        if self.remarks:
-            parts.append("\n".join(f"  {remark}" for remark in self.remarks))
+        if self.callouts:
+            parts.append("\n".join(f"  {line}" for line in self.callout_lines))
         for place, table in enumerate(self.tables, 1):
             text = "\n".join(_text(table, width))
             if place == len(self.norms):
@@ -116,9 +125,20 @@ class Report:
         for table, _ in loss_tables(self.losses, observed=self.observed):
             tables.append(table)
         if self.statuses:
-            tables.append(rule_table(self.rules, self.statuses, self.events))
+            tables.append(self.rule_table)
         tables += map(captured_table, self.captured)
         return tables
+
+    @property
+    def rule_table(self) -> Table:
+        """What each rule did."""
+        updates = 0
+        if self.steps is not None:
+            first, last = self.steps
+            updates = last - first + 1
+        if self.ended is not None:
+            updates *= len(self.ended.ranks)
+        return rule_table(self.rules, self.statuses, self.events, updates)
 
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
@@ -186,24 +206,40 @@ class Report:
 
     @cached_property
     def callouts(self) -> tuple[Callout, ...]:
-        """What stands out in the records, empty if numpy is missing."""
-        if not is_installed("numpy"):
-            return ()
-        history = self.history
-        from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
+        """What stands out in the records. Without numpy, only parameters that never got a gradient do."""
+        seen: list[Callout] = []
+        if is_installed("numpy"):
+            from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
 
-        found = list(callouts(history, len(self.params)))
-        if self.ranks:
-            found.append(Callout(REPLICAS, self.ranks))
+            seen += callouts(self.history, len(self.params))
+            if self.ranks:
+                seen.append(Callout(REPLICAS, self.ranks))
         silent = self._silent()
         if silent:
-            found.append(Callout("silent", never_reached(silent)))
-        return tuple(found)
+            seen.append(Callout("silent", never_reached(silent)))
+        return tuple(seen)
+
+    @property
+    def callout_lines(self) -> list[str]:
+        """The callouts as lines: faults, then facts."""
+        lines = [callout.text for callout in faults_of(self.events, self.callouts)]
+        lines += fact_lines(self.facts)
+        return lines
 
     @cached_property
     def band(self) -> Band:
         """The state of the run, and why."""
         return band_of(self.ended, self.events, edits_of(self.rules), self.callouts)
+
+    @cached_property
+    def findings(self) -> list[str]:
+        """What traps and checks found, and the faults that the records show, a sentence each."""
+        return findings_of(self.events, edits_of(self.rules), self.callouts)
+
+    @cached_property
+    def facts(self) -> list[str]:
+        """What differs from what is usual and is no fault, a sentence each."""
+        return facts_of(self.events, self.callouts)
 
     @property
     def is_partial(self) -> bool:
@@ -226,10 +262,21 @@ class Report:
             if status.fired or has_waited:
                 logged.update(self.rules[rule].logged)
         logged -= self.frozen.keys()
-        for kind, name in self.history.shown:
-            if kind == GRADIENT:
-                logged.discard(name)
+        logged -= self._reached(logged)
         return [name for name in self.params if name in logged]
+
+    def _reached(self, names: Collection[str]) -> set[str]:
+        """Return those of some parameters of which a gradient was recorded."""
+        if is_installed("numpy"):
+            return {name for kind, name in self.history.shown if kind == GRADIENT}
+        reached = set()
+        for part in self.series:
+            if self._kinds.get(part.key.rule) != GRADIENT:
+                continue
+            for name in part.columns.keys() & names:
+                if part.last(name):
+                    reached.add(name)
+        return reached
 
     @property
     def frozen_note(self) -> str:
@@ -262,9 +309,15 @@ class Report:
     @property
     def top(self) -> list[str]:
         """The band, and how the run ended if the band does not say it."""
+        if self.ended is None and self.band.state == "fine":
+            return []
         lines = [str(self.band)]
-        if self.ended is not None and not self.band.sentence.startswith(self.ended.words):
+        if self.ended is None:
+            return lines
+        if not self.band.sentence.startswith(self.ended.words):
             lines.append(self.ended.words)
+        elif self.ended.diagnosis:
+            lines.append(f"  {printable(self.ended.diagnosis)}")
         return lines
 
     def _extent(self) -> str:

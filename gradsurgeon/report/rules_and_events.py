@@ -38,7 +38,7 @@ _CAPTURED_HEAD = (
 )
 _CAPTURED_NUMBERS = frozenset({1, 2, 5, 6, 7, 8})
 _LOAD_CAPTURED = "the tensors themselves are in the session: `session.captured(RULE)`"
-_READERS = ("trap", "observe", "capture")
+_READERS = ("trap", "observe", "capture", "check")
 _EVENTS = 20
 _NAMES = 4
 
@@ -54,7 +54,10 @@ class RuleInfo:
 
 
 def rule_table(
-    infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event] = ()
+    infos: Mapping[str, RuleInfo],
+    statuses: Mapping[str, RuleStatus],
+    events: Sequence[Event] = (),
+    updates: int = 0,
 ) -> Table:
     rows = []
     for rule, status in statuses.items():
@@ -64,7 +67,9 @@ def rule_table(
             # A trap only reads gradients, and the remark has the number of its trips.
             fired = "-"
             trips = [event for event in events if is_trip(event) and event.rule == rule]
-            remark = trap_words(status, trips) if status.fired else "NEVER LOOKED"
+            remark = "NEVER CHECKED"
+            if status.fired:
+                remark = trap_words(status, trips, updates)
         elif not status.fired:
             remark = "NEVER FIRED"
         elif info.role == "edit" and status.changed == 0:
@@ -115,11 +120,14 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
     return {rule for rule, info in infos.items() if info.role == "edit"}
 
 
-def trap_words(status: RuleStatus, trips: Sequence[Event]) -> str:
-    looked = f"looked {count(status.fired, 'time')}"
+def trap_words(status: RuleStatus, trips: Sequence[Event], updates: int) -> str:
+    """Return what a trap did in so many updates. An update without a gradient is not checked."""
+    checked = f"checked {count(status.fired, 'update')}"
+    if status.fired < updates:
+        checked = f"checked {status.fired:,} of {count(updates, 'update')}"
     if not status.altered:
-        return f"{looked}, never tripped"
-    text = f"{looked}, tripped {count(status.altered, 'time')}"
+        return f"{checked}, never tripped"
+    text = f"{checked}, tripped {count(status.altered, 'time')}"
     ranks = set()
     last = -1
     for event in trips:

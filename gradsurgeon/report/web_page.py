@@ -27,7 +27,6 @@ from gradsurgeon.report.rules_and_events import (
     LOSS_STATS,
     EventGroup,
     captured_table,
-    rule_table,
     shown_groups,
 )
 from gradsurgeon.report.sheets import NO_NORM
@@ -133,8 +132,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "captures": captures,
         "versus": list(_versus(report)),
     }
-    rules = rule_table(report.rules, report.statuses, report.events)
-    page["rules"] = rules.plain()
+    page["rules"] = report.rule_table.plain()
     page["files"] = list(_files(run))
     page.update(_events(report.events))
     return page

@@ -1,6 +1,7 @@
 """The header and the summary of one model of a launched script, as lines."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
@@ -8,9 +9,14 @@ from gradsurgeon.common.events import Event, RuleStatus, is_trip, settled
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.language.planning.table import NOUNS, count, grid
-from gradsurgeon.report.ending import first_diagnosis
-from gradsurgeon.report.rules_and_events import EventGroup, never_reached, shown_groups, trap_words
+from gradsurgeon.records.store.recorded import RankEnd
+from gradsurgeon.report.band import found
+from gradsurgeon.report.report import Report
+from gradsurgeon.report.rules_and_events import EventGroup, shown_groups, trap_words
+from gradsurgeon.report.sources import unread
 from gradsurgeon.runtime import Attachment
+from gradsurgeon.runtime.session import Session
+from gradsurgeon.tensors import _dist
 
 
 def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
@@ -54,10 +60,12 @@ def _moment(rule: Rule) -> str:
     return f"at {rule.point}"
 
 
-def _work_of(rule: Rule, status: RuleStatus, events: Sequence[Event]) -> tuple[str, str, str]:
+def _work_of(
+    rule: Rule, status: RuleStatus, events: Sequence[Event], updates: int
+) -> tuple[str, str, str]:
     if isinstance(rule, TrapRule) and not rule.edits:
         trips = [event for event in events if is_trip(event) and event.rule == rule.id]
-        return trap_words(status, trips), "", ""
+        return trap_words(status, trips, updates), "", ""
     changed = ""
     if rule.edits and status.changed is not None:
         changed = f"changed {status.changed:.0%}"
@@ -76,32 +84,51 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
     if not fired and not attachment.controller.has_gradients:
         yield f"gradsurgeon: {plan.subject}: no gradient arrived, so no rule acted on it"
         return
-    text = f"gradsurgeon: {plan.subject}, {count(attachment.step - start, 'step')}"
+    updates = attachment.step - start
+    text = f"gradsurgeon: {plan.subject}, {count(updates, 'step')}"
     if start:
         text += f", from step {start}"
     yield text
+    report = _report(attachment)
+    for line in report.top:
+        yield f"  {line}"
     rules = [rule for rule in plan.rules.rules if not isinstance(rule, CheckRule)]
-    yield from grid(list(_rows_of_work(rules, statuses, attachment)))
-    diagnosis = printable(first_diagnosis(attachment.events))
-    checks = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule) and rule.id in fired]
+    yield from grid(list(_rows_of_work(rules, statuses, attachment, updates)))
+    checks = [
+        printable(rule.id)
+        for rule in plan.rules.rules
+        if isinstance(rule, CheckRule) and rule.id in fired
+    ]
     if checks:
-        names = ", ".join(printable(check.id) for check in checks)
-        faults = _faults_found(attachment.events, diagnosis)
-        yield f"  checked: {names}; found: {faults}"
-    silent = _without_gradient(attachment)
-    if silent:
-        yield f"  {never_reached(silent)}"
-    lines = list(_event_lines(attachment.events))
-    yield from lines
-    # Without a diagnosis that is the line of the first trip.
-    if diagnosis and not any(diagnosis in line for line in lines):
-        yield f"  {diagnosis}"
+        yield f"  checked: {', '.join(checks)}; found: {found(report.findings, report.facts)}"
+    for line in report.callout_lines:
+        yield f"  {line}"
+    yield from _event_lines(attachment.events, report.band.sentence)
     if record is not None and record.is_dir():
         yield f"  gradsurgeon report {printable(str(record))}"
 
 
+def _report(attachment: Attachment) -> Report:
+    """Return the report of the records in memory, which says how the training ended."""
+    recorded = Session(attachment).recorded()
+    end = RankEnd("finished", attachment.context.recorder.ending, None)
+    report = unread(replace(recorded, ends={_dist.rank(): end}))
+    model = attachment.model()
+    if model is None:
+        return report
+    # A script may freeze more after the plan was made.
+    frozen = {}
+    for param in from_model(model).params:
+        if not param.requires_grad or param.sharding:
+            frozen[param.name] = param.numel
+    return replace(report, frozen=frozen)
+
+
 def _rows_of_work(
-    rules: Sequence[Rule], statuses: Mapping[str, RuleStatus], attachment: Attachment
+    rules: Sequence[Rule],
+    statuses: Mapping[str, RuleStatus],
+    attachment: Attachment,
+    updates: int,
 ) -> Iterator[tuple[str, ...]]:
     pending = attachment.pending_steps()
     resting = attachment.context.schedule.resting
@@ -109,46 +136,17 @@ def _rows_of_work(
         status = statuses[rule.id]
         rests = rule.id in resting and not status.fired
         if attachment.plan.of(rule.id) and not rests:
-            work = _work_of(rule, settled(status, pending), attachment.events)
+            work = _work_of(rule, settled(status, pending), attachment.events, updates)
             yield (printable(rule.id), rule.action, *work)
 
 
-def _faults_found(events: Sequence[Event], diagnosis: str) -> str:
-    faults = sum(event.kind == "check" for event in events)
-    if faults:
-        return count(faults, "fault")
-    if diagnosis:
-        return "nothing else"
-    return "nothing"
-
-
-def _without_gradient(attachment: Attachment) -> list[str]:
-    """Return the names of trained parameters that rules recorded, and that never got a gradient."""
-    records = attachment.records
-    if records.dropped:
-        return []
-    manifest = attachment.plan.manifest
-    model = attachment.model()
-    if model is not None:
-        # A script may freeze more after the plan was made.
-        manifest = from_model(model)
-    silent = set()
-    for param in manifest.params:
-        if param.requires_grad and not param.sharding:
-            silent.add(param.name)
-    recorded: dict[str, None] = {}
-    for series in records:
-        if series.key.point != "accumulated":
-            continue
-        recorded.update(dict.fromkeys(series.key.names))
-        for name in silent & series.columns.keys():
-            if series.last(name):
-                silent.remove(name)
-    return [name for name in recorded if name in silent]
-
-
-def _event_lines(events: Sequence[Event]) -> Iterator[str]:
-    shown = [event for event in events if event.kind != "notice"]
+def _event_lines(events: Sequence[Event], sentence: str) -> Iterator[str]:
+    """Yield a line for each group of events that the band does not tell."""
+    shown = []
+    for event in events:
+        is_told = event.message.partition("\n")[0] in sentence
+        if event.kind != "notice" and not is_told:
+            shown.append(event)
     first, left_out, last = shown_groups(shown)
     for group in first:
         yield _line(group)
