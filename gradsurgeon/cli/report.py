@@ -100,7 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _runs_of(folders: Sequence[Path]) -> list[Path]:
     """Return each run and the runs inside it; a folder without a run is itself returned, and opening it reports that."""
     runs = []
-    for folder in folders:
+    for number, folder in enumerate(folders):
+        if len(folders) > 1:
+            gap = "\n" if number else ""
+            print(f"{gap}{printable(str(folder))}:")
         inside = runs_inside(folder)
         if (folder / RUN_FILE).exists() or not inside:
             runs.append(folder)
@@ -129,7 +132,10 @@ def _print_json(folders: Sequence[Path]) -> None:
 
 
 def _print_texts(folders: Sequence[Path], *, only_events: bool) -> None:
-    for folder in folders:
+    for number, folder in enumerate(folders):
+        if len(folders) > 1:
+            gap = "\n" if number else ""
+            print(f"{gap}{printable(str(folder))}:")
         inside = runs_inside(folder)
         if (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:

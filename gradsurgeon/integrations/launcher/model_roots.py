@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon.common import _live
+from gradsurgeon.common._script import variable_of
 from gradsurgeon.language import planning
 from gradsurgeon.tensors.readable import readable
 
@@ -17,6 +18,16 @@ def param_ids(module: nn.Module) -> set[int]:
 
 def module_ids(root: nn.Module) -> set[int]:
     return {id(module) for module in root.modules()}
+
+
+def name_of(root: nn.Module) -> str:
+    """Return the variable of the script that holds a model, in a wrapper or not; empty if none does."""
+
+    def holds_root(value: object) -> bool:
+        # A proxy claims the class of the object that it wraps.
+        return issubclass(type(value), nn.Module) and planning.unwrapped(value) is root
+
+    return variable_of(holds_root)
 
 
 def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:

@@ -15,7 +15,8 @@ from gradsurgeon import api
 from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
 from gradsurgeon.integrations.launcher.messages import explain, first_line, say, write
-from gradsurgeon.integrations.launcher.model_roots import module_ids, param_ids, roots_of
+from gradsurgeon.integrations.launcher.model_roots import module_ids, name_of, param_ids, roots_of
+from gradsurgeon.integrations.launcher.next_commands import model_spec
 from gradsurgeon.integrations.launcher.settings import Settings
 from gradsurgeon.integrations.launcher.summary import header
 from gradsurgeon.language import packs, planning
@@ -38,6 +39,8 @@ class AttachedModel:
     start: int
     # The ids of its parameters when the rules were bound. Between passes a sharded model may show other parameters.
     owned: frozenset[int]
+    # What `--model` needs to build the model anew.
+    spec: str
     begun: bool = False
     replaced: bool = False
 
@@ -166,11 +169,14 @@ class Models:
     def _header(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> list[str]:
         params = model.owned | {id(param) for param in model.params()}
         owners: list[str] = []
+        owned: set[int] = set()
         for optimizer in optimizers:
             name = type(optimizer).__name__
-            if name not in owners and _updates_any(optimizer, params):
+            held = _params_of(optimizer) & params
+            owned |= held
+            if held and name not in owners:
                 owners.append(name)
-        lines = list(header(model.attachment.plan, owners, model.start))
+        lines = list(header(model.attachment.plan, owners, len(owned), model.start))
         if self.settings.observe:
             lines.append("  observing only: nothing is edited")
         if model.record is not None:
@@ -209,13 +215,15 @@ class Models:
             options = options._replace(on_failed_step=self._keep_debug)
         manifest = planning.from_model(root)
         plan = planning.bind(self.rules, manifest, alone=False, lenient=self.guard.lenient)
-        plan = replace(plan, title=self._title(plan.manifest.origin))
+        plan = replace(plan, title=self._title(name_of(root) or plan.manifest.origin))
         attachment, record = self._attach(root, plan, options)
         self._resume(attachment, plan.title)
         self.rank = _dist.rank()
         owned = frozenset(param_ids(root))
         self.attached.append(
-            AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned)
+            AttachedModel(
+                weakref.ref(root), attachment, record, attachment.step, owned, model_spec(root)
+            )
         )
         if len(self.attached) > 1:
             # Models of one script often have parameters of the same names.
@@ -330,8 +338,9 @@ def say_from_rank(text: str) -> None:
     write([f"gradsurgeon: {text}"], 0)
 
 
-def _updates_any(optimizer: Optimizer, params: frozenset[int]) -> bool:
+def _params_of(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters that an optimizer holds."""
+    ids: set[int] = set()
     for group in getattr(optimizer, "param_groups", ()):
-        if any(id(param) in params for param in group["params"]):
-            return True
-    return False
+        ids.update(map(id, group["params"]))
+    return ids

@@ -14,6 +14,7 @@ from gradsurgeon.errors import BindError, RecordError, printable
 from gradsurgeon.integrations.launcher import debugger
 from gradsurgeon.integrations.launcher.messages import say, write
 from gradsurgeon.integrations.launcher.models import Models
+from gradsurgeon.integrations.launcher.next_commands import with_records
 from gradsurgeon.integrations.launcher.summary import summary
 from gradsurgeon.language.planning import manifest_file
 
@@ -121,7 +122,11 @@ class ScriptEnd:
             problems += models.shortfalls()
         if not settings.quiet and not settings.dry_run:
             for model in models.attached:
-                write(summary(model.attachment, model.start, model.record), models.rank)
+                lines = summary(model.attachment, model.start, model.record, model.spec)
+                write(lines, models.rank)
+            command = with_records(settings)
+            if command:
+                write([f"gradsurgeon: next: {printable(command)}"], models.rank)
         for model in models.attached:
             # At the end of the process, warnings are no longer shown. Each rank names what it lost.
             lost = model.attachment.context.recorder.lost

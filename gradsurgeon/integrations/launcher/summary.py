@@ -7,6 +7,7 @@ from pathlib import Path
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.common.events import Event, RuleStatus, is_trip, settled
 from gradsurgeon.errors import printable
+from gradsurgeon.integrations.launcher.next_commands import after_records
 from gradsurgeon.language.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.language.planning.table import NOUNS, count, grid
 from gradsurgeon.records.store.recorded import RankEnd
@@ -19,7 +20,8 @@ from gradsurgeon.runtime.session import Session
 from gradsurgeon.tensors import _dist
 
 
-def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
+def header(plan: Plan, optimizers: Sequence[str], owned: int, start: int) -> Iterator[str]:
+    """Yield the lines on a model and its rules; optimizers hold so many `owned` parameters of it."""
     path = Path(plan.rules.file)
     here = Path.cwd()
     if path.is_relative_to(here):
@@ -29,7 +31,10 @@ def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
         count(plan.manifest.elements, "element"),
     ]
     if optimizers:
-        facts.append(f"updated by {' and '.join(optimizers)}")
+        text = f"updated by {' and '.join(optimizers)}"
+        if owned < len(plan.manifest.params):
+            text = f"{owned:,} of {len(plan.manifest.params):,} {text}"
+        facts.append(text)
     if start:
         facts.append(f"from step {start}")
     yield f"gradsurgeon: {printable(str(path))} on {plan.subject} ({', '.join(facts)})"
@@ -75,7 +80,8 @@ def _work_of(
     return f"fired {status.fired:,}", changed, last
 
 
-def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator[str]:
+def summary(attachment: Attachment, start: int, record: Path | None, spec: str) -> Iterator[str]:
+    """Yield the lines on what rules did to a model. `spec` is what `--model` needs to build it anew."""
     plan = attachment.plan
     statuses = attachment.status()
     fired = {rule_id for rule_id, status in statuses.items() if status.fired}
@@ -104,8 +110,8 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
     for line in report.callout_lines:
         yield f"  {line}"
     yield from _event_lines(attachment.events, report.band.sentence)
-    if record is not None and record.is_dir():
-        yield f"  gradsurgeon report {printable(str(record))}"
+    for command in after_records(record, attachment.events, spec):
+        yield f"  next: {printable(command)}"
 
 
 def _report(attachment: Attachment) -> Report:
