@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import unicodedata
 import warnings
 from collections.abc import Iterable, Sequence
@@ -58,6 +59,16 @@ def shorten_names(names: Sequence[str]) -> str:
     if len(names) <= _SHOWN:
         return shown
     return f"{shown} and {len(names) - _SHOWN} more"
+
+
+def shorten_prefix(names: Sequence[str]) -> str:
+    """Return the first names for a message as `shorten_names` does; a long prefix that all have is there once."""
+    parts = [name.split(".")[:-1] for name in names]
+    prefix = ".".join(os.path.commonprefix(parts))
+    if len(names) < 2 or "." not in prefix:
+        return shorten_names(names)
+    rests = [name.removeprefix(f"{prefix}.") for name in names]
+    return f"{printable(prefix)}.{{{shorten_names(rests)}}}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from gradsurgeon.actions import Examination, Rule
 from gradsurgeon.actions.checks.base import Check, Finding, Model, Pass, Update
 from gradsurgeon.actions.checks.ranks_check import topic_of
 from gradsurgeon.distributed.replication import Replication
-from gradsurgeon.errors import CheckError, shorten_names
+from gradsurgeon.errors import CheckError, shorten_prefix
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.language.planning import slots
 from gradsurgeon.runtime.context import Context
@@ -89,6 +89,7 @@ class CheckEffect(Effect):
 
     def close(self) -> None:
         """Release the check: it may hold parameters of other models."""
+        self.check.close()
         self.check = Check()
 
     def before_pass(self, graph: BackwardGraph, bound: Bound) -> None:
@@ -191,7 +192,7 @@ class CheckEffect(Effect):
         if not names:
             names += finding.names
         it = "them" if len(names) > 1 else "it"
-        text = finding.text.format(names=shorten_names(names), it=it)
+        text = finding.text.format(names=shorten_prefix(names), it=it)
         message = f"{self.context.place(step, rule)}: {text}"
         name = names[0] if names else ""
         self.log.count_changed(rule, 1)

@@ -65,6 +65,29 @@ class Model:
             return False
         return root.training and not holder.training
 
+    def holder(self, index: int) -> nn.Module | None:
+        """Return the module that holds a parameter, ``None`` if it is gone."""
+        return self._holders.get(index)
+
+    def idle_branches(self, dead: Collection[int]) -> set[int]:
+        """Return those of some parameters that are in a list of modules, as experts and heads, of which others live."""
+        root = self._root()
+        idle: set[int] = set()
+        if root is None or not dead:
+            return idle
+        for branches in root.modules():
+            if not isinstance(branches, nn.ModuleList | nn.ModuleDict):
+                continue
+            parts = [self._indices_in(branch) for branch in branches.children()]
+            dead_parts = [part for part in parts if part.issubset(dead)]
+            if len(dead_parts) < len(parts):
+                idle.update(*dead_parts)
+        return idle
+
+    def _indices_in(self, module: nn.Module) -> set[int]:
+        inside = set(map(id, module.modules()))
+        return {index for index, holder in self._holders.items() if id(holder) in inside}
+
     def is_configured_untied(self) -> bool:
         """Tell whether a configuration, as models of Hugging Face have, says that embeddings are not tied."""
         root = self._root()
@@ -274,6 +297,9 @@ class Check:
     def after_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients and weights right after an update."""
         return ()
+
+    def close(self) -> None:
+        """Take off what the check has put on the model. The session has ended."""
 
     def at_end(self) -> Iterable[Finding]:
         """Return what has not been reported when the session, or its process group, ends."""

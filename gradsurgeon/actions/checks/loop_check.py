@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.optim import Optimizer
 
 from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.common import _live
 from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors.sampling import largest
 
@@ -34,6 +36,11 @@ _GONE = (
     "backward passes gave gradients, {{names}} for one, but at the update of step {step} all of them were gone, "
     "for the third time in a row. Call `optimizer.zero_grad()` after `optimizer.step()` or before `backward()`, not "
     "between `backward()` and `step()`"
+)
+_SHARED = (
+    "{{names}} belong to {number} optimizers ({kinds}), and at the update of step {step} of one of them there was no "
+    "gradient, for the third time in a row: the `zero_grad()` of one clears what the other needs. Give each optimizer the "
+    "parameters of its own model"
 )
 _CLIPPED = (
     "the script clips gradients to {what} of {norm:.3g} while they still carry the loss scale of {scale:.6g}, so the "
@@ -256,8 +263,28 @@ def _judge_gone(owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Fin
         owner.gone_in_a_row += 1
     else:
         owner.gone_in_a_row = 0
-    if owner.gone_in_a_row == IN_A_ROW:
-        yield Finding("gone", _GONE.format(step=update.step), (owner.sampled[0],))
+    if owner.gone_in_a_row != IN_A_ROW:
+        return
+    first = owner.sampled[0]
+    holders = _optimizers_of(update, first)
+    if len(holders) > 1:
+        kinds = " and ".join(type(optimizer).__name__ for optimizer in holders)
+        text = _SHARED.format(number=len(holders), kinds=kinds, step=update.step)
+        yield Finding("shared", text, tuple(update.groups))
+    else:
+        yield Finding("gone", _GONE.format(step=update.step), (first,))
+
+
+def _optimizers_of(update: Update, index: int) -> list[Optimizer]:
+    """Return all optimizers that hold a parameter."""
+    (param,) = update.find((index,))
+    holders = []
+    for optimizer in _live.instances(Optimizer):
+        for group in getattr(optimizer, "param_groups", ()):
+            if any(held is param for held in group["params"]):
+                holders.append(optimizer)
+                break
+    return holders
 
 
 def _is_kept(grad: Tensor | None, places: Tensor, old: Tensor) -> bool:

@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
-from gradsurgeon.common import _live
-from gradsurgeon.tensors import _dist, _numbers
-from gradsurgeon.tensors.readable import readable
+from gradsurgeon.actions.checks.dead_params import DeadParams
+from gradsurgeon.actions.checks.outside_leaves import OutsideLeaves
+from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors.sampling import by_device, differing, largest, sample
 
 # A look compares weights with those of ten updates earlier; after fifty updates, of a hundred updates earlier.
@@ -44,10 +43,6 @@ _BROKEN = (
     "the update made {names} non-finite although its gradients were finite. Look at the learning rate, and at "
     "eps of the optimizer: 1e-8 is 0 in float16"
 )
-_OUTSIDE = (
-    "{names} gets gradients in each backward pass and never moved: it belongs to no module and no optimizer. "
-    "Register it as an attribute of a module (`nn.ParameterList` in the place of a list)"
-)
 
 
 @dataclass(slots=True)
@@ -65,17 +60,9 @@ class _OptimizerUpdates:
     moved: set[int] = field(default_factory=set)
     # The largest usual size of a gradient so far.
     usual: float = 0.0
+    dead: DeadParams = field(default_factory=DeadParams)
     # Where the gradient of a suspect is largest, and its values there right before this update.
     tests: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _OutsideLeaf:
-    """A trained tensor that is no parameter of the model: its first sample, and the passes that reached it since."""
-
-    leaf: Tensor
-    first: Tensor
-    later_passes: int = 0
 
 
 class UpdateCheck(Check):
@@ -83,29 +70,16 @@ class UpdateCheck(Check):
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, _OptimizerUpdates] = {}
-        # By id. Each leaf is held, so that no other leaf gets its id.
-        self._outside: dict[int, _OutsideLeaf] = {}
-        self._passes = 0
+        self._outside = OutsideLeaves()
 
     def after_pass(self, done: Pass) -> Iterator[Finding]:
-        self._passes += 1
-        if self._passes > 3 * WINDOW:
-            return
-        for leaf in done.unregistered():
-            values = readable(leaf)
-            if values is not None and self._has_rested(leaf, values) and _is_unowned(leaf):
-                yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
+        for owner in self._owners.values():
+            owner.dead.reached(done.reached)
+        yield from self._outside.after_pass(done)
 
-    def _has_rested(self, leaf: Tensor, values: Tensor) -> bool:
-        """Count a pass that reached a leaf; tell whether the leaf has not moved in two windows."""
-        known = self._outside.get(id(leaf))
-        if known is None or known.leaf is not leaf:
-            if len(self._outside) > WINDOW:
-                self._outside.clear()
-            self._outside[id(leaf)] = _OutsideLeaf(leaf, sample(values))
-            return False
-        known.later_passes += 1
-        return known.later_passes == 2 * WINDOW and torch.equal(sample(values), known.first)
+    def close(self) -> None:
+        for owner in self._owners.values():
+            owner.dead.close()
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
@@ -126,6 +100,7 @@ class UpdateCheck(Check):
             owner.tests = {}
             owner.suspects.clear()
             yield from _causes(owner, update, waited)
+        yield from owner.dead.after_update(update, owner.updates, owner.moved, owner.samples)
         if owner.updates == 1:
             owner.usual = _usual_gradient(update)
         ends_window = _ends_window(owner.updates)
@@ -224,20 +199,6 @@ def _without_rate(owner: _OptimizerUpdates, update: Update) -> tuple[int, ...]:
     still = set(update.indices) - owner.moved
     groups = update.groups
     return tuple(index for index in groups if index in still and not _learning_rate(groups[index]))
-
-
-def _is_unowned(leaf: Tensor) -> bool:
-    # `FullyShardedDataParallel` shows modules and optimizers views of its flat parameter.
-    if _dist.is_flattened(leaf):
-        return False
-    for module in _live.instances(nn.Module):
-        if any(param is leaf for param in module.parameters(recurse=False)):
-            return False
-    for optimizer in _live.instances(Optimizer):
-        for group in getattr(optimizer, "param_groups", ()):
-            if any(param is leaf for param in group["params"]):
-                return False
-    return True
 
 
 def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:
