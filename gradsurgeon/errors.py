@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os.path
+import posixpath
 import unicodedata
 import warnings
 from collections.abc import Iterable, Sequence
@@ -63,9 +63,11 @@ def shorten_names(names: Sequence[str]) -> str:
 
 def shorten_prefix(names: Sequence[str]) -> str:
     """Return the first names for a message as `shorten_names` does; a long prefix that all have is there once."""
-    parts = [name.split(".")[:-1] for name in names]
-    prefix = ".".join(os.path.commonprefix(parts))
-    if len(names) < 2 or "." not in prefix:
+    if len(names) <= 1:
+        return shorten_names(names)
+    owners = [name.rpartition(".")[0].replace(".", "/") for name in names]
+    prefix = posixpath.commonpath(owners).replace("/", ".")
+    if "." not in prefix:
         return shorten_names(names)
     rests = [name.removeprefix(f"{prefix}.") for name in names]
     return f"{printable(prefix)}.{{{shorten_names(rests)}}}"

@@ -195,7 +195,8 @@ def _zeros(
         param = update.params[index].detach()
         if param.dim() > 1 and not bool(param.any()):
             factors.append(index)
-    if len(factors) < 2:
+    # A factor alone is held by no other.
+    if len(factors) <= 1:
         return ()
     return tuple(factors)
 
