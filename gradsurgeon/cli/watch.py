@@ -142,7 +142,7 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
-    yield from report.top
+    yield from report.outcome.top
 
 
 def _events(report: Report) -> Iterator[str]:

@@ -1,6 +1,8 @@
 """The band on top of a run: one of three states, and a sentence that says why."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from gradsurgeon.common.events import Event, is_trip
@@ -38,88 +40,114 @@ class Band(NamedTuple):
         return f"{self.state}: {printable(self.sentence)}"
 
 
-def band_of(
-    ending: Ending | None,
-    events: Sequence[Event],
-    edits: Collection[str],
-    callouts: Sequence[Callout],
-) -> Band:
-    """Return the band of a run. `edits` are the ids of rules that edit; `ending` is `None` for a session."""
-    if ending is not None and ending.state in ("stopped", "unknown"):
-        return Band("broken", ending.words)
-    findings = findings_of(events, edits, callouts)
-    if findings:
-        sentence = findings[0]
-        if len(findings) > 1:
-            sentence += f" (and {count(len(findings) - 1, 'other fault')})"
-        return Band("look", sentence)
-    words = "no fault found"
-    if ending is not None:
-        words = ending.words
-    kinds = by_kind(events)
-    if any(kinds[kind] for kind in _KINDS):
-        return Band("look", words)
-    if ending is not None and ending.is_clean and not callouts:
-        words += ", clean"
-    return Band("fine", words)
+@dataclass(frozen=True)
+class Outcome:
+    """What there is to say of a run: what stands out, and how it ended.
 
+    Attributes:
+        ending: how the run ended, `None` for a session.
+        events: what happened.
+        edits: the ids of rules that edit, whose events are no trips.
+        callouts: what stands out in the records.
+    """
 
-def findings_of(
-    events: Sequence[Event], edits: Collection[str], callouts: Sequence[Callout]
-) -> list[str]:
-    """Return what traps and checks found and which faults the records show, a sentence each, a diagnosis first."""
-    findings: dict[str, str] = {}
-    for event in events:
-        if not is_trip(event, edits):
-            continue
-        # A trap that trips in many steps is one finding. A check reports each of its findings once.
-        key = event.rule
-        if event.kind == "check":
-            key = event.message
-        findings.setdefault(key, event.message.partition("\n")[0])
-    texts = list(findings.values())
-    diagnosis = first_diagnosis(events, edits)
-    if diagnosis and diagnosis not in texts:
-        texts[0] = diagnosis
-    texts += [callout.text for callout in faults_of(events, callouts)]
-    return texts
+    ending: Ending | None
+    events: Sequence[Event]
+    edits: Collection[str]
+    callouts: Sequence[Callout]
 
+    @cached_property
+    def band(self) -> Band:
+        ending = self.ending
+        if ending is not None and ending.state in ("stopped", "unknown"):
+            return Band("broken", ending.words)
+        findings = self.findings
+        if findings:
+            sentence = findings[0]
+            if len(findings) > 1:
+                sentence += f" (and {count(len(findings) - 1, 'other fault')})"
+            return Band("look", sentence)
+        words = "no fault found"
+        if ending is not None:
+            words = ending.words
+        kinds = by_kind(self.events)
+        if any(kinds[kind] for kind in _KINDS):
+            return Band("look", words)
+        if ending is not None and ending.is_clean and not self.callouts:
+            words += ", clean"
+        return Band("fine", words)
 
-def faults_of(events: Sequence[Event], callouts: Sequence[Callout]) -> list[Callout]:
-    """Return the callouts that are faults, and that no event has told."""
-    told = set()
-    kinds = by_kind(events)
-    if kinds["trap"]:
-        told.update({NONFINITE, PASSED})
-    if kinds["scaler-skip"]:
-        told.add(PASSED)
-    return [callout for callout in callouts if callout.kind in _FAULTS - told]
+    @property
+    def top(self) -> list[str]:
+        """The band, and how the run ended if the band does not say it; nothing for a session without a fault."""
+        band = self.band
+        ending = self.ending
+        if ending is None and band.state == "fine":
+            return []
+        lines = [str(band)]
+        if ending is None:
+            return lines
+        if not band.sentence.startswith(ending.words):
+            lines.append(ending.words)
+        elif ending.diagnosis:
+            lines.append(f"  {printable(ending.diagnosis)}")
+        return lines
 
+    @cached_property
+    def findings(self) -> list[str]:
+        """What traps and checks found, and the faults that the records show, a sentence each, a diagnosis first."""
+        findings: dict[str, str] = {}
+        for event in self.events:
+            if not is_trip(event, self.edits):
+                continue
+            # A trap that trips in many steps is one finding. A check reports each of its findings once.
+            key = event.rule
+            if event.kind == "check":
+                key = event.message
+            findings.setdefault(key, event.message.partition("\n")[0])
+        texts = list(findings.values())
+        diagnosis = first_diagnosis(self.events, self.edits)
+        if diagnosis and diagnosis not in texts:
+            texts[0] = diagnosis
+        return texts + self.faults
 
-def facts_of(events: Sequence[Event], callouts: Sequence[Callout]) -> list[str]:
-    """Return the callouts that are no faults, as sentences."""
-    faults = faults_of(events, callouts)
-    return [callout.text for callout in callouts if callout not in faults]
+    @cached_property
+    def faults(self) -> list[str]:
+        """The callouts that are faults, and that no event tells."""
+        kinds = by_kind(self.events)
+        faults = set(_FAULTS)
+        if kinds["trap"]:
+            faults -= {NONFINITE, PASSED}
+        if kinds["scaler-skip"]:
+            faults.discard(PASSED)
+        return [callout.text for callout in self.callouts if callout.kind in faults]
 
+    @property
+    def facts(self) -> list[str]:
+        """What differs from what is usual and is no fault, a sentence each."""
+        return [callout.text for callout in self.callouts if callout.text not in self.faults]
 
-def found(findings: Sequence[str], facts: Sequence[str]) -> str:
-    """Return how many things were found, in words. Beside facts that is never "nothing"."""
-    if findings:
-        return count(len(findings), "fault")
-    if facts:
-        return "no fault"
-    return "nothing"
+    @property
+    def found(self) -> str:
+        """How many faults were found, in words. Beside facts that is never "nothing"."""
+        if self.findings:
+            return count(len(self.findings), "fault")
+        if self.callouts:
+            return "no fault"
+        return "nothing"
 
-
-def fact_lines(facts: Sequence[str]) -> Iterator[str]:
-    """Yield the facts under their title, at most four lines of them."""
-    if not facts:
-        return
-    yield "facts:"
-    shown = facts
-    if len(facts) > _FACTS:
-        shown = facts[: _FACTS - 1]
-    for fact in shown:
-        yield f"  {fact}"
-    if len(facts) > len(shown):
-        yield f"  and {len(facts) - len(shown):,} more"
+    @property
+    def callout_lines(self) -> list[str]:
+        """The faults of the records, then at most four lines of facts under their title."""
+        lines = list(self.faults)
+        facts = self.facts
+        if not facts:
+            return lines
+        lines.append("facts:")
+        shown = facts
+        if len(facts) > _FACTS:
+            shown = facts[: _FACTS - 1]
+        lines += [f"  {fact}" for fact in shown]
+        if len(facts) > len(shown):
+            lines.append(f"  and {len(facts) - len(shown):,} more")
+        return lines

@@ -17,16 +17,7 @@ from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.records.store.recorded import of_lowest_ranks
-from gradsurgeon.report.band import (
-    REPLICAS,
-    Band,
-    Callout,
-    band_of,
-    fact_lines,
-    facts_of,
-    faults_of,
-    findings_of,
-)
+from gradsurgeon.report.band import REPLICAS, Callout, Outcome
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -37,6 +28,7 @@ from gradsurgeon.report.rules_and_events import (
     edits_of,
     event_lines,
     listed,
+    logged_params,
     never_reached,
     rule_table,
 )
@@ -50,8 +42,6 @@ if TYPE_CHECKING:
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
-# In the status of a rule that was due and has not fired.
-_DUE = "was due in"
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class Report:
             width = shutil.get_terminal_size((_COLUMNS, 24)).columns
         parts = ["\n".join(self.head)]
         if self.callouts:
-            parts.append("\n".join(f"  {line}" for line in self.callout_lines))
+            parts.append("\n".join(f"  {line}" for line in self.outcome.callout_lines))
         for place, table in enumerate(self.tables, 1):
             text = "\n".join(_text(table, width))
             if place == len(self.norms):
@@ -134,11 +124,9 @@ class Report:
         """What each rule did."""
         updates = 0
         if self.steps is not None:
-            first, last = self.steps
-            updates = last - first + 1
-        if self.ended is not None:
-            updates *= len(self.ended.ranks)
-        return rule_table(self.rules, self.statuses, self.events, updates)
+            updates = self.steps[1] - self.steps[0] + 1
+        ranks = 1 if self.ended is None else len(self.ended.ranks)
+        return rule_table(self.rules, self.statuses, self.events, updates * ranks)
 
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
@@ -219,27 +207,10 @@ class Report:
             seen.append(Callout("silent", never_reached(silent)))
         return tuple(seen)
 
-    @property
-    def callout_lines(self) -> list[str]:
-        """The callouts as lines: faults, then facts."""
-        lines = [callout.text for callout in faults_of(self.events, self.callouts)]
-        lines += fact_lines(self.facts)
-        return lines
-
     @cached_property
-    def band(self) -> Band:
-        """The state of the run, and why."""
-        return band_of(self.ended, self.events, edits_of(self.rules), self.callouts)
-
-    @cached_property
-    def findings(self) -> list[str]:
-        """What traps and checks found, and the faults that the records show, a sentence each."""
-        return findings_of(self.events, edits_of(self.rules), self.callouts)
-
-    @cached_property
-    def facts(self) -> list[str]:
-        """What differs from what is usual and is no fault, a sentence each."""
-        return facts_of(self.events, self.callouts)
+    def outcome(self) -> Outcome:
+        """The band, what was found, and facts."""
+        return Outcome(self.ended, self.events, edits_of(self.rules), self.callouts)
 
     @property
     def is_partial(self) -> bool:
@@ -253,14 +224,7 @@ class Report:
         """Return the parameters that should learn and had no gradient in any update."""
         if self.is_partial:
             return []  # the rows that are gone may have had a gradient
-        logged: set[str] = set()
-        for rule, status in self.statuses.items():
-            if rule not in self.rules:
-                continue
-            # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
-            has_waited = any(_DUE in text for text in status.warnings)
-            if status.fired or has_waited:
-                logged.update(self.rules[rule].logged)
+        logged = logged_params(self.rules, self.statuses)
         logged -= self.frozen.keys()
         logged -= self._reached(logged)
         return [name for name in self.params if name in logged]
@@ -302,22 +266,8 @@ class Report:
         if self.frozen_note:
             notes.append(self.frozen_note)
         text = "; ".join(map(printable, notes))
-        lines = self.top
+        lines = self.outcome.top
         lines.append(f"summary: {printable(self.title)}: {text}")
-        return lines
-
-    @property
-    def top(self) -> list[str]:
-        """The band, and how the run ended if the band does not say it."""
-        if self.ended is None and self.band.state == "fine":
-            return []
-        lines = [str(self.band)]
-        if self.ended is None:
-            return lines
-        if not self.band.sentence.startswith(self.ended.words):
-            lines.append(self.ended.words)
-        elif self.ended.diagnosis:
-            lines.append(f"  {printable(self.ended.diagnosis)}")
         return lines
 
     def _extent(self) -> str:
@@ -367,7 +317,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     return {
         "version": 1,
         "title": report.title,
-        "band": report.band._asdict(),
+        "band": report.outcome.band._asdict(),
         "ended": _ended(report.ended),
         "steps": None if report.steps is None else list(report.steps),
         "notes": list(report.notes),

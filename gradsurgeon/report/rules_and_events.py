@@ -39,6 +39,8 @@ _CAPTURED_HEAD = (
 _CAPTURED_NUMBERS = frozenset({1, 2, 5, 6, 7, 8})
 _LOAD_CAPTURED = "the tensors themselves are in the session: `session.captured(RULE)`"
 _READERS = ("trap", "observe", "capture", "check")
+# In the status of a rule that was due and has not fired.
+_DUE = "was due in"
 _EVENTS = 20
 _NAMES = 4
 
@@ -118,6 +120,19 @@ def _captured_row(tensor: Mapping[str, Any]) -> list[str]:
 def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
     """Return the ids of rules that edit: what they cut is no trip."""
     return {rule for rule, info in infos.items() if info.role == "edit"}
+
+
+def logged_params(infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus]) -> set[str]:
+    """Return the parameters whose gradients rules waited for, and record."""
+    logged: set[str] = set()
+    for rule, status in statuses.items():
+        if rule not in infos:
+            continue
+        # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
+        has_waited = any(_DUE in text for text in status.warnings)
+        if status.fired or has_waited:
+            logged.update(infos[rule].logged)
+    return logged
 
 
 def trap_words(status: RuleStatus, trips: Sequence[Event], updates: int) -> str:

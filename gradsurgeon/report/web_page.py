@@ -104,8 +104,8 @@ def page_data(run: StoredRun) -> dict[str, Any]:
     ended = None
     if report.ended is not None:
         ended = report.ended._asdict()
-        ended["level"] = _LEVELS[report.band.state]
-        if report.ended.state == "running" and report.band.state == "fine":
+        ended["level"] = _LEVELS[report.outcome.band.state]
+        if report.ended.state == "running" and report.outcome.band.state == "fine":
             ended["level"] = "running"
     notes = list(report.notes)
     if report.frozen_note:
@@ -120,7 +120,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": notes,
-        "band": report.band._asdict(),
+        "band": report.outcome.band._asdict(),
         "ended": ended,
         # In an observed run, the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,

@@ -11,7 +11,6 @@ from gradsurgeon.integrations.launcher.next_commands import after_records
 from gradsurgeon.language.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.language.planning.table import NOUNS, count, grid
 from gradsurgeon.records.store.recorded import RankEnd
-from gradsurgeon.report.band import found
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import EventGroup, shown_groups, trap_words
 from gradsurgeon.report.sources import unread
@@ -95,8 +94,8 @@ def summary(attachment: Attachment, start: int, record: Path | None, spec: str) 
     if start:
         text += f", from step {start}"
     yield text
-    report = _report(attachment)
-    for line in report.top:
+    outcome = _report(attachment).outcome
+    for line in outcome.top:
         yield f"  {line}"
     rules = [rule for rule in plan.rules.rules if not isinstance(rule, CheckRule)]
     yield from grid(list(_rows_of_work(rules, statuses, attachment, updates)))
@@ -106,10 +105,10 @@ def summary(attachment: Attachment, start: int, record: Path | None, spec: str) 
         if isinstance(rule, CheckRule) and rule.id in fired
     ]
     if checks:
-        yield f"  checked: {', '.join(checks)}; found: {found(report.findings, report.facts)}"
-    for line in report.callout_lines:
+        yield f"  checked: {', '.join(checks)}; found: {outcome.found}"
+    for line in outcome.callout_lines:
         yield f"  {line}"
-    yield from _event_lines(attachment.events, report.band.sentence)
+    yield from _event_lines(attachment.events, outcome.band.sentence)
     for command in after_records(record, attachment.events, spec):
         yield f"  next: {printable(command)}"
 
