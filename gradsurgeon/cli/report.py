@@ -100,10 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _runs_of(folders: Sequence[Path]) -> list[Path]:
     """Return each run and the runs inside it; a folder without a run is itself returned, and opening it reports that."""
     runs = []
-    for number, folder in enumerate(folders):
-        if len(folders) > 1:
-            gap = "\n" if number else ""
-            print(f"{gap}{printable(str(folder))}:")
+    for folder in folders:
         inside = runs_inside(folder)
         if (folder / RUN_FILE).exists() or not inside:
             runs.append(folder)

@@ -164,7 +164,7 @@ def _events(report: Report) -> Iterator[str]:
 def _remarks(report: Report) -> Iterator[str]:
     if report.remarks and report.is_partial:
         yield "in the newest records:"
-    yield from report.remarks
+    yield from report.outcome.callout_lines
 
 
 def _whole_gradients(report: Report) -> Iterator[str]:

@@ -59,7 +59,7 @@ class Outcome:
     @cached_property
     def band(self) -> Band:
         ending = self.ending
-        if ending is not None and ending.state in ("stopped", "unknown"):
+        if ending is not None and ending.is_broken:
             return Band("broken", ending.words)
         findings = self.findings
         if findings:

@@ -29,6 +29,7 @@ class Ending(NamedTuple):
     trips: int  # of traps, by step
     findings: int  # of checks
     is_clean: bool  # ended, and nothing was skipped or found
+    is_broken: bool  # a rank was stopped
 
 
 def _outcome(state: State, events: Sequence[Event], tripped: Counter[str]) -> str:
@@ -82,7 +83,8 @@ def ending_of(
     faults = tripped["check"]
     trips = tripped.total() - faults
     is_clean = state == "ended" and not outcome
-    return Ending(state, text, words, diagnosis, trips, faults, is_clean)
+    is_broken = not {"stopped", "unknown"}.isdisjoint(states)
+    return Ending(state, text, words, diagnosis, trips, faults, is_clean, is_broken)
 
 
 def _of_rank(end: RankEnd) -> tuple[State, str]:

@@ -160,7 +160,7 @@ def test_a_device_that_fails_is_a_sentence_and_what_had_arrived_is_kept(
         f"CUDA_LAUNCH_BLOCKING=1 shows where; records up to step {steps[-1]} are kept"
     )
     assert "gradsurgeon: Sequential, 70 steps" in lines
-    assert any(line.startswith("  debug-nans   nan-trap  looked 70 times") for line in lines)
+    assert any(line.startswith("  debug-nans   nan-trap  checked 70 updates") for line in lines)
     assert found["ended"] == "stopped by AcceleratorError"
 
 

@@ -28,7 +28,7 @@ from gradsurgeon.report.web_page import page_data
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 TRAP = {"id": "no-nan", "action": "nan-trap", "params": "*", "forensics": False}
 RULES = {"version": 1, "rules": [NORMS]}
-NO_END = r"no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing"
+NO_END = r"broken: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing"
 
 
 def train(path: Path, *rules: dict[str, Any], broken: int | None = None) -> None:
@@ -57,15 +57,15 @@ def ended(path: Path) -> dict[str, Any]:
 
 def test_a_clean_end(tmp_path: Path) -> None:
     train(tmp_path, NORMS, TRAP)
-    assert head(tmp_path)[0] == "ended, clean"
-    assert ended(tmp_path) == {"state": "ended", "words": "ended, clean", "ranks": {"0": "ended"}}
+    assert head(tmp_path)[0] == "fine: ended, clean"
+    assert ended(tmp_path) == {"state": "ended", "words": "ended", "ranks": {"0": "ended"}}
 
 
 def test_a_trap(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteGradientError):
         train(tmp_path, NORMS, TRAP, broken=4)
     first, diagnosis = head(tmp_path)[:2]
-    assert first == "stopped at step 4 by rule no-nan (NonFiniteGradientError)"
+    assert first == "broken: stopped at step 4 by rule no-nan (NonFiniteGradientError)"
     assert diagnosis.startswith("  step 4")
     assert ended(tmp_path)["state"] == "stopped"
 
@@ -75,9 +75,9 @@ def test_skipped_steps(tmp_path: Path) -> None:
     with contextlib.suppress(NonFiniteGradientError):
         train(tmp_path / "first", TRAP, broken=2)
     train(tmp_path / "run", NORMS, {**TRAP, "then": "skip-step"}, broken=4)
-    first, diagnosis = head(tmp_path / "run")[:2]
-    assert first == "ended, 1 step skipped"
-    assert diagnosis.startswith("  step 4")
+    first, words = head(tmp_path / "run")[:2]
+    assert first.startswith("look: step 4")
+    assert words == "ended, 1 step skipped"
     assert ended(tmp_path / "run")["state"] == "ended"
 
 
@@ -87,7 +87,7 @@ def test_what_a_rule_clips_is_no_trip(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, meta=meta(roles=roles, plan=plan))
     writer.event(Event("spike", "spikes", 3, 0, "a.weight", "step 3: a spike was clipped"))
     writer.close()
-    assert head(tmp_path)[0] == "ended, clean"
+    assert head(tmp_path)[0] == "fine: ended, clean"
     assert head(tmp_path)[1].startswith("summary: ")
     with gradsurgeon.open_run(tmp_path) as run:
         data = page_data(run)
@@ -99,7 +99,7 @@ def test_an_exception_of_the_script(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), gradsurgeon.apply(model, RULES, record=tmp_path):
         model(torch.ones(2, 3)).sum().backward()
         _ = 1 / 0
-    assert head(tmp_path)[0] == "stopped by ZeroDivisionError"
+    assert head(tmp_path)[0] == "broken: stopped by ZeroDivisionError"
 
 
 def test_an_exception_in_a_step(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_exception_in_a_step(tmp_path: Path) -> None:
     ):
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-    assert head(tmp_path)[0] == "stopped by MemoryError"
+    assert head(tmp_path)[0] == "broken: stopped by MemoryError"
 
 
 def test_a_training_after_a_caught_exception_has_ended(tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_a_training_after_a_caught_exception_has_ended(tmp_path: Path) -> None:
         int("no number")
     except ValueError:
         train(tmp_path / "run", NORMS)
-    assert head(tmp_path / "run")[0] == "ended, clean"
+    assert head(tmp_path / "run")[0] == "fine: ended, clean"
     with pytest.raises(ValueError, match="own"):
         _raise_after_training(tmp_path / "own")
-    assert head(tmp_path / "own")[0] == "stopped by ValueError"
+    assert head(tmp_path / "own")[0] == "broken: stopped by ValueError"
 
 
 def _raise_after_training(path: Path) -> None:
@@ -158,9 +158,9 @@ for step in range(3):
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ("", "ended, clean"),
-        ("sys.exit(0)", "ended, clean"),
-        ("raise KeyError('x')", "stopped by KeyError"),
+        ("", "fine: ended, clean"),
+        ("sys.exit(0)", "fine: ended, clean"),
+        ("raise KeyError('x')", "broken: stopped by KeyError"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", NO_END),
     ],
 )
@@ -170,7 +170,7 @@ def test_the_end_of_a_process(tmp_path: Path, end: str, said: str) -> None:
         [sys.executable, "-c", code, str(tmp_path / "run")], check=False, capture_output=True
     )
     assert re.fullmatch(said, head(tmp_path / "run")[0])
-    state = {"e": "ended", "s": "stopped", "n": "unknown"}[said[0]]
+    state = {"e": "ended", "s": "stopped", "n": "unknown"}[said.partition(": ")[2][0]]
     assert ended(tmp_path / "run")["state"] == state
 
 
@@ -188,7 +188,7 @@ sys.stdin.read()
 
 def test_a_run_of_another_process_runs_until_that_is_killed(tmp_path: Path) -> None:
     with another_process(WRITES, str(tmp_path)):
-        assert head(tmp_path)[0] == "running"
+        assert head(tmp_path)[0] == "fine: running"
     assert re.fullmatch(NO_END, head(tmp_path)[0])
     assert ended(tmp_path)["state"] == "unknown"
 
@@ -199,7 +199,8 @@ def test_several_ranks(tmp_path: Path) -> None:
     writers[2].close()
     writers[1].close({"ended": {"error": "SpikeError", "step": 7, "rule": "spikes"}})
     assert head(tmp_path)[0] == (
-        "rank 0, 2: ended; rank 1: stopped at step 7 by rule spikes (SpikeError); rank 3: running"
+        "broken: rank 0, 2: ended; rank 1: stopped at step 7 by rule spikes (SpikeError); "
+        "rank 3: running"
     )
     assert ended(tmp_path)["state"] == "running"
     writers[3].close({"ended": {"error": "KeyboardInterrupt"}})
@@ -216,7 +217,7 @@ def test_several_ranks(tmp_path: Path) -> None:
 def test_odd_texts_of_an_end_are_inert(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, meta=meta())
     writer.close({"ended": {"error": "\x1b[2J", "step": "x", "rule": 7}})
-    assert head(tmp_path)[0] == "stopped by \\x1b[2J"
+    assert head(tmp_path)[0] == "broken: stopped by \\x1b[2J"
 
 
 @contextlib.contextmanager
@@ -294,19 +295,22 @@ def test_every_view_says_the_same(told: Path) -> None:
         "norm exactly 0 since step 45, and until the end",
     ]
     assert data["callouts"] == remarks
+    # The trap tells of the non-finite norm, so no callout counts as a fault.
     for remark in remarks:
-        assert f"\n  {remark}\n" in text
-        assert f"\n  {remark}\n" in plain
-        assert remark in lines
-        assert f"  {remark}" in notebook.texts
+        assert f"\n    {remark}\n" in text
+        assert f"\n    {remark}\n" in plain
+        assert f"  {remark}" in lines
+        assert f"    {remark}" in notebook.texts
     words, diagnosis = (
         found["ended"]["words"],
         "step 40: NaN born in the forward pass of h.1, train.py:9",
     )
     assert words == "ended, 1 step skipped"
-    assert text.splitlines()[:2] == plain.splitlines()[:2] == [words, f"  {diagnosis}"]
-    assert lines[1:3] == watched.splitlines()[1:3] == [words, f"  {diagnosis}"]
-    assert notebook.texts[:2] == [words, f"  {diagnosis}"]
+    top = [f"look: {diagnosis}", words]
+    assert text.splitlines()[:2] == plain.splitlines()[:2] == top
+    assert lines[1:3] == watched.splitlines()[1:3] == top
+    assert notebook.texts[:2] == top
+    assert found["band"] == data["band"] == {"state": "look", "sentence": diagnosis}
     assert words in shown
     assert diagnosis in shown
     assert data["ended"]["words"] == words

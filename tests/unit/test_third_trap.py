@@ -78,7 +78,7 @@ def test_its_events_reach_sinks_session_and_report() -> None:
     assert (event.rule, event.step, event.name) == ("long", 2, "weight")
     assert "the last trap tripped at step 2: rule long on weight" in repr(session)
     assert "gradsurgeon/events/check/message" in [name for _, name, _ in sink.texts]
-    assert "looked 5 times, tripped 1 time" in str(gradsurgeon.report.summary(session))
+    assert "checked 5 updates, tripped 1 time" in str(gradsurgeon.report.summary(session))
 
 
 def test_it_is_in_the_page_on_the_screen_and_in_plots(run: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class TestWorst:
         assert "never got a gradient" not in "\n".join(lines)
         # What is true of the newest rows alone stands below these words.
         at = lines.index("in the newest records:")
-        assert lines[at + 1] == "norm always exactly 0: dead"
+        assert lines[at + 1 : at + 3] == ["facts:", "  norm always exactly 0: dead"]
         with open_run(tmp_path) as run:
             assert "norm exactly 0 since step 200, and until the end: dead" in str(from_run(run))
 
@@ -213,7 +213,10 @@ class TestEvents:
 class TestHead:
     def test_a_run_that_goes_on(self, tmp_path: Path) -> None:
         writer = RunWriter(tmp_path, meta=meta())
-        assert shown(newest_report(tmp_path))[:2] == ["no step yet of rules.yaml on Net", "running"]
+        assert shown(newest_report(tmp_path))[:2] == [
+            "no step yet of rules.yaml on Net",
+            "fine: running",
+        ]
         writer.add(KEY, 10, values(1.0, 1.0))
         writer.commit()
         assert shown(newest_report(tmp_path))[:2] == ["step 10 of rules.yaml on Net", "running"]

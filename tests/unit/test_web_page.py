@@ -80,8 +80,11 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
         "ranks": {"0": "ended"},
         "diagnosis": "step 20",
         "trips": 1,
+        "findings": 0,
         "is_clean": False,
+        "is_broken": False,
     }
+    assert run["band"] == {"state": "look", "sentence": "step 20"}
     assert run["rules"]["rows"][0][:4] == ["norms", "norm-log", "2", "60"]
     assert run["files"] == [{"file": "rules.yaml", "text": "version: 1"}]
     assert kind["urgent"] == list(names)
