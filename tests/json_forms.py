@@ -9,6 +9,7 @@ TEXT = """\
 |---|---|
 | `version` | 1 |
 | `title` | text |
+| `band` | `state` (`fine`, `look` or `broken`) and a `sentence` |
 | `ended` | `state` (`running`, `ended`, `stopped` or `unknown`), `words`, and the words of each of `ranks` |
 | `steps` | first and last |
 | `notes` | sentences |

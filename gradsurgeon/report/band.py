@@ -129,10 +129,10 @@ class Outcome:
 
     @property
     def found(self) -> str:
-        """How many faults were found, in words. Beside facts that is never "nothing"."""
+        """How many faults were found, in words. "nothing" is of a run of which there is nothing else to say."""
         if self.findings:
             return count(len(self.findings), "fault")
-        if self.callouts:
+        if self.callouts or self.band.state != "fine":
             return "no fault"
         return "nothing"
 

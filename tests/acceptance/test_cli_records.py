@@ -55,7 +55,8 @@ class TestReport:
         done = call("report", "run", cwd=here, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(
-            "ended, traps tripped in 1 step\n  bad\nsummary: rules.yaml on Net: steps 0..2, 1 event (1 trap); 2 ranks"
+            "look: bad (and 1 other fault)\nended, traps tripped in 1 step\n"
+            "summary: rules.yaml on Net: steps 0..2, 1 event (1 trap); 2 ranks"
         )
         assert "non-finite: 1 parameter, first at step 1: w" in done.stdout
         assert "✗" in done.stdout
@@ -81,7 +82,9 @@ class TestReport:
         writer.commit()
         done = call("report", "run", cwd=tmp_path)
         assert done.returncode == 0
-        assert done.stdout.startswith("running\nsummary: rules.yaml on Net: steps 0..1, 0 events\n")
+        assert done.stdout.startswith(
+            "fine: running\nsummary: rules.yaml on Net: steps 0..1, 0 events\n"
+        )
         writer.close()
 
     def test_runs_inside_are_named_and_links_out_are_not_followed(self, here: Path) -> None:

@@ -142,12 +142,12 @@ class TestInATerminal:
         assert (code, errors) == (0, "")
         frames = watched.frames()
         first, last = frames[0], frames[-1]
-        assert first[:4] == ["step 2 of rules.yaml on Net", "running", "", "events (0)"]
+        assert first[:4] == ["step 2 of rules.yaml on Net", "fine: running", "", "events (0)"]
         assert first[-1] == "Ctrl-C quits; every 0.2 s"
         assert last[:3] == [
             "step 5 of rules.yaml on Net",
+            "look: bad",
             "ended, traps tripped in 3 steps",
-            "  bad",
         ]
         assert last[4:6] == [
             "events (3): trap 3",
@@ -202,7 +202,7 @@ class TestInATerminal:
         writer.close()
         assert watched.ended() == (0, "")
         assert "\x1b" not in watched.text
-        assert "\r\nended, clean\r\nsummary: rules.yaml on Net: steps 0..2" in watched.text
+        assert "\r\nfine: ended, clean\r\nsummary: rules.yaml on Net: steps 0..2" in watched.text
 
 
 class TestElsewhere:
@@ -213,7 +213,7 @@ class TestElsewhere:
         assert (done.returncode, done.stderr) == (0, "")
         *lines, last, _summary = done.stdout.splitlines()
         assert re.fullmatch(
-            r"no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing",
+            r"broken: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing",
             last,
         )
         assert len(lines) >= 2

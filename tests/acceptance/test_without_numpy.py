@@ -74,7 +74,7 @@ def test_in_a_script(work: Path, env: dict[str, str]) -> None:
     done = call(cwd=work, code=IN_PYTHON, env=env)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:3] == ["4 True", "[] 4 True", "ended, clean"]
+    assert lines[:3] == ["4 True", "[] 4 True", "fine: ended, clean"]
     assert EXTRA in lines[3]
 
 
@@ -103,7 +103,7 @@ def test_a_job_fails_by_events(work: Path, env: dict[str, str], kind: str, code:
     assert done.returncode == code
     assert EXTRA in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout.splitlines()[0] == "ended, traps tripped in 1 step"
+    assert done.stdout.splitlines()[:2] == ["look: step 3: bad", "ended, traps tripped in 1 step"]
     assert "  step 3  trap  trap  a" in done.stdout
     assert ("1 trap event, first at step 3" in done.stderr) == bool(code)
 

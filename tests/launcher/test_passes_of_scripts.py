@@ -136,4 +136,4 @@ def test_parameters_that_no_pass_reached_are_named(folder: Folder) -> None:
     done = folder.run(REACHED_LATE, rules=NORMS)
     assert done.code == 0, done.lines
     told = [line for line in done.lines if "never got" in line]
-    assert told == ["  never got a gradient: apart.weight, apart.bias"]
+    assert told == ["    never got a gradient: apart.weight, apart.bias"]

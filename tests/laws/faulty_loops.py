@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 40
+# What another batch may reach is given two hundred updates.
+LONG = 201
 
 
 def unowned() -> Training:
@@ -81,6 +84,108 @@ def weights_made_nan() -> Training:
         return (out[:, 0] - targets[:, 0].half()).float().square().mean()
 
     return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 1)
+
+
+def checkpoint_behind_frozen_layers() -> Training:
+    """a reentrant checkpoint whose input needs no gradient"""
+    embed, body, head = nn.Embedding(30, 16), nn.Linear(16, 16), nn.Linear(16, 30)
+    model = nn.Sequential(embed.requires_grad_(False), body, head)
+
+    def loss_at(_step: int) -> Tensor:
+        words = torch.randint(30, (32,))
+        hidden = checkpoint(body, embed(words), use_reentrant=True)
+        return functional.cross_entropy(head(hidden), words)
+
+    trained = [*body.parameters(), *head.parameters()]
+    return fitted(model, AdamW(trained, lr=1e-2), loss_at, STEPS)
+
+
+def pair_of_zeros() -> Training:
+    """a LoRA pair that begins at zero"""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+            self.base.requires_grad_(False)
+            self.lora_a = nn.Parameter(torch.zeros(2, 16))
+            self.lora_b = nn.Parameter(torch.zeros(16, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.base(x) + x @ self.lora_a.T @ self.lora_b.T)
+            return out
+
+    model = Adapted()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return fitted(model, AdamW(trained, lr=1e-2), fit(model), STEPS)
+
+
+def cut_off_by_detach() -> Training:
+    """a part that the loss does not depend on"""
+    body, head = nn.Linear(16, 16), nn.Linear(16, 4)
+    model = nn.Sequential(body, nn.ReLU(), head)
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(head(body(inputs).detach()), targets)
+
+    return fitted(model, sgd(model, 0.01), loss_at, LONG)
+
+
+def without_autograd() -> Training:
+    """a part that runs under `torch.no_grad()`"""
+    body, head = nn.Linear(16, 16), nn.Linear(16, 4)
+    model = nn.Sequential(body, nn.ReLU(), head)
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        with torch.no_grad():
+            hidden = body(inputs)
+        return functional.mse_loss(head(hidden), targets)
+
+    return fitted(model, sgd(model, 0.01), loss_at, LONG)
+
+
+def loss_without_effect() -> Training:
+    """a loss that is always 0"""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def loss_at(_step: int) -> Tensor:
+        return functional.cross_entropy(model(torch.rand(8, 16)), torch.rand(8, 1))
+
+    return fitted(model, sgd(model, 0.01), loss_at, LONG)
+
+
+def module_without_optimizer() -> Training:
+    """a module of its own that no optimizer has"""
+    encoder, model = nn.Linear(16, 16), nn.Linear(16, 4)
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(model(encoder(inputs)), targets)
+
+    return fitted(model, sgd(model, 0.01), loss_at, STEPS)
+
+
+def optimizers_that_share() -> Training:
+    """two optimizers for the parameters of one model"""
+    model = perceptron()
+    loss_at = fit(model)
+    first, second = Adam(model.parameters(), lr=1e-3), Adam(model.parameters(), lr=1e-3)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            loss = loss_at(step)
+            first.zero_grad()
+            loss.backward()
+            first.step()
+            second.zero_grad()
+            second.step()
+
+    return Training(model, [first, second], loop)
 
 
 def never_cleared() -> Training:
@@ -180,10 +285,17 @@ FAULTY: dict[str, tuple[Callable[[], Training], ...]] = {
         not_written,
         outside_of_the_model,
         weights_made_nan,
+        checkpoint_behind_frozen_layers,
+        pair_of_zeros,
+        cut_off_by_detach,
+        without_autograd,
+        loss_without_effect,
+        module_without_optimizer,
     ),
     "check-loop": (
         never_cleared,
         cleared_too_early,
+        optimizers_that_share,
         clipped_while_scaled,
         loss_over_nothing,
         left_in_evaluation_mode,

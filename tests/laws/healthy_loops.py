@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 STEPS = 45
 # Schedules and copies in float32 are given a hundred updates.
 LONG = 130
+# What got no gradient is given two hundred.
+VERY_LONG = 205
 
 
 def _gradient(param: Tensor) -> Tensor:
@@ -665,6 +667,144 @@ def complex_weights() -> Training:
             optimizer.step()
 
     return Training(model, [optimizer], loop)
+
+
+def idle_heads() -> Training:
+    """Three heads run and one is trained: the batches of the other tasks are yet to come."""
+    body = nn.Linear(16, 16)
+    heads = nn.ModuleDict({name: nn.Linear(16, 4) for name in ("near", "far", "flat")})
+    model, batch = nn.ModuleDict({"body": body, "heads": heads}), regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        hidden = body(inputs)
+        outputs = {name: head(hidden) for name, head in heads.items()}
+        return functional.mse_loss(outputs["far"], targets)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, VERY_LONG)
+
+
+def _with_experts(weights: Tensor, *, dense: bool) -> Training:
+    """Return a training whose experts get these weights; `dense` experts run also for a weight of 0."""
+    body, experts = nn.Linear(16, 16), nn.ModuleList([nn.Linear(16, 4) for _ in weights])
+    model, batch = nn.ModuleDict({"body": body, "experts": experts}), regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        hidden = body(inputs)
+        out = torch.zeros_like(targets)
+        for weight, expert in zip(weights, experts, strict=True):
+            if dense or weight > 0:
+                out = out + weight * expert(hidden)
+        return functional.mse_loss(out, targets)
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, VERY_LONG)
+
+
+def experts_that_no_token_chose() -> Training:
+    """Two of four experts have not run yet."""
+    return _with_experts(torch.tensor([0.5, 0.0, 0.5, 0.0]), dense=False)
+
+
+def experts_that_were_masked() -> Training:
+    """All experts run, and the gate multiplies two of them by 0."""
+    return _with_experts(torch.tensor([0.5, 0.0, 0.5, 0.0]), dense=True)
+
+
+def table_that_no_batch_used() -> Training:
+    """A batch may bring the feature whose table has had no gradient."""
+    words, rare, head = nn.Embedding(30, 16), nn.Embedding(5, 16), nn.Linear(16, 30)
+    model = nn.ModuleDict({"words": words, "rare": rare, "head": head})
+
+    def loss_at(_step: int) -> Tensor:
+        known = torch.randint(30, (32,))
+        return functional.cross_entropy(head(words(known) + 0 * rare.weight[0].detach()), known)
+
+    return fitted(model, sgd(model, 0.1), loss_at, VERY_LONG)
+
+
+def part_for_evaluations() -> Training:
+    """A head runs in evaluations alone, without gradients."""
+    body, head, probe = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+    model, batch = nn.ModuleDict({"body": body, "head": head, "probe": probe}), regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(head(body(inputs)), targets)
+
+    def after(step: int) -> None:
+        if step % 5 == 4:
+            model.eval()
+            with torch.no_grad():
+                probe(body(batch()[0]))
+            model.train()
+
+    return fitted(model, sgd(model, 0.01), loss_at, VERY_LONG, after=after)
+
+
+def loss_network_of_its_own() -> Training:
+    """A network inside the loss belongs to no model that trains, and is in evaluation mode."""
+    model = perceptron()
+    judge = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    batch = regression()
+
+    def loss_at(_step: int) -> Tensor:
+        inputs, targets = batch()
+        return functional.mse_loss(judge(model(inputs)), judge(targets))
+
+    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS)
+
+
+def two_models_two_optimizers() -> Training:
+    """The passes of one model go through another, whose optimizer steps once in forty passes."""
+    model, other, batch = nn.Linear(16, 16), nn.Linear(16, 4), regression()
+    often, rarely = sgd(model, 0.01), sgd(other, 0.01)
+
+    def loop() -> None:
+        for step in range(LONG):
+            inputs, targets = batch()
+            often.zero_grad()
+            functional.mse_loss(other(model(inputs)), targets).backward()
+            often.step()
+            if step % 40 == 39:
+                rarely.step()
+                rarely.zero_grad()
+
+    return Training(model, [often], loop)
+
+
+def optimizers_in_turns() -> Training:
+    """Adam first, then SGD, for all parameters."""
+    model = perceptron()
+    loss_at = fit(model)
+    first, second = Adam(model.parameters(), lr=1e-3), sgd(model, 0.01)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            optimizer = first if step < STEPS // 2 else second
+            optimizer.zero_grad()
+            loss_at(step).backward()
+            optimizer.step()
+
+    return Training(model, [first, second], loop)
+
+
+def branches_that_begin_at_zero() -> Training:
+    """The last layer of each residual branch is 0, so the layers before it get no gradient in the first step."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            nn.init.zeros_(self.last.weight)
+            nn.init.zeros_(self.last.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.last(self.first(x).relu())
+            return out
+
+    model = nn.Sequential(Residual(), Residual(), nn.Linear(16, 4))
+    return fitted(model, sgd(model, 0.01), fit(model), STEPS)
 
 
 HEALTHY: tuple[Callable[[], Training], ...] = tuple(

@@ -40,7 +40,10 @@ CHECKS: dict[str, Any] = rule_file(  # With a trap, as in the pack: it also sees
 )
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*rule nans:gradsurgeon.GradSurgeonWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*rule nans:gradsurgeon.GradSurgeonWarning"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
+]
 
 
 def told(training: Training, rules: dict[str, Any] = CHECKS) -> list[Event]:
@@ -107,6 +110,42 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         "0.weight",
         0,
         ("non-finite although its gradients were finite", "eps of the optimizer"),
+    ),
+    "checkpoint_behind_frozen_layers": (
+        "1.weight, 1.bias",
+        19,
+        (
+            "2 of 4 trained parameters",
+            "in 20 updates",
+            "a reentrant checkpoint",
+            "use_reentrant=False",
+        ),
+    ),
+    "pair_of_zeros": ("lora_a, lora_b", 19, ("gradients of exactly 0", "random numbers")),
+    "cut_off_by_detach": (
+        "0.weight, 0.bias",
+        199,
+        ("2 of 4 trained parameters", "in 200 updates", "`detach()`"),
+    ),
+    "without_autograd": ("0.weight, 0.bias", 199, ("they run under `torch.no_grad()`",)),
+    "loss_without_effect": (
+        "0.weight, 0.bias, 2.weight and 1 more",
+        199,
+        (
+            "4 of 4 trained parameters",
+            "in 200 updates",
+            "a loss that does not depend on the weights",
+        ),
+    ),
+    "module_without_optimizer": (
+        "weight, bias",
+        29,
+        ("no optimizer owns them", "2 of 2 parameters of a Linear"),
+    ),
+    "optimizers_that_share": (
+        "0.weight, 0.bias, 2.weight and 3 more",
+        7,
+        ("belong to 2 optimizers (Adam and Adam)", "the parameters of its own model"),
     ),
     "never_cleared": (
         "0.weight",
@@ -327,4 +366,6 @@ def test_report_tells_faults_and_traps_apart(tmp_path: Path) -> None:
         training.loop()
     with gradsurgeon.open_run(path) as run:
         report = gradsurgeon.report.summary(run)
-    assert str(report).startswith("ended, checks found 1 fault\n")
+    band, words = str(report).splitlines()[:2]
+    assert band.startswith("look: step 3, rule loop: the update of step 3 used gradients")
+    assert words == "ended, checks found 1 fault"

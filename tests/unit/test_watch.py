@@ -219,11 +219,14 @@ class TestHead:
         ]
         writer.add(KEY, 10, values(1.0, 1.0))
         writer.commit()
-        assert shown(newest_report(tmp_path))[:2] == ["step 10 of rules.yaml on Net", "running"]
+        assert shown(newest_report(tmp_path))[:2] == [
+            "step 10 of rules.yaml on Net",
+            "fine: running",
+        ]
         writer.close()
         assert shown(newest_report(tmp_path))[:2] == [
             "step 10 of rules.yaml on Net",
-            "ended, clean",
+            "fine: ended, clean",
         ]
 
     def test_steps_of_rules_that_record_nothing(self, tmp_path: Path) -> None:
