@@ -12,8 +12,6 @@ from gradsurgeon.report.ending import Ending, first_diagnosis
 from gradsurgeon.report.rules_and_events import by_kind
 
 State = Literal["fine", "look", "broken"]
-# Events of these kinds ask for a look. A `GradScaler` skips steps of healthy trainings.
-_KINDS = ("skipped-step", "never-fired")
 # Callouts of these kinds are faults, and counted as findings. Others are facts: healthy trainings have them also.
 NONFINITE = "non-finite"
 PASSED = "non-finite for a while"
@@ -49,12 +47,14 @@ class Outcome:
         events: what happened.
         edits: the ids of rules that edit, whose events are no trips.
         callouts: what stands out in the records.
+        is_pack: whether a pack has all rules: nobody chose them for this model, so one may have nothing to do.
     """
 
     ending: Ending | None
     events: Sequence[Event]
     edits: Collection[str]
     callouts: Sequence[Callout]
+    is_pack: bool = False
 
     @cached_property
     def band(self) -> Band:
@@ -70,8 +70,10 @@ class Outcome:
         words = "no fault found"
         if ending is not None:
             words = ending.words
+        # A `GradScaler` skips steps of healthy trainings, so its events are no reason.
         kinds = by_kind(self.events)
-        if any(kinds[kind] for kind in _KINDS):
+        is_idle = kinds["never-fired"] and not self.is_pack
+        if kinds["skipped-step"] or is_idle:
             return Band("look", words)
         if ending is not None and ending.is_clean and not self.callouts:
             words += ", clean"

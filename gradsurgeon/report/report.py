@@ -12,6 +12,7 @@ from gradsurgeon.common import _html
 from gradsurgeon.common._libraries import is_installed, library
 from gradsurgeon.common.events import Event, RuleStatus
 from gradsurgeon.errors import printable
+from gradsurgeon.language import packs
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import json_number
@@ -210,7 +211,8 @@ class Report:
     @cached_property
     def outcome(self) -> Outcome:
         """The band, what was found, and facts."""
-        return Outcome(self.ended, self.events, edits_of(self.rules), self.callouts)
+        is_pack = self.title.startswith(packs.PREFIX)
+        return Outcome(self.ended, self.events, edits_of(self.rules), self.callouts, is_pack)
 
     @property
     def is_partial(self) -> bool:

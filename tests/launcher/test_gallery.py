@@ -29,6 +29,7 @@ LAUNCHER = ("-m", "gradsurgeon", "run")
 # A warning of Python begins with the file that it is about.
 WARNING = re.compile(rf"^{re.escape(PACKAGE)}\S*:\d+: \w*Warning: ", re.MULTILINE)
 FINDINGS = re.compile(r"^  checked: .*; found: (.*)$", re.MULTILINE)
+BANDS = re.compile(r"^  (fine|look|broken): ", re.MULTILINE)
 
 
 class Training(NamedTuple):
@@ -113,7 +114,8 @@ def test_a_training_under_the_default_pack_is_as_it_is_without(training: Trainin
     assert "gradsurgeon: " in launched[0].err
     if training.healthy:
         for after in launched:
-            assert set(FINDINGS.findall(after.err)) <= {"nothing"}, after.err
+            assert set(FINDINGS.findall(after.err)) <= {"nothing", "no fault"}, after.err
+            assert set(BANDS.findall(after.err)) <= {"fine"}, after.err
 
 
 @pytest.mark.parametrize("function", ["ddp", "fully_sharded", "parallel_sequences"])

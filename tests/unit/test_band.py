@@ -90,6 +90,11 @@ def test_a_run_has_one_band(name: str) -> None:
     assert not (says_all_is_well and (callouts or not band.startswith("fine: ")))
 
 
+def test_a_rule_of_a_pack_may_have_nothing_to_do() -> None:
+    outcome = Outcome(ending_of(ENDED, [NEVER], ()), [NEVER], (), [], is_pack=True)
+    assert str(outcome.band) == "fine: ended, 1 rule never fired"
+
+
 def test_a_session_without_a_fault_has_no_band() -> None:
     assert Outcome(None, [], set(), [SPIKE]).top == []
     assert Outcome(None, [CHECK], set(), []).top == [f"look: {CHECK.message}"]
