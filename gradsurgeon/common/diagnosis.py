@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from gradsurgeon.common import _html
 from gradsurgeon.errors import printable
@@ -21,6 +21,8 @@ _HEADLINES = {
     "weight": "the weight{name} was not finite before the step began ({what})",
     "buffer": "the buffer{name} was not finite before the step began ({what})",
 }
+
+_NOBODY = "not reproduced, so no operation is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal[
@@ -102,6 +104,33 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a blamed tensor that hold its non-finite elements. All indices count from 0.
+
+    Attributes:
+        rows: indices in its first dimension, at most 100.
+        count: number of these rows.
+        size: size of its first dimension.
+        columns: indices in its second dimension, if they are few; else empty.
+        input: the input of the model that these rows come from, empty if that is unknown.
+        input_dim: the dimension of this input in which ``input_rows`` count.
+        input_rows: indices there.
+        is_tried: whether another replay, with finite rows of the input instead of these, was finite.
+        ids: the numbers that the script gave these samples by the tag ``sample_ids``.
+    """
+
+    rows: tuple[int, ...]
+    count: int
+    size: int
+    columns: tuple[int, ...] = ()
+    input: str = ""
+    input_dim: int = 0
+    input_rows: tuple[int, ...] = ()
+    is_tried: bool = False
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """Where and why a number became NaN or infinite, and how certain that is.
 
@@ -130,6 +159,7 @@ class Diagnosis:
         loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
         bundle: the directory from which the step can be run again, empty if there is none.
         no_bundle: why no bundle could be written.
+        rows: the rows of ``output`` with non-finite elements, if its first dimension is the one of the batch.
     """
 
     certainty: Certainty
@@ -155,6 +185,7 @@ class Diagnosis:
     loss_nodes: tuple[str, ...] = ()
     bundle: str = ""
     no_bundle: str = ""
+    rows: Rows | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.text())
@@ -163,10 +194,58 @@ class Diagnosis:
         head, *evidence = self.text()
         return _html.pre("\n".join([f"{head}; step {self.step}, rank {self.rank}", *evidence]))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the diagnosis as values that JSON has, documented under ``The diagnosis as JSON``."""
+        values: dict[str, Any] = {
+            "certainty": self.certainty,
+            "reasons": list(self.reasons),
+            "headline": self.headline,
+            "what": self.what,
+            "where": self.where,
+            "op": self.operation,
+            "module": self.module,
+            "direction": self.direction,
+            "name": self.name,
+            "file": "",
+            "line": None,
+            "cause": "",
+            "evidence": [],
+            "remedy": "",
+            "rows": None,
+            "inputs": [asdict(facts) for facts in self.inputs],
+            "outputs": [],
+            "rank": self.rank,
+            "bundle": self.bundle,
+        }
+        if self.lines:
+            values["file"] = self.lines[-1].file
+            values["line"] = self.lines[-1].line
+        if self.cause is not None:
+            values["cause"] = self.cause.fault
+            values["evidence"] = list(self.cause.evidence)
+            values["remedy"] = self.cause.advice
+        if self.rows is not None:
+            values["rows"] = asdict(self.rows)
+        if self.output is not None:
+            values["outputs"].append(asdict(self.output))
+        return values
+
+    @property
+    def blames(self) -> bool:
+        """Whether it names an operation or a tensor."""
+        return self.certainty != "not reproduced" and bool(self.where)
+
+    @property
+    def direction(self) -> str:
+        """``forward`` or ``backward``, empty if no operation is blamed."""
+        if self.where in ("forward", "backward"):
+            return self.where
+        return ""
+
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""
-        if self.certainty == "not reproduced" or not self.where:
-            yield "diagnosis: not reproduced, so no operation is blamed"
+        if not self.blames:
+            yield f"diagnosis: {_NOBODY}"
             for reason in self.reasons:
                 yield f"  because {printable(reason)}"
         else:
@@ -210,6 +289,8 @@ class Diagnosis:
     @property
     def headline(self) -> str:
         """Where the number became non-finite, in one line."""
+        if not self.blames:
+            return _NOBODY
         place = ""
         if self.module:
             place = f" of {self.place}"
