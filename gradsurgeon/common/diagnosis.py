@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gradsurgeon.common import _html
+from gradsurgeon.common.rows import Rows
 from gradsurgeon.errors import printable
 
 # The headline if no operation is blamed, by ``where``.
@@ -51,6 +52,7 @@ class TensorFacts:
         name: its name in the schema of the operation, or its origin.
         shape: its shape; for a sharded tensor the shape of the whole.
         inf: number of infinite elements, ``minus_inf`` included.
+        rows: the rows with non-finite elements, unless it has none, or no dimension.
     """
 
     name: str
@@ -62,6 +64,7 @@ class TensorFacts:
     inf: int
     numel: int
     minus_inf: int = 0
+    rows: Rows | None = None
 
     @property
     def finite(self) -> bool:
@@ -93,6 +96,10 @@ class TensorFacts:
             return f"{head}: empty"
         return f"{head}: {', '.join(parts)}"
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as values that JSON has; the rows are those of the whole diagnosis."""
+        return asdict(replace(self, rows=None))
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -101,33 +108,6 @@ class Cause:
     fault: Fault
     evidence: tuple[str, ...]
     advice: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a blamed tensor that hold its non-finite elements. All indices count from 0.
-
-    Attributes:
-        rows: indices in its first dimension, at most 100.
-        count: number of these rows.
-        size: size of its first dimension.
-        columns: indices in its second dimension, if they are few; else empty.
-        input: the input of the model that these rows come from, empty if that is unknown.
-        input_dim: the dimension of this input in which ``input_rows`` count.
-        input_rows: indices there.
-        is_tried: whether another replay, with finite rows of the input instead of these, was finite.
-        ids: the numbers that the script gave these samples by the tag ``sample_ids``.
-    """
-
-    rows: tuple[int, ...]
-    count: int
-    size: int
-    columns: tuple[int, ...] = ()
-    input: str = ""
-    input_dim: int = 0
-    input_rows: tuple[int, ...] = ()
-    is_tried: bool = False
-    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +192,7 @@ class Diagnosis:
             "evidence": [],
             "remedy": "",
             "rows": None,
-            "inputs": [asdict(facts) for facts in self.inputs],
+            "inputs": [facts.to_json() for facts in self.inputs],
             "outputs": [],
             "rank": self.rank,
             "bundle": self.bundle,
@@ -227,7 +207,7 @@ class Diagnosis:
         if self.rows is not None:
             values["rows"] = asdict(self.rows)
         if self.output is not None:
-            values["outputs"].append(asdict(self.output))
+            values["outputs"].append(self.output.to_json())
         return values
 
     @property
@@ -244,26 +224,43 @@ class Diagnosis:
 
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""
-        if not self.blames:
-            yield f"diagnosis: {_NOBODY}"
-            for reason in self.reasons:
-                yield f"  because {printable(reason)}"
-        else:
+        if self.blames:
             yield f"diagnosis ({self.certainty}): {self.headline}"
+        else:
+            yield f"diagnosis: {_NOBODY}"
+        yield from self.details()
+
+    def details(self) -> Iterator[str]:
+        """Yield the lines below the headline: the place, the remedy, and then the evidence."""
+        if self.blames:
+            yield from self._place_and_remedy()
             for reason in self.reasons:
                 yield f"  no more certain, because {printable(reason)}"
-            yield from self._evidence()
+            yield from self._tensors()
+            yield from self._magnitudes()
+        else:
+            for reason in self.reasons:
+                yield f"  because {printable(reason)}"
         if self.bundle:
             command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
             yield f"  to run the step again: {printable(command)}"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
 
-    def _evidence(self) -> Iterator[str]:
+    def _place_and_remedy(self) -> Iterator[str]:
         verb = "at"
         for line in reversed(self.lines):
             yield f"  {verb} {line}"
             verb = "called at"
+        if self.rows is not None:
+            yield f"  {self.rows}"
+        if self.cause is not None:
+            yield f"  to try: {self.cause.advice}"
+            yield f"  cause: {self.cause.fault}"
+            for evidence in self.cause.evidence:
+                yield f"    {printable(evidence)}"
+
+    def _tensors(self) -> Iterator[str]:
         yield from (f"  in   {facts}" for facts in self.inputs)
         if self.output is not None:
             role = "out" if self.operation else "is"
@@ -274,17 +271,15 @@ class Diagnosis:
             direction = "backward" if math.isfinite(self.loss) else "forward"
             yield f"  the loss is {self.loss:.4g}: look at the {direction} pass of these operations"
         if self.scale is not None:
-            yield f"  the loss was scaled by {self.scale:g}"
-        if self.cause is not None:
-            yield f"  cause: {self.cause.fault}"
-            for evidence in self.cause.evidence:
-                yield f"    {printable(evidence)}"
-            yield f"  to try: {self.cause.advice}"
-        if self.history:
-            yield "  largest magnitudes before it, the last one last:"
-            width = max(len(printable(label)) for label, _ in self.history)
-            for label, value in self.history:
-                yield f"    {printable(label):{width}}  {value:.3g}"
+            yield f"  the GradScaler multiplied the loss by {self.scale:g}"
+
+    def _magnitudes(self) -> Iterator[str]:
+        if not self.history:
+            return
+        yield "  largest magnitudes before it, the last one last:"
+        width = max(len(printable(label)) for label, _ in self.history)
+        for label, value in self.history:
+            yield f"    {printable(label):{width}}  {value:.3g}"
 
     @property
     def headline(self) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Certainty, Diagnosis
 from gradsurgeon.forensics.cause import cause, cause_of_call
-from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss
+from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss, KeptStep
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
 from gradsurgeon.forensics.replay import INPUT, Replayed, WatchTags, input_name, replay
+from gradsurgeon.forensics.rows import with_rows
 from gradsurgeon.forensics.sources import BLANK, NonfiniteSource, held
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 from gradsurgeon.tensors.structure import tensors_in
@@ -76,13 +78,8 @@ def diagnose(
     ``doubts`` are reasons that make any result less certain. ``watch_tags`` shows the tags of the script to the replay.
     """
     blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
-    kept = failed.kept
-    reasons: list[str] = []
-    if kept.problem:
-        reasons = [f"a call of the model could not be kept: {kept.problem}"]
-    elif kept.dropped:
-        reasons = [_TOO_LARGE.format(kept.dropped)]
-    if not kept.calls:
+    reasons = _missing_calls(failed.kept)
+    if not failed.kept.calls:
         if not reasons:
             reasons = [_NO_CALL]
         return replace(blank, reasons=tuple(reasons))
@@ -101,7 +98,25 @@ def diagnose(
     if debugger and source.is_operation:
         replay(replayed.call, watch_tags, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
-    return _diagnosis_of(replayed, source, failed, tuple(reasons))
+    diagnosis = _diagnosis_of(replayed, source, failed, tuple(reasons))
+    if source.is_outside:
+        return with_rows(diagnosis, replayed.call, None)
+    return with_rows(diagnosis, replayed.call, partial(_blamed_again, failed, watch_tags))
+
+
+def _blamed_again(
+    failed: FailedStep, watch_tags: WatchTags, call: KeptCall
+) -> NonfiniteSource | None:
+    return _to_blame(replay(call, watch_tags), failed)
+
+
+def _missing_calls(kept: KeptStep) -> list[str]:
+    """Return why a call of the step was not kept, as one reason or none."""
+    if kept.problem:
+        return [f"a call of the model could not be kept: {kept.problem}"]
+    if kept.dropped:
+        return [_TOO_LARGE.format(kept.dropped)]
+    return []
 
 
 def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
@@ -114,7 +129,8 @@ def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
             if nonfinite_kind(tensor) == "NaN":
                 name = input_name(module, path)
                 source = held(0, "input", name, facts(tensor, name))
-                return _diagnosis_of(Replayed(call), source, failed, (_NOT_RUN,))
+                diagnosis = _diagnosis_of(Replayed(call), source, failed, (_NOT_RUN,))
+                return with_rows(diagnosis, call, None)
     return None
 
 

@@ -18,10 +18,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from gradsurgeon.common.diagnosis import Line, TensorFacts
+from gradsurgeon.common.rows import Rows
 from gradsurgeon.language.planning import named_modules
 from gradsurgeon.tensors import _dist, _torch
 
 Kind = Literal["NaN", "Inf", "-Inf"]
+_MOST_ROWS = 100
+# More columns say less than their number.
+_MOST_COLUMNS = 3
 KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
 Place = tuple[str, str]
 _HERE = Path(__file__).resolve().parent
@@ -100,8 +104,12 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
         for kind in KINDS:
             counts[kind] = int(where_is(values, kind).sum())
     finite = values
+    rows = None
     if any(counts.values()):
         finite = values[values.isfinite()]
+        # Of a sharded, sparse or complex tensor the values have another shape.
+        if values.dim() and values.shape == tensor.shape:
+            rows = _rows_in(values.isnan() if counts["NaN"] else values.isinf())
     low = None
     high = None
     if finite.numel():
@@ -118,7 +126,25 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
         infinite,
         values.numel(),
         counts["-Inf"],
+        rows,
     )
+
+
+def _rows_in(places: Tensor) -> Rows:
+    """Return the rows of a mask with at least one dimension that are not empty. Waits for its device."""
+    rows = _nonzero(places)
+    columns: list[int] = []
+    if places.dim() > 1:
+        columns = _nonzero(places.transpose(0, 1))
+        if len(columns) > _MOST_COLUMNS or len(columns) == places.size(1):
+            columns = []
+    return Rows(tuple(rows[:_MOST_ROWS]), len(rows), len(places), tuple(columns), places.dim())
+
+
+def _nonzero(places: Tensor) -> list[int]:
+    """Return the indices in the first dimension at which a mask is not empty."""
+    rows: list[int] = places.flatten(1).any(1).nonzero().flatten().tolist()
+    return rows
 
 
 def elements(tensor: Tensor) -> Tensor:
