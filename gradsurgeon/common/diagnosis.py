@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gradsurgeon.common import _html
+from gradsurgeon.common.operands import operand
 from gradsurgeon.common.rows import Rows
 from gradsurgeon.errors import printable
 
@@ -17,7 +18,7 @@ _HEADLINES = {
     "output gradient": "{what} came back to the output{name} of the model: born outside of it, in the loss",
     "literal": "{what} was written by the script itself",
     "unknown": "{what} appeared among the inputs of{name}, and no operation shows where from",
-    "loss input": "{bare} was not finite when the loss was computed ({what}), and no known operation has made it",
+    "loss input": "the loss was given {what}: {bare}, and no operation that PyTorch shows made it",
     "input": "the input{name}{of} was not finite when the model was called ({what})",
     "weight": "the weight{name} was not finite before the step began ({what})",
     "buffer": "the buffer{name} was not finite before the step began ({what})",
@@ -83,6 +84,8 @@ class TensorFacts:
 
     def __str__(self) -> str:
         head = printable(f"{self.name} {list(self.shape)} {self.dtype}".lstrip())
+        if self.numel == 1 and not self.finite:
+            return f"{head}: {self.kind}"
         counts = {"NaN": self.nan, "Inf": self.inf - self.minus_inf, "-Inf": self.minus_inf}
         parts = [f"{count:,} of {self.numel:,} {kind}" for kind, count in counts.items() if count]
         if self.low is not None and self.high is not None:
@@ -261,10 +264,14 @@ class Diagnosis:
                 yield f"    {printable(evidence)}"
 
     def _tensors(self) -> Iterator[str]:
-        yield from (f"  in   {facts}" for facts in self.inputs)
-        if self.output is not None:
-            role = "out" if self.operation else "is"
-            yield f"  {role}  {self.output}"
+        for facts in self.inputs:
+            word = operand(self.operation, facts.name)
+            yield f"  in   {replace(facts, name=word)}"
+        if self.output is not None and self.operation:
+            yield f"  out  {self.output}"
+        elif self.output is not None:
+            # The headline has its name.
+            yield f"  is   {replace(self.output, name='')}"
         if self.loss_nodes:
             yield f"  operations of the loss: {printable(', '.join(self.loss_nodes))}"
         if self.loss is not None and self.where == "output gradient":

@@ -55,7 +55,8 @@ class Rows:
         if self.ids:
             text += f" (sample_ids {listed(self.ids)})"
         if self.is_tried:
-            text += "; the result is finite with other rows in their place"
+            text += "; the result is finite with "
+            text += "another in its place" if len(self.input_rows) == 1 else "others in their place"
         return text
 
     @property

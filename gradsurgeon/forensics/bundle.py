@@ -56,7 +56,8 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
     """Write a bundle into a folder under a new name; return its path. After an error there is no part of it."""
     document = _document(failed)
     face = {part: document[part] for part in _FACE_PARTS}
-    face["diagnosis"] = str(diagnosis).splitlines()
+    face["diagnosis"] = diagnosis.to_json()
+    face["text"] = str(diagnosis).splitlines()
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Certainty, Diagnosis
+from gradsurgeon.common.operands import operand_of
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss, KeptStep
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
@@ -328,7 +329,7 @@ def _source_at(node: LossNode, name: str, tensor: Tensor, loss: KeptLoss) -> Non
         return None
     maker = node.made_of[edge]
     if maker == NO_GRAPH:
-        return held(0, "loss input", f"{name} of {node.name}", facts(tensor, name))
+        return held(0, "loss input", operand_of(_label(node, loss), name), facts(tensor, name))
     if maker < 0 or _nonfinite_in(loss.nodes[maker]):
         return None
     return _made(loss.nodes[maker], loss, tensor)
@@ -360,14 +361,18 @@ def _repeated(node: LossNode, loss: KeptLoss) -> NonfiniteSource | None:
     return _made(node, loss, result, Call(func, args, {}))
 
 
+def _label(node: LossNode, loss: KeptLoss) -> str:
+    """Return the name of a node; of several alike, also which one it is."""
+    alike = [other for other in loss.nodes if other.name == node.name]
+    if len(alike) == 1:
+        return node.name
+    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"
+
+
 def _made(
     node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None
 ) -> NonfiniteSource:
     measured = facts(result)
-    label = node.name
-    alike = [other for other in loss.nodes if other.name == node.name]
-    if len(alike) > 1:
-        label += f", number {alike.index(node) + 1} of {len(alike)}"
     kept = _tensors_in(node)
     kept.pop("result", None)
     operation = node.name
@@ -380,7 +385,7 @@ def _made(
         what=measured.kind,
         where="forward",
         operation=operation,
-        node=label,
+        node=_label(node, loss),
         inputs=tuple(facts(tensor, name) for name, tensor in kept.items()),
         output=measured,
         cause=why,

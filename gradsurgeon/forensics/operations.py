@@ -143,7 +143,7 @@ def _rows_in(places: Tensor) -> Rows:
 
 def _nonzero(places: Tensor) -> list[int]:
     """Return the indices in the first dimension at which a mask is not empty."""
-    rows: list[int] = places.flatten(1).any(1).nonzero().flatten().tolist()
+    rows: list[int] = places.reshape(len(places), -1).any(1).nonzero().flatten().tolist()
     return rows
 
 

@@ -38,19 +38,27 @@ def with_rows(diagnosis: Diagnosis, call: KeptCall, blame: Blame | None) -> Diag
     output = diagnosis.output
     if output is None or output.rows is None or diagnosis.where in _NOT_OF_BATCH:
         return diagnosis
-    rows = output.rows
-    whole = replace(diagnosis, rows=_with_ids(rows, rows.rows, rows.size, call))
-    if diagnosis.where == "input":
-        return whole
-    if blame is None or rows.count == rows.size:
-        return whole if rows.size == _size_of_batch(call) else diagnosis
+    try:
+        return replace(diagnosis, rows=_rows_of_batch(output.rows, diagnosis, call, blame))
+    except Exception:  # noqa: BLE001 # tensors of any kind may raise anything; the rest of the diagnosis stays
+        return diagnosis
+
+
+def _rows_of_batch(
+    rows: Rows, diagnosis: Diagnosis, call: KeptCall, blame: Blame | None
+) -> Rows | None:
+    is_input = diagnosis.where == "input"
+    if is_input or blame is None or rows.count == rows.size:
+        if is_input or rows.size == _size_of_batch(call):
+            return _with_ids(rows, rows.rows, rows.size, call)
+        return None
     for guess in _guesses(rows, call):
         if _is_finite_without(guess, diagnosis, call, blame):
-            rows = replace(
+            found = replace(
                 rows, input=guess.input, input_dim=guess.dim, input_rows=guess.rows, is_tried=True
             )
-            return replace(diagnosis, rows=_with_ids(rows, guess.rows, guess.size, call))
-    return diagnosis
+            return _with_ids(found, guess.rows, guess.size, call)
+    return None
 
 
 def _guesses(rows: Rows, call: KeptCall) -> Iterator[_Guess]:

@@ -243,13 +243,14 @@ class EventLog:
             raise self._raised.pop()
 
     def notice_once(
-        self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
+        self, topic: str, message: str, *, rule: str = "", step: int = 0, **options: Any
     ) -> None:
+        """Emit a notice unless one of this topic and rule was emitted; ``options`` are those of `emit`."""
         with self._lock:
             if (topic, rule) in self._noticed:
                 return
             self._noticed.add((topic, rule))
-        self.emit("notice", message, rule=rule, step=step, warn=warn)
+        self.emit("notice", message, rule=rule, step=step, **options)
 
     def is_noticed(self, topic: str, rule: str = "") -> bool:
         return (topic, rule) in self._noticed

@@ -28,8 +28,10 @@ def event_text(
     head: str, outcome: str, report: TrapReport, diagnosis: Diagnosis | None, keys: dict[str, Any]
 ) -> str:
     """Return the message of an event or an exception: its first two lines say what happened and what was done."""
-    lines = [head, outcome, *diagnosis_lines(diagnosis)]
-    return "\n".join([*lines, *_samples(keys), *report.lines])
+    lines = [head, outcome, *diagnosis_lines(diagnosis), *_samples(keys), *report.lines]
+    if report.hint and (diagnosis is None or not diagnosis.blames):
+        lines.append(report.hint)
+    return "\n".join(lines)
 
 
 def shown_text(
@@ -38,9 +40,14 @@ def shown_text(
     """Return the same for a terminal, where the diagnosis comes first; empty if the event's message does."""
     if diagnosis is None or not diagnosis.blames:
         return ""
-    lines = [f"{place}: {diagnosis.headline}, {diagnosis.certainty}", *_finder(diagnosis)]
-    lines += diagnosis.details()
+    lines = born_lines(place, diagnosis)
     return "\n".join([*lines, *_samples(keys), f"{report.head}; {outcome}", *report.lines])
+
+
+def born_lines(place: str, diagnosis: Diagnosis) -> list[str]:
+    """Return a diagnosis whose first line is the place of the trip and of the birth."""
+    head = f"{place}: {diagnosis.headline}, {diagnosis.certainty}"
+    return [head, *_finder(diagnosis), *diagnosis.details()]
 
 
 def diagnosis_lines(diagnosis: Diagnosis | None) -> Iterator[str]:
