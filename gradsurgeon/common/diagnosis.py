@@ -100,8 +100,10 @@ class TensorFacts:
         return f"{head}: {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as values that JSON has; the rows are those of the whole diagnosis."""
-        return asdict(replace(self, rows=None))
+        """Return it as values that JSON has, without rows: these are a key of the whole diagnosis."""
+        values = asdict(self)
+        del values["rows"]
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,16 @@ _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 def operand(operation: str, name: str) -> str:
     """Return the word for one operand, such as ``divisor``; its name if there is no better word."""
     _, words = _known(operation)
-    return words.get(name, name)
+    word = words.get(name, name)
+    if word == "self":
+        return "input"
+    return word
 
 
 def operand_of(node: str, name: str) -> str:
     """Return ``the divisor of a division`` for a node of autograd such as ``DivBackward0``."""
-    noun, words = _known(node)
-    word = words.get(name, name)
-    if word == "self":
-        word = "input"
-    return f"the {word} of {noun} ({node})"
+    noun, _ = _known(node)
+    return f"the {operand(node, name)} of {noun} ({node})"
 
 
 def _known(operation: str) -> tuple[str, dict[str, str]]:

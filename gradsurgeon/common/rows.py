@@ -51,7 +51,7 @@ class Rows:
         elif self.columns:
             text += f", at {_numbered('index', self.columns)} of dimension 1"
         if self.input:
-            text += f": {self._place_in_input} of the input {printable(self.input)}"
+            text += f", {self._place_in_input} of the input `{printable(self.input)}`"
         if self.ids:
             text += f" (sample_ids {listed(self.ids)})"
         if self.is_tried:
@@ -61,6 +61,8 @@ class Rows:
 
     @property
     def _place_in_input(self) -> str:
+        if not self.input_dim and self.input_rows == self.rows:
+            return "the same row" if len(self.rows) == 1 else "the same rows"
         if not self.input_dim:
             return _numbered("row", self.input_rows)
         return f"{_numbered('index', self.input_rows)} of dimension {self.input_dim}"

@@ -108,7 +108,10 @@ def diagnose(
 def _blamed_again(
     failed: FailedStep, watch_tags: WatchTags, call: KeptCall
 ) -> NonfiniteSource | None:
-    return _to_blame(replay(call, watch_tags), failed)
+    replayed = replay(call, watch_tags)
+    if replayed.error is not None:
+        raise replayed.error
+    return _to_blame(replayed, failed)
 
 
 def _missing_calls(kept: KeptStep) -> list[str]:

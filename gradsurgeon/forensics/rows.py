@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.common.rows import Rows
@@ -17,6 +18,8 @@ from gradsurgeon.tensors.structure import Copied, tensors_in
 _DIMS = (0, 1)
 # Tensors that do not come from the batch.
 _NOT_OF_BATCH = ("weight", "buffer", "literal")
+# The forward pass of the script runs once more for each guess.
+_MOST_REPLAYS = 3
 # Runs a call again; returns the source to blame.
 Blame = Callable[[KeptCall], NonfiniteSource | None]
 
@@ -36,7 +39,10 @@ def with_rows(diagnosis: Diagnosis, call: KeptCall, blame: Blame | None) -> Diag
     Without ``blame`` the fault is outside of the call, and nothing is run again.
     """
     output = diagnosis.output
-    if output is None or output.rows is None or diagnosis.where in _NOT_OF_BATCH:
+    is_made_of_nothing = blame is not None and diagnosis.operation and not diagnosis.inputs
+    if output is None or output.rows is None or is_made_of_nothing:
+        return diagnosis
+    if diagnosis.where in _NOT_OF_BATCH:
         return diagnosis
     try:
         return replace(diagnosis, rows=_rows_of_batch(output.rows, diagnosis, call, blame))
@@ -52,7 +58,7 @@ def _rows_of_batch(
         if is_input or rows.size == _size_of_batch(call):
             return _with_ids(rows, rows.rows, rows.size, call)
         return None
-    for guess in _guesses(rows, call):
+    for guess in islice(_guesses(rows, call), _MOST_REPLAYS):
         if _is_finite_without(guess, diagnosis, call, blame):
             found = replace(
                 rows, input=guess.input, input_dim=guess.dim, input_rows=guess.rows, is_tried=True
@@ -72,7 +78,7 @@ def _guesses(rows: Rows, call: KeptCall) -> Iterator[_Guess]:
         return
     path, tensor = inputs[0]
     name = input_name(module, path)
-    for dim in _batch_dims(module, tensor):
+    for dim in _DIMS[: tensor.dim()]:
         size = tensor.size(dim)
         if not size or rows.size % size:
             continue
@@ -85,18 +91,11 @@ def _guesses(rows: Rows, call: KeptCall) -> Iterator[_Guess]:
 
 
 def _size_of_batch(call: KeptCall) -> int:
-    """Return the size of the first dimension of the first input, 0 if it has none."""
+    """Return the size of the first dimension of the first input, 0 if that is no batch."""
     for _, tensor in tensors_in([call.args, call.kwargs]):
-        return tensor.size(0) if tensor.dim() else 0
+        is_one_sample = tensor.dim() == 0 or (tensor.dim() == 1 and tensor.is_floating_point())
+        return 0 if is_one_sample else tensor.size(0)
     return 0
-
-
-def _batch_dims(module: nn.Module, tensor: Tensor) -> Sequence[int]:
-    dims = _DIMS[: tensor.dim()]
-    # Layers for sequences take the time first by default.
-    if any(getattr(inner, "batch_first", True) is False for inner in module.modules()):
-        return dims[::-1]
-    return dims
 
 
 def _distinct(rows: Sequence[int]) -> tuple[int, ...]:
@@ -129,4 +128,4 @@ def _with_ids(rows: Rows, samples: Sequence[int], size: int, call: KeptCall) -> 
     if ids is None or len(ids) != size:
         return rows
     numbers = ids.tolist()
-    return replace(rows, ids=tuple(numbers[sample] for sample in samples))
+    return replace(rows, ids=tuple([int(numbers[sample]) for sample in samples]))

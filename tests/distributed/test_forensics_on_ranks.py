@@ -42,6 +42,15 @@ def test_the_rank_that_did_it_names_the_operation(ranks: Ranks, then: str) -> No
         assert BORN in guilty["error"]
 
 
+def test_rows_and_samples_are_those_of_the_rank_that_did_it(ranks: Ranks) -> None:
+    other, guilty = (rank["DDP skip-step"]["told"][0] for rank in ranks)
+    rows = "\n  in all 4 rows (sample_ids 4 to 7)\n"
+    assert rows in guilty
+    assert rows in other
+    assert "\nsample_ids of this step: 4 to 7\n" in guilty
+    assert "\nsample_ids of this step: 0 to 3\n" in other
+
+
 def test_nan_in_the_batch_of_a_rank_is_told_there_at_the_first_skip_of_a_scaler(
     ranks: Ranks,
 ) -> None:
