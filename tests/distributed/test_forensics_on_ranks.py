@@ -44,7 +44,7 @@ def test_the_rank_that_did_it_names_the_operation(ranks: Ranks, then: str) -> No
 
 def test_rows_and_samples_are_those_of_the_rank_that_did_it(ranks: Ranks) -> None:
     other, guilty = (rank["DDP skip-step"]["told"][0] for rank in ranks)
-    rows = "\n  in all 4 rows (sample_ids 4 to 7)\n"
+    rows = "  all in rows 1 to 3 of 4, columns 0, 2 and 3, the same rows of the input `x` (sample_ids 5 to 7); "
     assert rows in guilty
     assert rows in other
     assert "\nsample_ids of this step: 4 to 7\n" in guilty
