@@ -235,12 +235,12 @@ def remove(model: nn.Module) -> None:
 def tag(tensor: Tensor, name: str) -> Tensor:
     """Give a tensor in the middle of a forward pass a name that rules can match.
 
-    The call costs nothing while no session is attached. Integers of shape [batch] with the name ``sample_ids`` tell which
-    samples are in the batch: the session keeps a copy until the update, and events of traps and spikes name them.
+    The call costs nothing while no session is attached. Events of traps and spikes have the integers, of shape [batch],
+    that were named ``sample_ids``.
 
     Args:
         tensor: any tensor, of any shape and dtype.
-        name: the name that `tensors:` in a rule is matched against, or ``sample_ids``.
+        name: the name that `tensors:` in a rule is matched against.
 
     Returns:
         The same tensor. If a rule edits it, a tensor with another value; if a rule acts on the gradient of a leaf, a
