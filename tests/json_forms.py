@@ -50,13 +50,13 @@ The key `diagnosis` of an event in `report --format json` and `export --format j
 | `evidence` | what repeating the operation has shown, sentences |
 | `remedy` | what to try, a sentence |
 | `rows` | an object, below, or `null` |
-| `inputs`, `outputs` | tensors: `name` (of an input: in the operation's schema), `shape`, `dtype`, `low` and `high` of the finite elements or `null`, `numel`, and how many are `nan`, `inf` (`minus_inf` included) and `minus_inf` |
+| `inputs`, `outputs` | tensors: `name` (of an input: in the operation's schema), `shape`, `dtype`, `low` and `high` of the finite elements or `null`, `numel`, and how many are `nan`, `inf` (`minus_inf` included) and `minus_inf`, in which `rows` |
 | `rank` | the rank that found it |
 | `bundle` | path of the bundle, empty without one and in `step.json` |
 
-**`rows`**: the first 100 non-finite `rows` of the blamed tensor, their `count`, and the `size` of its first dimension; `columns` in its second dimension, if they are few;
-`dims`, its number of dimensions. If another replay has shown from where they come (`is_tried`): `input`, the name of an input of the model, `input_dim`, and
-`input_rows`, the indices in that dimension. `ids`: the numbers that the script tagged `sample_ids` of these samples.
+**`rows`**: the first 100 non-finite `rows` of the blamed tensor, their `count`, and the `size` of its first dimension; of a matrix also the `columns`, if they are few.
+If another replay, with other rows of the input, has shown from where they come: the name of the `input` of the model, and its `input_rows`. `ids`: the numbers of these
+samples that the script tagged `sample_ids`.
 
 ## A comparison as JSON
 

@@ -24,6 +24,19 @@ _HEADLINES = {
     "buffer": "the buffer{name} was not finite before the step began ({what})",
 }
 
+# The attributes that are keys for programs, too.
+_KEYS = (
+    "certainty",
+    "reasons",
+    "what",
+    "where",
+    "module",
+    "name",
+    "rows",
+    "inputs",
+    "rank",
+    "bundle",
+)
 _NOBODY = "not reproduced, so no operation is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
@@ -98,12 +111,6 @@ class TensorFacts:
         if not parts:
             return f"{head}: empty"
         return f"{head}: {', '.join(parts)}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as values that JSON has, without rows: these are a key of the whole diagnosis."""
-        values = asdict(self)
-        del values["rows"]
-        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,51 +188,25 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as values that JSON has, documented under ``The diagnosis as JSON``."""
-        values: dict[str, Any] = {
-            "certainty": self.certainty,
-            "reasons": list(self.reasons),
-            "headline": self.headline,
-            "what": self.what,
-            "where": self.where,
-            "op": self.operation,
-            "module": self.module,
-            "direction": self.direction,
-            "name": self.name,
-            "file": "",
-            "line": None,
-            "cause": "",
-            "evidence": [],
-            "remedy": "",
-            "rows": None,
-            "inputs": [facts.to_json() for facts in self.inputs],
-            "outputs": [],
-            "rank": self.rank,
-            "bundle": self.bundle,
-        }
-        if self.lines:
-            values["file"] = self.lines[-1].file
-            values["line"] = self.lines[-1].line
-        if self.cause is not None:
-            values["cause"] = self.cause.fault
-            values["evidence"] = list(self.cause.evidence)
-            values["remedy"] = self.cause.advice
-        if self.rows is not None:
-            values["rows"] = asdict(self.rows)
+        whole = asdict(self)
+        values = {key: whole[key] for key in _KEYS}
+        values.update(headline=self.headline, op=self.operation, direction="", outputs=())
+        values.update(file="", line=None, cause="", evidence=(), remedy="")
+        if self.where in ("forward", "backward"):
+            values["direction"] = self.where
         if self.output is not None:
-            values["outputs"].append(self.output.to_json())
+            values["outputs"] = (whole["output"],)
+        if self.lines:
+            values.update(file=self.lines[-1].file, line=self.lines[-1].line)
+        if self.cause is not None:
+            values.update(cause=self.cause.fault, evidence=self.cause.evidence)
+            values["remedy"] = self.cause.advice
         return values
 
     @property
     def blames(self) -> bool:
         """Whether it names an operation or a tensor."""
         return self.certainty != "not reproduced" and bool(self.where)
-
-    @property
-    def direction(self) -> str:
-        """``forward`` or ``backward``, empty if no operation is blamed."""
-        if self.where in ("forward", "backward"):
-            return self.where
-        return ""
 
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""

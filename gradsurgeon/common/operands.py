@@ -2,37 +2,34 @@
 
 import re
 
-# The noun of each operation, and its operands by their names in PyTorch.
-_OPERATIONS = {
-    "div": ("a division", {"self": "dividend", "other": "divisor"}),
-    "mul": ("a product", {"self": "first factor", "other": "second factor"}),
-    "pow": ("a power", {"self": "base", "exponent": "exponent"}),
-    "add": ("a sum", {"self": "first summand", "other": "second summand"}),
-    "sub": ("a difference", {"self": "first operand", "other": "second operand"}),
+# The noun of each operation, and the words for its first and second operand.
+_WORDS = {
+    "div": ("a division", "dividend", "divisor"),
+    "mul": ("a product", "first factor", "second factor"),
+    "pow": ("a power", "base", "exponent"),
+    "add": ("a sum", "first summand", "second summand"),
+    "sub": ("a difference", "first operand", "second operand"),
 }
-_NODE = re.compile(r"(?P<name>\w+?)Backward\d*")
-_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_PLACES = {"self": 1, "other": 2, "exponent": 2}
 
 
 def operand(operation: str, name: str) -> str:
-    """Return the word for one operand, such as ``divisor``; its name if there is no better word."""
-    _, words = _known(operation)
-    word = words.get(name, name)
-    if word == "self":
+    """Return the word for an operand of ``aten.div`` or ``DivBackward0``, such as ``divisor``; else its name in PyTorch."""
+    words = _WORDS.get(_stem(operation))
+    if words is not None and name in _PLACES:
+        return words[_PLACES[name]]
+    if name == "self":
         return "input"
-    return word
+    return name
 
 
 def operand_of(node: str, name: str) -> str:
-    """Return ``the divisor of a division`` for a node of autograd such as ``DivBackward0``."""
-    noun, _ = _known(node)
+    """Return ``the divisor of a division (DivBackward0)``."""
+    stem = _stem(node)
+    noun, *_ = _WORDS.get(stem, (stem,))
     return f"the {operand(node, name)} of {noun} ({node})"
 
 
-def _known(operation: str) -> tuple[str, dict[str, str]]:
-    node = _NODE.match(operation)
-    if node is None:
-        stem = operation.rpartition(".")[2].rstrip("_")
-    else:
-        stem = _WORD.sub("_", node["name"]).lower()
-    return _OPERATIONS.get(stem, (stem, {}))
+def _stem(operation: str) -> str:
+    name = re.sub(r"Backward\d.*", "", operation.rpartition(".")[2])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().rstrip("_")

@@ -23,6 +23,7 @@ from gradsurgeon.language.planning import named_modules
 from gradsurgeon.tensors import _dist, _torch
 
 Kind = Literal["NaN", "Inf", "-Inf"]
+_MATRIX = 2
 _MOST_ROWS = 100
 # More columns say less than their number.
 _MOST_COLUMNS = 3
@@ -132,19 +133,19 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
 
 def _rows_in(places: Tensor) -> Rows:
     """Return the rows of a mask with at least one dimension that are not empty. Waits for its device."""
-    rows = _nonzero(places)
+    table = places.reshape(len(places), -1)
+    rows = _nonzero(table.any(1))
     columns: list[int] = []
-    if places.dim() > 1:
-        columns = _nonzero(places.transpose(0, 1))
-        if len(columns) > _MOST_COLUMNS or len(columns) == places.size(1):
-            columns = []
-    return Rows(tuple(rows[:_MOST_ROWS]), len(rows), len(places), tuple(columns), places.dim())
+    if places.dim() == _MATRIX:
+        columns = _nonzero(table.any(0))
+    if len(columns) > _MOST_COLUMNS or len(columns) == table.size(1):
+        columns = []
+    return Rows(tuple(rows[:_MOST_ROWS]), len(rows), len(places), tuple(columns))
 
 
 def _nonzero(places: Tensor) -> list[int]:
-    """Return the indices in the first dimension at which a mask is not empty."""
-    rows: list[int] = places.reshape(len(places), -1).any(1).nonzero().flatten().tolist()
-    return rows
+    indices: list[int] = places.nonzero().flatten().tolist()
+    return indices
 
 
 def elements(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Diagnosis
-from gradsurgeon.common.rows import listed
+from gradsurgeon.common.rows import numbered
 from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.tensors import _dist
 
@@ -18,30 +18,32 @@ def event_keys(diagnosis: Diagnosis | None, sample_ids: Sequence[Tensor]) -> dic
     numbers: list[int] = []
     for ids in sample_ids:
         numbers += ids[: _MOST_SAMPLES - len(numbers)].tolist()
-    keys: dict[str, Any] = {"diagnosis": None, "sample_ids": tuple(numbers)}
+    values = None
     if diagnosis is not None:
-        keys["diagnosis"] = diagnosis.to_json()
-    return keys
+        values = diagnosis.to_json()
+    return {"diagnosis": values, "sample_ids": tuple(numbers)}
 
 
-def event_text(
-    head: str, outcome: str, report: TrapReport, diagnosis: Diagnosis | None, keys: dict[str, Any]
-) -> str:
-    """Return the message of an event or an exception: its first two lines say what happened and what was done."""
-    lines = [head, outcome, *diagnosis_lines(diagnosis), *_samples(keys), *report.lines]
-    if report.hint and (diagnosis is None or not diagnosis.blames):
-        lines.append(report.hint)
-    return "\n".join(lines)
+def texts(
+    place: str,
+    report: TrapReport,
+    outcome: str,
+    diagnosis: Diagnosis | None,
+    sample_ids: Sequence[int],
+) -> tuple[str, str]:
+    """Return the message of a trip, and the text for a terminal, which is empty if it is no other.
 
-
-def shown_text(
-    place: str, outcome: str, report: TrapReport, diagnosis: Diagnosis | None, keys: dict[str, Any]
-) -> str:
-    """Return the same for a terminal, where the diagnosis comes first; empty if the event's message does."""
+    The first two lines of a message say what happened and what was done. A terminal shows the diagnosis first.
+    """
+    head = f"{place}: {report.head}"
+    lines = list(report.lines)
+    if sample_ids:
+        lines.insert(0, f"samples of this step: {numbered('sample_id', sample_ids)}")
     if diagnosis is None or not diagnosis.blames:
-        return ""
-    lines = born_lines(place, diagnosis)
-    return "\n".join([*lines, *_samples(keys), f"{report.head}; {outcome}", *report.lines])
+        lines = [head, outcome, *diagnosis_lines(diagnosis), *lines, report.hint]
+        return "\n".join(lines).rstrip("\n"), ""
+    shown = [*born_lines(place, diagnosis), f"{report.head}; {outcome}", *lines]
+    return "\n".join([head, outcome, *diagnosis_lines(diagnosis), *lines]), "\n".join(shown)
 
 
 def born_lines(place: str, diagnosis: Diagnosis) -> list[str]:
@@ -59,8 +61,3 @@ def diagnosis_lines(diagnosis: Diagnosis | None) -> Iterator[str]:
 def _finder(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.rank != _dist.rank():
         yield f"found by rank {diagnosis.rank}, in its part of the batch:"
-
-
-def _samples(keys: dict[str, Any]) -> Iterator[str]:
-    if keys["sample_ids"]:
-        yield f"sample_ids of this step: {listed(keys['sample_ids'])}"

@@ -22,8 +22,7 @@ from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_message import (
     diagnosis_lines,
     event_keys,
-    event_text,
-    shown_text,
+    texts,
 )
 from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.runtime.votes_heard import ALONE, Heard
@@ -197,10 +196,9 @@ class Conclusions:
         context = self._context
         report = trip.report.caused_by(ranks)
         outcome = trip.outcome(context.mode)
-        head = self.head(step, trip, ranks)
         keys = event_keys(diagnosis, self._kept.sample_ids)
-        text = event_text(head, outcome, report, diagnosis, keys)
         place = context.place(step, trip.rule)
+        text, shown = texts(place, report, outcome, diagnosis, keys["sample_ids"])
         log = context.event_log
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
@@ -212,7 +210,7 @@ class Conclusions:
             warn=then == "warn",
             quiet=then == "raise",
             facts=keys,
-            shown=shown_text(place, outcome, report, diagnosis, keys),
+            shown=shown,
         )
         if then == "skip-step":
             log.emit("skipped-step", f"step {step} skipped: {_HIDDEN}", **where)

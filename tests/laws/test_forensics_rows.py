@@ -102,11 +102,11 @@ def documents(batch: int, length: int, empty: int) -> dict[str, Tensor]:
     return {"tokens": torch.arange(batch * length).view(batch, length) % 20, "padding": padding}
 
 
-def first_is(word: str, count: int) -> Callable[[Tensor], Tensor]:
-    """Return a loss outside of the model that takes weights of samples, one of which is NaN."""
-    weights = torch.ones(count, 1)
+def weighted(out: Tensor) -> Tensor:
+    """Return a loss outside of the model, whose weight of one sample is NaN."""
+    weights = torch.ones(len(out), 1)
     weights[5] = NAN
-    return {"weighted": lambda out: (out * weights).mean(), "whole": mean}[word]
+    return (out * weights).mean()
 
 
 @dataclass
@@ -119,7 +119,6 @@ class Case:
     of: int = 0
     columns: tuple[int, ...] = ()
     input: str = ""
-    dim: int = 0
     input_rows: tuple[int, ...] = ()
     loss: Callable[[Tensor], Tensor] = mean
 
@@ -136,39 +135,36 @@ def logs(x: Tensor) -> Tensor:
 
 
 CASES = {
-    "an image in a CNN": Case(
-        Cnn, zeros_at((16, 1, 8, 8), 11), (11,), 16, (), "images", 0, (11,)
-    ),
-    "several rows": Case(
-        lambda: Block(unit), zeros_at((9, 4), 3, 7), (3, 7), 9, (), "x", 0, (3, 7)
-    ),
+    "an image in a CNN": Case(Cnn, zeros_at((16, 1, 8, 8), 11), (11,), 16, (), "images", (11,)),
+    "several rows": Case(lambda: Block(unit), zeros_at((9, 4), 3, 7), (3, 7), 9, (), "x", (3, 7)),
     "one column of a row": Case(
-        lambda: Block(logs, nn.Identity()), zeros_at((9, 4), (3, 1)), (3,), 9, (1,), "x", 0, (3,)
+        lambda: Block(logs, nn.Identity()), zeros_at((9, 4), (3, 1)), (3,), 9, (1,), "x", (3,)
     ),
     "in backward": Case(
         lambda: Block(lambda x: x.square().sum(-1, keepdim=True).sqrt().expand_as(x)),
-        zeros_at((9, 4), 2), (2,), 9, (), "x", 0, (2,),
+        zeros_at((9, 4), 2), (2,), 9, (), "x", (2,),
     ),
     "an empty document": Case(
-        lambda: Transformer(batch_first=True), documents(6, 5, 3), (6, 7), 12, (), "tokens", 0, (3,)
+        lambda: Transformer(batch_first=True), documents(6, 5, 3), (6, 7), 12, (), "tokens", (3,)
     ),
     "an empty document where the time is first inside": Case(
-        lambda: Transformer(batch_first=False), documents(6, 5, 3), (6, 7), 12, (), "tokens", 0, (3,)
+        lambda: Transformer(batch_first=False), documents(6, 5, 3), (6, 7), 12, (), "tokens", (3,)
     ),
     "as many documents as positions": Case(
-        lambda: Transformer(batch_first=False), documents(5, 5, 3), (6, 7), 10, (), "tokens", 0, (3,)
+        lambda: Transformer(batch_first=False), documents(5, 5, 3), (6, 7), 10, (), "tokens", (3,)
     ),
     "time and samples in one dimension, time first": Case(
-        lambda: Block(folded), zeros_at((3, 5, 4), (1, 2)), (7,), 15, (), "x", 0, (1,)
+        lambda: Block(folded), zeros_at((3, 5, 4), (1, 2)), (7,), 15, (), "x", (1,)
     ),
     "an RNN whose first dimension is time": Case(
-        Rnn, zeros_at((7, 4, 4), (3, 2)), (3,), 7, (2,), "x", 0, (3,)
+        Rnn, zeros_at((7, 4, 4), (3, 2)), (3,), 7, (), "x", (3,)
     ),
     "a loss outside of the model": Case(
-        lambda: nn.Linear(4, 2), zeros_at((9, 4)), (5,), 9, loss=first_is("weighted", 9)
+        lambda: nn.Linear(4, 2), zeros_at((9, 4)), (5,), 9, loss=weighted
     ),
-    "all rows": Case(lambda: Block(unit), torch.zeros(6, 4), (0, 1, 2, 3, 4, 5), 6),
+    "all rows": Case(lambda: Block(unit), torch.zeros(6, 4), None),
     "a sample without batch": Case(lambda: Block(logs), torch.zeros(4), None),
+    "a tensor of another size": Case(lambda: Block(lambda x: x * unit(x[:5] * 0).mean()), zeros_at((9, 4)), None),
     "made of nothing": Case(lambda: Block(lambda x: x * torch.full((4,), NAN)), zeros_at((4, 4)), None),
     "a weight": Case(lambda: Block(unit, broken()), zeros_at((4, 4)), None),
     "a number": Case(lambda: Block(lambda x: x * (x.mean() * 0).sqrt()), zeros_at((4, 4)), None),
@@ -186,8 +182,7 @@ def test_the_rows_are_those_of_the_fault(name: str) -> None:
     assert rows is not None
     assert (rows.rows, rows.count, rows.size) == (case.rows, len(case.rows), case.of)
     assert rows.columns == case.columns
-    assert (rows.input, rows.input_dim, rows.input_rows) == (case.input, case.dim, case.input_rows)
-    assert rows.is_tried == bool(case.input)
+    assert (rows.input, rows.input_rows) == (case.input, case.input_rows)
 
 
 def test_rows_of_an_input_that_was_nan() -> None:
@@ -199,17 +194,13 @@ def test_rows_of_an_input_that_was_nan() -> None:
 
 WORDS = {
     "all in row 11 of 16": Rows((11,), 1, 16),
-    "all in rows 3 and 7 of 16, column 5": Rows((3, 7), 2, 16, (5,), 2),
-    "all in rows 4 to 9 of 16, at index 5 of dimension 1": Rows((4, 5, 6, 7, 8, 9), 6, 16, (5,), 3),
-    "all in 8 rows (0, 2, 4, 6, 8, 10, ...) of 16": Rows(tuple(range(0, 16, 2)), 8, 16),
-    "all in 300 rows (0 to 99) of 512": Rows(tuple(range(100)), 300, 512),
-    "in all 16 rows": Rows(tuple(range(16)), 16, 16),
-    "all in row 3 of 16, the same row of the input `x` (sample_ids 4711); the result is finite with "
-    "another in its place": Rows((3,), 1, 16, (), 2, "x", 0, (3,), is_tried=True, ids=(4711,)),
-    "all in rows 6 and 7 of 12, index 3 of dimension 1 of the input `x`; the result is finite with "
-    "another in its place": Rows((6, 7), 2, 12, (), 2, "x", 1, (3,), is_tried=True),
-    "all in rows 1, 4 and 9 of 12, rows 0, 2 and 4 of the input `x`; the result is finite with others "
-    "in their place": Rows((1, 4, 9), 3, 12, (), 2, "x", 0, (0, 2, 4), is_tried=True),
+    "all in rows 3 and 7 of 16, column 5": Rows((3, 7), 2, 16, (5,)),
+    "all in rows 0, 2, 4, 6, 8, 10 and 2 more of 16": Rows(tuple(range(0, 16, 2)), 8, 16),
+    "all in rows 0, 1, 2, 3, 4, 5 and 294 more of 512": Rows(tuple(range(100)), 300, 512),
+    "all in row 3 of 16, from row 3 of the input `x` (sample_id 4711); the result is finite with "
+    "other rows there": Rows((3,), 1, 16, (), "x", (3,), (4711,)),
+    "all in rows 6 and 7 of 12, from row 3 of the input `x`; the result is finite with other rows "
+    "there": Rows((6, 7), 2, 12, (), "x", (3,)),
 }  # fmt: skip
 
 
@@ -273,7 +264,9 @@ def test_samples_are_named_by_the_ids_that_the_script_tags(case: str) -> None:
     assert rows.ids == ids
     (event,) = session.events
     assert event.sample_ids == (tuple(IDS.tolist()) if ids else ())
-    assert ("sample_ids of this step: 0, 10, 20, 30, 40, 50, ..." in event.message) == bool(ids)
+    assert (
+        "samples of this step: sample_ids 0, 10, 20, 30, 40, 50 and 3 more\n" in event.message
+    ) == bool(ids)
     assert event.diagnosis is not None
     assert tuple(event.diagnosis["rows"]["ids"]) == ids
 
