@@ -73,7 +73,7 @@ def test_a_diagnosis_shows_its_evidence() -> None:
         "to try: guard it",
         "cause: mathematics",
         "in float64 the result is NaN as well",
-        "in   self [2, 3] float32: -2.5 to 1.25",
+        "in   input [2, 3] float32: -2.5 to 1.25",
         "out  [2, 3] float32: 1,234 of 6,000 NaN",
         "the GradScaler multiplied the loss by 1024",
         "largest magnitudes before it, the last one last:",
