@@ -102,15 +102,17 @@ def diagnose(
     diagnosis = _diagnosis_of(replayed, source, failed, tuple(reasons))
     if source.is_outside:
         return with_rows(diagnosis, replayed.call, None)
-    return with_rows(diagnosis, replayed.call, partial(_blamed_again, failed, watch_tags))
+    blame = partial(_blamed_again, failed, watch_tags, source)
+    return with_rows(diagnosis, replayed.call, blame)
 
 
 def _blamed_again(
-    failed: FailedStep, watch_tags: WatchTags, call: KeptCall
+    failed: FailedStep, watch_tags: WatchTags, source: NonfiniteSource, call: KeptCall
 ) -> NonfiniteSource | None:
+    """Run a changed call; return the source to blame in it, and ``source`` if the script refuses the change."""
     replayed = replay(call, watch_tags)
     if replayed.error is not None:
-        raise replayed.error
+        return source
     return _to_blame(replayed, failed)
 
 

@@ -123,6 +123,12 @@ class Case:
     loss: Callable[[Tensor], Tensor] = mean
 
 
+def only_zeros(x: Tensor) -> Tensor:
+    if bool(x[3].any()):
+        raise ValueError("row 3 must be 0")
+    return unit(x)
+
+
 def broken() -> nn.Module:
     layer = nn.Linear(4, 4)
     with torch.no_grad():
@@ -163,7 +169,8 @@ CASES = {
         lambda: nn.Linear(4, 2), zeros_at((9, 4)), (5,), 9, loss=weighted
     ),
     "all rows": Case(lambda: Block(unit), torch.zeros(6, 4), None),
-    "a sample without batch": Case(lambda: Block(logs), torch.zeros(4), None),
+    "a sample without batch": Case(lambda: Block(logs, nn.Identity()), zeros_at((4,), 2), None),
+    "a model that refuses other rows": Case(lambda: Block(only_zeros, nn.Identity()), zeros_at((9, 4), 3), None),
     "a tensor of another size": Case(lambda: Block(lambda x: x * unit(x[:5] * 0).mean()), zeros_at((9, 4)), None),
     "made of nothing": Case(lambda: Block(lambda x: x * torch.full((4,), NAN)), zeros_at((4, 4)), None),
     "a weight": Case(lambda: Block(unit, broken()), zeros_at((4, 4)), None),
@@ -218,9 +225,17 @@ def tag_before(model: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def tag_after(model: nn.Module, x: Tensor) -> Tensor:
+def tag_after(model: nn.Module, x: Tensor, number: int = 0) -> Tensor:
     out: Tensor = model(x)
-    gradsurgeon.tag(IDS, "sample_ids")
+    gradsurgeon.tag(IDS + number, "sample_ids")
+    return out
+
+
+def tag_first(model: nn.Module, x: Tensor, number: int) -> Tensor:
+    """Tag the first batch of a step alone."""
+    if not number:
+        gradsurgeon.tag(IDS, "sample_ids")
+    out: Tensor = model(x)
     return out
 
 
@@ -239,11 +254,18 @@ def tag_words(model: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+def tag_few(model: nn.Module, x: Tensor) -> Tensor:
+    gradsurgeon.tag(IDS[:8], "sample_ids")
+    out: Tensor = model(x)
+    return out
+
+
 TAGGED: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], tuple[int, ...]]] = {
     "before the call": (tag_before, (30, 70)),
     "between call and backward": (tag_after, (30, 70)),
     "written over later": (tag_and_write, (30, 70)),
     "no integers, or another name": (tag_words, ()),
+    "too few": (tag_few, ()),
 }
 
 
@@ -263,15 +285,26 @@ def test_samples_are_named_by_the_ids_that_the_script_tags(case: str) -> None:
     rows = caught.value.diagnosis.rows
     assert rows.ids == ids
     (event,) = session.events
-    assert event.sample_ids == (tuple(IDS.tolist()) if ids else ())
-    assert (
-        "samples of this step: sample_ids 0, 10, 20, 30, 40, 50 and 3 more\n" in event.message
-    ) == bool(ids)
+    if ids:
+        assert event.sample_ids == tuple(IDS.tolist())
+        samples = "sample_ids 0, 10, 20, 30, 40, 50 and 3 more"
+        assert f"\nsamples of this step: {samples}\n" in event.message
     assert event.diagnosis is not None
     assert tuple(event.diagnosis["rows"]["ids"]) == ids
 
 
-def test_each_micro_batch_has_its_own_ids() -> None:
+def test_compiled_code_does_not_break_at_the_tag() -> None:
+    def forward(ids: Tensor) -> Tensor:
+        return gradsurgeon.tag(ids, "sample_ids") + 1
+
+    model = nn.Linear(4, 2)
+    with gradsurgeon.apply(model, TRAP, optimizer=sgd(model)):
+        compiled = torch.compile(forward, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(IDS), IDS + 1)
+
+
+@pytest.mark.parametrize(("tags", "ids"), [(tag_after, (41,)), (tag_first, ())])
+def test_each_micro_batch_has_its_own_ids(tags: Any, ids: tuple[int, ...]) -> None:
     model = Block(unit)
     optimizer = sgd(model)
     with (
@@ -280,11 +313,11 @@ def test_each_micro_batch_has_its_own_ids() -> None:
     ):
         for number in range(3):
             x = zeros_at((9, 4), *([4] if number == 1 else []))
-            mean(tag_after(model, x) + 0 * gradsurgeon.tag(IDS + number, "other").sum()).backward()
+            mean(tags(model, x, number)).backward()
         optimizer.step()
-    assert caught.value.diagnosis.rows.ids == (40,)
+    assert caught.value.diagnosis.rows.ids == ids
     (event,) = session.events
-    assert event.sample_ids == tuple(IDS.tolist()) * 3
+    assert len(event.sample_ids) == (27 if ids else 9)
 
 
 def test_the_event_of_a_spike_has_the_ids() -> None:
