@@ -235,7 +235,7 @@ def remove(model: nn.Module) -> None:
 def tag(tensor: Tensor, name: str) -> Tensor:
     """Give a tensor in the middle of a forward pass a name that rules can match.
 
-    The call costs nothing while no session is attached.
+    The call costs nothing while no session is attached. Events of traps and spikes have the integers named ``sample_ids``.
 
     Args:
         tensor: any tensor, of any shape and dtype.

@@ -16,7 +16,7 @@ TEXT = """\
 | `remarks` | what stands out, each a sentence |
 | `params` | names of parameters |
 | `rules` | objects with `id`, `action`, `role` and `status`, which is `null` before the first step |
-| `events` | the events, with `kind`, `rank` and `message` |
+| `events` | the events, with `kind`, `rule`, `step`, `rank`, `name` and `message`; `diagnosis`, below, or `null`; and `sample_ids`, those of the step, at most 256 |
 | `norms` | an object per tensor, below |
 | `losses` | an object per curve of losses, below |
 | `median_of_one_step_in` | n: in a long run n successive steps count as one, by their largest norm, and steps are exact to n |
@@ -29,6 +29,35 @@ and `last` norm; `spike` (`step`, `value`, and how many `times` the median befor
 **`losses`**: `rule`; `stat` (`cosine` and `ratio` of a pair, `weight` and `distance` of a combination, or the statistic of a tagged loss);
 `name`; first and last of `steps`; `calls`, and how many of them are `nonfinite` (of a pair, a loss gave no finite gradient); the `first` and `last` value; the
 `least`, `median`, `mean` and `largest` finite one; `negative` (the share below 0).
+
+## The diagnosis as JSON
+
+The key `diagnosis` of an event in `report --format json` and `export --format jsonl`, and of `step.json` in a bundle, is an object. In Python
+`Diagnosis.to_json()` returns it. Indices count from 0.
+
+| key | value |
+|---|---|
+| `certainty` | `reproduced`, `partial` or `not reproduced`: then no operation is blamed |
+| `reasons` | why it is not more certain, sentences |
+| `headline` | where the number became non-finite, a sentence |
+| `what` | `NaN`, `Inf` or `-Inf` |
+| `where` | `forward` or `backward`; or the kind of tensor that was non-finite before: `weight`, `buffer`, `input`, `loss input`, `output gradient`, `literal`, `unknown`; or empty |
+| `op` | the operation in PyTorch's dispatcher, such as `aten._softmax`; empty if none is blamed |
+| `module` | name of the module, `.` for the root; empty outside of the model |
+| `direction` | `forward` or `backward`, empty without an operation |
+| `name` | the weight, buffer, input or operand that was non-finite before |
+| `file`, `line` | the innermost line outside of PyTorch; empty and `null` if it is not known |
+| `cause` | `overflow`, `underflow`, `mathematics`, `bad input`, `kernel`, `transient` or `unknown`; empty if no operation is blamed |
+| `evidence` | what repeating the operation has shown, sentences |
+| `remedy` | what to try, a sentence |
+| `rows` | an object, below, or `null` |
+| `inputs`, `outputs` | tensors: `name` (of an input: in the operation's schema), `shape`, `dtype`, `low` and `high` of the finite elements or `null`, `numel`, and how many are `nan`, `inf` (`minus_inf` included) and `minus_inf`, in which `rows` |
+| `rank` | the rank that found it |
+| `bundle` | path of the bundle, empty without one and in `step.json` |
+
+**`rows`**: the first 100 non-finite `rows` of the blamed tensor, their `count`, and the `size` of its first dimension; of a matrix also the `columns`, if they are few.
+If another replay, with other rows of the input, has shown from where they come: the name of the `input` of the model, and its `input_rows`. `ids`: the numbers of these
+samples that the script tagged `sample_ids`.
 
 ## A comparison as JSON
 

@@ -24,7 +24,7 @@ _FORMULA = ("=", "+", "-", "@")
 _TEXT = "'"
 # An export begins with one of these; a file that begins otherwise is not overwritten.
 _FIRST = (",".join(COLUMNS).encode(), b'{"type": "value"', b'{"type": "event"')
-_EVENT = ("step", "rank", "rule", "kind", "name", "message")
+_EVENT = ("step", "rank", "rule", "kind", "name", "message", "diagnosis", "sample_ids")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

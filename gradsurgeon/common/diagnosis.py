@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from gradsurgeon.common import _html
+from gradsurgeon.common.operands import operand
+from gradsurgeon.common.rows import Rows
 from gradsurgeon.errors import printable
 
 # The headline if no operation is blamed, by ``where``.
@@ -16,11 +18,26 @@ _HEADLINES = {
     "output gradient": "{what} came back to the output{name} of the model: born outside of it, in the loss",
     "literal": "{what} was written by the script itself",
     "unknown": "{what} appeared among the inputs of{name}, and no operation shows where from",
-    "loss input": "{bare} was not finite when the loss was computed ({what}), and no known operation has made it",
+    "loss input": "the loss was given {what}: {bare}, and no operation that PyTorch shows made it",
     "input": "the input{name}{of} was not finite when the model was called ({what})",
     "weight": "the weight{name} was not finite before the step began ({what})",
     "buffer": "the buffer{name} was not finite before the step began ({what})",
 }
+
+# The attributes that are keys for programs, too.
+_KEYS = (
+    "certainty",
+    "reasons",
+    "what",
+    "where",
+    "module",
+    "name",
+    "rows",
+    "inputs",
+    "rank",
+    "bundle",
+)
+_NOBODY = "not reproduced, so no operation is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal[
@@ -49,6 +66,7 @@ class TensorFacts:
         name: its name in the schema of the operation, or its origin.
         shape: its shape; for a sharded tensor the shape of the whole.
         inf: number of infinite elements, ``minus_inf`` included.
+        rows: the rows with non-finite elements, unless it has none, or no dimension.
     """
 
     name: str
@@ -60,6 +78,7 @@ class TensorFacts:
     inf: int
     numel: int
     minus_inf: int = 0
+    rows: Rows | None = None
 
     @property
     def finite(self) -> bool:
@@ -78,6 +97,8 @@ class TensorFacts:
 
     def __str__(self) -> str:
         head = printable(f"{self.name} {list(self.shape)} {self.dtype}".lstrip())
+        if self.numel == 1 and not self.finite:
+            return f"{head}: {self.kind}"
         counts = {"NaN": self.nan, "Inf": self.inf - self.minus_inf, "-Inf": self.minus_inf}
         parts = [f"{count:,} of {self.numel:,} {kind}" for kind, count in counts.items() if count]
         if self.low is not None and self.high is not None:
@@ -130,6 +151,7 @@ class Diagnosis:
         loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
         bundle: the directory from which the step can be run again, empty if there is none.
         no_bundle: why no bundle could be written.
+        rows: the rows of ``output`` with non-finite elements, if its first dimension is the one of the batch.
     """
 
     certainty: Certainty
@@ -155,6 +177,7 @@ class Diagnosis:
     loss_nodes: tuple[str, ...] = ()
     bundle: str = ""
     no_bundle: str = ""
+    rows: Rows | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.text())
@@ -163,53 +186,96 @@ class Diagnosis:
         head, *evidence = self.text()
         return _html.pre("\n".join([f"{head}; step {self.step}, rank {self.rank}", *evidence]))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the diagnosis as values that JSON has, documented under ``The diagnosis as JSON``."""
+        whole = asdict(self)
+        values = {key: whole[key] for key in _KEYS}
+        values.update(headline=self.headline, op=self.operation, direction="", outputs=())
+        values.update(file="", line=None, cause="", evidence=(), remedy="")
+        if self.where in ("forward", "backward"):
+            values["direction"] = self.where
+        if self.output is not None:
+            values["outputs"] = (whole["output"],)
+        if self.lines:
+            values.update(file=self.lines[-1].file, line=self.lines[-1].line)
+        if self.cause is not None:
+            values.update(cause=self.cause.fault, evidence=self.cause.evidence)
+            values["remedy"] = self.cause.advice
+        return values
+
+    @property
+    def blames(self) -> bool:
+        """Whether it names an operation or a tensor."""
+        return self.certainty != "not reproduced" and bool(self.where)
+
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""
-        if self.certainty == "not reproduced" or not self.where:
-            yield "diagnosis: not reproduced, so no operation is blamed"
-            for reason in self.reasons:
-                yield f"  because {printable(reason)}"
-        else:
+        if self.blames:
             yield f"diagnosis ({self.certainty}): {self.headline}"
+        else:
+            yield f"diagnosis: {_NOBODY}"
+        yield from self.details()
+
+    def details(self) -> Iterator[str]:
+        """Yield the lines below the headline: the place, the remedy, and then the evidence."""
+        if self.blames:
+            yield from self._place_and_remedy()
             for reason in self.reasons:
                 yield f"  no more certain, because {printable(reason)}"
-            yield from self._evidence()
+            yield from self._tensors()
+            yield from self._magnitudes()
+        else:
+            for reason in self.reasons:
+                yield f"  because {printable(reason)}"
         if self.bundle:
             command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
             yield f"  to run the step again: {printable(command)}"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
 
-    def _evidence(self) -> Iterator[str]:
+    def _place_and_remedy(self) -> Iterator[str]:
         verb = "at"
         for line in reversed(self.lines):
             yield f"  {verb} {line}"
             verb = "called at"
-        yield from (f"  in   {facts}" for facts in self.inputs)
-        if self.output is not None:
-            role = "out" if self.operation else "is"
-            yield f"  {role}  {self.output}"
+        if self.rows is not None:
+            yield f"  {self.rows}"
+        if self.cause is not None:
+            yield f"  to try: {self.cause.advice}"
+            yield f"  cause: {self.cause.fault}"
+            for evidence in self.cause.evidence:
+                yield f"    {printable(evidence)}"
+
+    def _tensors(self) -> Iterator[str]:
+        for facts in self.inputs:
+            word = operand(self.operation, facts.name)
+            yield f"  in   {replace(facts, name=word)}"
+        if self.output is not None and self.operation:
+            yield f"  out  {self.output}"
+        elif self.output is not None:
+            # The headline has its name.
+            yield f"  is   {replace(self.output, name='')}"
         if self.loss_nodes:
             yield f"  operations of the loss: {printable(', '.join(self.loss_nodes))}"
         if self.loss is not None and self.where == "output gradient":
             direction = "backward" if math.isfinite(self.loss) else "forward"
             yield f"  the loss is {self.loss:.4g}: look at the {direction} pass of these operations"
         if self.scale is not None:
-            yield f"  the loss was scaled by {self.scale:g}"
-        if self.cause is not None:
-            yield f"  cause: {self.cause.fault}"
-            for evidence in self.cause.evidence:
-                yield f"    {printable(evidence)}"
-            yield f"  to try: {self.cause.advice}"
-        if self.history:
-            yield "  largest magnitudes before it, the last one last:"
-            width = max(len(printable(label)) for label, _ in self.history)
-            for label, value in self.history:
-                yield f"    {printable(label):{width}}  {value:.3g}"
+            yield f"  the GradScaler multiplied the loss by {self.scale:g}"
+
+    def _magnitudes(self) -> Iterator[str]:
+        if not self.history:
+            return
+        yield "  largest magnitudes before it, the last one last:"
+        width = max(len(printable(label)) for label, _ in self.history)
+        for label, value in self.history:
+            yield f"    {printable(label):{width}}  {value:.3g}"
 
     @property
     def headline(self) -> str:
         """Where the number became non-finite, in one line."""
+        if not self.blames:
+            return _NOBODY
         place = ""
         if self.module:
             place = f" of {self.place}"

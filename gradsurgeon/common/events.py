@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 EventKind = Literal[
     "trap",
@@ -25,7 +25,8 @@ class Event:
     """One noteworthy moment of a run.
 
     ``rule`` and ``name`` are empty if the event concerns no single rule or parameter; ``step`` is the
-    number of the update, counted from 0 for each optimizer.
+    number of the update, counted from 0 for each optimizer. ``diagnosis`` has the keys of `Diagnosis.to_json`.
+    ``sample_ids`` are the numbers that the script tagged ``sample_ids`` in this step, at most 256.
     """
 
     kind: EventKind
@@ -34,6 +35,8 @@ class Event:
     rank: int
     name: str
     message: str
+    diagnosis: Mapping[str, Any] | None = None
+    sample_ids: tuple[int, ...] = ()
 
 
 def is_trip(event: Event, edits: Container[str] = ()) -> bool:

@@ -36,6 +36,8 @@ _FACE_PARTS = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scal
 _KEPT_NUMBERS = ("dropped", "passes", "updated")
 _STEP_NAMES = ("modules", "rested", "bad")
 _CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled")
+# Bundles of earlier versions do not have it.
+_SAMPLE_IDS = "sample_ids"
 
 
 def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
@@ -56,7 +58,8 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
     """Write a bundle into a folder under a new name; return its path. After an error there is no part of it."""
     document = _document(failed)
     face = {part: document[part] for part in _FACE_PARTS}
-    face["diagnosis"] = str(diagnosis).splitlines()
+    face["diagnosis"] = diagnosis.to_json()
+    face["text"] = str(diagnosis).splitlines()
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
     try:
@@ -130,6 +133,7 @@ def _call_for_file(call: KeptCall) -> dict[str, Any]:
     parts: dict[str, Any] = {"name": call.name}
     for part in _CALL_PARTS:
         parts[part] = getattr(call, part)
+    parts[_SAMPLE_IDS] = call.sample_ids
     random = call.random
     parts["random"] = (random.torch, random.python, random.numpy)
     parts["autocast"] = call.autocast
@@ -250,6 +254,7 @@ def _call_in(
         autocast=autocast,
         weights=weights,
         training=entry["training"],
+        sample_ids=entry.get(_SAMPLE_IDS),
         **{part: entry[part] for part in _CALL_PARTS},
     )
 

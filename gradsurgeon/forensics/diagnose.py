@@ -3,16 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Certainty, Diagnosis
+from gradsurgeon.common.operands import operand_of
 from gradsurgeon.forensics.cause import cause, cause_of_call
-from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss
+from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss, KeptStep
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
 from gradsurgeon.forensics.replay import INPUT, Replayed, WatchTags, input_name, replay
+from gradsurgeon.forensics.rows import with_rows
 from gradsurgeon.forensics.sources import BLANK, NonfiniteSource, held
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 from gradsurgeon.tensors.structure import tensors_in
@@ -76,13 +79,8 @@ def diagnose(
     ``doubts`` are reasons that make any result less certain. ``watch_tags`` shows the tags of the script to the replay.
     """
     blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
-    kept = failed.kept
-    reasons: list[str] = []
-    if kept.problem:
-        reasons = [f"a call of the model could not be kept: {kept.problem}"]
-    elif kept.dropped:
-        reasons = [_TOO_LARGE.format(kept.dropped)]
-    if not kept.calls:
+    reasons = _missing_calls(failed.kept)
+    if not failed.kept.calls:
         if not reasons:
             reasons = [_NO_CALL]
         return replace(blank, reasons=tuple(reasons))
@@ -101,7 +99,30 @@ def diagnose(
     if debugger and source.is_operation:
         replay(replayed.call, watch_tags, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
-    return _diagnosis_of(replayed, source, failed, tuple(reasons))
+    diagnosis = _diagnosis_of(replayed, source, failed, tuple(reasons))
+    if source.is_outside:
+        return with_rows(diagnosis, replayed.call, None)
+    blame = partial(_blamed_again, failed, watch_tags, source)
+    return with_rows(diagnosis, replayed.call, blame)
+
+
+def _blamed_again(
+    failed: FailedStep, watch_tags: WatchTags, source: NonfiniteSource, call: KeptCall
+) -> NonfiniteSource | None:
+    """Run a changed call; return the source to blame in it, and ``source`` if the script refuses the change."""
+    replayed = replay(call, watch_tags)
+    if replayed.error is not None:
+        return source
+    return _to_blame(replayed, failed)
+
+
+def _missing_calls(kept: KeptStep) -> list[str]:
+    """Return why a call of the step was not kept, as one reason or none."""
+    if kept.problem:
+        return [f"a call of the model could not be kept: {kept.problem}"]
+    if kept.dropped:
+        return [_TOO_LARGE.format(kept.dropped)]
+    return []
 
 
 def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
@@ -114,7 +135,8 @@ def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
             if nonfinite_kind(tensor) == "NaN":
                 name = input_name(module, path)
                 source = held(0, "input", name, facts(tensor, name))
-                return _diagnosis_of(Replayed(call), source, failed, (_NOT_RUN,))
+                diagnosis = _diagnosis_of(Replayed(call), source, failed, (_NOT_RUN,))
+                return with_rows(diagnosis, call, None)
     return None
 
 
@@ -312,7 +334,7 @@ def _source_at(node: LossNode, name: str, tensor: Tensor, loss: KeptLoss) -> Non
         return None
     maker = node.made_of[edge]
     if maker == NO_GRAPH:
-        return held(0, "loss input", f"{name} of {node.name}", facts(tensor, name))
+        return held(0, "loss input", operand_of(_label(node, loss), name), facts(tensor, name))
     if maker < 0 or _nonfinite_in(loss.nodes[maker]):
         return None
     return _made(loss.nodes[maker], loss, tensor)
@@ -344,14 +366,18 @@ def _repeated(node: LossNode, loss: KeptLoss) -> NonfiniteSource | None:
     return _made(node, loss, result, Call(func, args, {}))
 
 
+def _label(node: LossNode, loss: KeptLoss) -> str:
+    """Return the name of a node; of several alike, also which one it is."""
+    alike = [other for other in loss.nodes if other.name == node.name]
+    if len(alike) == 1:
+        return node.name
+    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"
+
+
 def _made(
     node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None
 ) -> NonfiniteSource:
     measured = facts(result)
-    label = node.name
-    alike = [other for other in loss.nodes if other.name == node.name]
-    if len(alike) > 1:
-        label += f", number {alike.index(node) + 1} of {len(alike)}"
     kept = _tensors_in(node)
     kept.pop("result", None)
     operation = node.name
@@ -364,7 +390,7 @@ def _made(
         what=measured.kind,
         where="forward",
         operation=operation,
-        node=label,
+        node=_label(node, loss),
         inputs=tuple(facts(tensor, name) for name, tensor in kept.items()),
         output=measured,
         cause=why,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.forensics.kept_step import KeptCall, KeptStep, fingerprint
+from gradsurgeon.forensics.kept_step import MOST_CALLS, KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors import _backward_calls, _torch, _unsaved_hooks
@@ -19,8 +19,12 @@ from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
 # Of the random states; Python keeps each of 625 words as an object.
 _RANDOM_BYTES = 50_000
+# The name of the tag by which a script tells the numbers of the samples in its batch.
+SAMPLE_IDS = "sample_ids"
 # A forward pass that writes into a larger buffer differs in the replay.
 _LARGEST_BUFFER = 2**16
+# A batch with more samples is not known by numbers.
+_MOST_SAMPLES = 2**16
 
 
 class KeptCalls:
@@ -42,6 +46,9 @@ class KeptCalls:
         self._kinds = {"cpu"}
         # The calls that run, outermost first. Only the outermost one is kept.
         self._running: list[KeptCall | None] = []
+        # The numbers of samples that the script tagged since the last update, by batch, and those of the next pass.
+        self.sample_ids: list[Tensor] = []
+        self._ids_of_pass: Tensor | None = None
 
     def attach(self, model: nn.Module) -> None:
         self.detach()
@@ -84,7 +91,22 @@ class KeptCalls:
 
     def updated(self) -> None:
         """Note an update. Until the model is called again, the calls may feed the update of another optimizer."""
+        self.sample_ids = []
+        self._ids_of_pass = None
         self.step.updated = bool(self._handles)
+
+    def keep_sample_ids(self, tensor: Tensor) -> None:
+        """Keep a copy of the numbers of samples: the script may write over them. Nothing waits for the device."""
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+        if not is_integer or tensor.dim() != 1 or len(tensor) > _MOST_SAMPLES:
+            return
+        ids = tensor.detach().clone()
+        if len(self.sample_ids) < MOST_CALLS:
+            self.sample_ids.append(ids)
+        self._ids_of_pass = ids
+        for call in (*self._running, *self.step.calls):
+            if call is not None and not call.number and call.sample_ids is None:
+                call.sample_ids = ids
 
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
@@ -123,6 +145,7 @@ class KeptCalls:
             self._autocast(),
             compiled=compiled,
             iterators=tuple(iterators),
+            sample_ids=self._ids_of_pass,
         )
         call.bytes = _RANDOM_BYTES
         for tensor in (*inputs, *call.buffers.values()):
@@ -180,6 +203,7 @@ class KeptCalls:
         ``accumulates`` tells whether a parameter that it reaches has a gradient already.
         """
         self._begins = True
+        self._ids_of_pass = None
         step = self.step
         if self.reaching and not accumulates:
             # The script has cleared the gradients of earlier passes.

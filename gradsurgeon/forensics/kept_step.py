@@ -49,6 +49,7 @@ class KeptCall:
         number: the first backward pass of the step that reached the call, from 1; 0 before one has.
         weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
         iterators: the types of iterators among the arguments, which a replay would take from the script.
+        sample_ids: the numbers of its samples, integers of shape [n], if the script tagged some.
     """
 
     module: Callable[[], nn.Module | None]
@@ -68,6 +69,7 @@ class KeptCall:
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
     iterators: tuple[str, ...] = ()
+    sample_ids: Tensor | None = None
 
     @property
     def prefix(self) -> str:

@@ -18,10 +18,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from gradsurgeon.common.diagnosis import Line, TensorFacts
+from gradsurgeon.common.rows import Rows
 from gradsurgeon.language.planning import named_modules
 from gradsurgeon.tensors import _dist, _torch
 
 Kind = Literal["NaN", "Inf", "-Inf"]
+_MATRIX = 2
+_MOST_ROWS = 100
+# More columns say less than their number.
+_MOST_COLUMNS = 3
 KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
 Place = tuple[str, str]
 _HERE = Path(__file__).resolve().parent
@@ -100,8 +105,12 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
         for kind in KINDS:
             counts[kind] = int(where_is(values, kind).sum())
     finite = values
+    rows = None
     if any(counts.values()):
         finite = values[values.isfinite()]
+        # Of a sharded, sparse or complex tensor the values have another shape.
+        if values.dim() and values.shape == tensor.shape:
+            rows = _rows_in(values.isnan() if counts["NaN"] else values.isinf())
     low = None
     high = None
     if finite.numel():
@@ -118,7 +127,25 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
         infinite,
         values.numel(),
         counts["-Inf"],
+        rows,
     )
+
+
+def _rows_in(places: Tensor) -> Rows:
+    """Return the rows of a mask with at least one dimension that are not empty. Waits for its device."""
+    table = places.reshape(len(places), -1)
+    rows = _nonzero(table.any(1))
+    columns: list[int] = []
+    if places.dim() == _MATRIX:
+        columns = _nonzero(table.any(0))
+    if len(columns) > _MOST_COLUMNS or len(columns) == table.size(1):
+        columns = []
+    return Rows(tuple(rows[:_MOST_ROWS]), len(rows), len(places), tuple(columns))
+
+
+def _nonzero(places: Tensor) -> list[int]:
+    indices: list[int] = places.nonzero().flatten().tolist()
+    return indices
 
 
 def elements(tensor: Tensor) -> Tensor:

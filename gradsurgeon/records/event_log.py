@@ -7,11 +7,13 @@ import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import RLock
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ _LOGGER = logging.getLogger("gradsurgeon")
 # A trap with `then: warn` can trip in every step of a long run. The log keeps so many repetitions, and as many
 # routine events. A run directory gets no more routine events either.
 _MOST_EVENTS = 10_000
+_NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 _ROUTINE = frozenset({"notice", "scaler-skip", "hook-rearmed"})
 # The topic of a kind that can occur in every step, and the level of the log. A trap and the step that it skips are one
 # topic.
@@ -138,28 +141,33 @@ class EventLog:
         name: str = "",
         warn: bool = False,
         quiet: bool = False,
+        facts: Mapping[str, Any] = _NO_FACTS,
+        shown: str = "",
     ) -> None:
         """Record an event and report it once: by the warning if the caller should change something, else by the log.
 
-        A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO.
+        A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO. ``facts`` are further
+        keys of the event. The launcher shows ``shown`` instead of the message, and no line of the script with it.
         """
-        self._note(Event(kind, rule, step, _dist.rank(), name, message))
+        self._note(Event(kind, rule, step, _dist.rank(), name, message, **facts))
         topic, level = _TOPICS.get(kind, ("", logging.INFO))
         if topic:
-            message = self._news((topic, rule), step, message)
+            news = self._news((topic, rule), step, message)
+            if news != message:
+                shown = ""
+            message = news
         if not message:
             return
         if warn:
-            self.warn(message, rule=rule)
+            self.warn(message, rule=rule, shown=shown)
             return
         if quiet:
             level = logging.INFO
-        lines = _lines(message, rule)
         is_said = False
         if self._say is not None and level >= logging.WARNING:
-            self._say(lines)
+            self._say(_lines(shown, rule) if shown else _lines(message, rule))
             is_said = True
-        _log(level, lines, is_said=is_said)
+        _log(level, _lines(message, rule), is_said=is_said)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
         """Return the text to report of an event that may repeat: all, the 10th, the 100th time a line, else nothing."""
@@ -176,7 +184,7 @@ class EventLog:
         line = "; ".join(message.split("\n")[:2])
         return f"{line} ({times:,} times so far)"
 
-    def warn(self, message: str, *, rule: str = "") -> None:
+    def warn(self, message: str, *, rule: str = "", shown: str = "") -> None:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
@@ -186,6 +194,9 @@ class EventLog:
             return
         # Each step may bring the same news.
         lines = _lines(message, rule)
+        if shown:
+            place = ""
+            lines = _lines(shown, rule)
         if lines not in self._said:
             self._said.add(lines)
             self._say(printable(place) + lines)
@@ -232,13 +243,14 @@ class EventLog:
             raise self._raised.pop()
 
     def notice_once(
-        self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
+        self, topic: str, message: str, *, rule: str = "", step: int = 0, **options: Any
     ) -> None:
+        """Emit a notice unless one of this topic and rule was emitted; ``options`` are those of `emit`."""
         with self._lock:
             if (topic, rule) in self._noticed:
                 return
             self._noticed.add((topic, rule))
-        self.emit("notice", message, rule=rule, step=step, warn=warn)
+        self.emit("notice", message, rule=rule, step=step, **options)
 
     def is_noticed(self, topic: str, rule: str = "") -> bool:
         return (topic, rule) in self._noticed

@@ -1,6 +1,5 @@
-"""How a run ended, as far as files and processes tell, and the diagnosis in the message of a trap."""
+"""How a run ended, as far as files and processes tell, and the first diagnosis."""
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,10 +10,6 @@ from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store.recorded import RankEnd
 from gradsurgeon.report.rules_and_events import by_kind
-
-# The first two lines of a diagnosis in the message of a trap.
-_HEADLINE = re.compile(r"^diagnosis \([^)]*\): (.*)$", re.MULTILINE)
-_PLACE = re.compile(r"^  at (.*?)(?:, in \S+)?(?:: .*)?$", re.MULTILINE)
 
 State = Literal["running", "ended", "stopped", "unknown"]
 
@@ -114,13 +109,12 @@ def _of_rank(end: RankEnd) -> tuple[State, str]:
 def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str:
     """Return the first diagnosis as one sentence with its line, else what the first trap found; empty if none tripped."""
     for event in events:
-        headline = _HEADLINE.search(event.message)
-        if headline is None:
+        diagnosis = event.diagnosis
+        if diagnosis is None or not diagnosis.get("where"):
             continue
-        text = f"step {event.step}: {headline[1]}"
-        place = _PLACE.search(event.message, headline.end())
-        if place is not None:
-            text += f", {place[1]}"
+        text = f"step {event.step}: {diagnosis.get('headline', '')}"
+        if diagnosis.get("file"):
+            text += f", {diagnosis['file']}:{diagnosis.get('line')}"
         return text
     for event in events:
         if is_trip(event, edits):

@@ -45,14 +45,14 @@ class Controller:
     ) -> None:
         self._model = weakref.ref(model)
         self.context = context
-        self._kept = KeptCalls(lambda: context.paused)
+        self.kept = KeptCalls(lambda: context.paused)
         # The facts about the model that checks use; `None` without checks.
         self._facts: ModelFacts | None = None
         if any(isinstance(rule, CheckRule) for rule in context.rules):
-            self._facts = ModelFacts(context, model, self._kept)
+            self._facts = ModelFacts(context, model, self.kept)
         self.effects = effects_of(context, plan, self._facts)
         self._agreement = RankAgreement(context, self.effects)
-        self.training = Training(context, self.effects, self._kept)
+        self.training = Training(context, self.effects, self.kept)
         self.losses = LossRules(context, self._agreement, self.effects)
         self.backward = BackwardWatch(context, self, self.effects.watched)
         self.manual = ManualSteps(context, self, self.effects, options)
@@ -79,7 +79,7 @@ class Controller:
         self._module_hooks.refresh(named_modules(self._model()))
         model = self._model()
         if model is not None and self.training.traps.keeps_calls:
-            self._kept.attach(model)
+            self.kept.attach(model)
         # Popped one by one: from here on the session holds the optimizers weakly.
         while self._given:
             optimizer = self._given.pop(0)
@@ -102,7 +102,7 @@ class Controller:
         self.steps.close()
         self.effects.close()
         self._module_hooks.detach()
-        self._kept.detach()
+        self.kept.detach()
         self.param_hooks.disarm()
         self.context.parameters.forget()
         self.context.paused = True
@@ -113,9 +113,9 @@ class Controller:
         self.steps.end_failed()
         self.training.before_pass(graph)
         accumulates = False
-        if self._kept.reaching:
+        if self.kept.reaching:
             accumulates = bool(self.context.parameters.grads()[0])
-        self._kept.keep_loss(graph, accumulates=accumulates)
+        self.kept.keep_loss(graph, accumulates=accumulates)
 
     def backward_finished(self, done: BackwardPass) -> None:
         objections: Sequence[Objection] = ()
@@ -163,7 +163,7 @@ class Controller:
         self._notices.passed(done)
         if self.losses.effects:
             self.losses.passed(done.indices)
-        self._kept.reaching += 1
+        self.kept.reaching += 1
 
     def update_began(self, update: WeightUpdate) -> None:
         update.due = self.effects.due(update.counter)
@@ -214,7 +214,7 @@ class Controller:
         if self.effects.sites:
             self.activations.missed(counter)
         counter.tick()
-        self._kept.updated()
+        self.kept.updated()
         self._steps += 1
         self._lead_common(counter)
         # Once per pass, even if several optimizers step.

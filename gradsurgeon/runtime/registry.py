@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.distributed import data_parallel
+from gradsurgeon.forensics.kept_calls import SAMPLE_IDS
 from gradsurgeon.runtime import loss_backward, running_steps
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
@@ -152,6 +153,9 @@ def _watch() -> ExitStack:
 
 def tag(tensor: Tensor, name: str) -> Tensor:
     """Show a tensor to the rules of all sessions; return the tensor to go on with."""
+    if name == SAMPLE_IDS and not torch.compiler.is_compiling():
+        for controller in _controllers():
+            controller.kept.keep_sample_ids(tensor)
     # Code compiled without rules on tags recompiles once this list is no longer empty.
     if not _on_tags:
         return tensor

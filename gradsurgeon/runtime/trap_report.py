@@ -38,6 +38,8 @@ class TrapReport:
     modules: tuple[str, ...] = ()
     # The parameters with a non-finite gradient at the update.
     bad: tuple[str, ...] = ()
+    # Where to look, if no diagnosis says more.
+    hint: str = ""
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
         """Return the report with the ranks that contributed NaN or Inf, if they are known."""
@@ -190,6 +192,7 @@ def gradient_report(
         kind = "" if nonfinite is None else nonfinite.kind
         rows.append((kind, label, _note(nonfinite, norms.get(index))))
     lines = _table("in the order in which backward produced them:", "finite", rows)
+    hint = ""
     if edited:
         lines.append(_EDITED)
     elif first > 0:
@@ -198,12 +201,12 @@ def gradient_report(
         )
     else:
         # Any NaN of the forward pass reaches the loss, and so every gradient.
-        lines.append(
+        hint = (
             f"{labels[first]}, the first one that backward reached, is non-finite already: look at the loss, at the "
             "operations after this layer in the forward pass, and at inputs and weights"
         )
     head = f"{len(bad)} of {len(order)} gradients are not finite {moment}"
-    return TrapReport(names[order[first]], head, lines)
+    return TrapReport(names[order[first]], head, lines, hint=hint)
 
 
 def _note(bad: NonfiniteCount | None, norm: float | None) -> str:

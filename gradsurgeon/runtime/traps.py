@@ -19,6 +19,7 @@ from gradsurgeon.runtime.passes import BackwardPass, PassHistory
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_effects import NonfiniteTrap, Trap
+from gradsurgeon.runtime.trap_message import born_lines, event_keys
 from gradsurgeon.runtime.trap_report import (
     GradientEvidence,
     TrapReport,
@@ -85,7 +86,8 @@ class Traps:
         for trap, report in findings.items():
             if report is not None:
                 trip = Trip(trap, counter.trips.get(trap.rule.id, 0) + 1, report)
-                text = "\n".join([self._conclusions.head(counter.step, trip), *report.lines])
+                lines = [self._conclusions.head(counter.step, trip), *report.lines, report.hint]
+                text = "\n".join(lines).rstrip("\n")
                 where = trap.rule.id, trip.severity, concerns, report.name
                 objections.append(Objection(rank, *where, text, report.guilty))
         return objections
@@ -238,5 +240,10 @@ class Traps:
         scale = self.passes.scale(counter)
         diagnosis = self._conclusions.diagnosis.diagnose_skip(step, scale, report)
         if diagnosis is not None:
-            text = "\n".join([f"{context.place(step, rule)}: {_NO_OVERFLOW}", *diagnosis.text()])
-            context.event_log.notice_once("no-overflow", text, rule=rule, step=step, warn=True)
+            place = context.place(step, rule)
+            text = "\n".join([f"{place}: {_NO_OVERFLOW}", *diagnosis.text()])
+            shown = "\n".join([*born_lines(place, diagnosis), _NO_OVERFLOW])
+            keys = event_keys(diagnosis, ())
+            context.event_log.notice_once(
+                "no-overflow", text, rule=rule, step=step, warn=True, facts=keys, shown=shown
+            )

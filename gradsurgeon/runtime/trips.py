@@ -19,6 +19,11 @@ from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_effects import Trap
+from gradsurgeon.runtime.trap_message import (
+    diagnosis_lines,
+    event_keys,
+    texts,
+)
 from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist
@@ -96,6 +101,7 @@ class Trip:
 class Conclusions:
     def __init__(self, context: Context, kept: KeptCalls, effects: Effects) -> None:
         self._context = context
+        self._kept = kept
         self.diagnosis = StepDiagnosis(context, kept, effects)
 
     def conclude(
@@ -172,9 +178,10 @@ class Conclusions:
         if rule:
             what = "stop" if stops else "skip the step"
             text = f"step {step}: rank {objection.rank} trapped, and all ranks {what}: {text}"
-            text = "\n".join([text, *_diagnosed(diagnosis)])
+            text = "\n".join([text, *diagnosis_lines(diagnosis)])
         log = self._context.event_log
-        log.emit(kind, text, rule=rule, step=step, name=objection.name, quiet=stops)
+        facts = event_keys(diagnosis, self._kept.sample_ids)
+        log.emit(kind, text, rule=rule, step=step, name=objection.name, quiet=stops, facts=facts)
         cause = StopReason(objection.rank, rule, objection.name, text, diagnosis)
         return _decided(severity, cause, step)
 
@@ -189,28 +196,28 @@ class Conclusions:
         context = self._context
         report = trip.report.caused_by(ranks)
         outcome = trip.outcome(context.mode)
-        lines = [self.head(step, trip, ranks), outcome, *report.lines, *_diagnosed(diagnosis)]
-        text = "\n".join(lines)
+        keys = event_keys(diagnosis, self._kept.sample_ids)
+        place = context.place(step, trip.rule)
+        text, shown = texts(place, report, outcome, diagnosis, keys["sample_ids"])
         log = context.event_log
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
         log.count_changed(trip.rule, 1)
-        log.emit(trip.decision.kind, text, **where, warn=then == "warn", quiet=then == "raise")
+        log.emit(
+            trip.decision.kind,
+            text,
+            **where,
+            warn=then == "warn",
+            quiet=then == "raise",
+            facts=keys,
+            shown=shown,
+        )
         if then == "skip-step":
             log.emit("skipped-step", f"step {step} skipped: {_HIDDEN}", **where)
         rank = _dist.rank()
         if report.ranks:
             rank = report.ranks[0]
         return StopReason(rank, trip.rule, report.name, text, diagnosis, trip.decision.error)
-
-
-def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
-    if diagnosis is None:
-        return []
-    lines = list(diagnosis.text())
-    if diagnosis.rank != _dist.rank():
-        lines.insert(0, f"found by rank {diagnosis.rank}, in its part of the batch:")
-    return lines
 
 
 def _decided(severity: int, cause: StopReason, step: int) -> StepDecision:

@@ -154,6 +154,8 @@ class TestExport:
             "kind": "trap",
             "name": "w",
             "message": "bad\nvery",
+            "diagnosis": None,
+            "sample_ids": [],
         }
 
     @pytest.mark.parametrize(

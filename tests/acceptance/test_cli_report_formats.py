@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 from commands import WITHOUT_TORCH, call, call_here
 from runs import meta, values, write
 
-from gradsurgeon import Event, open_run
+from gradsurgeon import Diagnosis, Event, open_run
+from gradsurgeon.common.diagnosis import TensorFacts
 from gradsurgeon.common.events import RuleStatus
+from gradsurgeon.common.rows import Rows
 from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
@@ -189,6 +192,7 @@ class TestJSON:
         fill(tmp_path / "run", trap(11), SKIP)
         found = self.read(tmp_path)
         norms = found.pop("norms")
+        nothing: dict[str, Any] = {"diagnosis": None, "sample_ids": []}
         assert found == {
             "version": 1,
             "title": "rules.yaml on Net",
@@ -220,8 +224,8 @@ class TestJSON:
                 }
             ],
             "events": [
-                {"kind": "trap", "rule": "no-nan", "step": 11, "rank": 0, "name": "b", "message": "bad\nvery"},
-                {"kind": "skipped-step", "rule": "", "step": 11, "rank": 0, "name": "", "message": "the step was skipped"},
+                {"kind": "trap", "rule": "no-nan", "step": 11, "rank": 0, "name": "b", "message": "bad\nvery", **nothing},
+                {"kind": "skipped-step", "rule": "", "step": 11, "rank": 0, "name": "", "message": "the step was skipped", **nothing},
             ],
             "losses": [],
             "median_of_one_step_in": 1,
@@ -330,5 +334,8 @@ def test_the_guide_shows_what_works(
     form = (
         (RULES / "reference.md").read_text(encoding="utf-8").partition("## The report as JSON")[2]
     )
-    for key in (*found, *found["rules"][0], *found["norms"][0], "step", "value", "times"):
+    keys = [*found, *found["rules"][0], *found["norms"][0], *found["events"][0]]
+    keys += ["step", "value", "times", *Diagnosis("not reproduced", (), 0, 0).to_json()]
+    keys += [field.name for field in (*fields(Rows), *fields(TensorFacts))]
+    for key in keys:
         assert f"`{key}`" in form, key

@@ -202,7 +202,8 @@ def test_the_readme_is_read_to_the_end() -> None:
     first = "\n".join(lines[:30])
     assert "NaN" in lines[2]
     assert "$ gradsurgeon run " in first
-    assert "diagnosis (reproduced)" in first
+    assert "NaN born in the forward pass" in first
+    assert "to try: " in first
     assert "](rules/page.png)" in first
 
 

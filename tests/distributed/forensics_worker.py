@@ -101,6 +101,7 @@ def train(
                 given = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
                 if model.body.faulty and number == micro_batches // 2:
                     given *= math.nan if given_nan else FAULTY_SIZE
+                gradsurgeon.tag(torch.arange(8).chunk(2)[dist.get_rank()], "sample_ids")
                 called(given.chunk(2)[dist.get_rank()]).square().mean().backward()
             if kind == "FSDP2 evaluated":
                 with torch.no_grad():

@@ -42,6 +42,18 @@ def test_the_rank_that_did_it_names_the_operation(ranks: Ranks, then: str) -> No
         assert BORN in guilty["error"]
 
 
+def test_rows_and_samples_are_those_of_the_rank_that_did_it(ranks: Ranks) -> None:
+    other, guilty = (rank["DDP skip-step"]["told"][0] for rank in ranks)
+    rows = (
+        "  all in rows 1, 2 and 3 of 4, columns 0, 2 and 3, from rows 1, 2 and 3 of the input `x` "
+        "(sample_ids 5, 6 and 7); "
+    )
+    assert rows in guilty
+    assert rows in other
+    assert "\nsamples of this step: sample_ids 4, 5, 6 and 7\n" in guilty
+    assert "\nsamples of this step: sample_ids 0, 1, 2 and 3\n" in other
+
+
 def test_nan_in_the_batch_of_a_rank_is_told_there_at_the_first_skip_of_a_scaler(
     ranks: Ranks,
 ) -> None:

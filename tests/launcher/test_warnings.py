@@ -55,6 +55,59 @@ def test_a_line_names_the_line_of_the_script_whatever_the_script_silences(
     assert [bool(re.fullmatch(said, line)) for line in lines].count(True) == 1, done.err
 
 
+# A NaN is born in the forward pass of the fifth step, in one row.
+NAN = """
+import warnings, torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 1)
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x / x.norm(dim=-1, keepdim=True))
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(6):
+    x = torch.randn(8, 4)
+    if step == 4:
+        x[5] = 0
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+TRAP = "  - {id: no-nan, action: nan-trap, params: '*', then: THEN}\n"
+
+
+@pytest.mark.cover_children
+@pytest.mark.parametrize("then", ["warn", "skip-step"])
+@pytest.mark.parametrize("how", SILENCES)
+def test_a_diagnosis_comes_before_the_gradients_whatever_the_script_silences(
+    tmp_path: Path, how: str, then: str
+) -> None:
+    script = f"import warnings\n{SILENCES[how]}{NAN}"
+    done = Folder(tmp_path).run(script, rules=TRAP.replace("THEN", then), record=False)
+    assert done.code == 0, done.err
+    start, *lines = [line for line in done.lines if not line.startswith("  no-nan")]
+    assert start.startswith("gradsurgeon: rules.yaml on Net")
+    assert lines[0] == (
+        "gradsurgeon: step 4, rule no-nan: NaN born in the forward pass of the root (Net): aten.div, reproduced"
+    )
+    assert lines[1].startswith(f"  at {tmp_path}/train.py:")
+    assert lines[2] == (
+        "  all in row 5 of 8, from row 5 of the input `x`; the result is finite with other rows there"
+    )
+    assert lines[3] == "  to try: a division by 0: `clamp(min=eps)` the divisor"
+    outcome = {"warn": "the update goes on", "skip-step": "step skipped"}[then]
+    gradients = next(at for at, line in enumerate(lines) if line.startswith("3 of 3 gradients"))
+    assert outcome in lines[gradients]
+    assert lines[gradients + 1] == "in the order in which backward produced them:"
+    assert "Warning" not in done.err
+    assert "optimizer.step()" not in done.err
+
+
 @pytest.mark.cover_children
 def test_warnings_of_the_script_are_its_own(tmp_path: Path) -> None:
     done = Folder(tmp_path).run(f"{TRAIN}train(nn.Linear(2, 1))\n", record=False)

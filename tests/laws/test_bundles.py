@@ -83,6 +83,10 @@ def fail(model: nn.Module, *, more: Any = (), **options: Any) -> NonFiniteGradie
     raise AssertionError("no step has failed")
 
 
+def on_paper(values: Any) -> Any:
+    return json.loads(json.dumps(values))
+
+
 @pytest.fixture
 def made(net: Any, tmp_path: Path) -> tuple[NonFiniteGradientError, Path]:
     error = fail(
@@ -213,7 +217,9 @@ def test_the_json_is_for_people(net: Any, made: tuple[NonFiniteGradientError, Pa
         0,
         sorted(name for name, _ in net.build().named_parameters()),
     )
-    assert told["diagnosis"][0] == str(error.diagnosis).splitlines()[0]
+    assert told["text"][0] == str(error.diagnosis).splitlines()[0]
+    # The path of the bundle is known later.
+    assert {**told["diagnosis"], "bundle": str(place)} == on_paper(error.diagnosis.to_json())
 
 
 def test_memory_stays_in_the_order_of_the_file(

@@ -322,11 +322,13 @@ def test_what_the_loss_was_given_is_told_from_what_its_operations_made() -> None
     weight = torch.tensor(NAN)
     diagnosis = diagnosed(Net(), batch(), loss=lambda out: mean(out) * weight)
     assert (diagnosis.certainty, diagnosis.where) == ("partial", "loss input")
-    assert diagnosis.name == "other of MulBackward0"
-    assert "other of MulBackward0 was not finite when the loss was computed (NaN)" in str(diagnosis)
+    assert diagnosis.name == "the second factor of a product (MulBackward0)"
+    assert "the loss was given NaN: the second factor of a product (MulBackward0)" in str(diagnosis)
+    assert "\n  is   [] float32: NaN\n" in str(diagnosis)
     target = torch.full((6, 2), NAN)
     diagnosis = diagnosed(Net(), batch(), loss=lambda out: nn.functional.mse_loss(out, target))
-    assert (diagnosis.where, diagnosis.name) == ("loss input", "target of MseLossBackward0")
+    name = "the target of mse_loss (MseLossBackward0)"
+    assert (diagnosis.where, diagnosis.name) == ("loss input", name)
 
 
 # What a replay puts back.

@@ -270,10 +270,13 @@ def told(tmp_path: Path) -> Path:
     histories["h.2.weight"][45:] = [0.0] * 15
     histories["h.3.weight"] = [0.0] * 60
     writer = write(path, histories)
-    message = (
-        "step 40: bad\ndiagnosis (reproduced): NaN born in the forward pass of h.1\n  at train.py:9"
-    )
-    writer.event(Event("trap", "no-nan", 40, 0, "h.1.weight", message))
+    diagnosis = {
+        "headline": "NaN born in the forward pass of h.1",
+        "where": "forward",
+        "file": "train.py",
+        "line": 9,
+    }
+    writer.event(Event("trap", "no-nan", 40, 0, "h.1.weight", "step 40: bad", diagnosis))
     writer.event(Event("skipped-step", "no-nan", 40, 0, "", "skipped"))
     writer.close()
     return path

@@ -70,12 +70,12 @@ def test_a_diagnosis_shows_its_evidence() -> None:
     assert Page(shown).texts == [f"{head}; step 7, rank 1", *evidence]
     assert [line.strip() for line in evidence] == [
         "at train.py:9, in forward: x.sqrt()",
-        "in   self [2, 3] float32: -2.5 to 1.25",
-        "out  [2, 3] float32: 1,234 of 6,000 NaN",
-        "the loss was scaled by 1024",
+        "to try: guard it",
         "cause: mathematics",
         "in float64 the result is NaN as well",
-        "to try: guard it",
+        "in   input [2, 3] float32: -2.5 to 1.25",
+        "out  [2, 3] float32: 1,234 of 6,000 NaN",
+        "the GradScaler multiplied the loss by 1024",
         "largest magnitudes before it, the last one last:",
         "h.0: aten.addmm  2.54",
         "to run the step again: gradsurgeon replay 'a b' --model MODULE:BUILD",

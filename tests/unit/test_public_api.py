@@ -153,7 +153,9 @@ def test_members_of_a_session() -> None:
 
 def test_fields_of_events_and_statuses() -> None:
     event, status = gradsurgeon.Event, gradsurgeon.RuleStatus
-    assert " ".join(event.__dataclass_fields__) == "kind rule step rank name message"
+    assert " ".join(event.__dataclass_fields__) == (
+        "kind rule step rank name message diagnosis sample_ids"
+    )
     assert " ".join(status.__dataclass_fields__) == "matched fired altered last_step warnings"
 
 

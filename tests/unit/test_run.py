@@ -19,6 +19,7 @@ from runs import KEY, another_process, meta, values, write
 from gradsurgeon import Event, RecordError
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.records.store import Key
+from gradsurgeon.records.store.layout import EVENTS_WITHOUT_MORE
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
@@ -138,6 +139,15 @@ def test_a_run_that_cannot_be_written_any_more_can_be_read(
     run_path.chmod(0o755)
 
 
+def test_a_run_of_an_earlier_version_is_read(run_path: pathlib.Path) -> None:
+    event = "INSERT INTO events VALUES (1, 0.5, 'trap', 'no-nan', 3, 0, 'a.bias', 'bad')"
+    sql(run_path, "DROP TABLE events", EVENTS_WITHOUT_MORE, event)
+    with open_run(run_path) as run:
+        assert run.latest("a.bias") == 299.0
+        (read,) = run.events
+    assert read == Event("trap", "no-nan", 3, 0, "a.bias", "bad")
+
+
 FOREIGN = "its tables are not those of a run"
 FORMAT = "not written by this version of gradsurgeon: no JSON with format 3"
 
@@ -216,6 +226,9 @@ def test_a_damaged_or_foreign_description_says_what_is_wrong(
         "series SET names = '['",
         "events SET kind = 'x\x1b'",
         "events SET step = 'x'",
+        "events SET more = 'x'",
+        "events SET more = '[]'",
+        'events SET more = \'{"sample_ids": "x"}\'',
         "statuses SET state = '{}'",
         "statuses SET state = '1'",
         """statuses SET state = replace(state, '600', '"x"')""",

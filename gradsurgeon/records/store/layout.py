@@ -37,10 +37,12 @@ TABLES = {
     "events": (
         "CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, "
         "rule TEXT NOT NULL, step INTEGER NOT NULL, rank INTEGER NOT NULL, name TEXT NOT NULL, "
-        "message TEXT NOT NULL)"
+        "message TEXT NOT NULL, more TEXT)"
     ),
     "statuses": "CREATE TABLE statuses (rule TEXT PRIMARY KEY, state TEXT NOT NULL)",
 }
+# The table of events of earlier versions has no column for further keys.
+EVENTS_WITHOUT_MORE = TABLES["events"].replace(", more TEXT)", ")")
 
 
 def database_name(rank: int) -> str:

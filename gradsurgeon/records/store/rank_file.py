@@ -4,6 +4,7 @@ import json
 import sqlite3
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -34,10 +35,22 @@ SELECT count(*) FROM rows WHERE id BETWEEN ? AND ? AND NOT (
     AND (absent IS NULL OR typeof(absent) = 'blob' AND length(absent) = ?)
 )
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _More:
+    """The keys of an event that have no column of their own."""
+
+    diagnosis: dict[str, Any] | None = None
+    sample_ids: tuple[int, ...] = ()
+
+
 # Not the parser of pydantic: a name may have lone surrogates.
 _JSON = BeforeValidator(json.loads)
 _SERIES = TypeAdapter(list[tuple[int, str, str, str, Annotated[tuple[str, ...], _JSON]]])
-_EVENTS = TypeAdapter(list[tuple[float, EventKind, str, int, int, str, str]])
+_EVENTS = TypeAdapter(
+    list[tuple[float, EventKind, str, int, int, str, str, Annotated[_More, _JSON]]]
+)
 _STATUSES = TypeAdapter(list[tuple[str, Annotated[RuleStatus, _JSON]]])
 _LEFT = TypeAdapter(list[tuple[str, Annotated[Any, _JSON]]])
 
@@ -60,7 +73,12 @@ class RankFile:
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
         ((application,),) = self.query("PRAGMA application_id")
         ((form,),) = self.query("PRAGMA user_version")
-        format_of_file = (application, form, dict(tables))
+        tables_of_file = dict(tables)
+        self._keys_of_event = "coalesce(more, '{}')"
+        if tables_of_file.get("events") == layout.EVENTS_WITHOUT_MORE:
+            tables_of_file["events"] = layout.TABLES["events"]
+            self._keys_of_event = "'{}'"
+        format_of_file = (application, form, tables_of_file)
         if format_of_file != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
             raise self.damaged("its tables are not those of a run, or have yet to be written")
 
@@ -118,9 +136,11 @@ class RankFile:
 
     def events(self) -> Iterator[tuple[float, Event]]:
         """Yield the events in the order of writing, each with its time in seconds since 1970."""
-        sql = "SELECT time, kind, rule, step, rank, name, message FROM events ORDER BY id"
-        for time, kind, rule, step, rank, name, message in self._checked(_EVENTS, sql):
-            yield time, Event(kind, rule, step, rank, name, message)
+        columns = f"time, kind, rule, step, rank, name, message, {self._keys_of_event}"
+        sql = f"SELECT {columns} FROM events ORDER BY id"  # noqa: S608 # of this file
+        for time, kind, rule, step, rank, name, message, more in self._checked(_EVENTS, sql):
+            event = Event(kind, rule, step, rank, name, message, more.diagnosis, more.sample_ids)
+            yield time, event
 
     def statuses(self) -> dict[str, RuleStatus]:
         statuses = self._checked(_STATUSES, "SELECT rule, state FROM statuses ORDER BY rowid")

@@ -34,6 +34,13 @@ class _Written:
     step: int | None = None
 
 
+def _further_keys(event: Event) -> str | None:
+    """Return the keys of an event without a column as JSON, ``None`` if they are empty."""
+    if event.diagnosis is None and not event.sample_ids:
+        return None
+    return layout.json_text({"diagnosis": event.diagnosis, "sample_ids": event.sample_ids})
+
+
 class RunWriter(Outlet):
     """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
 
@@ -114,6 +121,7 @@ class RunWriter(Outlet):
                     event.rank,
                     layout.clean(event.name),
                     layout.clean(event.message),
+                    _further_keys(event),
                 )
                 # The clock of `commit` goes on: the statuses of the rules have to be written in time.
                 self._write()

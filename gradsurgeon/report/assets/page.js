@@ -57,8 +57,9 @@ function eventEntry(event, at) {
   if (!rest.length && !isLong) return element("p", {}, line);
   const lines = isLong ? [start, ...rest] : rest, pre = (part) => element("pre", {}, part.join("\n"));
   // The diagnosis says more than the gradients that it explains.
-  const begin = lines.findIndex((text) => text.startsWith("diagnosis ("));
-  const made = fold(line, ...(begin > 0 ? [pre(lines.slice(begin)), fold("the gradients", pre(lines.slice(0, begin)))] : [pre(lines)]));
+  const begin = lines.findIndex((text) => text.startsWith("diagnosis (")), end = lines.findIndex((text, place) => place > begin && !text.startsWith("  "));
+  const gradients = [...lines.slice(0, begin), ...(end > 0 ? lines.slice(end) : [])];
+  const made = fold(line, ...(begin > 0 ? [pre(lines.slice(begin, end > 0 ? end : undefined)), fold("the gradients", pre(gradients))] : [pre(lines)]));
   made.open = at === 0 && isTrip(event);
   return made;
 }
