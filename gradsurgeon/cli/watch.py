@@ -119,7 +119,12 @@ def _draw(report: Report, hint: str) -> None:
 def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
-    sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
+    sections: list[Iterable[str]] = [
+        _head(report),
+        _training(report, columns),
+        _events(report),
+        _remarks(report),
+    ]
     sections += [table.lines(columns, _WORST) for table in urgent]
     sections.append(_whole_gradients(report))
     sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]
@@ -144,6 +149,11 @@ def _head(report: Report) -> Iterator[str]:
     yield f"{step} of {printable(report.title)}"
     if report.ended is not None:
         yield from report.ended.lines
+
+
+def _training(report: Report, columns: int) -> Iterator[str]:
+    if report.training is not None:
+        yield from report.training.lines(columns, _ROWS)
 
 
 def _events(report: Report) -> Iterator[str]:

@@ -9,6 +9,7 @@ import numpy as np
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
+from gradsurgeon.records.store.memory import LOSS
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.rules_and_events import COSINE, DISTANCE, LOSS_STATS, RATIO, WEIGHT
@@ -18,7 +19,7 @@ from gradsurgeon.report.tables import Table
 _MOST_TAGGED = 8
 _ROWS = 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
-_STATS = ("mean", "min", "max", "l2", "l1", "linf")
+_STATS = ("mean", "min", "max", "l2", "l1", "linf", LOSS)
 _HEAD = ("loss", "history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
 TITLES = {
     COSINE: "cosine of pairs of losses",
@@ -69,8 +70,12 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
         if part.key.rule not in rules or part.key.stat not in LOSS_STATS:
             continue
         names = [name for name, column in part.columns.items() if column not in repeated]
-        recorded += _series_of(part, names)
-    # A set of parameters that grows, or another one of modules, is another series.
+        recorded += series_of(part, names)
+    return joined(recorded)
+
+
+def joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
+    """Return series with the parts of each name in one: other parameters beside it make another part."""
     joint: dict[tuple[str, str, str], list[LossSeries]] = {}
     for loss in recorded:
         joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
@@ -97,18 +102,18 @@ def _tagged(series: Iterable[Part], params: Collection[str]) -> Iterator[LossSer
             if part.key.stat != stat:
                 continue
             for name in part.key.names:
-                if name not in params and "loss" in name.lower():
+                if stat == LOSS or (name not in params and "loss" in name.lower()):
                     best.setdefault((part.rank, name), part)
     ranks = {rank for rank, _ in best}
     for rank, name in list(best)[:_MOST_TAGGED]:
-        for loss in _series_of(best[rank, name], [name]):
+        for loss in series_of(best[rank, name], [name]):
             if len(ranks) > 1:
                 yield loss._replace(name=f"{name}, rank {rank}")
             else:
                 yield loss
 
 
-def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
+def series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
     """Yield the values of some names, without rows that have none."""
     read = list(blocks(part))
     if not read:
@@ -131,7 +136,8 @@ def loss_tables(
     """Yield a table and the curves of each statistic that a rule has measured of losses."""
     groups: dict[tuple[str, str], list[LossSeries]] = {}
     for loss in losses:
-        groups.setdefault((loss.rule, loss.stat), []).append(loss)
+        if loss.stat != LOSS:
+            groups.setdefault((loss.rule, loss.stat), []).append(loss)
     for (_, stat), series in groups.items():
         if stat == COSINE:
             series.sort(key=_mean)

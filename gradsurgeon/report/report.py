@@ -15,7 +15,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import json_number
-from gradsurgeon.records.store.memory import NOTHING_RECORDED
+from gradsurgeon.records.store.memory import LOSS, NOTHING_RECORDED, RATE
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.rules_and_events import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gradsurgeon.report.losses import LossSeries
     from gradsurgeon.report.norms import NormTable
     from gradsurgeon.report.track import Track
+    from gradsurgeon.report.training import RateSeries
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
@@ -94,6 +95,8 @@ class Report:
         parts = ["\n".join(self.head)]
         if self.remarks:
             parts.append("\n".join(f"  {remark}" for remark in self.remarks))
+        if self.training is not None:
+            parts.append("\n".join(_text(self.training, width)))
         for place, table in enumerate(self.tables, 1):
             text = "\n".join(_text(table, width))
             if place == len(self.norms):
@@ -155,7 +158,7 @@ class Report:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
         if self.norms:
             return ""
-        stats = {part.key.stat for part in self.series}
+        stats = {part.key.stat for part in self.series} - {LOSS, RATE}
         stats_of_losses = {loss.stat for loss in self.losses}
         if stats_of_losses and stats <= stats_of_losses:
             return ""
@@ -172,9 +175,23 @@ class Report:
 
         return losses_of(self.series, set(self.params))
 
+    @cached_property
+    def rates(self) -> list[RateSeries]:
+        """The learning rates of the optimizers."""
+        from gradsurgeon.report.training import rates_of  # noqa: PLC0415 # needs numpy
+
+        return rates_of(self.series)
+
+    @property
+    def training(self) -> Table | None:
+        """The table of losses and learning rates by update, ``None`` if none were recorded."""
+        from gradsurgeon.report.training import training_table  # noqa: PLC0415 # needs numpy
+
+        return training_table(self.losses, self.rates)
+
     @property
     def tagged(self) -> list[LossSeries]:
-        """The values of losses that the script has tagged."""
+        """The values of losses: tagged ones, and those that backward passes began from."""
         return [loss for loss in self.losses if loss.stat not in LOSS_STATS]
 
     @cached_property
@@ -286,6 +303,8 @@ def _text(table: Table, columns: int) -> Iterator[str]:
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
+    from gradsurgeon.report.training import rate_to_dict  # noqa: PLC0415 # needs numpy
+
     ids = dict.fromkeys([*report.rules, *report.statuses])
     remarks = list(report.remarks)
     # A sentence like the others, though nothing may be wrong.
@@ -303,6 +322,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "events": list(map(asdict, report.events)),
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
+        "rates": list(map(rate_to_dict, report.rates)),
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 
@@ -325,9 +345,11 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
 
 
 def _losses(loss: LossSeries) -> dict[str, Any]:
+    from gradsurgeon.report.training import MOST_POINTS, thinned  # noqa: PLC0415 # needs numpy
+
     calls = len(loss.values)
     values: dict[str, Any] = {"rule": loss.rule, "stat": loss.stat, "name": loss.name}
-    values["steps"] = [int(loss.steps[0]), int(loss.steps[-1])]
+    values["steps"], values["values"] = thinned(loss.steps, loss.values, MOST_POINTS)
     values["calls"] = calls
     values["nonfinite"] = calls - len(loss.finite)
     for word, number in loss.numbers.items():

@@ -32,6 +32,7 @@ from gradsurgeon.report.rules_and_events import (
 )
 from gradsurgeon.report.sheets import NO_NORM
 from gradsurgeon.report.sources import summary
+from gradsurgeon.report.training import labelled
 
 # What every page begins with: nothing else is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"
@@ -125,6 +126,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
         "losses": losses,
+        "rates": [line(label, rate.steps, rate.values) for label, rate in labelled(report.rates)],
         "captures": captures,
         "versus": list(_versus(report)),
     }

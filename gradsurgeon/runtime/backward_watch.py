@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.loss_roots import loss_roots
 from gradsurgeon.runtime.passes import BackwardPass, Seen
 from gradsurgeon.runtime.refusals import all_go_on_after
 from gradsurgeon.runtime.running_passes import (
@@ -27,7 +28,6 @@ from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
-from gradsurgeon.tensors.readable import readable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +107,8 @@ class BackwardWatch:
                 scale=self.scaling.pop_scale(running.tasks),
                 averaging=averaging,
                 held=held,
+                had=before.grads.keys(),
+                losses=running.losses,
             )
         )
 
@@ -208,23 +210,12 @@ def _observed(
         return numbered_pass(roots, [tasks.append])
     if not call.accumulates:
         return nullcontext()
-    graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
-    running = RunningPass(graph, call.inputs)
+    losses = loss_roots(call.outputs)
+    loss = losses.values[0] if len(call.outputs) == len(losses.values) == 1 else None
+    running = RunningPass(BackwardGraph(roots, loss=loss), call.inputs, losses)
     is_scaled = any(watch.scaling.in_use for watch in watches)
     numbered = numbered_pass(roots, [running.tasks.append] if is_scaled else [])
     return _training(running, watches, begins, numbered)
-
-
-def _loss_of(outputs: Sequence[Any]) -> Tensor | None:
-    """Return the value that a pass begins from, ``None`` if it is not one number that this rank holds."""
-    if len(outputs) != 1:
-        return None
-    loss = outputs[0]
-    if not isinstance(loss, Tensor) or loss.dim():
-        return None
-    if type(loss) is not Tensor and _dist.is_partial(loss):
-        return None
-    return readable(loss)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from gradsurgeon.actions import CaptureRule, Observer, ObserverRule, Rule
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect
+from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.passes import BackwardPass
@@ -89,6 +89,16 @@ class Record(Effect):
                 self.context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
         self.log.count_fired(self.rule.id, step, len(indices))
 
+    def after_pass(self, done: BackwardPass, bound: Bound) -> None:  # noqa: ARG002 # of derived effects
+        self.context.curves.passed(done)
+
+    def before_update(self, update: WeightUpdate, bound: Bound) -> None:
+        self.context.curves.updating(bound.counter, update.optimizer())
+
+    def after_update(self, update: WeightUpdate, bound: Bound) -> None:  # noqa: ARG002 # as above
+        # A `GradScaler` that leaves an update out calls no optimizer.
+        self.context.curves.updating(bound.counter, None)
+
     def _recordable(self, gradients: Gradients, indices: Sequence[int], step: int) -> Sequence[int]:
         """Return the gradients that can be recorded without a collective that other ranks may not call."""
         awaiting = [index for index in indices if _dist.is_partial(gradients[index])]
@@ -111,6 +121,7 @@ class RecordContributions(Record):
 
     def after_pass(self, done: BackwardPass, bound: Bound) -> None:
         """Record the contributions of a pass."""
+        super().after_pass(done, bound)
         rows = done.logged.get(self.rule.id, {})
         if not rows:
             return
