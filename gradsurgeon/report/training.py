@@ -31,7 +31,7 @@ class RateSeries(NamedTuple):
 
 def rates_of(series: Sequence[Part]) -> list[RateSeries]:
     """Return the learning rates of a run, those of the lowest rank that has them."""
-    recorded = []
+    recorded: list[LossSeries] = []
     for part, repeated in of_lowest_ranks(series):
         if part.key.stat == RATE:
             names = [name for name, column in part.columns.items() if column not in repeated]
@@ -86,8 +86,10 @@ def labelled(rates: Sequence[RateSeries]) -> Iterator[tuple[str, RateSeries]]:
 def _row(label: str, values: Floats) -> list[str]:
     finite = values[np.isfinite(values)]
     row = [printable(label), "", f"{values[0]:.3g}"]
-    for number in (finite.min(initial=np.inf), finite.max(initial=-np.inf)):
-        row.append(f"{number:.3g}" if len(finite) else "-")
+    if len(finite):
+        row += [f"{finite.min():.3g}", f"{finite.max():.3g}"]
+    else:
+        row += ["-", "-"]
     row.append(f"{values[-1]:.3g}")
     nonfinite = len(values) - len(finite)
     row.append(f"{nonfinite:,}" if nonfinite else "-")
@@ -101,7 +103,7 @@ def newest(losses: Sequence[LossSeries], rates: Sequence[RateSeries]) -> str:
     return printable(", ".join(words[:4]))
 
 
-def thinned(steps: Ints, values: Floats, most: int) -> tuple[list[int], list[float | None]]:
+def thinned(steps: Ints, values: Floats, most: int) -> tuple[list[int], list[float | str]]:
     """Return at most so many points of a curve, each the worst of a few: the first non-finite, or else the largest."""
     badness = np.where(np.isfinite(values), values, np.inf)
     # Several records of one step make one point.

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from os.path import commonprefix
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from posixpath import commonpath
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsurgeon.actions import ObserverRule, Rule
+from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.recorder import Recorder
-from gradsurgeon.records.store import Key
+from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.memory import LOSS, RATE
 from gradsurgeon.runtime.loss_roots import LossRoots
-from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.passes import BackwardPass
-from gradsurgeon.runtime.scaler_watch import unscaled
+from gradsurgeon.runtime.scaler_watch import Scaling, unscaled
 from gradsurgeon.runtime.step_counters import StepCounter, StepCounters
-from gradsurgeon.tensors import _dist, _torch
+from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-# Losses of one forward pass that have a name of their own, and optimizers whose learning rates are recorded.
+# Losses of one forward pass that have a name of their own.
 _MOST_LOSSES = 8
+# Optimizers whose learning rates are recorded: a script may make one for each parameter.
 _MOST_OPTIMIZERS = 16
 # Both are recorded when the update begins.
 _POINT = "step"
+# Updates before a failed one whose losses its diagnosis tells.
+_BEFORE = 20
 
 
 @dataclass(slots=True, eq=False)
@@ -33,14 +39,14 @@ class _Waiting:
     """The losses of backward passes whose update has not come, summed: those of several micro-batches are one.
 
     Attributes:
-        counters: of the parameters that the passes reached.
+        indices: the parameters that the first of the passes reached.
         sums: float32, in true units; several if the script had computed several losses before the first pass.
         last: which of them the last pass began from.
         begun: the number of the next node when the last pass began.
     """
 
-    counters: list[StepCounter]
-    sums: list[Tensor]
+    indices: Sequence[int]
+    sums: list[Tensor] = field(default_factory=list)
     last: int = -1
     begun: int = -1
 
@@ -65,112 +71,238 @@ class TrainingCurves:
         rules: Sequence[Rule],
         recorder: Recorder,
         counters: StepCounters,
-        parameters: Parameters,
+        scaling: Scaling,
         names: Sequence[str],
     ) -> None:
-        loggers = [rule for rule in rules if isinstance(rule, ObserverRule)]
-        loggers.sort(key=lambda rule: not rule.steps.always)
-        self._rule = loggers[0].id if loggers else ""
+        self._rule = _logging(rules)
         self._recorder = recorder
         self._counters = counters
-        self._parameters = parameters
+        self._scaling = scaling
         self._names = names
         self._waiting: list[_Waiting] = []
-        # The counter that counted an update inside the running pass, with the number of that update.
-        self._inside: tuple[StepCounter, int] | None = None
-        # By the name of a curve, the counter, and which of its losses.
-        self._curves: dict[tuple[str, StepCounter, int], Key] = {}
-        self._groups: dict[tuple[str, int], Key] = {}
+        # The loss of the running pass, and whether an optimizer inside the pass has taken it.
+        self._running: Tensor | None = None
+        self._is_taken = False
+        # The curve of each loss of a counter, and the name of its optimizer.
+        self._losses: dict[tuple[StepCounter, int], Key] = {}
+        self._optimizers: dict[StepCounter, str] = {}
+        self._rates: dict[tuple[str, int], Key] = {}
+
+    def began(self, graph: BackwardGraph) -> None:
+        self._running = graph.loss
+        self._is_taken = False
 
     def passed(self, done: BackwardPass) -> None:
         """Take the losses of a pass that has ended. The first rule to tell of the pass is enough."""
         roots = done.losses
+        self._running = None
         counters = self._counters.among(done.indices)
-        if roots is None or not counters or not roots.values:
+        if roots is None or not roots.values or not counters or self._is_taken:
             return
-        losses = []
-        with torch.no_grad():
-            for value in roots.take():
-                copied = value.reshape(()).to(torch.float32, copy=True)
-                losses.append(unscaled(copied, done.scale))
+        losses = [_copy(value, done.scale) for value in roots.take()]
         if self._waiting:
             self._forget_cleared(done, counters)
-        waiting = self._of(counters)
-        waiting.add(losses, roots)
-        if self._inside is not None:
-            counter, step = self._inside
-            self._inside = None
-            self._waiting.remove(waiting)
-            self._record_losses(waiting, counter, step)
+        self._waiting_of(done, counters).add(losses, roots)
 
-    def _of(self, counters: list[StepCounter]) -> _Waiting:
+    def _waiting_of(self, done: BackwardPass, counters: list[StepCounter]) -> _Waiting:
         for waiting in self._waiting:
-            if waiting.counters == counters:
+            if self._counters.among(waiting.indices) == counters:
                 return waiting
-        waiting = _Waiting(counters, [])
+        waiting = _Waiting(done.indices)
         self._waiting.append(waiting)
         return waiting
 
     def _forget_cleared(self, done: BackwardPass, counters: Sequence[StepCounter]) -> None:
         """Forget the losses of passes whose gradients were cleared before this pass, so they feed no update."""
-        if any(map(_dist.is_divided, self._parameters.params(done.indices))):
+        if done.graph is None:
             return  # FSDP keeps the gradients of earlier passes elsewhere
+        cleared = set()
         for counter in counters:
-            if not done.had or set(counter.indices).isdisjoint(done.had):
-                self._take(counter)
-
-    def _take(self, counter: StepCounter) -> list[_Waiting]:
-        """Return and forget the losses that wait for an update."""
-        taken = [waiting for waiting in self._waiting if counter in waiting.counters]
-        for waiting in taken:
-            self._waiting.remove(waiting)
-        return taken
+            if set(counter.indices).isdisjoint(done.had):
+                cleared.add(counter)
+        for waiting in list(self._waiting):
+            if cleared.issuperset(self._counters.among(waiting.indices)):
+                self._waiting.remove(waiting)
 
     def updating(self, counter: StepCounter, optimizer: Optimizer | None) -> None:
         """Record the losses that feed an update, and the learning rates of its optimizer, once per update."""
-        if _torch.graph_task() != -1:
-            # The optimizer steps inside the pass, which has not ended.
-            if self._inside is None:
-                self._inside = (counter, counter.step)
-        else:
-            taken = self._take(counter)
-            # An optimizer may evaluate its closure several times: its `step` returns the first loss.
-            if counter.recorded != counter.step:
-                for waiting in taken:
-                    self._record_losses(waiting, counter, counter.step)
-        if counter.recorded != counter.step and optimizer is not None:
-            self._record_rates(counter, optimizer)
+        is_new = counter.recorded != counter.step
         counter.recorded = counter.step
+        if _torch.graph_task() == -1:
+            self._record_waiting(counter, is_new=is_new)
+        elif self._running is not None:
+            # The optimizer steps inside the pass, as may others.
+            loss = _copy(self._running, self._scaling.scale)
+            self._running = None
+            self._is_taken = True
+            self._record_losses([loss], counter, LOSS)
+        is_known = counter in self._optimizers or len(self._optimizers) < _MOST_OPTIMIZERS
+        if is_new and is_known and optimizer is not None:
+            self._record_rates(counter, optimizer)
 
-    def _record_losses(self, waiting: _Waiting, counter: StepCounter, step: int) -> None:
-        for number, value in enumerate(waiting.sums):
-            key = self._curve(counter, number)
-            self._recorder.add(key, step, (0,), value, replace=True)
+    def _record_waiting(self, counter: StepCounter, *, is_new: bool) -> None:
+        for waiting in list(self._waiting):
+            reached = self._counters.among(waiting.indices)
+            if counter not in reached:
+                continue
+            # Other optimizers of these parameters step later, and have no other loss.
+            self._waiting.remove(waiting)
+            # An optimizer may evaluate its closure several times: its `step` returns the first loss.
+            if not is_new:
+                continue
+            # A pass that feeds several optimizers is no loss of a module, unless another optimizer has a loss.
+            base = LOSS
+            if len(reached) == 1 or any(other is not counter for other, _ in self._losses):
+                base = self._with_module(LOSS, counter)
+            self._record_losses(waiting.sums, counter, base)
 
-    def _curve(self, counter: StepCounter, number: int) -> Key:
-        known = (LOSS, counter, number)
-        if known not in self._curves:
-            name = self._named(LOSS, [key.names[0] for key in self._curves.values()])
-            self._curves[known] = Key(self._rule, LOSS, _POINT, (name,))
-        return self._curves[known]
+    def _record_losses(self, losses: Sequence[Tensor], counter: StepCounter, base: str) -> None:
+        for number, value in enumerate(losses):
+            if (counter, number) not in self._losses:
+                self._name_loss(counter, number, base)
+            key = self._losses[counter, number]
+            self._recorder.add(key, counter.step, (0,), value, replace=True)
 
-    def _named(self, base: str, taken: Sequence[str]) -> str:
-        name = base
-        number = 0
-        while name in taken:
-            number += 1
-            name = f"{base}[{number}]"
-        return name
+    def _name_loss(self, counter: StepCounter, number: int, base: str) -> None:
+        owners = self._owners()
+        # A script may build its optimizer anew.
+        known = {place: key for place, key in self._losses.items() if place[0] in owners}
+        name = _not_among(base, [key.names[0] for key in known.values()])
+        known[counter, number] = Key(self._rule, LOSS, _POINT, (name,))
+        self._losses = known
+
+    def _owners(self) -> list[StepCounter]:
+        """Return the counters of optimizers, or the common one without any."""
+        common = self._counters.common
+        owners = [counter for counter in self._counters.all if counter is not common]
+        return owners or [common]
+
+    def _with_module(self, name: str, counter: StepCounter) -> str:
+        """Return a name after the module of an optimizer, if there are several optimizers and each has its own."""
+        if len(self._owners()) == 1:
+            return name
+        module = self._module_of(counter.indices)
+        if module in ("", self._module_of(range(len(self._names)))):
+            return name
+        return f"{module}.{name}"
+
+    def _module_of(self, indices: Sequence[int]) -> str:
+        """Return the innermost module that holds some parameters."""
+        paths = []
+        for index in indices:
+            module = self._names[index].rpartition(".")[0]
+            paths.append(module.replace(".", "/"))
+        return commonpath(paths).replace("/", ".")
 
     def _record_rates(self, counter: StepCounter, optimizer: Optimizer) -> None:
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-        if not numbers:
+        columns = []
+        rates = []
+        for number, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr")
+            if isinstance(rate, (Tensor, Real)):
+                columns.append(number)
+                rates.append(rate)
+        if not rates:
             return
-        known = (type(optimizer).__name__, len(numbers))
-        key = self._groups.get(known)
-        if key is None:
-            names = tuple([f"{known[0]}/{number}" for number in range(len(numbers))])
-            key = self._groups[known] = Key(self._rule, RATE, _POINT, names)
-        values = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-        self._recorder.add(key, counter.step, range(len(numbers)), values, replace=True)
+        if counter not in self._optimizers:
+            self._name_optimizer(counter, optimizer)
+        name = self._optimizers[counter]
+        groups = len(optimizer.param_groups)
+        if (name, groups) not in self._rates:
+            names = tuple([f"{name}/{number}" for number in range(groups)])
+            self._rates[name, groups] = Key(self._rule, RATE, _POINT, names)
+        key = self._rates[name, groups]
+        self._recorder.add(key, counter.step, columns, _numbers_of(rates), replace=True)
+
+    def _name_optimizer(self, counter: StepCounter, optimizer: Optimizer) -> None:
+        owners = self._owners()
+        known = {owner: name for owner, name in self._optimizers.items() if owner in owners}
+        name = self._with_module(type(optimizer).__name__, counter)
+        known[counter] = _not_among(name, list(known.values()))
+        self._optimizers = known
+
+    def before(self, step: int) -> str:
+        """Return the learning rates and losses up to an update, in words. Waits for the device."""
+        self._recorder.flush()
+        words: list[str] = []
+        for key in self._rates.values():
+            words += _rates_before(self._recorder.records, key, step)
+        for key in self._losses.values():
+            words += _loss_before(self._recorder.records, key, step)
+        return "; ".join(words)
+
+
+def _logging(rules: Sequence[Rule]) -> str:
+    """Return the rule that records norms in every step, or else the first that records some; empty without any."""
+    loggers = [rule for rule in rules if isinstance(rule, ObserverRule)]
+    for rule in loggers:
+        if rule.steps.always:
+            return rule.id
+    return loggers[0].id if loggers else ""
+
+
+def _copy(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a loss in true units, 0-dim and float32. The script may write to its own."""
+    with torch.no_grad():
+        return unscaled(loss.reshape(()).to(torch.float32, copy=True), scale)
+
+
+def _not_among(name: str, taken: Sequence[str]) -> str:
+    number = 0
+    free = name
+    while free in taken:
+        number += 1
+        free = f"{name}[{number}]"
+    return free
+
+
+def _numbers_of(rates: Sequence[Any]) -> Tensor:
+    """Return learning rates as float32, on a device if one of them is there: reading it would wait."""
+    device = torch.device("cpu")
+    for rate in rates:
+        if isinstance(rate, Tensor) and not _torch.is_host(rate):
+            device = rate.device
+    if device.type == "cpu":
+        return torch.tensor([float(rate) for rate in rates], dtype=torch.float32, device=device)
+    parts = []
+    for rate in rates:
+        if isinstance(rate, Tensor) and rate.device == device:
+            parts.append(rate.detach().reshape(()).to(torch.float32))
+        else:
+            parts.append(torch.full((), float(rate), dtype=torch.float32, device=device))
+    return torch.stack(parts)
+
+
+def _rates_before(records: Records, key: Key, step: int) -> Iterator[str]:
+    """Yield the last learning rate of each group, and since when it holds, once for groups alike."""
+    told = set()
+    for series in records.series(key.names[0], RATE):
+        for name in key.names:
+            values = [pair for pair in series.values_of(name) if pair[0] <= step]
+            if not values:
+                continue
+            since, rate = values[-1]
+            for earlier, value in reversed(values):
+                if value != rate:
+                    break
+                since = earlier
+            told.add((rate, since))
+    for rate, since in sorted(told):
+        yield f"learning rate {rate:.4g} since step {since}"
+
+
+def _loss_before(records: Records, key: Key, step: int) -> Iterator[str]:
+    name = key.names[0]
+    for series in records.series(name, LOSS):
+        values = [pair for pair in series.values_of(name) if pair[0] <= step]
+        text = ""
+        earlier = [value for number, value in values if number < step][-_BEFORE:]
+        if earlier:
+            text = (
+                f"{earlier[0]:.3g} to {earlier[-1]:.3g} in the {count(len(earlier), 'step')} before"
+            )
+        if values and values[-1][0] == step:
+            now = f"{values[-1][1]:.3g} in it"
+            text = f"{text}, {now}" if text else now
+        if text:
+            yield f"{name} {text}"
