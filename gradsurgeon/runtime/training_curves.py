@@ -161,7 +161,7 @@ class TrainingCurves:
             if (counter, number) not in self._losses:
                 self._name_loss(counter, number, base)
             key = self._losses[counter, number]
-            self._recorder.add(key, counter.step, (0,), value, replace=True)
+            self._recorder.add_beside(key, counter.step, (0,), value)
 
     def _name_loss(self, counter: StepCounter, number: int, base: str) -> None:
         owners = self._owners()
@@ -212,7 +212,8 @@ class TrainingCurves:
             names = tuple([f"{name}/{number}" for number in range(groups)])
             self._rates[name, groups] = Key(self._rule, RATE, _POINT, names)
         key = self._rates[name, groups]
-        self._recorder.add(key, counter.step, columns, _numbers_of(rates), replace=True)
+        values = _numbers_of(rates)
+        self._recorder.add_beside(key, counter.step, columns, values)
 
     def _name_optimizer(self, counter: StepCounter, optimizer: Optimizer) -> None:
         owners = self._owners()
