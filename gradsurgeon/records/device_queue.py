@@ -48,9 +48,9 @@ class DeviceQueue(Generic[Item]):
         """
         with self.lock:
             self._streams[values.device].follow(values.device)
-            copied = values.detach().reshape(-1)
+            copied = values.reshape(-1)
             if not is_copy:
-                copied = copied.to(torch.float32, copy=True)
+                copied = copied.detach().to(torch.float32, copy=True)
             if slot is None:
                 slot = object()
             self._waiting[slot] = (item, copied)

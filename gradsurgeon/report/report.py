@@ -180,7 +180,10 @@ class Report:
         """The learning rates of the optimizers."""
         from gradsurgeon.report.training import rates_of  # noqa: PLC0415 # needs numpy
 
-        return rates_of(self.series)
+        last = 0
+        if self.steps is not None:
+            last = self.steps[1]
+        return rates_of(self.series, last)
 
     @property
     def training(self) -> Table | None:

@@ -17,11 +17,12 @@ from gradsurgeon.report.tables import Table
 # Points of a curve in `report --format json`.
 MOST_POINTS = 2000
 _ROWS = 12
+_CELLS = 64
 _HEAD = ("each update", "history", "first", "least", "largest", "last", "non-finite")
 
 
 class RateSeries(NamedTuple):
-    """The learning rate of one group of parameters of an optimizer, oldest first."""
+    """The learning rate of one group of parameters of an optimizer: its corners, oldest first. Between them it is a line."""
 
     optimizer: str
     group: int
@@ -29,8 +30,8 @@ class RateSeries(NamedTuple):
     values: Floats
 
 
-def rates_of(series: Sequence[Part]) -> list[RateSeries]:
-    """Return the learning rates of a run, those of the lowest rank that has them."""
+def rates_of(series: Sequence[Part], last: int) -> list[RateSeries]:
+    """Return the learning rates of a run up to its last step, those of the lowest rank that has them."""
     recorded: list[LossSeries] = []
     for part, repeated in of_lowest_ranks(series):
         if part.key.stat == RATE:
@@ -39,8 +40,17 @@ def rates_of(series: Sequence[Part]) -> list[RateSeries]:
     rates = []
     for rate in joined(recorded):
         optimizer, _, group = rate.name.rpartition("/")
-        rates.append(RateSeries(optimizer, int(group), rate.steps, rate.values))
+        rates.append(RateSeries(optimizer, int(group), *_corners(rate.steps, rate.values, last)))
     return rates
+
+
+def _corners(steps: Ints, values: Floats, last: int) -> tuple[Ints, Floats]:
+    """Return the corners of a curve: a value was recorded when it changed, and holds until the next one."""
+    ends = np.append(steps[1:] - 1, max(last, steps[-1]))
+    # Each value has two corners, which are one where it holds for one step.
+    corners = np.column_stack([steps, ends]).ravel()
+    kept = np.append(True, np.diff(corners) > 0)
+    return corners[kept], np.repeat(values, 2)[kept]
 
 
 def training_table(losses: Sequence[LossSeries], rates: Sequence[RateSeries]) -> Table | None:
@@ -53,7 +63,9 @@ def training_table(losses: Sequence[LossSeries], rates: Sequence[RateSeries]) ->
             curves.append(loss.values)
     for label, rate in labelled(rates):
         labels.append(label)
-        curves.append(rate.values)
+        # The history has a cell for so many steps, not for so many corners.
+        at = np.linspace(rate.steps[0], rate.steps[-1], _CELLS).astype(np.int64)
+        curves.append(rate.values[np.searchsorted(rate.steps, at, side="right") - 1])
     if not curves:
         return None
     notes = []

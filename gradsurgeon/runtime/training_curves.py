@@ -28,6 +28,8 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 _MOST_LOSSES = 8
 # Optimizers whose learning rates are recorded: a script may make one for each parameter.
 _MOST_OPTIMIZERS = 16
+# An unchanged learning rate is recorded again after so many updates: memory is bounded, and drops the oldest rows.
+_REPEATED = 100
 # Both are recorded when the update begins.
 _POINT = "step"
 # Updates before a failed one whose losses its diagnosis tells.
@@ -87,6 +89,8 @@ class TrainingCurves:
         self._losses: dict[tuple[StepCounter, int], Key] = {}
         self._optimizers: dict[StepCounter, str] = {}
         self._rates: dict[tuple[str, int], Key] = {}
+        # By counter, the learning rates that were recorded last, and in which update.
+        self._last_rates: dict[StepCounter, tuple[list[Any], int]] = {}
 
     def began(self, graph: BackwardGraph) -> None:
         self._running = graph.loss
@@ -127,6 +131,8 @@ class TrainingCurves:
     def updating(self, counter: StepCounter, optimizer: Optimizer | None) -> None:
         """Record the losses that feed an update, and the learning rates of its optimizer, once per update."""
         is_new = counter.recorded != counter.step
+        if not is_new and not self._waiting:
+            return
         counter.recorded = counter.step
         if _torch.graph_task() == -1:
             self._record_waiting(counter, is_new=is_new)
@@ -195,10 +201,17 @@ class TrainingCurves:
         return commonpath(paths).replace("/", ".")
 
     def _record_rates(self, counter: StepCounter, optimizer: Optimizer) -> None:
+        """Record learning rates that have changed, or that were not recorded for a while."""
+        now = [group.get("lr") for group in optimizer.param_groups]
+        known, step = self._last_rates.get(counter, ([], 0))
+        if now == known and counter.step < step + _REPEATED:
+            return
+        # A tensor may have changed, and a comparison would wait for its device.
+        has_tensors = any(isinstance(rate, Tensor) for rate in now)
+        self._last_rates[counter] = ([] if has_tensors else now, counter.step)
         columns = []
         rates = []
-        for number, group in enumerate(optimizer.param_groups):
-            rate = group.get("lr")
+        for number, rate in enumerate(now):
             if isinstance(rate, (Tensor, Real)):
                 columns.append(number)
                 rates.append(rate)
@@ -207,7 +220,7 @@ class TrainingCurves:
         if counter not in self._optimizers:
             self._name_optimizer(counter, optimizer)
         name = self._optimizers[counter]
-        groups = len(optimizer.param_groups)
+        groups = len(now)
         if (name, groups) not in self._rates:
             names = tuple([f"{name}/{number}" for number in range(groups)])
             self._rates[name, groups] = Key(self._rule, RATE, _POINT, names)
@@ -243,9 +256,8 @@ def _logging(rules: Sequence[Rule]) -> str:
 
 
 def _copy(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a loss in true units, 0-dim and float32. The script may write to its own."""
-    with torch.no_grad():
-        return unscaled(loss.reshape(()).to(torch.float32, copy=True), scale)
+    """Return a detached loss in true units, float32. The script may write to its own."""
+    return unscaled(loss.to(torch.float32, copy=True), scale)
 
 
 def _not_among(name: str, taken: Sequence[str]) -> str:
