@@ -17,6 +17,7 @@ from gradsurgeon.report.norms import urgent_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
 from gradsurgeon.report.sources import summary
+from gradsurgeon.report.training import newest
 from gradsurgeon.report.web_page import write_page
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
@@ -77,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         if on_screen:
             _draw(report, hint)
         else:
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), report.head[-1], flush=True)
+            words = [report.head[-1], newest(report.losses, report.rates)]
+            line = "; ".join(filter(None, words))
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)
         begin = time.monotonic()
         if arguments.html is not None and (begin >= next_page or not is_running):
             with writing(arguments.html):

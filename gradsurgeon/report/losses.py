@@ -71,7 +71,22 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
             continue
         names = [name for name, column in part.columns.items() if column not in repeated]
         recorded += series_of(part, names)
-    return joined(recorded)
+    losses = joined(recorded)
+    tagged = [loss for loss in losses if loss.stat not in LOSS_STATS and loss.stat != LOSS]
+    return [loss for loss in losses if loss.stat != LOSS or not _is_among(loss, tagged)]
+
+
+def _is_among(loss: LossSeries, tagged: Sequence[LossSeries]) -> bool:
+    """Tell whether the script has tagged a loss, which a backward pass began from, by another name."""
+    for other in tagged:
+        steps, places, calls = np.unique(other.steps, return_inverse=True, return_counts=True)
+        sums = np.bincount(places, other.values)
+        _, own, others = np.intersect1d(loss.steps, steps, return_indices=True)
+        # The script may divide the loss of a micro-batch after the tag, or before it.
+        for values in (sums, sums / calls):
+            if len(own) and np.allclose(loss.values[own], values[others], 1e-3, equal_nan=True):
+                return True
+    return False
 
 
 def joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
