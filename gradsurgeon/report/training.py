@@ -49,8 +49,13 @@ def _corners(steps: Ints, values: Floats, last: int) -> tuple[Ints, Floats]:
     ends = np.append(steps[1:] - 1, max(last, steps[-1]))
     # Each value has two corners, which are one where it holds for one step.
     corners = np.column_stack([steps, ends]).ravel()
-    kept = np.append(True, np.diff(corners) > 0)
-    return corners[kept], np.repeat(values, 2)[kept]
+    is_new = np.append(True, np.diff(corners) > 0)
+    corners = corners[is_new]
+    levels = np.repeat(values, 2)[is_new]
+    goes_on = levels[1:] == levels[:-1]
+    is_corner = np.ones(len(levels), bool)
+    is_corner[1:-1] = ~(goes_on[1:] & goes_on[:-1])
+    return corners[is_corner], levels[is_corner]
 
 
 def training_table(losses: Sequence[LossSeries], rates: Sequence[RateSeries]) -> Table | None:
