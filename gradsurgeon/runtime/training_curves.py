@@ -315,7 +315,7 @@ def _loss_before(records: Records, key: Key, step: int) -> Iterator[str]:
                 f"{earlier[0]:.3g} to {earlier[-1]:.3g} in the {count(len(earlier), 'step')} before"
             )
         if values and values[-1][0] == step:
-            now = f"{values[-1][1]:.3g} in it"
-            text = f"{text}, {now}" if text else now
+            now = f"{values[-1][1]:.3g}"
+            text = f"{text}, then {now}" if text else now
         if text:
             yield f"{name} {text}"

@@ -438,5 +438,5 @@ def test_a_diagnosis_tells_the_loss_and_the_learning_rate_before_the_step() -> N
         (message,) = [event.message for event in session.events if event.kind == "trap"]
     (before,) = [line for line in message.splitlines() if line.startswith("  before: ")]
     assert before == (
-        f"  before: learning rate 0.05 since step 21; loss {losses[2]:.3g} to {losses[21]:.3g} in the 20 steps before, nan in it"
+        f"  before: learning rate 0.05 since step 21; loss {losses[2]:.3g} to {losses[21]:.3g} in the 20 steps before, then nan"
     )
