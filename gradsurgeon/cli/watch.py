@@ -17,7 +17,6 @@ from gradsurgeon.report.norms import urgent_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
 from gradsurgeon.report.sources import summary
-from gradsurgeon.report.training import newest
 from gradsurgeon.report.web_page import write_page
 
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         if on_screen:
             _draw(report, hint)
         else:
-            words = [report.head[-1], newest(report.losses, report.rates)]
+            words = [report.head[-1], report.newest]
             line = "; ".join(filter(None, words))
             print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)
         begin = time.monotonic()
@@ -124,7 +123,6 @@ def screen(report: Report, columns: int) -> list[str]:
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
     sections: list[Iterable[str]] = [
         _head(report),
-        _training(report, columns),
         _events(report),
         _remarks(report),
     ]
@@ -150,13 +148,10 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
+    if report.newest:
+        yield report.newest
     if report.ended is not None:
         yield from report.ended.lines
-
-
-def _training(report: Report, columns: int) -> Iterator[str]:
-    if report.training is not None:
-        yield from report.training.lines(columns, _ROWS)
 
 
 def _events(report: Report) -> Iterator[str]:

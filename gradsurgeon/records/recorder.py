@@ -24,7 +24,6 @@ from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.records.shared_rows import PendingRow, SharedRows, shares
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.layout import state_name
-from gradsurgeon.records.store.memory import RATE
 from gradsurgeon.tensors import _torch
 
 if TYPE_CHECKING:
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
 
 # Rows wait on the device so one transfer serves many; this many rows take a few hundred kB
 # for a large model.
-_ROWS_PER_FLUSH = 64
-# Losses and learning rates of updates, one number each.
-_MOST_BESIDE = 256
+_ROWS_PER_FLUSH = 128
 # Statistics of single tensors, each with a copy of at most 8 kB: several steps are measured together.
 _MOST_PENDING = 1024
 # A killed script resumes from a state that is at most this many seconds old.
@@ -79,8 +76,6 @@ class Recorder:
         self._event_log = event_log
         self._pending = PendingStatistics()
         self._ring: DeviceQueue[PendingRow] = DeviceQueue(self._receive)
-        # The rows that wait in the ring for others to travel.
-        self._beside = 0
         self.shared = SharedRows(self._report_of_shared)
         event_log.listen(self.event)
         if self._outlets:
@@ -102,27 +97,20 @@ class Recorder:
         *,
         replace: bool,
         grads: Sequence[Tensor] = (),
+        is_copy: bool = False,
     ) -> None:
         """Add one row, or replace the last row of the same step. ``columns`` are ascending.
 
         ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
-        ``grads`` are the tensors of the columns, if this rank has measured only shards of some.
+        ``grads`` are the tensors of the columns, if this rank has measured only shards of some. Nobody writes to a copy.
         """
         row = PendingRow(key, step, columns, replace, (), shares(grads), self.shared.passes)
         slot = None
         if replace:
             # The slot uses the identity of the key: hashing the names of thousands of tensors takes longer than measuring them.
             slot = (id(key), step)
-        self._ring.put(row, values, slot=slot)
+        self._ring.put(row, values, slot=slot, is_copy=is_copy)
         self._move(due=self._is_due())
-
-    def add_beside(self, key: Key, step: int, columns: Sequence[int], values: Tensor) -> None:
-        """Add one row of float32 that nobody else writes to; it travels with the rows that `add` has got."""
-        row = PendingRow(key, step, columns, replace=True)
-        self._ring.put(row, values, is_copy=True)
-        self._beside += 1
-        if self._beside >= _MOST_BESIDE:
-            self._send(wait=False)
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Record the statistics of one tensor as it is now; each call adds a value of its own."""
@@ -157,14 +145,13 @@ class Recorder:
             self._write_state()
 
     def _move(self, *, due: bool) -> None:
-        if due or len(self._ring) - self._beside >= _ROWS_PER_FLUSH:
+        if due or len(self._ring) >= _ROWS_PER_FLUSH:
             self._send(wait=False)
         if due:
             self._commit()
 
     def _send(self, *, wait: bool) -> None:
         self._ring.send(wait=wait)
-        self._beside = 0
         with self._ring.lock:
             self._store(self.shared.exchange())
 
@@ -203,8 +190,7 @@ class Recorder:
             self._ring.drop()
             steps: list[int] = []
             for series in self.records:
-                if series.key.stat != RATE:  # the host had it
-                    steps += series.ends()
+                steps += series.ends()
             kept = "no record was kept"
             if steps:
                 kept = f"records up to step {max(steps):,} are kept"

@@ -9,7 +9,8 @@ import numpy as np
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
-from gradsurgeon.records.store.memory import LOSS
+from gradsurgeon.records.store.layout import json_number
+from gradsurgeon.records.store.memory import LOSS, RATE
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.rules_and_events import COSINE, DISTANCE, LOSS_STATS, RATIO, WEIGHT
@@ -21,7 +22,11 @@ _ROWS = 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf", LOSS)
 _HEAD = ("loss", "history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
+# Of a curve in JSON.
+MOST_POINTS = 2000
 TITLES = {
+    LOSS: "loss of each update",
+    RATE: "learning rates",
     COSINE: "cosine of pairs of losses",
     RATIO: "ratio of the gradients of pairs of losses",
     WEIGHT: "weight of losses",
@@ -70,34 +75,49 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
         if part.key.rule not in rules or part.key.stat not in LOSS_STATS:
             continue
         names = [name for name, column in part.columns.items() if column not in repeated]
-        recorded += series_of(part, names)
-    losses = joined(recorded)
-    tagged = [loss for loss in losses if loss.stat not in LOSS_STATS and loss.stat != LOSS]
-    return [loss for loss in losses if loss.stat != LOSS or not _is_among(loss, tagged)]
+        recorded += _series_of(part, names)
+    return _joined(recorded)
 
 
-def _is_among(loss: LossSeries, tagged: Sequence[LossSeries]) -> bool:
-    """Tell whether the script has tagged a loss, which a backward pass began from, by another name."""
-    for other in tagged:
-        steps, places, calls = np.unique(other.steps, return_inverse=True, return_counts=True)
-        sums = np.bincount(places, other.values)
-        _, own, others = np.intersect1d(loss.steps, steps, return_indices=True)
-        # The script may divide the loss of a micro-batch after the tag, or before it.
-        for values in (sums, sums / calls):
-            if len(own) and np.allclose(loss.values[own], values[others], 1e-3, equal_nan=True):
-                return True
-    return False
+def rates_of(series: Iterable[Part], last: int) -> list[LossSeries]:
+    """Return the learning rates of the lowest rank up to the last step; each was recorded when it changed."""
+    recorded: list[LossSeries] = []
+    for part, repeated in of_lowest_ranks(series):
+        if part.key.stat == RATE and not repeated:
+            recorded += _series_of(part, part.key.names)
+    rates = []
+    for rate in _joined(recorded):
+        first = rate.steps[0]
+        steps = np.linspace(first, last, min(MOST_POINTS, last - first + 1)).astype(np.int64)
+        places = np.searchsorted(rate.steps, steps, side="right") - 1
+        rates.append(rate._replace(steps=steps, values=rate.values[places]))
+    return rates
 
 
-def joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
+def thinned(steps: Ints, values: Floats, most: int) -> tuple[list[int], list[float | str]]:
+    """Return at most so many points of a curve, each the worst of a few: the first non-finite, or else the largest."""
+    badness = np.where(np.isfinite(values), values, np.inf)
+    # Several records of one step make one point.
+    _, starts = np.unique(steps, return_index=True)
+    stride = -(-len(starts) // most)
+    starts = starts[:: max(1, stride)]
+    ends = np.append(starts[1:], len(steps))
+    worst = []
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        worst.append(start + int(np.argmax(badness[start:end])))
+    shown = [json_number(float(f"{value:.6g}")) for value in values[worst]]
+    return steps[worst].tolist(), shown
+
+
+def _joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
     """Return series with the parts of each name in one: other parameters beside it make another part."""
     joint: dict[tuple[str, str, str], list[LossSeries]] = {}
     for loss in recorded:
         joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
-    return list(map(_joined, joint.values()))
+    return list(map(_in_one, joint.values()))
 
 
-def _joined(parts: Sequence[LossSeries]) -> LossSeries:
+def _in_one(parts: Sequence[LossSeries]) -> LossSeries:
     all_steps = []
     all_values = []
     for part in parts:
@@ -121,14 +141,14 @@ def _tagged(series: Iterable[Part], params: Collection[str]) -> Iterator[LossSer
                     best.setdefault((part.rank, name), part)
     ranks = {rank for rank, _ in best}
     for rank, name in list(best)[:_MOST_TAGGED]:
-        for loss in series_of(best[rank, name], [name]):
+        for loss in _series_of(best[rank, name], [name]):
             if len(ranks) > 1:
                 yield loss._replace(name=f"{name}, rank {rank}")
             else:
                 yield loss
 
 
-def series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
+def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
     """Yield the values of some names, without rows that have none."""
     read = list(blocks(part))
     if not read:
@@ -151,8 +171,7 @@ def loss_tables(
     """Yield a table and the curves of each statistic that a rule has measured of losses."""
     groups: dict[tuple[str, str], list[LossSeries]] = {}
     for loss in losses:
-        if loss.stat != LOSS:
-            groups.setdefault((loss.rule, loss.stat), []).append(loss)
+        groups.setdefault((loss.rule, loss.stat), []).append(loss)
     for (_, stat), series in groups.items():
         if stat == COSINE:
             series.sort(key=_mean)

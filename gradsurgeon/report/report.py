@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from gradsurgeon.report.losses import LossSeries
     from gradsurgeon.report.norms import NormTable
     from gradsurgeon.report.track import Track
-    from gradsurgeon.report.training import RateSeries
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
@@ -95,8 +94,6 @@ class Report:
         parts = ["\n".join(self.head)]
         if self.remarks:
             parts.append("\n".join(f"  {remark}" for remark in self.remarks))
-        if self.training is not None:
-            parts.append("\n".join(_text(self.training, width)))
         for place, table in enumerate(self.tables, 1):
             text = "\n".join(_text(table, width))
             if place == len(self.norms):
@@ -114,7 +111,7 @@ class Report:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
 
-        for table, _ in loss_tables(self.losses, observed=self.observed):
+        for table, _ in loss_tables([*self.losses, *self.rates], observed=self.observed):
             tables.append(table)
         if self.statuses:
             tables.append(rule_table(self.rules, self.statuses, self.events))
@@ -176,21 +173,20 @@ class Report:
         return losses_of(self.series, set(self.params))
 
     @cached_property
-    def rates(self) -> list[RateSeries]:
-        """The learning rates of the optimizers."""
-        from gradsurgeon.report.training import rates_of  # noqa: PLC0415 # needs numpy
+    def rates(self) -> list[LossSeries]:
+        """The learning rates of the optimizers, at most 2,000 values each, by names such as ``AdamW/0`` of the first group."""
+        from gradsurgeon.report.losses import rates_of  # noqa: PLC0415 # needs numpy
 
-        last = 0
-        if self.steps is not None:
-            last = self.steps[1]
-        return rates_of(self.series, last)
+        if self.steps is None:
+            return []
+        return rates_of(self.series, self.steps[1])
 
     @property
-    def training(self) -> Table | None:
-        """The table of losses and learning rates by update, ``None`` if none were recorded."""
-        from gradsurgeon.report.training import training_table  # noqa: PLC0415 # needs numpy
-
-        return training_table(self.losses, self.rates)
+    def newest(self) -> str:
+        """The last losses and learning rates, in words."""
+        words = [f"{loss.name} {loss.values[-1]:.4g}" for loss in self.tagged]
+        rates = {f"learning rate {rate.values[-1]:.4g}" for rate in self.rates}
+        return printable(", ".join([*words, *sorted(rates)]))
 
     @property
     def tagged(self) -> list[LossSeries]:
@@ -306,8 +302,6 @@ def _text(table: Table, columns: int) -> Iterator[str]:
 
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
-    from gradsurgeon.report.training import rate_to_dict  # noqa: PLC0415 # needs numpy
-
     ids = dict.fromkeys([*report.rules, *report.statuses])
     remarks = list(report.remarks)
     # A sentence like the others, though nothing may be wrong.
@@ -325,7 +319,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "events": list(map(asdict, report.events)),
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
-        "rates": list(map(rate_to_dict, report.rates)),
+        "rates": list(map(_rate, report.rates)),
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 
@@ -348,7 +342,7 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
 
 
 def _losses(loss: LossSeries) -> dict[str, Any]:
-    from gradsurgeon.report.training import MOST_POINTS, thinned  # noqa: PLC0415 # needs numpy
+    from gradsurgeon.report.losses import MOST_POINTS, thinned  # noqa: PLC0415 # needs numpy
 
     calls = len(loss.values)
     values: dict[str, Any] = {"rule": loss.rule, "stat": loss.stat, "name": loss.name}
@@ -358,6 +352,18 @@ def _losses(loss: LossSeries) -> dict[str, Any]:
     for word, number in loss.numbers.items():
         values[word] = json_number(number)
     return values
+
+
+def _rate(rate: LossSeries) -> dict[str, Any]:
+    optimizer, _, group = rate.name.rpartition("/")
+    # Records are float32.
+    values = [float(f"{value:.7g}") for value in rate.values]
+    return {
+        "optimizer": optimizer,
+        "group": int(group),
+        "steps": rate.steps.tolist(),
+        "values": values,
+    }
 
 
 def _norms(track: Track) -> dict[str, Any]:

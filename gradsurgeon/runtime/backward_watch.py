@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.loss_roots import loss_roots
 from gradsurgeon.runtime.passes import BackwardPass, Seen
 from gradsurgeon.runtime.refusals import all_go_on_after
 from gradsurgeon.runtime.running_passes import (
@@ -28,6 +27,7 @@ from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
+from gradsurgeon.tensors.readable import readable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +108,6 @@ class BackwardWatch:
                 averaging=averaging,
                 held=held,
                 had=before.grads.keys(),
-                losses=running.losses,
             )
         )
 
@@ -210,12 +209,22 @@ def _observed(
         return numbered_pass(roots, [tasks.append])
     if not call.accumulates:
         return nullcontext()
-    losses = loss_roots(call.outputs)
-    loss = losses.values[0] if len(call.outputs) == len(losses.values) == 1 else None
-    running = RunningPass(BackwardGraph(roots, loss=loss), call.inputs, losses)
+    graph = BackwardGraph(roots, losses=tuple(_losses_of(call.outputs)))
+    running = RunningPass(graph, call.inputs)
     is_scaled = any(watch.scaling.in_use for watch in watches)
     numbered = numbered_pass(roots, [running.tasks.append] if is_scaled else [])
     return _training(running, watches, begins, numbered)
+
+
+def _losses_of(outputs: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the values that a pass begins from, unless they are several numbers, or await a sum over ranks."""
+    for loss in outputs:
+        is_number = isinstance(loss, Tensor) and loss.numel() == 1
+        if not is_number or (type(loss) is not Tensor and _dist.is_partial(loss)):
+            continue
+        value = readable(loss)
+        if value is not None:
+            yield value
 
 
 @contextmanager

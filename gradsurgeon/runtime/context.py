@@ -82,7 +82,7 @@ class Context:
         self.tag_watcher: Callable[[str, Tensor], None] | None = None
         self.on_failed_step = options.on_failed_step
         self.scaling = Scaling(options.scaler, self.refusals)
-        self.curves = TrainingCurves(self.rules, recorder, self.counters, self.scaling, self.names)
+        self.curves = TrainingCurves(self.rules, recorder, self.counters, self.names)
         self._several = Ranks(self.parameters.params)
         # The ranks of this process when the last backward pass began.
         self.ranks = Ranks()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -11,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsurgeon.runtime.loss_roots import LossRoots
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _torch, measure
@@ -43,8 +43,7 @@ class BackwardPass:
         logged: by rule at `backward` and by tensor, the statistics of this pass's contribution, or a copy of it.
         contributed: norms of this rank's own contributions, before an average.
         held: by tensor, whether its gradient was non-zero before, if a rule needs to know.
-        had: the parameters of rules that had a gradient before.
-        losses: what the pass began from.
+        had: the parameters that had a gradient before.
         is_part: whether the pass still runs, and an optimizer steps inside it.
     """
 
@@ -56,8 +55,7 @@ class BackwardPass:
     scale: Tensor | None = None
     averaging: Sequence[Any] = ()
     held: dict[int, Tensor] = field(default_factory=dict)
-    had: Collection[int] = ()
-    losses: LossRoots | None = None
+    had: AbstractSet[int] = frozenset()
     is_part: bool = False
 
 

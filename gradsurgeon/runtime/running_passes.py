@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.runtime.loss_roots import LossRoots
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root
 
@@ -25,7 +24,6 @@ class RunningPass:
 
     graph: BackwardGraph
     inputs: Sequence[Any] = ()
-    losses: LossRoots | None = None
     tasks: list[int] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
 

@@ -249,7 +249,7 @@ def adversaries(model: Any) -> Curves:
     generator, _, critic = model
     of_generator = sgd(generator)
     of_critic = sgd(critic)
-    curves: Curves = {"0.loss": [], "2.loss": []}
+    curves: Curves = {"loss": [], "2.loss": []}
     for _ in range(STEPS):
         of_critic.zero_grad()
         made = model[:2](X)
@@ -263,7 +263,7 @@ def adversaries(model: Any) -> Curves:
         loss = critic(made).square().mean()
         loss.backward()
         of_generator.step()
-        curves["0.loss"].append(loss.item())
+        curves["loss"].append(loss.item())
     return curves
 
 
@@ -315,15 +315,15 @@ def test_the_learning_rates_of_groups_are_recorded_when_they_change() -> None:
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.25))
     with gradsurgeon.apply(model, RULES) as session:
         plain(model, optimizer)
-        assert dict(curves_of(session, RATE)) == {"SGD/0": [0.25] * 3, "SGD/1": [0.5] * 3}
+        assert dict(curves_of(session, RATE)) == {"SGD/0": [0.25] * 3, "SGD/1": [0.5]}
         optimizer.param_groups[0]["lr"] = 0.125
         plain(model, optimizer)
         optimizer.param_groups[1]["lr"] = 0.0
         plain(model, optimizer)
         report = to_dict(summary(session))
     assert report["rates"] == [
-        {"optimizer": "SGD", "group": 0, "steps": [0, 2, 3, 8], "values": [0.25, 0.25, 0.125, 0.125]},
-        {"optimizer": "SGD", "group": 1, "steps": [0, 5, 6, 8], "values": [0.5, 0.5, 0.0, 0.0]},
+        {"optimizer": "SGD", "group": 0, "steps": [*range(9)], "values": [0.25] * 3 + [0.125] * 6},
+        {"optimizer": "SGD", "group": 1, "steps": [*range(9)], "values": [0.5] * 6 + [0.0] * 3},
     ]  # fmt: skip
 
 
@@ -368,18 +368,18 @@ def test_a_run_shows_both_in_text_json_page_and_on_the_screen(tmp_path: Path) ->
     (loss,) = found["losses"]
     assert (loss["name"], loss["steps"]) == ("loss", [0, 1, 2])
     assert loss["values"] == pytest.approx(losses)
-    assert found["rates"] == [
-        {"optimizer": "SGD", "group": 0, "steps": [0, 2], "values": [0.1, 0.1]}
-    ]
-    _, _, of_loss, of_rate = report.text(width=100).split("\n\n")[1].splitlines()
-    first, last = f"{losses[0]:.3g}", f"{losses[-1]:.3g}"
-    assert of_loss.split()[::2] == ["loss", first, first, "-"]
-    assert of_loss.split()[-4:] == [last, first, last, "-"]
-    assert of_rate.split()[:2] == ["learning", "rate"]
-    assert of_rate.split()[-5:] == ["0.1", "0.1", "0.1", "0.1", "-"]
+    steps = {"steps": [0, 1, 2], "values": [0.1] * 3}
+    assert found["rates"] == [{"optimizer": "SGD", "group": 0, **steps}]
+    text = report.text(width=100)
+    of_loss = text.split("loss of each update, recorded by norms in steps 0..2")[1].splitlines()[2]
+    assert of_loss.split()[0] == "loss"
+    assert of_loss.split()[3:6] == [f"{value:.3g}" for value in (losses[-1], losses[0], losses[-1])]
+    of_rate = text.split("learning rates, recorded by norms in steps 0..2")[1].splitlines()[2]
+    assert of_rate.split()[2:6] == ["0.1"] * 4
     shown = screen(newest_report(tmp_path / "run"), 100)
-    assert [line.split()[0] for line in shown[4:7]] == ["each", "loss", "learning"]
-    assert [line["label"] for line in page["losses"] + page["rates"]] == ["loss", "learning rate"]
+    assert shown[1] == f"loss {losses[-1]:.4g}, learning rate 0.1"
+    assert "learning rates, recorded by norms in steps 0..2" in shown
+    assert [line["label"] for line in page["losses"] + page["rates"]] == ["loss", "SGD/0"]
 
 
 def test_a_long_curve_has_at_most_2000_points_and_keeps_its_worst() -> None:
@@ -397,25 +397,16 @@ def test_a_long_curve_has_at_most_2000_points_and_keeps_its_worst() -> None:
     assert loss["steps"][500] == 1001
 
 
-def test_a_tag_names_the_loss() -> None:
+def test_a_tag_goes_before_the_loss_of_its_name() -> None:
     model = net()
     tagged = {
-        "id": "t",
-        "action": "norm-log",
-        "tensors": "*loss",
-        "tensor": "value",
-        "stats": ["mean"],
-    }
+        "id": "t", "action": "norm-log", "tensors": "loss", "tensor": "value", "stats": ["mean"],
+    }  # fmt: skip
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rule_file(NORMS, tagged)) as session:
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            for x in X.chunk(2):
-                loss = gradsurgeon.tag(loss_of(model, x), "main_loss")
-                (loss / 2).backward()
-            optimizer.step()
+        plain(model, optimizer, lambda model: gradsurgeon.tag(loss_of(model), "loss") * 2)
         found = to_dict(summary(session))
-    assert [loss["name"] for loss in found["losses"]] == ["main_loss"]
+    assert [(loss["name"], loss["rule"]) for loss in found["losses"]] == [("loss", "t")]
 
 
 def test_a_diagnosis_tells_the_loss_and_the_learning_rate_before_the_step() -> None:
@@ -438,5 +429,5 @@ def test_a_diagnosis_tells_the_loss_and_the_learning_rate_before_the_step() -> N
         (message,) = [event.message for event in session.events if event.kind == "trap"]
     (before,) = [line for line in message.splitlines() if line.startswith("  before: ")]
     assert before == (
-        f"  before: learning rate 0.05 since step 21; loss {losses[2]:.3g} to {losses[21]:.3g} in the 20 steps before, then nan"
+        f"  before: learning rate 0.05 since step 21; loss {losses[2]:.3g} to {losses[21]:.3g} in the 20 steps before"
     )
