@@ -21,7 +21,7 @@ _MOST_TAGGED = 8
 _ROWS = 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf", LOSS)
-_HEAD = ("loss", "history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
+_HEAD = ("history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
 # Of a curve in JSON.
 MOST_POINTS = 2000
 TITLES = {
@@ -192,11 +192,12 @@ def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
         has_log = loss.numbers["least"] > 0
         curves.append(loss.values.tolist() if has_log else [])
     rule = printable(series[0].rule)
+    head = ["group" if stat == RATE else "loss", *_HEAD]
     return Table(
         f"{TITLES.get(stat, 'losses')}, recorded by {rule} in {_steps(series)}",
-        _HEAD,
+        head,
         list(map(_row, shown)),
-        right=frozenset(range(2, len(_HEAD))),
+        right=frozenset(range(2, len(head))),
         curves=curves,
         notes=list(_notes(stat, series, observed=observed)),
     )

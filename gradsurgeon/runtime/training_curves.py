@@ -132,8 +132,8 @@ class TrainingCurves:
             if len(owners) > 1:
                 name = f"{commonpath(paths)}/{base}".replace("/", ".").removeprefix(".")
             # A script may build its optimizer anew.
-            others = [other for (owner, _), other in self._known.items() if owner in owners]
-            if name in others:
+            self._known = {key: known for key, known in self._known.items() if key[0] in owners}
+            if name in self._known.values():
                 name = f"{name}[{counters.all.index(counter)}]"
             self._known[counter, base] = name
         return self._known[counter, base]
