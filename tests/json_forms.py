@@ -19,6 +19,7 @@ TEXT = """\
 | `events` | the events, with `kind`, `rule`, `step`, `rank`, `name` and `message`; `diagnosis`, below, or `null`; and `sample_ids`, those of the step, at most 256 |
 | `norms` | an object per tensor, below |
 | `losses` | an object per curve of losses, below |
+| `rates` | the learning rate of each group of parameters, below |
 | `median_of_one_step_in` | n: in a long run n successive steps count as one, by their largest norm, and steps are exact to n |
 | `inside` | the runs inside the directory |
 
@@ -26,9 +27,12 @@ TEXT = """\
 and `last` norm; `spike` (`step`, `value`, and how many `times` the median before it, or `null`); `nonfinite` (how many norms);
 `nonfinite_step` (the first one, or `null`); `zero_since` (the step from which on it is 0, or `null`).
 
-**`losses`**: `rule`; `stat` (`cosine` and `ratio` of a pair, `weight` and `distance` of a combination, or the statistic of a tagged loss);
-`name`; first and last of `steps`; `calls`, and how many of them are `nonfinite` (of a pair, a loss gave no finite gradient); the `first` and `last` value; the
+**`losses`**: `rule`; `stat` (`loss` of an update, `cosine` and `ratio` of a pair, `weight` and `distance` of a combination, or the statistic of a
+tagged loss); `name`; `steps` and `values`, at most 2,000 points, each the worst of a few steps in a longer run; `calls`, and how many of them are `nonfinite` (of a pair, a loss gave no finite gradient); the `first` and `last` value; the
 `least`, `median`, `mean` and `largest` finite one; `negative` (the share below 0).
+
+**`rates`**: `optimizer` (its class, after its module if each optimizer has one of its own); `group` (its number, from 0); `steps` and `values`, at most 2,000
+points, where the learning rate begins to change or stops to.
 
 ## The diagnosis as JSON
 

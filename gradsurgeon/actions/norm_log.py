@@ -27,6 +27,8 @@ class NormLog(ObserverRule):
     (population), `min`, `max`; `zeros` and `nonfinite`, the number of such elements. It changes
     nothing: training with it is bit-identical to training without.
 
+    Beside norms of parameters it records the loss of each update and the learning rates of its optimizer.
+
     ## Why use it
     To see which layer explodes, vanishes or stagnates, and when that began.
 

@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         if on_screen:
             _draw(report, hint)
         else:
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), report.head[-1], flush=True)
+            words = [report.head[-1], report.newest]
+            line = "; ".join(filter(None, words))
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)
         begin = time.monotonic()
         if arguments.html is not None and (begin >= next_page or not is_running):
             with writing(arguments.html):
@@ -119,7 +121,11 @@ def _draw(report: Report, hint: str) -> None:
 def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
-    sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
+    sections: list[Iterable[str]] = [
+        _head(report),
+        _events(report),
+        _remarks(report),
+    ]
     sections += [table.lines(columns, _WORST) for table in urgent]
     sections.append(_whole_gradients(report))
     sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]
@@ -142,6 +148,8 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
+    if report.newest:
+        yield report.newest
     yield from report.outcome.top
 
 

@@ -149,6 +149,7 @@ class Diagnosis:
         scale: the factor of a `GradScaler`, ``None`` without one.
         loss: the loss, if it was computed outside of the model and the fault is in there.
         loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
+        before: learning rates and losses up to the step, in words.
         bundle: the directory from which the step can be run again, empty if there is none.
         no_bundle: why no bundle could be written.
         rows: the rows of ``output`` with non-finite elements, if its first dimension is the one of the batch.
@@ -175,6 +176,7 @@ class Diagnosis:
     scale: float | None = None
     loss: float | None = None
     loss_nodes: tuple[str, ...] = ()
+    before: str = ""
     bundle: str = ""
     no_bundle: str = ""
     rows: Rows | None = None
@@ -227,6 +229,8 @@ class Diagnosis:
         else:
             for reason in self.reasons:
                 yield f"  because {printable(reason)}"
+        if self.before:
+            yield f"  before: {printable(self.before)}"
         if self.bundle:
             command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
             yield f"  to run the step again: {printable(command)}"

@@ -16,7 +16,7 @@ from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import reason_of
 from gradsurgeon.records.store.files import Outlet
 from gradsurgeon.records.store.layout import is_present
-from gradsurgeon.records.store.memory import Key, RecordedRow
+from gradsurgeon.records.store.memory import LOSS, Key, RecordedRow
 from gradsurgeon.sinks.sink import Sink, patterns_of
 from gradsurgeon.tensors.statistics import STATISTICS
 
@@ -242,7 +242,7 @@ class Delivery(Outlet):
 def weight(row: RecordedRow) -> float:
     """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
     stat = row.key.stat
-    if stat not in STATISTICS:
+    if stat not in STATISTICS and stat != LOSS:
         return float(row.step)
     total = math.hypot(*array("f", row.values))
     if not math.isfinite(total):
@@ -267,6 +267,8 @@ class Curves:
         has_all_curves = not of_norms and len(names) <= _FEW
         # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
         skips_nan = stat not in STATISTICS or STATISTICS[stat].of_update
+        if stat == LOSS:
+            skips_nan = False
         values = []
         scalars = {}
         for column, value in enumerate(array("f", row.values)):

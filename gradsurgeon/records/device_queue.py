@@ -39,11 +39,18 @@ class DeviceQueue(Generic[Item]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
-        """Queue a copy of numbers; it replaces the numbers that wait in the same slot."""
+    def put(
+        self, item: Item, values: Tensor, *, slot: Hashable = None, is_copy: bool = False
+    ) -> None:
+        """Queue a copy of numbers; it replaces the numbers that wait in the same slot.
+
+        Numbers that are a copy themselves, float32, are queued as they are.
+        """
         with self.lock:
             self._streams[values.device].follow(values.device)
-            copied = values.detach().reshape(-1).to(torch.float32, copy=True)
+            copied = values.reshape(-1)
+            if not is_copy:
+                copied = copied.detach().to(torch.float32, copy=True)
             if slot is None:
                 slot = object()
             self._waiting[slot] = (item, copied)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Rows wait on the device so one transfer serves many; this many rows take a few hundred kB
 # for a large model.
-_ROWS_PER_FLUSH = 64
+_ROWS_PER_FLUSH = 128
 # Statistics of single tensors, each with a copy of at most 8 kB: several steps are measured together.
 _MOST_PENDING = 1024
 # A killed script resumes from a state that is at most this many seconds old.
@@ -99,18 +99,19 @@ class Recorder:
         *,
         replace: bool,
         grads: Sequence[Tensor] = (),
+        is_copy: bool = False,
     ) -> None:
         """Add one row, or replace the last row of the same step. ``columns`` are ascending.
 
         ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
-        ``grads`` are the tensors of the columns, if this rank has measured only shards of some.
+        ``grads`` are the tensors of the columns, if this rank has measured only shards of some. Nobody writes to a copy.
         """
         row = PendingRow(key, step, columns, replace, (), shares(grads), self.shared.passes)
         slot = None
         if replace:
             # The slot uses the identity of the key: hashing the names of thousands of tensors takes longer than measuring them.
             slot = (id(key), step)
-        self._ring.put(row, values, slot=slot)
+        self._ring.put(row, values, slot=slot, is_copy=is_copy)
         self._move(due=self._is_due())
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:

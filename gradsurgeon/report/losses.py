@@ -9,6 +9,8 @@ import numpy as np
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
+from gradsurgeon.records.store.layout import json_number
+from gradsurgeon.records.store.memory import LOSS, RATE
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.rules_and_events import COSINE, DISTANCE, LOSS_STATS, RATIO, WEIGHT
@@ -18,9 +20,13 @@ from gradsurgeon.report.tables import Table
 _MOST_TAGGED = 8
 _ROWS = 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
-_STATS = ("mean", "min", "max", "l2", "l1", "linf")
-_HEAD = ("loss", "history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
+_STATS = ("mean", "min", "max", "l2", "l1", "linf", LOSS)
+_HEAD = ("history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
+# Of a curve in JSON.
+MOST_POINTS = 2000
 TITLES = {
+    LOSS: "loss of each update",
+    RATE: "learning rates",
     COSINE: "cosine of pairs of losses",
     RATIO: "ratio of the gradients of pairs of losses",
     WEIGHT: "weight of losses",
@@ -70,14 +76,48 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
             continue
         names = [name for name, column in part.columns.items() if column not in repeated]
         recorded += _series_of(part, names)
-    # A set of parameters that grows, or another one of modules, is another series.
+    return _joined(recorded)
+
+
+def rates_of(series: Iterable[Part], last: int) -> list[LossSeries]:
+    """Return the learning rates of the lowest rank up to the last step; each was recorded when it changed."""
+    recorded: list[LossSeries] = []
+    for part, repeated in of_lowest_ranks(series):
+        if part.key.stat == RATE and not repeated:
+            recorded += _series_of(part, part.key.names)
+    rates = []
+    for rate in _joined(recorded):
+        first = rate.steps[0]
+        steps = np.linspace(first, last, min(MOST_POINTS, last - first + 1)).astype(np.int64)
+        places = np.searchsorted(rate.steps, steps, side="right") - 1
+        rates.append(rate._replace(steps=steps, values=rate.values[places]))
+    return rates
+
+
+def thinned(steps: Ints, values: Floats, most: int) -> tuple[list[int], list[float | str]]:
+    """Return at most so many points of a curve, each the worst of a few: the first non-finite, or else the largest."""
+    badness = np.where(np.isfinite(values), values, np.inf)
+    # Several records of one step make one point.
+    _, starts = np.unique(steps, return_index=True)
+    stride = -(-len(starts) // most)
+    starts = starts[:: max(1, stride)]
+    ends = np.append(starts[1:], len(steps))
+    worst = []
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        worst.append(start + int(np.argmax(badness[start:end])))
+    shown = [json_number(float(f"{value:.6g}")) for value in values[worst]]
+    return steps[worst].tolist(), shown
+
+
+def _joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
+    """Return series with the parts of each name in one: other parameters beside it make another part."""
     joint: dict[tuple[str, str, str], list[LossSeries]] = {}
     for loss in recorded:
         joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
-    return list(map(_joined, joint.values()))
+    return list(map(_in_one, joint.values()))
 
 
-def _joined(parts: Sequence[LossSeries]) -> LossSeries:
+def _in_one(parts: Sequence[LossSeries]) -> LossSeries:
     all_steps = []
     all_values = []
     for part in parts:
@@ -97,7 +137,7 @@ def _tagged(series: Iterable[Part], params: Collection[str]) -> Iterator[LossSer
             if part.key.stat != stat:
                 continue
             for name in part.key.names:
-                if name not in params and "loss" in name.lower():
+                if stat == LOSS or (name not in params and "loss" in name.lower()):
                     best.setdefault((part.rank, name), part)
     ranks = {rank for rank, _ in best}
     for rank, name in list(best)[:_MOST_TAGGED]:
@@ -152,11 +192,12 @@ def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
         has_log = loss.numbers["least"] > 0
         curves.append(loss.values.tolist() if has_log else [])
     rule = printable(series[0].rule)
+    head = ["group" if stat == RATE else "loss", *_HEAD]
     return Table(
         f"{TITLES.get(stat, 'losses')}, recorded by {rule} in {_steps(series)}",
-        _HEAD,
+        head,
         list(map(_row, shown)),
-        right=frozenset(range(2, len(_HEAD))),
+        right=frozenset(range(2, len(head))),
         curves=curves,
         notes=list(_notes(stat, series, observed=observed)),
     )

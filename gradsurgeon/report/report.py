@@ -16,7 +16,7 @@ from gradsurgeon.language import packs
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import json_number
-from gradsurgeon.records.store.memory import NOTHING_RECORDED
+from gradsurgeon.records.store.memory import LOSS, NOTHING_RECORDED, RATE
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.band import REPLICAS, Callout, Outcome
 from gradsurgeon.report.ending import Ending
@@ -113,7 +113,7 @@ class Report:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
 
-        for table, _ in loss_tables(self.losses, observed=self.observed):
+        for table, _ in loss_tables([*self.losses, *self.rates], observed=self.observed):
             tables.append(table)
         if self.statuses:
             tables.append(self.rule_table)
@@ -166,7 +166,7 @@ class Report:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
         if self.norms:
             return ""
-        stats = {part.key.stat for part in self.series}
+        stats = {part.key.stat for part in self.series} - {LOSS, RATE}
         stats_of_losses = {loss.stat for loss in self.losses}
         if stats_of_losses and stats <= stats_of_losses:
             return ""
@@ -183,9 +183,25 @@ class Report:
 
         return losses_of(self.series, set(self.params))
 
+    @cached_property
+    def rates(self) -> list[LossSeries]:
+        """The learning rates of the optimizers, at most 2,000 values each, by names such as ``AdamW/0`` of the first group."""
+        from gradsurgeon.report.losses import rates_of  # noqa: PLC0415 # needs numpy
+
+        if self.steps is None:
+            return []
+        return rates_of(self.series, self.steps[1])
+
+    @property
+    def newest(self) -> str:
+        """The last losses and learning rates, in words."""
+        words = [f"{loss.name} {loss.values[-1]:.4g}" for loss in self.tagged]
+        rates = {f"learning rate {rate.values[-1]:.4g}" for rate in self.rates}
+        return printable(", ".join([*words, *sorted(rates)]))
+
     @property
     def tagged(self) -> list[LossSeries]:
-        """The values of losses that the script has tagged."""
+        """The values of losses: tagged ones, and those that backward passes began from."""
         return [loss for loss in self.losses if loss.stat not in LOSS_STATS]
 
     @property
@@ -329,6 +345,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "events": list(map(asdict, report.events)),
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
+        "rates": list(map(_rate, report.rates)),
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 
@@ -351,14 +368,28 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
 
 
 def _losses(loss: LossSeries) -> dict[str, Any]:
+    from gradsurgeon.report.losses import MOST_POINTS, thinned  # noqa: PLC0415 # needs numpy
+
     calls = len(loss.values)
     values: dict[str, Any] = {"rule": loss.rule, "stat": loss.stat, "name": loss.name}
-    values["steps"] = [int(loss.steps[0]), int(loss.steps[-1])]
+    values["steps"], values["values"] = thinned(loss.steps, loss.values, MOST_POINTS)
     values["calls"] = calls
     values["nonfinite"] = calls - len(loss.finite)
     for word, number in loss.numbers.items():
         values[word] = json_number(number)
     return values
+
+
+def _rate(rate: LossSeries) -> dict[str, Any]:
+    optimizer, _, group = rate.name.rpartition("/")
+    # Records are float32.
+    values = [float(f"{value:.7g}") for value in rate.values]
+    return {
+        "optimizer": optimizer,
+        "group": int(group),
+        "steps": rate.steps.tolist(),
+        "values": values,
+    }
 
 
 def _norms(track: Track) -> dict[str, Any]:

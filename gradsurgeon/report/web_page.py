@@ -15,11 +15,11 @@ from numpy.typing import ArrayLike
 from gradsurgeon.common.events import Event
 from gradsurgeon.errors import RecordError
 from gradsurgeon.records.store.files import check_replaceable, replacing
-from gradsurgeon.records.store.layout import json_number, section
+from gradsurgeon.records.store.layout import section
 from gradsurgeon.records.store.run import StoredRun, open_run
 from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.history import Grid, grid_of
-from gradsurgeon.report.losses import LossSeries, loss_tables
+from gradsurgeon.report.losses import LossSeries, loss_tables, thinned
 from gradsurgeon.report.norms import NormTable, labels, ranked, urgent_table
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
@@ -129,6 +129,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
         "losses": losses,
+        "rates": [line(rate.name, rate.steps, rate.values) for rate in report.rates],
         "captures": captures,
         "versus": list(_versus(report)),
     }
@@ -246,23 +247,8 @@ def line(label: str, steps: ArrayLike, values: ArrayLike, every: int = 1) -> dic
 
     Each value is the largest that is known of `every` steps.
     """
-    all_steps = np.asarray(steps, np.int64)
-    all_values = np.asarray(values, float)
-    # The worst is the first that is not finite, or else the largest.
-    badness = np.where(np.isfinite(all_values), all_values, np.inf)
-    # Several records of one step make one point.
-    _, starts = np.unique(all_steps, return_index=True)
-    stride = -(-len(starts) // _MOST_POINTS)
-    starts = starts[:: max(1, stride)]
-    ends = np.append(starts[1:], len(all_steps))
-    worst = []
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        worst.append(start + int(np.argmax(badness[start:end])))
-    shown = []
-    for value in all_values[worst]:
-        rounded = float(f"{value:.6g}")
-        shown.append(json_number(rounded))
-    return {"label": label, "steps": all_steps[worst].tolist(), "values": shown, "every": every}
+    shown, numbers = thinned(np.asarray(steps, np.int64), np.asarray(values, float), _MOST_POINTS)
+    return {"label": label, "steps": shown, "values": numbers, "every": every}
 
 
 def _loss_lines(curves: Sequence[LossSeries]) -> list[dict[str, Any]]:

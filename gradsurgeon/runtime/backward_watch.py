@@ -107,6 +107,7 @@ class BackwardWatch:
                 scale=self.scaling.pop_scale(running.tasks),
                 averaging=averaging,
                 held=held,
+                had=before.grads.keys(),
             )
         )
 
@@ -208,23 +209,22 @@ def _observed(
         return numbered_pass(roots, [tasks.append])
     if not call.accumulates:
         return nullcontext()
-    graph = BackwardGraph(roots, loss=_loss_of(call.outputs))
+    graph = BackwardGraph(roots, losses=tuple(_losses_of(call.outputs)))
     running = RunningPass(graph, call.inputs)
     is_scaled = any(watch.scaling.in_use for watch in watches)
     numbered = numbered_pass(roots, [running.tasks.append] if is_scaled else [])
     return _training(running, watches, begins, numbered)
 
 
-def _loss_of(outputs: Sequence[Any]) -> Tensor | None:
-    """Return the value that a pass begins from, ``None`` if it is not one number that this rank holds."""
-    if len(outputs) != 1:
-        return None
-    loss = outputs[0]
-    if not isinstance(loss, Tensor) or loss.dim():
-        return None
-    if type(loss) is not Tensor and _dist.is_partial(loss):
-        return None
-    return readable(loss)
+def _losses_of(outputs: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the values that a pass begins from, unless they are several numbers, or await a sum over ranks."""
+    for loss in outputs:
+        is_number = isinstance(loss, Tensor) and loss.numel() == 1
+        if not is_number or (type(loss) is not Tensor and _dist.is_partial(loss)):
+            continue
+        value = readable(loss)
+        if value is not None:
+            yield value
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.refusals import Refusals
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.runtime.step_counters import Schedule, StepCounter, StepCounters
+from gradsurgeon.runtime.training_curves import TrainingCurves
 from gradsurgeon.tensors import _dist, _job_store, _torch
 
 _NO_CAPTURE = "a CUDA graph is being captured, and its replays run no rule: call session.pause() before the capture"
@@ -81,6 +82,7 @@ class Context:
         self.tag_watcher: Callable[[str, Tensor], None] | None = None
         self.on_failed_step = options.on_failed_step
         self.scaling = Scaling(options.scaler, self.refusals)
+        self.curves = TrainingCurves(self.rules, recorder, self.counters, self.names)
         self._several = Ranks(self.parameters.params)
         # The ranks of this process when the last backward pass began.
         self.ranks = Ranks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -42,6 +43,7 @@ class BackwardPass:
         logged: by rule at `backward` and by tensor, the statistics of this pass's contribution, or a copy of it.
         contributed: norms of this rank's own contributions, before an average.
         held: by tensor, whether its gradient was non-zero before, if a rule needs to know.
+        had: the parameters that had a gradient before.
         is_part: whether the pass still runs, and an optimizer steps inside it.
     """
 
@@ -53,6 +55,7 @@ class BackwardPass:
     scale: Tensor | None = None
     averaging: Sequence[Any] = ()
     held: dict[int, Tensor] = field(default_factory=dict)
+    had: AbstractSet[int] = frozenset()
     is_part: bool = False
 
 

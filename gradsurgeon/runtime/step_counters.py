@@ -41,6 +41,8 @@ class StepCounter:
     trips_now: dict[str, int] = field(default_factory=dict)
     # The number of updates in a row that a `GradScaler` has left out.
     scaler_skips: int = 0
+    # The last update whose loss and learning rates were recorded.
+    recorded: int = -1
 
     def take_rows(self, other: "StepCounter") -> None:
         """Continue the rows of trips and skips of another counter."""

@@ -134,7 +134,7 @@ class StepDiagnosis:
         replay = partial(diagnose, failed, watch_tags=self._context.watching_tags)
         if self._context.on_failed_step is not None:
             self._context.on_failed_step(partial(replay, debugger=True))
-        return replay()
+        return replace(replay(), before=self._context.curves.before(failed.step))
 
     def _folder(self, rules: Collection[str]) -> Path | None:
         writer = self._context.recorder.writer

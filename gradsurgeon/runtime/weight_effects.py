@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gradsurgeon.actions import Observer, Rule
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
-from gradsurgeon.runtime.observing_effects import by_column
+from gradsurgeon.runtime.effect import Bound, WeightUpdate
+from gradsurgeon.runtime.observing_effects import RecordCurves, by_column
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _dist, _numbers, measure
 from gradsurgeon.tensors.sampling import sample
@@ -18,7 +18,7 @@ from gradsurgeon.tensors.statistics import STATISTICS
 SAMPLE = 16384
 
 
-class RecordWeights(Effect):
+class RecordWeights(RecordCurves):
     """Records statistics of weights, or of what an update has changed."""
 
     def __init__(
@@ -40,6 +40,7 @@ class RecordWeights(Effect):
         self._before[bound.counter] = samples
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
+        super().after_update(update, bound)
         before = self._before.pop(bound.counter, None)
         if before is None or not update.took_place:
             return

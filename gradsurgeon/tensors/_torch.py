@@ -34,6 +34,11 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()  # noqa: SLF001
 
 
+def next_node_number() -> int:
+    """Return the number that the next node of a graph gets in this thread."""
+    return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001
+
+
 def forget_pass() -> None:
     """Remove what torch keeps for a running pass, and does not remove if the end of the pass raises."""
     # Otherwise the process aborts when the thread ends. Older releases keep nothing, and have no such function.

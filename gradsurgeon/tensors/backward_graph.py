@@ -72,11 +72,29 @@ def _saved(node: Any) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class BackwardGraph:
-    """The graph of one backward pass. ``inner`` has the roots of passes inside it, by the node that ran them."""
+    """The graph of one backward pass.
+
+    Attributes:
+        inner: the roots of passes inside it, by the node that ran them.
+        losses: the numbers that it begins from, detached.
+    """
 
     roots: Sequence[Root]
     inner: dict[Any, list[Sequence[Root]]] = field(default_factory=dict)
-    loss: Tensor | None = None
+    losses: Sequence[Tensor] = ()
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The only number that the pass begins from."""
+        if len(self.roots) == len(self.losses) == 1:
+            return self.losses[0]
+        return None
+
+    @property
+    def made(self) -> int:
+        """The number of its oldest root: torch numbers nodes upwards."""
+        numbers = [root._sequence_nr() for root in self.roots if not isinstance(root, Tensor)]  # noqa: SLF001 # no public name
+        return min(numbers, default=_AT_ONCE)
 
     def nodes_after(self, number: int, most: int) -> list[LossNode]:
         """Return the nodes made after a node with a given number, oldest first; none if there are more than ``most``."""

@@ -228,6 +228,7 @@ class TestJSON:
                 {"kind": "skipped-step", "rule": "", "step": 11, "rank": 0, "name": "", "message": "the step was skipped", **nothing},
             ],
             "losses": [],
+            "rates": [],
             "median_of_one_step_in": 1,
             "inside": [],
         }  # fmt: skip

@@ -109,7 +109,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     )
     assert scalars[TRAP] == {BAD: 1.0}
     # Neither the number of parameters nor that of steps makes more curves.
-    assert len(scalars) == 5 + 1 + 2
+    assert len(scalars) == 5 + 1 + 2 + 2
+    assert scalars["gradsurgeon/norms/loss/loss"].keys() == scalars[TOTAL].keys()
     (text,) = found.Tensors(f"{TRAP}/message/text_summary")
     told = text.tensor_proto.string_val[0].decode()
     assert told.replace("    ", "", 1).replace("\n    ", "\n") == session.events[0].message

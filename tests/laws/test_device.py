@@ -135,8 +135,9 @@ def test_an_idle_rule_asks_for_nothing(counts: Counts) -> None:
 
 
 @pytest.mark.parametrize("case", [CLIP_IDLE, CLIP_BITES])
-def test_observing_and_clipping_asks_for_8_operations_more_than_clipping(
+def test_observing_and_clipping_asks_for_9_operations_more_than_clipping(
     case: str, counts: Counts
 ) -> None:
     ours, torch_s = (asked(counts, name, MANY)["operations"] for name in (case, device_counts.CLIP))
-    assert ours - torch_s <= 8
+    # One of them is the copy of the loss.
+    assert ours - torch_s <= 9

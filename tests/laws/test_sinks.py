@@ -84,6 +84,8 @@ def test_few_tensors_of_another_statistic_are_a_curve_each_and_many_are_not() ->
         "gradsurgeon/maxima/linf/median": [(0, 13.0)],
         "gradsurgeon/maxima/linf/largest": [(0, 24.0)],
         "gradsurgeon/maxima/linf/least": [(0, 2.0)],
+        "gradsurgeon/maxima/loss/loss": [(0, 1300.0)],
+        "gradsurgeon/maxima/SGD/0/lr": [(0, 0.0)],
     }
 
 

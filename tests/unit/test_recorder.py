@@ -70,13 +70,13 @@ def test_rows_reach_the_disk_after_a_second(tmp_path: pathlib.Path, clock: list[
 
 def test_what_waits_moves_when_there_is_much_of_it(tmp_path: pathlib.Path) -> None:
     parts = Parts(tmp_path)
-    for step in range(63):
+    for step in range(127):
         parts.row(step, torch.ones(2))
     assert len(parts.records) == 0
-    parts.row(63, torch.ones(2))
-    assert len(parts.records) == 64
+    parts.row(127, torch.ones(2))
+    assert len(parts.records) == 128
     parts.recorder.close()
-    assert len(written(tmp_path)) == 64
+    assert len(written(tmp_path)) == 128
 
 
 def test_the_last_pass_of_a_step_stands_also_after_a_commit(

@@ -111,7 +111,7 @@ def test_the_numbers_are_those_of_the_rows(run: Path) -> None:
     found = report_of(run)
     cosines = numbers_of(found, "cosine")
     assert list(cosines) == list(PAIRS)
-    shared = {"rule": "tasks", "stat": "cosine", "steps": [0, 2], "calls": 4}
+    shared = {"rule": "tasks", "stat": "cosine", "steps": [0, 1, 2], "calls": 4}
     wanted: list[dict[str, Any]] = [
         {"nonfinite": 0, "mean": -0.3125, "least": -0.75, "largest": 0.25, "negative": 0.75},
         {"nonfinite": 1, "mean": 0.5, "least": 0.25, "largest": 0.75, "negative": 0.0},
@@ -292,7 +292,8 @@ def test_a_tagged_loss_is_in_text_json_page_and_on_the_screen(tmp_path: Path) ->
     assert row.split() == ["loss", "█▃✗▁▆", "0.938", "0.25", "2", "1", "0%", "5", "1"]
     (numbers,) = to_dict(report)["losses"]
     assert numbers == {
-        "name": "loss", "rule": "value", "stat": "mean", "steps": [0, 4], "calls": 5,
+        "name": "loss", "rule": "value", "stat": "mean", "steps": [0, 1, 2, 3, 4], "calls": 5,
+        "values": [2.0, 0.5, "Infinity", 0.25, 1.0],
         "first": 2.0, "least": 0.25, "median": 0.75, "mean": 0.9375, "largest": 2.0, "last": 1.0,
         "negative": 0.0, "nonfinite": 1,
     }  # fmt: skip

@@ -112,4 +112,4 @@ def test_rows_that_make_room_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -
     (event,) = session.events
     assert "records in memory have reached their limit" in event.message
     assert len(session._attachment.records) == 31
-    assert "169 rows dropped, the oldest" in str(gradsurgeon.report.summary(session))
+    assert "371 rows dropped, the oldest" in str(gradsurgeon.report.summary(session))

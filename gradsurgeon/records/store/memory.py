@@ -28,6 +28,9 @@ _FLOAT = struct.Struct("f").unpack_from
 _ROW_BYTES = 160
 Answer = TypeVar("Answer")
 _NEAREST = 3
+# Statistics of an update as a whole, which rules record beside norms: its loss, and the learning rates of its optimizer.
+LOSS = "loss"
+RATE = "lr"
 NOTHING_RECORDED = 'nothing: a rule {id: norms, action: norm-log, params: "*"} records norms'
 
 

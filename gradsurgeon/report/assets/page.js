@@ -7,7 +7,7 @@ const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
 const MOST_OF_LINE = 300, LOUD = 2;
 const UNTOUCHED = 10000;
 const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite.";
-const NO_LOSS = 'The loss is drawn here if the script calls gradsurgeon.tag(loss, "loss") and a norm-log rule records it (tensors: "loss", tensor: value, stats: [mean]).';
+const NO_LOSS = "The loss is drawn here if a norm-log rule acts on parameters, and backward passes begin at one number.";
 // The width of what stands left of every plot and map, so that all of them share one x axis.
 let gutter = 0;
 let current = { index: 0, axes: [], maps: {} };
@@ -67,12 +67,13 @@ function eventEntry(event, at) {
 /** Draws lines in one chart, if there are any. */
 function chart(part, axis, title, lines, marks, log) {
   const every = Math.max(...lines.map((line) => line.every)), hint = every > 1 ? `The run is long: a point is the largest that is known of ${every} steps.` : "";
-  if (lines.length) new Chart(part, axis, { title, unit: title === "loss" ? "" : "l2 norm", lines, hint, log, marks, height: 150 });
+  if (lines.length) new Chart(part, axis, { title, unit: title.startsWith("norm") ? "l2 norm" : "", lines, hint, log, marks, height: 150 });
 }
 
 function happened(run, axis) {
   const part = section("What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
   chart(part, axis, "loss", run.losses, run.marks, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
+  chart(part, axis, "learning rate", run.rates, run.marks, false);
   chart(part, axis, "norm of the gradient", wholes, run.marks, true);
   if (!wholes.length) part.append(note(`${run.nothing || "No norms of parameters were recorded"}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
   if (!run.losses.length) part.append(fold("no loss was recorded", note(NO_LOSS)));
