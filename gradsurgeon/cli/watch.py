@@ -11,6 +11,7 @@ from pathlib import Path
 from gradsurgeon.cli.options import add_page, add_run, is_terminal, writing
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.records.store.layout import RUN_FILE, runs_inside
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report.callouts import whole_name
 from gradsurgeon.report.norms import urgent_table
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     on_screen = is_terminal()
     next_page = 0.0
     is_running = True
+    _wait_for(folder, arguments.every)
     while is_running:
         report = _retried(folder)
         is_running = report.ended is not None and report.ended.state == "running"
@@ -77,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         if on_screen:
             _draw(report, hint)
         else:
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), report.head[-1], flush=True)
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            print("; ".join([f"{now} {report.head[-1]}", *report.rank_lines]), flush=True)
         begin = time.monotonic()
         if arguments.html is not None and (begin >= next_page or not is_running):
             with writing(arguments.html):
@@ -89,6 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
     if not on_screen:
         print(*report.head, sep="\n")
     return 0
+
+
+def _wait_for(folder: Path, every: float) -> None:
+    """Wait until there is a run, unless the folder holds others."""
+    is_told = False
+    while not (folder / RUN_FILE).exists() and not runs_inside(folder):
+        if not is_told:
+            print(
+                f"waiting for the run {printable(str(folder))} to begin; Ctrl-C quits", flush=True
+            )
+        is_told = True
+        time.sleep(every)
 
 
 def _retried(folder: Path) -> Report:
@@ -144,6 +159,7 @@ def _head(report: Report) -> Iterator[str]:
     yield f"{step} of {printable(report.title)}"
     if report.ended is not None:
         yield from report.ended.lines
+    yield from report.rank_lines
 
 
 def _events(report: Report) -> Iterator[str]:

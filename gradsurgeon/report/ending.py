@@ -26,7 +26,8 @@ class Ending(NamedTuple):
     words: str  # the same in words, with the ranks if they differ, and what was skipped or found
     ranks: Mapping[int, str]
     diagnosis: str
-    trips: int  # by step, those of checks included
+    traps: int  # trips by step, without those of checks
+    findings: int  # of checks
     is_clean: bool
 
     @property
@@ -99,7 +100,9 @@ def ending_of(
     if state == "ended" and not outcome:
         text += ", clean"
     diagnosis = first_diagnosis(events, edits)
-    return Ending(state, text, words, diagnosis, tripped.total(), not outcome)
+    findings = tripped["check"]
+    traps = tripped.total() - findings
+    return Ending(state, text, words, diagnosis, traps, findings, not outcome)
 
 
 def _of_rank(end: RankEnd) -> tuple[State, str]:

@@ -18,6 +18,7 @@ from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.ending import Ending
+from gradsurgeon.report.ranks import progress_of, rank_lines
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
     LOSS_STATS,
@@ -63,6 +64,7 @@ class Report:
         ended: how the run ended, `None` for a session.
         frozen: parameters with `requires_grad` off and their numbers of elements.
         are_replicas: whether `DistributedDataParallel` held the model.
+        written: when each rank last wrote, in seconds since 1970; nothing of a session.
     """
 
     title: str
@@ -80,6 +82,7 @@ class Report:
     ended: Ending | None = None
     frozen: Mapping[str, int] = field(default_factory=dict)
     are_replicas: bool = False
+    written: Mapping[int, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.text()
@@ -91,7 +94,7 @@ class Report:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
         if not width:
             width = shutil.get_terminal_size((_COLUMNS, 24)).columns
-        parts = ["\n".join(self.head)]
+        parts = ["\n".join([*self.head, *self.rank_lines])]
         if self.remarks:
             parts.append("\n".join(f"  {remark}" for remark in self.remarks))
         for place, table in enumerate(self.tables, 1):
@@ -246,6 +249,11 @@ class Report:
             lines += self.ended.lines
         lines.append(f"summary: {printable(self.title)}: {text}")
         return lines
+
+    @cached_property
+    def rank_lines(self) -> list[str]:
+        """The last step and moment of each rank, and which one lags; nothing of a single rank."""
+        return list(rank_lines(progress_of(self.series, self.written)))
 
     def _extent(self) -> str:
         """Return the steps and the number of events, in words."""
