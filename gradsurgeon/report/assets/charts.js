@@ -7,6 +7,7 @@ const MARKS = { trap: "bad", spike: "bad", check: "bad", "hook-lost": "warn", "s
 // Steps are whole numbers.
 const WHOLE = Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 const QUIET = 0.4, FAINT = 0.2;
+const HELD_POINTS = 500;
 const TICK_SPACE = 70;
 
 /** The x axis that all charts and maps of a run share: the steps that are seen, and the one below the mouse. */
@@ -15,6 +16,7 @@ class Steps {
     const [first, last] = span.length ? span : [0, 1], pad = Math.max(half, 0.012 * (last - first));
     this.whole = [first - pad, last + pad];
     [this.min, this.max] = this.whole;
+    this.span = [first, last].map((step) => step.toLocaleString("en"));
     this.views = new Set();
   }
 
@@ -60,6 +62,13 @@ function aligned(lines) {
   return uPlot.join(lines.map((line) => [line.steps, line.values.map((value) => (value === null ? undefined : number(value)))]));
 }
 
+/** Returns a curve that keeps each value until the next one, with points wherever a reader may zoom to. */
+function held({ steps, values, ...line }, last) {
+  const [first] = steps, corners = steps.flatMap((step) => [step - 1, step]).slice(1), spread = Array.from({ length: HELD_POINTS + 1 }, (_, at) => Math.round(first + ((last - first) * at) / HELD_POINTS));
+  const all = [...new Set([...corners, ...spread])].sort((one, other) => one - other);
+  return { ...line, steps: all, values: all.map((step) => values[steps.findLastIndex((known) => known <= step)]) };
+}
+
 /** Returns the points that no line leads to, such as one between two gaps; of a column of two, all. */
 function isolated(column) {
   const known = [...column.keys()].filter((index) => column[index] !== undefined), isGap = (at) => (column[known[at]] ?? null) === null;
@@ -84,13 +93,13 @@ function tickText(at) {
 
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width, digits, and whether it is quiet. */
 class Chart {
-  constructor(part, axis, { title, unit = "", hint = "", lines, log = true, height = 170, marks = [] }) {
+  constructor(part, axis, { title, unit = "", prefix = "", hint = "", lines, log = true, height = 170, marks = [] }) {
     Object.assign(this, { axis, log, height, marks, lines: lines.map((line, at) => ({ colour: `curve-${at % 10}`, ...line })) });
     this.box = element("div", { class: "plot" });
-    this.step = element("span", {});
+    this.step = element("span", { class: "step" });
     this.entries = this.lines.map((line, index) => this.entry(line, index, title));
-    const scale = [unit, log ? "log scale" : ""].filter(Boolean).join(", ");
-    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, element("span", {}, scale), this.step), element("ul", {}, ...this.entries));
+    const scale = [unit, log ? "log scale" : "linear scale", prefix && `names in ${prefix.slice(0, -1)}`].filter(Boolean).join(", ");
+    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), this.step, element("p", { class: "scale" }, scale), element("ul", {}, ...this.entries));
     this.track = element("div", { class: "track" }, this.legend, this.box);
     part.append(this.track);
     // A chart that cannot be drawn takes no other with it.
@@ -122,8 +131,8 @@ class Chart {
     // A curve goes on over `undefined`; `null` is a gap.
     const columns = known.map((column) => column.map((value) => (value === undefined || Number.isFinite(height(value)) ? value && height(value) : null)));
     const bad = new Set(where((value) => !Number.isFinite(value)));
-    this.bands = spansOf(steps.length, (at) => bad.has(steps[at]), LONG).map((band) => band.map((at) => steps[at]));
-    const isLone = (step) => !this.bands.some(([from, to]) => step >= from && step <= to);
+    this.bands = spansOf(steps.length, (at) => bad.has(steps[at]), LONG).map(([first, last]) => this.band(steps, known, first, last));
+    const isLone = (step) => !this.bands.some(({ from, to }) => step >= from && step <= to);
     Object.assign(this, { known, bad: [...bad].filter(isLone), zeros: this.log ? where((value) => value === 0) : [] });
     if (this.zeros.length) this.legend.append(element("p", { class: "scale" }, "▲ exactly 0, which has no place on this axis"));
     this.plot = new uPlot(this.options(columns), [steps, ...columns], this.box);
@@ -131,11 +140,19 @@ class Chart {
     this.plot.over.setAttribute("aria-label", this.lines.map((line) => line.label).join(", "));
   }
 
+  /** Returns where a band lies, and what it says: of several curves, also which one is not finite. */
+  band(steps, known, first, last) {
+    const from = steps[first], to = steps[last], isBad = (value) => value !== undefined && !Number.isFinite(value);
+    const lines = this.lines.filter((_, index) => known[index].slice(first, last + 1).some(isBad));
+    const some = lines.length === 1 ? `${short(lines[0].label, 40)}: ` : `${lines.length} of ${this.lines.length}: `;
+    return { from, to, text: (lines.length < this.lines.length ? some : "") + nonfiniteFrom(from, to) };
+  }
+
   options(columns) {
     const axis = { stroke: () => colour("faint"), font: "12px system-ui, sans-serif", grid: { stroke: () => colour("grid"), width: 1 }, ticks: { stroke: () => colour("line"), size: 4 } };
     const drawable = columns.some((column) => column.some(Number.isFinite)), most = Math.floor(this.height / 30), text = this.log ? tickText : shown;
     const range = (_, min, max) => {
-      const room = Math.max(0.06 * (max - min), this.log ? 0.05 : 1e-6 * Math.abs(max), 1e-30);
+      const room = Math.max(0.06 * (max - min), this.log ? 0.05 : (max > min ? 1e-6 : 0.1) * Math.abs(max), 1e-30);
       return min === null ? [0, 1] : [min - room, max + room];
     };
     return {
@@ -166,7 +183,7 @@ class Chart {
     for (const [from, to, kind, paint = MARKS[kind]] of this.marks.filter((mark) => MARKS[mark[2]])) {
       if (paint === "skipped") this.shade(from - 0.5, to + 0.5, colour(paint), 5);
       else {
-        if (to > from) this.shade(from, to, colour(paint, FAINT));
+        if (to > from) this.shade(from - 0.5, to + 0.5, colour(paint, FAINT));
         this.shade(from, from, colour(paint));
       }
     }
@@ -187,8 +204,8 @@ class Chart {
     const { ctx, bbox } = this.plot;
     ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "center";
-    for (const [from, to] of this.bands) {
-      const [left, right] = this.shade(from - 0.5, to + 0.5, colour("nonfinite", FAINT)), text = nonfiniteFrom(from, to);
+    for (const { from, to, text } of this.bands) {
+      const [left, right] = this.shade(from - 0.5, to + 0.5, colour("nonfinite", FAINT));
       ctx.fillStyle = colour("text");
       if (ctx.measureText(text).width < right - left) ctx.fillText(text, (left + right) / 2, bbox.top + 16 * devicePixelRatio);
     }

@@ -8,7 +8,7 @@ const MOST_OF_LINE = 300, LOUD = 2;
 const UNTOUCHED = 10000;
 // What the page opens on: so many columns of the map before the first trap, and a share of them after it.
 const COLUMNS_BEFORE = 100, AFTER = 0.12, LEAST_AFTER = 3;
-const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite.";
+const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite, a pink band many of them.";
 const NO_LOSS = 'The loss is drawn here if the script calls gradsurgeon.tag(loss, "loss") and a norm-log rule records it (tensors: "loss", tensor: value, stats: [mean]).';
 // The width of what stands left of every plot and map, so that all of them share one x axis.
 let gutter = 0;
@@ -23,7 +23,7 @@ const panel = {
   zoomed(axis, is) {
     this.axis = axis;
     this.reset.hidden = !is;
-    this.seen = is ? `steps ${Math.max(0, Math.ceil(axis.min)).toLocaleString("en")} to ${Math.floor(axis.max).toLocaleString("en")} are shown` : "";
+    this.seen = is ? `steps ${Math.max(0, Math.ceil(axis.min)).toLocaleString("en")} to ${Math.floor(axis.max).toLocaleString("en")} of ${axis.span.join(" to ")} are shown` : "";
     this.say("");
   },
   update() { this.reading.parentElement.hidden = this.reset.hidden && !this.reading.textContent; },
@@ -42,6 +42,7 @@ function nameOfRun(run) {
   return count ? last(run, count) : run.folder;
 }
 
+const ratesOf = (run) => run.rates.map((line) => held(line, run.span[1]));
 const wholesOf = (run) => run.kinds.flatMap((kind) => kind.wholes);
 /** Tells whether an event, or a mark of some, is a trap that tripped. */
 const isTrip = (event) => MARKS[event.kind || event[2]] === "bad";
@@ -79,7 +80,7 @@ function chart(part, axis, title, lines, marks, log) {
 function happened(run, axis) {
   const part = section("What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
   chart(part, axis, "loss", run.losses, run.marks, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
-  chart(part, axis, "learning rate", run.rates, run.marks, false);
+  chart(part, axis, "learning rate", ratesOf(run), run.marks, false);
   chart(part, axis, "norm of the gradient", wholes, run.marks, true);
   if (!wholes.length) part.append(note(`${run.nothing || "No norms of parameters were recorded"}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
   if (!run.losses.length) part.append(fold("no loss was recorded", note(NO_LOSS)));
@@ -126,7 +127,7 @@ async function kindSection(run, kind, axis, state) {
     const prefix = prefixOf(rows.map((row) => names[row]));
     const lines = rows.map((row, at) => ({ ...map.curve(row, prefix), colour: `curve-${at % 10}`, quiet: rows.length > LOUD + 1 && at >= LOUD }));
     if (drawn) drawn.remove();
-    drawn = new Chart(curves, axis, { title: chosen.length ? "chosen in the map" : `the ${count} in the table`, unit: prefix ? `l2 norm, names in ${prefix.slice(0, -1)}` : "l2 norm", lines: [...whole, ...lines], marks: run.marks, height: 240 });
+    drawn = new Chart(curves, axis, { title: chosen.length ? "chosen in the map" : `the ${count} in the table`, unit: "l2 norm", prefix, lines: [...whole, ...lines], marks: run.marks, height: 240 });
   };
   const map = new HeatMap(axis, kind.map, cells, kind.kind, draw);
   part.append(
@@ -158,7 +159,7 @@ function beside(axis) {
   part.append(table({ head: ["run", "ended", "traps", "findings", "last loss", "last step"], rows: data.runs.map(cells) }));
   // All events of all runs would hide the curves.
   const marks = data.runs.flatMap((run, index) => run.marks.filter(isTrip).slice(0, 1).map(([step, , kind]) => [step, step, kind, paint(index)]));
-  for (const [title, linesOf] of [["loss", (run) => run.losses], ["learning rate", (run) => run.rates], ["norm of the gradient", wholesOf]]) {
+  for (const [title, linesOf] of [["loss", (run) => run.losses], ["learning rate", ratesOf], ["norm of the gradient", wholesOf]]) {
     const lines = data.runs.flatMap((run, index) => linesOf(run).map((line) => ({ ...line, label: `${nameOfRun(run)}: ${line.label}`, colour: paint(index) })));
     chart(part, axis, title, lines, marks, lines.every((line) => line.values.every((value) => !(number(value) <= 0))));
   }
