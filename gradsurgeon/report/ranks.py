@@ -20,9 +20,9 @@ class RankProgress(NamedTuple):
 
     @property
     def words(self) -> str:
-        text = "no step yet"
+        text = "no record yet"
         if self.step is not None:
-            text = f"step {self.step:,}"
+            text = f"last record of step {self.step:,}"
         if self.written is not None:
             # Local time, as on the reader's clock.
             time = datetime.fromtimestamp(self.written, UTC).astimezone()
@@ -58,7 +58,7 @@ def rank_lines(ranks: Sequence[RankProgress]) -> Iterator[str]:
         more = ""
         if len(names) > _MOST_NAMES:
             more = f" and {len(names) - _MOST_NAMES:,} more"
-        yield f"rank {', '.join(names[:_MOST_NAMES])}{more}: last record of {text}"
+        yield f"rank {', '.join(names[:_MOST_NAMES])}{more}: {text}"
 
 
 def _next_step(rank: RankProgress) -> int:

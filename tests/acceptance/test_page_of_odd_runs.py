@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_views import READY, eventful_run, label, open_page, place, plots
+from page_views import READY, eventful_run, label, open_page, place, plots, show_all
 from runs import KEY, meta, values, write
 
 from gradsurgeon.common.events import Event
@@ -152,6 +152,7 @@ def test_nothing_is_invented_where_no_norm_is_finite(page: Any, tmp_path: Path) 
 
 def test_blank_is_said_to_be_what_was_not_recorded(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    show_all(page)
     cells = page.locator(".cells")
     cells.hover(position={"x": 5, "y": 18 * label(page, "head.weight") + 8})
     assert page.locator(".reading").inner_text() == "head.weight, step 0: nothing recorded"
@@ -182,6 +183,7 @@ def test_names_of_every_sort_have_rows_and_widen_nothing(page: Any, tmp_path: Pa
 
 def test_a_legend_has_values_only_below_the_mouse(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    show_all(page)
     value = page.locator(".legend .value").first
     assert value.inner_text() == ""
     plot = page.locator(".u-over").first
