@@ -26,7 +26,7 @@ class Ending(NamedTuple):
     words: str  # the same in words, with the ranks if they differ, and what was skipped or found
     ranks: Mapping[int, str]
     diagnosis: str
-    traps: int  # trips by step, without those of checks
+    trips: int  # of traps, by step
     findings: int  # of checks
     is_clean: bool
 
@@ -100,9 +100,9 @@ def ending_of(
     if state == "ended" and not outcome:
         text += ", clean"
     diagnosis = first_diagnosis(events, edits)
-    findings = tripped["check"]
-    traps = tripped.total() - findings
-    return Ending(state, text, words, diagnosis, traps, findings, not outcome)
+    faults = tripped["check"]
+    trips = tripped.total() - faults
+    return Ending(state, text, words, diagnosis, trips, faults, not outcome)
 
 
 def _of_rank(end: RankEnd) -> tuple[State, str]:

@@ -18,6 +18,7 @@ from gradsurgeon.records.store.files import check_replaceable, replacing
 from gradsurgeon.records.store.layout import json_number, section
 from gradsurgeon.records.store.run import StoredRun, open_run
 from gradsurgeon.report.callouts import nouns
+from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.history import Grid, grid_of
 from gradsurgeon.report.losses import LossSeries, loss_tables
 from gradsurgeon.report.norms import NormTable, labels, ranked, urgent_table
@@ -48,6 +49,7 @@ _MOST_POINTS = 1500
 _CURVES = 20
 # Of each of several losses: fewer points than pixels, and enough to see since when.
 _POINTS_OF_LOSS = 500
+_STATES = {"warning": "look", "bad": "broken"}
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
@@ -117,6 +119,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": notes,
+        "band": _band(report.ended),
         "ended": ended,
         # In an observed run, the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
@@ -134,6 +137,13 @@ def page_data(run: StoredRun) -> dict[str, Any]:
     page["files"] = list(_files(run))
     page.update(_events(report.events))
     return page
+
+
+def _band(ending: Ending | None) -> dict[str, str]:
+    """Return the state of the run and the sentence on top of the page."""
+    if ending is None:
+        return {"state": "look", "sentence": "nothing was recorded of its end"}
+    return {"state": _STATES.get(ending.level, "fine"), "sentence": ending.words}
 
 
 def _facts(run: StoredRun, report: Report) -> Iterator[tuple[str, str]]:

@@ -91,7 +91,7 @@ def test_what_a_rule_clips_is_no_trip(tmp_path: Path) -> None:
     assert head(tmp_path)[1].startswith("summary: ")
     with gradsurgeon.open_run(tmp_path) as run:
         data = page_data(run)
-    assert (data["ended"]["traps"], data["ended"]["diagnosis"]) == (0, "")
+    assert (data["ended"]["trips"], data["ended"]["diagnosis"]) == (0, "")
 
 
 def test_an_exception_of_the_script(tmp_path: Path) -> None:

@@ -79,10 +79,11 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
         "words": "ended, traps tripped in 1 step",
         "ranks": {"0": "ended"},
         "diagnosis": "step 20",
-        "traps": 1,
+        "trips": 1,
         "findings": 0,
         "is_clean": False,
     }
+    assert run["band"] == {"state": "look", "sentence": "ended, traps tripped in 1 step"}
     assert run["rules"]["rows"][0][:4] == ["norms", "norm-log", "2", "60"]
     assert run["files"] == [{"file": "rules.yaml", "text": "version: 1"}]
     assert kind["urgent"] == list(names)
@@ -174,7 +175,7 @@ def test_traps_and_findings_are_counted_apart(tmp_path: Path) -> None:
     writer.event(Event("check", "updates", 2, 0, "a", "never moves"))
     writer.close()
     ended = _run(tmp_path / "run")["ended"]
-    assert (ended["traps"], ended["findings"]) == (2, 1)
+    assert (ended["trips"], ended["findings"]) == (2, 1)
     assert ended["words"] == "ended, traps tripped in 2 steps, checks found 1 fault"
 
 

@@ -48,12 +48,13 @@ const wholesOf = (run) => run.kinds.flatMap((kind) => kind.wholes);
 const isTrip = (event) => MARKS[event.kind || event[2]] === "bad";
 
 function band(run) {
-  const name = short(nameOfRun(run), 200), { level, words, diagnosis } = run.ended || { level: "warning", words: "nothing was recorded of its end" };
+  const name = short(nameOfRun(run), 200), { sentence } = run.band, { level, words, diagnosis } = run.ended || { level: "warning", words: sentence };
+  const more = sentence.startsWith(words) ? diagnosis : words;
   document.getElementById("title").replaceChildren(name, " ", element("small", {}, short(run.title, 200)));
   document.title = `${name}: gradsurgeon report`;
   main.append(
     element("div", { class: `band ${level}`, role: "status" }, element("span", { class: "icon", "aria-hidden": "true" }, ICONS[level]),
-      element("div", {}, element("strong", {}, short(words, 400)), diagnosis ? element("p", {}, short(diagnosis, 400)) : null)),
+      element("div", {}, element("strong", {}, short(sentence, 400)), more ? element("p", {}, short(more, 400)) : null)),
     element("p", { class: "facts" }, ...run.facts.map(([word, text]) => element("span", {}, `${word} `, element("b", {}, text)))),
     ...data.problems.map((problem) => element("p", { class: "problem" }, `Not on this page: ${problem}`)),
     ...run.notes.map(note));
@@ -155,7 +156,7 @@ function beside(axis) {
   const cells = (run, index) => [
     element("span", {}, swatch(`var(--${paint(index)})`), button(short(nameOfRun(run)), () => show(index), { "aria-pressed": index === current.index, title: run.folder })),
     element("span", { class: `kind ${run.ended ? run.ended.level : ""}` }, run.ended ? short(run.ended.words, 200) : "?"),
-    String(run.ended ? run.ended.traps : 0), String(run.ended ? run.ended.findings : 0), last(run), run.span.length ? run.span[1].toLocaleString("en") : "-"];
+    String(run.ended ? run.ended.trips : 0), String(run.ended ? run.ended.findings : 0), last(run), run.span.length ? run.span[1].toLocaleString("en") : "-"];
   part.append(table({ head: ["run", "ended", "traps", "findings", "last loss", "last step"], rows: data.runs.map(cells) }));
   // All events of all runs would hide the curves.
   const marks = data.runs.flatMap((run, index) => run.marks.filter(isTrip).slice(0, 1).map(([step, , kind]) => [step, step, kind, paint(index)]));
@@ -228,7 +229,7 @@ function live(seconds, state) {
 
 async function begin() {
   // What the reader had chosen before the page reloaded itself.
-  const state = history.state || {}, theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.traps + ended.findings) : 1500);
+  const state = history.state || {}, theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.trips + ended.findings) : 1500);
   history.replaceState(null, "");
   document.body.append(element("footer", { hidden: "" }, panel.reading, panel.reset));
   const worst = data.runs.reduce((best, run, index) => (weight(run) < weight(data.runs[best]) ? index : best), 0);
