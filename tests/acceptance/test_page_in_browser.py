@@ -329,6 +329,16 @@ def test_it_opens_on_the_steps_before_the_first_trap(page: Any, tmp_path: Path) 
     assert page.locator(".ticks span").all_inner_texts()[:2] == ["step 0", "50"]
 
 
+def test_a_trap_in_the_first_step_and_one_without_steps_show_all(page: Any, tmp_path: Path) -> None:
+    for steps in ([math.nan], []):
+        writer = write(tmp_path / f"run{len(steps)}", {"a": steps})
+        writer.event(Event("trap", "no-nan", 0, 0, "a", "step 0, rule no-nan: NaN"))
+        writer.close()
+        open_page(page, tmp_path, tmp_path / f"run{len(steps)}")
+        first, last = steps_in_view(page)
+        assert first < 0 < last < 3
+
+
 def test_what_is_not_finite_for_long_is_one_band(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, exploded_run(tmp_path / "run"))
     band = page.locator(".cells .nonfinite")
@@ -339,6 +349,11 @@ def test_what_is_not_finite_for_long_is_one_band(page: Any, tmp_path: Path) -> N
     assert texts == [["non-finite from 26 to 399"]] * 2
     assert page.evaluate(f"{charts}.flatMap((chart) => chart.bad)") == []
     assert page.evaluate("data.runs[0].marks") == [[2, 2, "check"], [26, 399, "trap"]]
+    # Beside a run that is finite the band has a name.
+    write(tmp_path / "calm", {"a": [1.0] * 100 + [math.nan] + [1.0] * 299}).close()
+    open_page(page, tmp_path, tmp_path / "run", tmp_path / "calm")
+    beside = page.evaluate("[...current.axes[1].views][0].bands.map((band) => band.text)")
+    assert beside == ["run: norm of all 2 parameters: non-finite from 26 to 399"]
 
 
 def test_names_lose_what_all_of_them_begin_with(page: Any, tmp_path: Path) -> None:

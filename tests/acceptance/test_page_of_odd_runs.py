@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_views import READY, eventful_run, label, open_page, place, plots, show_all
+from page_views import (
+    READY,
+    eventful_run,
+    label,
+    open_page,
+    place,
+    plots,
+    show_all,
+    steps_in_view,
+)
 from runs import KEY, meta, values, write
 
 from gradsurgeon.common.events import Event
@@ -221,6 +230,7 @@ def test_a_live_page_reloads_itself_and_keeps_what_was_chosen(page: Any, tmp_pat
     page.get_by_role("button", name="light and dark").click()
     page.get_by_role("button", name="unfold all").click()
     page.locator(".rows button").nth(3).click()
+    show_all(page)
     page.evaluate("scrollTo(0, 700); window.before = true")
     chosen = page.locator(".curves .legend").inner_text()
     page.wait_for_timeout(3000)
@@ -232,5 +242,6 @@ def test_a_live_page_reloads_itself_and_keeps_what_was_chosen(page: Any, tmp_pat
     assert page.locator(".rows button").count() == 40 * 3 + 2
     assert page.locator(".curves .legend").inner_text() == chosen
     assert page.evaluate("scrollY") == 700
+    assert steps_in_view(page)[1] > 199
     page.get_by_role("button", name="stop").click()
     assert page.locator("#live").inner_text().endswith("stopped")

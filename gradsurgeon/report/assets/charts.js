@@ -140,10 +140,10 @@ class Chart {
     this.plot.over.setAttribute("aria-label", this.lines.map((line) => line.label).join(", "));
   }
 
-  /** Returns where a band lies, and what it says: of several curves, also which one is not finite. */
+  /** Returns where a band lies, and what it says: of several curves, also which one is not finite in most of it. */
   band(steps, known, first, last) {
-    const from = steps[first], to = steps[last], isBad = (value) => value !== undefined && !Number.isFinite(value);
-    const lines = this.lines.filter((_, index) => known[index].slice(first, last + 1).some(isBad));
+    const from = steps[first], to = steps[last], valuesOf = (index) => known[index].slice(first, last + 1).filter((value) => value !== undefined);
+    const lines = this.lines.filter((_, index) => 2 * valuesOf(index).filter(Number.isFinite).length < valuesOf(index).length);
     const some = lines.length === 1 ? `${short(lines[0].label, 40)}: ` : `${lines.length} of ${this.lines.length}: `;
     return { from, to, text: (lines.length < this.lines.length ? some : "") + nonfiniteFrom(from, to) };
   }

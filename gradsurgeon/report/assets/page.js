@@ -108,9 +108,9 @@ function withoutPrefix({ head: [first, ...head], rows }) {
 /** Returns the steps before the first trap, in which its cause lies; `undefined` where there was no trap. */
 function opening(run, axis, half) {
   const trap = run.marks.find((mark) => mark[2] === "trap");
-  if (!trap) return undefined;
-  const from = Math.max(run.span[0] - half, trap[0] - 2 * half * COLUMNS_BEFORE);
-  return [from, Math.min(axis.whole[1], trap[0] + Math.max(LEAST_AFTER, AFTER * (trap[0] - from)))];
+  if (!trap || !run.span.length) return undefined;
+  const [first, last] = run.span, at = Math.min(trap[0], last), from = Math.max(first - half, at - 2 * half * COLUMNS_BEFORE);
+  return [from, Math.min(axis.whole[1], at + Math.max(LEAST_AFTER, AFTER * (at - from)))];
 }
 
 /** Draws the section of one kind of tensors: the most urgent, their curves, and the map of all. */
