@@ -95,15 +95,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for(folder: Path, every: float) -> None:
-    """Wait until there is a run, unless the folder holds others."""
-    is_told = False
-    while not (folder / RUN_FILE).exists() and not runs_inside(folder):
-        if not is_told:
-            print(
-                f"waiting for the run {printable(str(folder))} to begin; Ctrl-C quits", flush=True
-            )
-        is_told = True
+    """Wait until a run begins. A file, or a folder of other runs, will not become one."""
+    if _exists(folder):
+        return
+    print(f"waiting for the run {printable(str(folder))} to begin; Ctrl-C quits", flush=True)
+    while not _exists(folder):
         time.sleep(every)
+
+
+def _exists(folder: Path) -> bool:
+    """Tell whether there is a run, or what `open_run` refuses for another reason."""
+    return folder.is_file() or (folder / RUN_FILE).exists() or bool(runs_inside(folder))
 
 
 def _retried(folder: Path) -> Report:

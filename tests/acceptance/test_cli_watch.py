@@ -237,6 +237,12 @@ class TestElsewhere:
         assert watched.text.count("waiting") == 1
         assert "ended, clean" in watched.text
 
+    def test_a_file_is_no_run_to_wait_for(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").touch()
+        done = call("watch", "train.py", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("gradsurgeon: train.py: cannot be opened as a run")
+
     def test_runs_inside_are_named(self, tmp_path: Path) -> None:
         write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()
         done = call("watch", "runs", cwd=tmp_path)
