@@ -39,6 +39,10 @@ def take(page: Path, picture: Path, *, height: int = _HEIGHT, heading: str = "")
         tab.wait_for_selector("html[data-ready]")
         top = 0.0
         if heading:
+            # The bar that says which steps are seen would lie across the picture.
+            reset = tab.get_by_role("button", name="show all steps")
+            if reset.is_visible():
+                reset.click()
             box = tab.locator("h2", has_text=heading).bounding_box()
             assert box is not None, f"{page} has no heading `{heading}`"
             top = box["y"]

@@ -69,6 +69,25 @@ def open_page(page: Any, tmp_path: Path, *runs: Path, reload: float | None = Non
     page.wait_for_selector(READY)
 
 
+def show_all(page: Any) -> None:
+    """Show all steps of a page that has opened on those before a trap."""
+    page.get_by_role("button", name="show all steps").click()
+
+
+def steps_in_view(page: Any) -> list[float]:
+    seen: list[float] = page.evaluate("[current.axes[0].min, current.axes[0].max]")
+    return seen
+
+
+def heights(page: Any) -> list[list[float]]:
+    """Return top and height of whatever is in the flow of the page."""
+    found: list[list[float]] = page.evaluate(
+        """() => [...document.querySelectorAll("main section, main h3, main li, main p, main table, .track, .plot, .map")]
+          .filter((one) => one.checkVisibility()).map((one) => one.getBoundingClientRect()).map((box) => [Math.round(box.top + scrollY), Math.round(box.height)])"""
+    )
+    return found
+
+
 def eventful_run(path: Path, *, layers: int = 4) -> Path:
     """Two hundred steps, with a spike at step 50 in one tensor, and a NaN at step 120 in another."""
     histories: dict[str, list[float | None]] = {

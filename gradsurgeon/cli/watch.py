@@ -11,6 +11,7 @@ from pathlib import Path
 from gradsurgeon.cli.options import add_page, add_run, is_terminal, writing
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.records.store.layout import RUN_FILE, runs_inside
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report.callouts import whole_name
 from gradsurgeon.report.norms import urgent_table
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     on_screen = is_terminal()
     next_page = 0.0
     is_running = True
+    _wait_for(folder, arguments.every)
     while is_running:
         report = _retried(folder)
         is_running = report.ended is not None and report.ended.state == "running"
@@ -77,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         if on_screen:
             _draw(report, hint)
         else:
-            words = [report.head[-1], report.newest]
-            line = "; ".join(filter(None, words))
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            words = [f"{now} {report.head[-1]}", report.newest, *report.rank_lines]
+            print("; ".join(filter(None, words)), flush=True)
         begin = time.monotonic()
         if arguments.html is not None and (begin >= next_page or not is_running):
             with writing(arguments.html):
@@ -91,6 +93,20 @@ def run(arguments: argparse.Namespace) -> int:
     if not on_screen:
         print(*report.head, sep="\n")
     return 0
+
+
+def _wait_for(folder: Path, every: float) -> None:
+    """Wait until a run begins. A file, or a folder of other runs, will not become one."""
+    if _exists(folder):
+        return
+    print(f"waiting for the run {printable(str(folder))} to begin; Ctrl-C quits", flush=True)
+    while not _exists(folder):
+        time.sleep(every)
+
+
+def _exists(folder: Path) -> bool:
+    """Tell whether there is a run, or what `open_run` refuses for another reason."""
+    return folder.is_file() or (folder / RUN_FILE).exists() or bool(runs_inside(folder))
 
 
 def _retried(folder: Path) -> Report:
@@ -151,6 +167,7 @@ def _head(report: Report) -> Iterator[str]:
     if report.newest:
         yield report.newest
     yield from report.outcome.top
+    yield from report.rank_lines
 
 
 def _events(report: Report) -> Iterator[str]:

@@ -8,4 +8,5 @@ from gradsurgeon.errors import printable
 def pre(text: str) -> str:
     """Return HTML that shows a text unchanged: every line is escaped, whoever wrote it."""
     lines = (escape(printable(line)) for line in text.split("\n"))
-    return f"<pre>{'<br>'.join(lines)}</pre>"
+    # The lab template of nbconvert shows `pre` in a proportional font.
+    return f'<pre style="font-family: monospace">{"<br>".join(lines)}</pre>'

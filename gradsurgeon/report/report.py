@@ -20,6 +20,7 @@ from gradsurgeon.records.store.memory import LOSS, NOTHING_RECORDED, RATE
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.band import REPLICAS, Callout, Outcome
 from gradsurgeon.report.ending import Ending
+from gradsurgeon.report.ranks import progress_of, rank_lines
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
     LOSS_STATS,
@@ -65,6 +66,7 @@ class Report:
         ended: how the run ended, `None` for a session.
         frozen: parameters with `requires_grad` off and their numbers of elements.
         are_replicas: whether `DistributedDataParallel` held the model.
+        written: when each rank last wrote, in seconds since 1970; nothing of a session.
     """
 
     title: str
@@ -82,6 +84,7 @@ class Report:
     ended: Ending | None = None
     frozen: Mapping[str, int] = field(default_factory=dict)
     are_replicas: bool = False
+    written: Mapping[int, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.text()
@@ -93,7 +96,7 @@ class Report:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
         if not width:
             width = shutil.get_terminal_size((_COLUMNS, 24)).columns
-        parts = ["\n".join(self.head)]
+        parts = ["\n".join([*self.head, *self.rank_lines])]
         if self.callouts:
             parts.append("\n".join(f"  {line}" for line in self.outcome.callout_lines))
         for place, table in enumerate(self.tables, 1):
@@ -287,6 +290,11 @@ class Report:
         lines = self.outcome.top
         lines.append(f"summary: {printable(self.title)}: {text}")
         return lines
+
+    @cached_property
+    def rank_lines(self) -> list[str]:
+        """The last step and moment of each rank, and which one lags; nothing of a single rank."""
+        return list(rank_lines(progress_of(self.series, self.written)))
 
     def _extent(self) -> str:
         """Return the steps and the number of events, in words."""

@@ -27,7 +27,7 @@ def summary(source: RecordSource, *, newest: int | None = None) -> Report:
     report = unread(source.recorded(), newest)
     if is_installed("numpy"):
         # The files of a run may be closed before somebody looks at the report.
-        _ = (report.steps, report.losses, report.rates, report.ranks)
+        _ = (report.steps, report.losses, report.rates, report.ranks, report.rank_lines)
         _ = (report.history.tracks, report.history.gradients)
     return report
 
@@ -68,6 +68,7 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
         ended=ended,
         frozen=frozen,
         are_replicas=meta.get("replicas") is True,
+        written={rank: end.written for rank, end in recorded.ends.items()},
     )
 
 

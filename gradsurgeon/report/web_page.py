@@ -107,7 +107,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         ended["level"] = _LEVELS[report.outcome.band.state]
         if report.ended.state == "running" and report.outcome.band.state == "fine":
             ended["level"] = "running"
-    notes = list(report.notes)
+    notes = [*report.notes, *report.rank_lines]
     if report.frozen_note:
         notes.append(report.frozen_note)
     span: list[int] = []
@@ -216,14 +216,26 @@ def codes(grid: Grid) -> Any:
 
 def _events(events: Sequence[Event]) -> dict[str, Any]:
     first, left_out, last = shown_groups(events)
-    groups = first + last
-    marks = sorted({(event.step, event.kind) for event in events})
-    if len(marks) > _MOST_MARKS:
+    shown = list(map(_event, first + last))
+    return {"events": shown, "left_out": left_out, "marks": _marks(events)}
+
+
+def _marks(events: Sequence[Event]) -> list[list[Any]]:
+    """Return the first step, the last step and the kind of what happened, successive steps together, oldest first."""
+    spans: list[list[Any]] = []
+    newest: dict[str, list[Any]] = {}
+    for step, kind in sorted({(event.step, event.kind) for event in events}):
+        span = newest.get(kind)
+        if span is not None and step == span[1] + 1:
+            span[1] = step
+            continue
+        newest[kind] = [step, step, kind]
+        spans.append(newest[kind])
+    if len(spans) > _MOST_MARKS:
         # The beginning shows what went wrong first, the end what stopped the run.
         half = _MOST_MARKS // 2
-        marks = marks[:half] + marks[-half:]
-    shown = list(map(_event, groups))
-    return {"events": shown, "left_out": left_out, "marks": marks}
+        spans = spans[:half] + spans[-half:]
+    return spans
 
 
 def _event(group: EventGroup) -> dict[str, Any]:

@@ -227,10 +227,21 @@ class TestElsewhere:
         assert steps == sorted(steps)
         assert steps[-1] > steps[0]
 
-    def test_a_run_that_is_not_there(self, tmp_path: Path) -> None:
-        done = call("watch", "run", cwd=tmp_path)
+    def test_a_run_that_is_not_there_yet(
+        self, tmp_path: Path, watching: Callable[..., Watching]
+    ) -> None:
+        watched = watching("run", "--every", "0.2", TERM="dumb")
+        watched.until(lambda text: "waiting for the run run to begin; Ctrl-C quits" in text)
+        write(tmp_path / "run", {"w": [1.0]}).close()
+        assert watched.ended() == (0, "")
+        assert watched.text.count("waiting") == 1
+        assert "ended, clean" in watched.text
+
+    def test_a_file_is_no_run_to_wait_for(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").touch()
+        done = call("watch", "train.py", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("gradsurgeon: run: cannot be opened as a run: No such file")
+        assert done.stderr.startswith("gradsurgeon: train.py: cannot be opened as a run")
 
     def test_runs_inside_are_named(self, tmp_path: Path) -> None:
         write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_views import HOSTILE, eventful_run, label, open_page, place, plots
+from page_views import (
+    HOSTILE,
+    eventful_run,
+    heights,
+    label,
+    open_page,
+    place,
+    plots,
+    show_all,
+    steps_in_view,
+)
 from runs import KEY, meta, values, write
 
 from gradsurgeon.common.events import Event, RuleStatus
@@ -49,6 +59,7 @@ def test_it_draws_curves_traps_and_the_map(page: Any, tmp_path: Path) -> None:
     headings = page.locator("h2").all_inner_texts()
     assert headings == ["What happened", "What stands out", "Gradients", "Rules"]
     assert plots(page) == 2
+    show_all(page)
     band = page.locator(".band")
     assert band.inner_text().split() == [
         "!",
@@ -165,9 +176,9 @@ def test_one_of_several_runs_is_shown_whole(page: Any, tmp_path: Path) -> None:
     assert page.locator("h2").first.inner_text() == "Runs"
     # It opens on the run that went worst.
     rows = page.locator("section").first.locator("tbody tr")
-    assert [row.split("\t")[1:3] for row in rows.all_inner_texts()] == [
-        ["ended, clean", "0"],
-        ["ended, traps tripped in 1 step", "1"],
+    assert [row.split("\t")[1:4] for row in rows.all_inner_texts()] == [
+        ["ended, clean", "0", "0"],
+        ["ended, traps tripped in 1 step", "1", "0"],
     ]
     assert page.locator("h1").inner_text() == "run rules.yaml on Net"
     page.get_by_role("button", name="other").click()
@@ -179,6 +190,7 @@ def test_one_of_several_runs_is_shown_whole(page: Any, tmp_path: Path) -> None:
 def test_charts_and_maps_share_their_steps(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     assert plots(page) == 2
+    show_all(page)
     cells = page.locator(".cells").bounding_box()
     edges = page.evaluate(
         "plots.map((one) => one.over.getBoundingClientRect()).map((box) => [box.left, box.right])"
@@ -259,6 +271,7 @@ def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
 
 def test_the_curve_below_the_mouse_stands_out(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    show_all(page)
     plots(page, ".curves")
     left, top = page.evaluate(
         "[plots[0].valToPos(150, 'x'), plots[0].valToPos(Math.log10(0.3), 'y')]"
@@ -294,3 +307,87 @@ def test_of_many_curves_the_worst_stand_out_until_the_mouse_is_at_another(
             page.locator("[aria-pressed=false]")
         ).first.click()
     assert tones() == [True] * 3
+
+
+def exploded_run(path: Path) -> Path:
+    """Four hundred steps of two layers, none of which is finite from step 26 on."""
+    finite = [0.1 * 1.1**step for step in range(26)]
+    names = [f"base_model.layers.{layer}.weight" for layer in range(2)]
+    writer = write(path, dict.fromkeys(names, finite + [math.nan] * 374))
+    writer.event(Event("check", "updates", 2, 0, names[0], "step 2\nnever moves"))
+    for step in range(26, 400):
+        writer.event(Event("trap", "no-nan", step, 0, names[0], f"step {step}, rule no-nan\nNaN"))
+    writer.close()
+    return path
+
+
+def test_it_opens_on_the_steps_before_the_first_trap(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, exploded_run(tmp_path / "run"))
+    first, last = steps_in_view(page)
+    assert first == -0.5
+    assert 26 < last < 40
+    assert page.locator("footer").inner_text().startswith("steps 0 to 29 of 0 to 399 are shown")
+    # The finding of a check came before the trap, and says less.
+    assert page.locator("details[open] summary").inner_text().startswith("trap x374, steps 26..399")
+    # Below the map stand the steps that a chart has.
+    ticks = page.locator(".ticks span").all_inner_texts()
+    assert ticks[:2] == ["step 0", "5"]
+    show_all(page)
+    assert steps_in_view(page)[1] > 399
+    assert page.locator(".ticks span").all_inner_texts()[:2] == ["step 0", "50"]
+
+
+def test_a_trap_in_the_first_step_and_one_without_steps_show_all(page: Any, tmp_path: Path) -> None:
+    for steps in ([math.nan], []):
+        writer = write(tmp_path / f"run{len(steps)}", {"a": steps})
+        writer.event(Event("trap", "no-nan", 0, 0, "a", "step 0, rule no-nan: NaN"))
+        writer.close()
+        open_page(page, tmp_path, tmp_path / f"run{len(steps)}")
+        first, last = steps_in_view(page)
+        assert first < 0 < last < 3
+
+
+def test_what_is_not_finite_for_long_is_one_band(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, exploded_run(tmp_path / "run"))
+    band = page.locator(".cells .nonfinite")
+    assert band.inner_text() == "non-finite from 26 to 399"
+    plots(page)
+    charts = "[...current.axes[0].views].filter((view) => view.plot)"
+    texts = page.evaluate(f"{charts}.map((chart) => chart.bands.map((band) => band.text))")
+    assert texts == [["non-finite from 26 to 399"]] * 2
+    assert page.evaluate(f"{charts}.flatMap((chart) => chart.bad)") == []
+    assert page.evaluate("data.runs[0].marks") == [[2, 2, "check"], [26, 399, "trap"]]
+    # Beside a run that is finite the band has a name.
+    write(tmp_path / "calm", {"a": [1.0] * 100 + [math.nan] + [1.0] * 299}).close()
+    open_page(page, tmp_path, tmp_path / "run", tmp_path / "calm")
+    beside = page.evaluate("[...current.axes[1].views][0].bands.map((band) => band.text)")
+    assert beside == ["run: norm of all 2 parameters: non-finite from 26 to 399"]
+
+
+def test_names_lose_what_all_of_them_begin_with(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, exploded_run(tmp_path / "run"))
+    rows = page.locator(".scroll").first
+    assert rows.locator("th").first.inner_text() == "parameter in base_model.layers"
+    assert rows.locator("td:first-child").all_inner_texts() == ["0.weight", "1.weight"]
+    assert page.locator(".curves li").all_inner_texts()[1:] == ["0.weight", "1.weight"]
+    assert "names in base_model.layers" in page.locator(".curves .scale").inner_text()
+
+
+@pytest.mark.parametrize("width", [1280, 700])
+def test_hovering_moves_nothing(page: Any, tmp_path: Path, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    writer = write(exploded_run(tmp_path / "run") / "losses", {"loss": [1.0, 2.0]}, stat="mean")
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run", tmp_path / "run" / "losses")
+    before = heights(page)
+    for target in page.locator(".u-over, .cells, .curves li").all():
+        target.hover()
+        assert heights(page) == before
+
+
+def test_a_learning_rate_keeps_its_value_until_it_changes(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    rate = page.evaluate("held({ label: 'rate', steps: [0, 50, 60], values: [1, 2, 3] }, 2000)")
+    values = dict(zip(rate["steps"], rate["values"], strict=True))
+    assert [values[step] for step in (0, 49, 50, 59, 60, 2000)] == [1, 1, 2, 2, 3, 3]
+    assert len(values) > 400

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_views import READY, eventful_run, label, open_page, place, plots
+from page_views import (
+    READY,
+    eventful_run,
+    label,
+    open_page,
+    place,
+    plots,
+    show_all,
+    steps_in_view,
+)
 from runs import KEY, meta, values, write
 
 from gradsurgeon.common.events import Event
@@ -152,6 +161,7 @@ def test_nothing_is_invented_where_no_norm_is_finite(page: Any, tmp_path: Path) 
 
 def test_blank_is_said_to_be_what_was_not_recorded(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    show_all(page)
     cells = page.locator(".cells")
     cells.hover(position={"x": 5, "y": 18 * label(page, "head.weight") + 8})
     assert page.locator(".reading").inner_text() == "head.weight, step 0: nothing recorded"
@@ -182,6 +192,7 @@ def test_names_of_every_sort_have_rows_and_widen_nothing(page: Any, tmp_path: Pa
 
 def test_a_legend_has_values_only_below_the_mouse(page: Any, tmp_path: Path) -> None:
     open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    show_all(page)
     value = page.locator(".legend .value").first
     assert value.inner_text() == ""
     plot = page.locator(".u-over").first
@@ -219,6 +230,7 @@ def test_a_live_page_reloads_itself_and_keeps_what_was_chosen(page: Any, tmp_pat
     page.get_by_role("button", name="light and dark").click()
     page.get_by_role("button", name="unfold all").click()
     page.locator(".rows button").nth(3).click()
+    show_all(page)
     page.evaluate("scrollTo(0, 700); window.before = true")
     chosen = page.locator(".curves .legend").inner_text()
     page.wait_for_timeout(3000)
@@ -230,5 +242,6 @@ def test_a_live_page_reloads_itself_and_keeps_what_was_chosen(page: Any, tmp_pat
     assert page.locator(".rows button").count() == 40 * 3 + 2
     assert page.locator(".curves .legend").inner_text() == chosen
     assert page.evaluate("scrollY") == 700
+    assert steps_in_view(page)[1] > 199
     page.get_by_role("button", name="stop").click()
     assert page.locator("#live").inner_text().endswith("stopped")

@@ -34,7 +34,7 @@ def test_a_plan_shows_its_table() -> None:
         {"id": "maps", "action": "capture", "modules": "body", "tensor": "output.grad"},
     )
     page = Page(found)
-    assert page.html.startswith("<pre>")
+    assert page.html.startswith("<pre ")
     assert page.texts == [line for line in str(found).split("\n") if line]
 
 

@@ -72,7 +72,7 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
             "where": "step 20",
         }
     ]
-    assert run["marks"] == [[20, "trap"]]
+    assert run["marks"] == [[20, 20, "trap"]]
     assert run["ended"] == {
         "state": "ended",
         "level": "warning",
@@ -148,14 +148,36 @@ def test_it_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {"a": [1.0]})
-    for step in range(1000):
+    for step in range(0, 2000, 2):
         writer.event(Event("notice", "", step, 0, "", f"event {step}"))
     writer.close()
     run = _run(tmp_path / "run")
-    assert [step for step, _ in run["marks"]] == [*range(300), *range(700, 1000)]
+    assert [mark[0] for mark in run["marks"]] == [*range(0, 600, 2), *range(1400, 2000, 2)]
     (event,) = run["events"]
-    assert (event["message"], event["where"]) == ("event 0", "x1,000, steps 0..999")
+    assert (event["message"], event["where"]) == ("event 0", "x1,000, steps 0..1998")
     assert run["left_out"] == 0
+
+
+def test_events_of_successive_steps_are_one_mark_of_each_kind(tmp_path: Path) -> None:
+    writer = write(tmp_path / "run", {"a": [1.0]})
+    for step in (3, 4, 5, 9):
+        for kind in ("trap", "skipped-step"):
+            writer.event(Event(kind, "no-nan", step, step % 2, "", "NaN"))
+    writer.close()
+    spans = [(3, 5), (9, 9)]
+    expected = [[*span, kind] for span in spans for kind in ("skipped-step", "trap")]
+    assert _run(tmp_path / "run")["marks"] == expected
+
+
+def test_traps_and_findings_are_counted_apart(tmp_path: Path) -> None:
+    writer = write(tmp_path / "run", {"a": [1.0]})
+    for step in (3, 4):
+        writer.event(Event("trap", "no-nan", step, 0, "a", "NaN"))
+    writer.event(Event("check", "updates", 2, 0, "a", "never moves"))
+    writer.close()
+    ended = _run(tmp_path / "run")["ended"]
+    assert (ended["trips"], ended["findings"]) == (2, 1)
+    assert ended["words"] == "ended, traps tripped in 2 steps, checks found 1 fault"
 
 
 def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: Path) -> None:

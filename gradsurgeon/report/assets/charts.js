@@ -6,7 +6,9 @@ const Y_AXIS = 64;
 const MARKS = { trap: "bad", spike: "bad", check: "bad", "hook-lost": "warn", "skipped-step": "skipped", "scaler-skip": "skipped" };
 // Steps are whole numbers.
 const WHOLE = Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
-const QUIET = 0.4;
+const QUIET = 0.4, FAINT = 0.2;
+const FILLED_POINTS = 500;
+const TICK_SPACE = 70;
 
 /** The x axis that all charts and maps of a run share: the steps that are seen, and the one below the mouse. */
 class Steps {
@@ -14,15 +16,23 @@ class Steps {
     const [first, last] = span.length ? span : [0, 1], pad = Math.max(half, 0.012 * (last - first));
     this.whole = [first - pad, last + pad];
     [this.min, this.max] = this.whole;
+    this.span = [first, last].map((step) => step.toLocaleString("en"));
     this.views = new Set();
   }
 
   /** Shows some steps in every view; without a range, all of them. */
   zoom([min, max] = this.whole) {
-    if (max - min < 2 && min !== this.whole[0]) return;
+    const isWhole = min <= this.whole[0] && max >= this.whole[1];
+    if (max - min < 2 && !isWhole) return;
     [this.min, this.max] = [min, max];
     for (const view of this.views) view.update();
-    panel.zoomed(this, min !== this.whole[0]);
+    panel.zoomed(this, !isWhole);
+  }
+
+  /** Zooms for the reader, whose choice outlives a page that reloads itself. */
+  choose(range) {
+    this.chosen = range || "all";
+    this.zoom(range);
   }
 
   /** Puts the crosshair of every view but the one below the mouse at a step; `null` takes it away. */
@@ -31,6 +41,11 @@ class Steps {
     this.pointing = true;
     for (const view of this.views) if (view !== source) view.cross(step);
     this.pointing = false;
+  }
+
+  /** Returns the text of a tick, given the tick before it; a label at the right edge would be cut. */
+  label(step, before) {
+    return step < 0 || this.share(step) > 0.975 ? "" : (before >= 0 ? "" : "step ") + step.toLocaleString("en");
   }
 
   share(step) {
@@ -45,6 +60,17 @@ class Steps {
 /** Returns the steps of all lines, and a column for each line, which is `undefined` where it has no value. */
 function aligned(lines) {
   return uPlot.join(lines.map((line) => [line.steps, line.values.map((value) => (value === null ? undefined : number(value)))]));
+}
+
+/** Returns a curve with more points on its straight lines, so that some lie wherever a reader zooms to. */
+function filled({ steps, values, ...line }) {
+  const [first] = steps, length = steps.at(-1) - first, spread = Array.from({ length: FILLED_POINTS + 1 }, (_, at) => Math.round(first + (length * at) / FILLED_POINTS));
+  const all = [...new Set([...steps, ...spread])].sort((one, other) => one - other);
+  const valueAt = (step) => {
+    const after = steps.findIndex((known) => known >= step), before = Math.max(0, after - 1);
+    return steps[after] === step ? values[after] : values[before] + ((values[after] - values[before]) * (step - steps[before])) / (steps[after] - steps[before]);
+  };
+  return { ...line, steps: all, values: all.map(valueAt) };
 }
 
 /** Returns the points that no line leads to, such as one between two gaps; of a column of two, all. */
@@ -71,13 +97,13 @@ function tickText(at) {
 
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width, digits, and whether it is quiet. */
 class Chart {
-  constructor(part, axis, { title, unit = "", hint = "", lines, log = true, height = 170, marks = [] }) {
+  constructor(part, axis, { title, unit = "", prefix = "", hint = "", lines, log = true, height = 170, marks = [] }) {
     Object.assign(this, { axis, log, height, marks, lines: lines.map((line, at) => ({ colour: `curve-${at % 10}`, ...line })) });
     this.box = element("div", { class: "plot" });
-    this.step = element("span", {});
+    this.step = element("span", { class: "step" });
     this.entries = this.lines.map((line, index) => this.entry(line, index, title));
-    const scale = [unit, log ? "log scale" : ""].filter(Boolean).join(", ");
-    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), element("p", { class: "scale" }, element("span", {}, scale), this.step), element("ul", {}, ...this.entries));
+    const scale = [unit, log ? "log scale" : "linear scale", prefix && `names in ${prefix.slice(0, -1)}`].filter(Boolean).join(", ");
+    this.legend = element("div", { class: "legend" }, heading("h3", title, hint), this.step, element("p", { class: "scale" }, scale), element("ul", {}, ...this.entries));
     this.track = element("div", { class: "track" }, this.legend, this.box);
     part.append(this.track);
     // A chart that cannot be drawn takes no other with it.
@@ -108,27 +134,36 @@ class Chart {
     const where = (is) => steps.filter((_, at) => known.some((column) => column[at] !== undefined && is(column[at])));
     // A curve goes on over `undefined`; `null` is a gap.
     const columns = known.map((column) => column.map((value) => (value === undefined || Number.isFinite(height(value)) ? value && height(value) : null)));
-    Object.assign(this, { known, bad: where((value) => !Number.isFinite(value)), zeros: this.log ? where((value) => value === 0) : [] });
+    const bad = new Set(where((value) => !Number.isFinite(value)));
+    this.bands = spansOf(steps.length, (at) => bad.has(steps[at]), LONG).map(([first, last]) => this.band(steps, known, first, last));
+    const isLone = (step) => !this.bands.some(({ from, to }) => step >= from && step <= to);
+    Object.assign(this, { known, bad: [...bad].filter(isLone), zeros: this.log ? where((value) => value === 0) : [] });
     if (this.zeros.length) this.legend.append(element("p", { class: "scale" }, "▲ exactly 0, which has no place on this axis"));
     this.plot = new uPlot(this.options(columns), [steps, ...columns], this.box);
     this.plot.over.setAttribute("role", "img");
     this.plot.over.setAttribute("aria-label", this.lines.map((line) => line.label).join(", "));
   }
 
+  /** Returns where a band lies, and what it says: of several curves, also which one is not finite in most of it. */
+  band(steps, known, first, last) {
+    const from = steps[first], to = steps[last], valuesOf = (index) => known[index].slice(first, last + 1).filter((value) => value !== undefined);
+    const lines = this.lines.filter((_, index) => 2 * valuesOf(index).filter(Number.isFinite).length < valuesOf(index).length);
+    const some = lines.length === 1 ? `${short(lines[0].label, 40)}: ` : `${lines.length} of ${this.lines.length}: `;
+    return { from, to, text: (lines.length < this.lines.length ? some : "") + nonfiniteFrom(from, to) };
+  }
+
   options(columns) {
     const axis = { stroke: () => colour("faint"), font: "12px system-ui, sans-serif", grid: { stroke: () => colour("grid"), width: 1 }, ticks: { stroke: () => colour("line"), size: 4 } };
     const drawable = columns.some((column) => column.some(Number.isFinite)), most = Math.floor(this.height / 30), text = this.log ? tickText : shown;
-    // A label at the right edge would be cut.
-    const stepText = (at, before) => (at < 0 || this.axis.share(at) > 0.975 ? "" : (before >= 0 ? "" : "step ") + at.toLocaleString("en"));
     const range = (_, min, max) => {
-      const room = Math.max(0.06 * (max - min), this.log ? 0.05 : 1e-6 * Math.abs(max), 1e-30);
+      const room = Math.max(0.06 * (max - min), this.log ? 0.05 : (max > min ? 1e-6 : 0.1) * Math.abs(max), 1e-30);
       return min === null ? [0, 1] : [min - room, max + room];
     };
     return {
       width: this.box.clientWidth, height: this.height, padding: [8, 0, 0, 0], legend: { show: false },
       scales: { x: { time: false, range: () => [this.axis.min, this.axis.max] }, y: { range } },
       axes: [
-        { ...axis, incrs: WHOLE, space: 70, size: 26, values: (_, ticks) => ticks.map((at, index) => stepText(at, ticks[index - 1])) },
+        { ...axis, incrs: WHOLE, space: TICK_SPACE, size: 26, values: (_, ticks) => ticks.map((at, index) => this.axis.label(at, ticks[index - 1])) },
         { ...axis, size: () => Math.max(Y_AXIS, gutter - this.box.offsetLeft + this.track.offsetLeft), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (drawable ? text(at) : "")) },
       ],
       series: [{}, ...columns.map((column, index) => ({
@@ -136,10 +171,10 @@ class Chart {
         points: { show: false, filter: () => isolated(column), size: 6, fill: () => this.tone(index) },
       }))],
       focus: { alpha: this.lines.length > 1 ? 0.3 : 1 },
-      cursor: { y: false, focus: { prox: 16 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.axis.zoom() } },
+      cursor: { y: false, focus: { prox: 16 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.axis.choose() } },
       hooks: {
         drawAxes: [() => this.drawMarks()],
-        draw: [() => { this.triangles(this.bad, "nonfinite", true); this.triangles(this.zeros, "zero", false); }],
+        draw: [() => { this.drawBands(); this.triangles(this.bad, "nonfinite", true); this.triangles(this.zeros, "zero", false); }],
         setSelect: [(plot) => this.selected(plot)],
         setCursor: [(plot) => this.moved(plot)],
         setSeries: [(_, index) => { this.focused = index; this.entries.forEach((entry, at) => entry.classList.toggle("on", at + 1 === index)); }],
@@ -147,13 +182,36 @@ class Chart {
     };
   }
 
-  /** Draws a line for every trip, and shades the steps that were skipped. */
+  /** Draws a line where a trap began to trip, and shades the steps in which it went on, or that were skipped. */
   drawMarks() {
-    const { ctx, bbox, valToPos } = this.plot;
-    for (const [step, kind, paint = MARKS[kind]] of this.marks.filter(([one, type]) => MARKS[type] && this.axis.sees(one))) {
-      const x = valToPos(step, "x", true), wide = paint === "skipped" ? Math.max(5, 2 * (valToPos(step + 0.5, "x", true) - x)) : devicePixelRatio;
-      ctx.fillStyle = colour(paint);
-      ctx.fillRect(Math.round(x - wide / 2), bbox.top, wide, bbox.height);
+    for (const [from, to, kind, paint = MARKS[kind]] of this.marks.filter((mark) => MARKS[mark[2]])) {
+      if (paint === "skipped") this.shade(from - 0.5, to + 0.5, colour(paint), 5);
+      else {
+        if (to > from) this.shade(from - 0.5, to + 0.5, colour(paint, FAINT));
+        this.shade(from, from, colour(paint));
+      }
+    }
+  }
+
+  /** Fills the height of the plot between two steps, and returns the edges of what is seen of it. */
+  shade(from, to, paint, least = devicePixelRatio) {
+    const { ctx, bbox, valToPos } = this.plot, [left, right] = [from, to].map((step) => valToPos(step, "x", true));
+    const room = Math.max(0, least - (right - left)) / 2, end = bbox.left + bbox.width;
+    const low = Math.max(bbox.left, Math.round(left - room)), high = Math.min(end, Math.round(right + room));
+    ctx.fillStyle = paint;
+    if (high > low) ctx.fillRect(low, bbox.top, high - low, bbox.height);
+    return [low, high];
+  }
+
+  /** Shades what is not finite for long, and says so where there is room. */
+  drawBands() {
+    const { ctx, bbox } = this.plot;
+    ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textAlign = "center";
+    for (const { from, to, text } of this.bands) {
+      const [left, right] = this.shade(from - 0.5, to + 0.5, colour("nonfinite", FAINT));
+      ctx.fillStyle = colour("text");
+      if (ctx.measureText(text).width < right - left) ctx.fillText(text, (left + right) / 2, bbox.top + 16 * devicePixelRatio);
     }
   }
 
@@ -169,7 +227,7 @@ class Chart {
   selected(plot) {
     const { left, width } = plot.select;
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    if (width > 3) this.axis.zoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+    if (width > 3) this.axis.choose([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
   }
 
   moved({ cursor: { idx, left }, data: [steps] }) {

@@ -78,6 +78,8 @@ class HeatMap {
     this.nodes = nodesOf(this.tree);
     // Of a large model only the modules that hold much of it are open: the rest is a row for each layer.
     for (const node of this.nodes) node.open = node.row < 0 && (this.tree.count <= ALL_OPEN || node.count > this.tree.count / 4);
+    const isBad = (at) => this.cellsOf(this.tree)[at] === NONFINITE && map.names.every((_, row) => [NONFINITE, ABSENT].includes(cells[row * this.columns + at]));
+    this.bands = spansOf(this.columns, isBad, LONG).map(([from, to]) => ({ from, to, box: element("div", { class: "nonfinite" }, nonfiniteFrom(map.firsts[from], map.lasts[to])) }));
     this.most = cells.reduce((most, code) => (code !== NONFINITE && code > most ? code : most), 0);
     const half = halfOf(map);
     this.starts = map.firsts.map((step) => step - half);
@@ -91,12 +93,13 @@ class HeatMap {
     this.canvas = element("canvas", {});
     this.mark = element("div", { class: "mark", hidden: "" });
     this.line = element("div", { class: "crosshair", hidden: "" });
-    this.field = element("div", { class: "cells", tabindex: "0", role: "img", "aria-label": "map of norms: arrow keys go from cell to cell" }, this.canvas, this.line, this.mark);
+    this.field = element("div", { class: "cells", tabindex: "0", role: "img", "aria-label": "map of norms: arrow keys go from cell to cell" }, this.canvas, ...this.bands.map((band) => band.box), this.line, this.mark);
+    this.ticks = element("div", { class: "ticks" });
     this.more = element("p", { class: "note", hidden: "" });
     this.search = element("input", { type: "search", placeholder: "filter names", "aria-label": "show only names with" });
     const all = (open) => () => { for (const node of this.nodes.slice(1)) if (node.row < 0) node.open = open; this.list(); };
     this.box = element("div", {}, element("div", { class: "tools" }, this.search, button("unfold all", all(true)), button("fold all", all(false)), this.legend()),
-      element("div", { class: "map" }, this.labels, this.field), this.more);
+      element("div", { class: "map" }, this.labels, this.field), this.ticks, this.more);
     this.search.addEventListener("input", () => this.list());
     const on = { mousemove: (event) => this.hover(event), mouseleave: () => this.read(null), keydown: (event) => this.key(event), click: () => this.at && this.choose(this.rows[this.at.row]) };
     for (const [kind, act] of Object.entries(on)) this.field.addEventListener(kind, act);
@@ -170,6 +173,8 @@ class HeatMap {
   update() {
     const across = Math.round(this.field.clientWidth * (devicePixelRatio || 1)), paint = this.palette(), codes = new Uint16Array(across);
     Object.assign(this.canvas, { width: across, height: this.rows.length });
+    this.drawTicks();
+    for (const { from, to, box } of this.bands) this.put(box, this.starts[from], this.ends[to]);
     if (!across || !this.rows.length) return;
     const image = new ImageData(across, this.rows.length), pixels = new Uint32Array(image.data.buffer);
     const pixelAt = (step) => Math.max(0, Math.min(across, Math.round(this.axis.share(step) * across)));
@@ -181,6 +186,20 @@ class HeatMap {
       codes.forEach((code, x) => { pixels[row * across + x] = paint(code); });
     });
     this.canvas.getContext("2d").putImageData(image, 0, 0);
+  }
+
+  /** Writes steps below the cells, as below a chart. */
+  drawTicks() {
+    const { min, max } = this.axis, most = this.field.clientWidth / TICK_SPACE, apart = WHOLE.find((one) => (max - min) / one <= most), ticks = [];
+    for (let step = apart * Math.max(0, Math.ceil(min / apart)); apart && step < max; step += apart) ticks.push(step);
+    this.ticks.replaceChildren(...ticks.map((step, at) => element("span", { style: `left: ${100 * this.axis.share(step)}%` }, this.axis.label(step, ticks[at - 1]))));
+  }
+
+  /** Puts a box over some steps, as far as they are seen. */
+  put(box, from, to) {
+    const [left, right] = [from, to].map((step) => 100 * Math.max(0, Math.min(1, this.axis.share(step))));
+    box.hidden = right <= left;
+    Object.assign(box.style, { left: `${left}%`, width: `${right - left}%` });
   }
 
   cross(step) {
@@ -232,8 +251,8 @@ class HeatMap {
     this.list();
   }
 
-  /** Returns the curve of a row. */
-  curve(row) {
-    return { label: this.map.names[row], digits: DIGITS, steps: this.map.firsts, values: Array.from(this.cellsOf({ row }), normOf) };
+  /** Returns the curve of a row; its label begins after the prefix. */
+  curve(row, prefix) {
+    return { label: this.map.names[row].slice(prefix.length), digits: DIGITS, steps: this.map.firsts, values: Array.from(this.cellsOf({ row }), normOf) };
   }
 }

@@ -6,7 +6,9 @@ const GRAVITY = ["bad", "warning", "running", "good"];
 const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
 const MOST_OF_LINE = 300, LOUD = 2;
 const UNTOUCHED = 10000;
-const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite.";
+// What the page opens on: so many columns of the map before the first trap, and a share of them after it.
+const COLUMNS_BEFORE = 100, AFTER = 0.12, LEAST_AFTER = 3;
+const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite, a pink band many of them.";
 const NO_LOSS = "The loss is drawn here if a norm-log rule acts on parameters, and backward passes begin at one number.";
 // The width of what stands left of every plot and map, so that all of them share one x axis.
 let gutter = 0;
@@ -14,10 +16,16 @@ let current = { index: 0, axes: [], maps: {} };
 
 /** The line at the bottom of the window: what lies below the mouse, and the way out of a zoom. */
 const panel = {
+  seen: "",
   reading: element("p", { class: "reading", "aria-live": "polite" }),
-  reset: button("show all steps", () => panel.axis.zoom(), { hidden: "" }),
-  say(text) { this.reading.textContent = text; this.update(); },
-  zoomed(axis, is) { this.axis = axis; this.reset.hidden = !is; this.update(); },
+  reset: button("show all steps", () => panel.axis.choose(), { hidden: "" }),
+  say(text) { this.reading.textContent = text || this.seen; this.update(); },
+  zoomed(axis, is) {
+    this.axis = axis;
+    this.reset.hidden = !is;
+    this.seen = is ? `steps ${Math.max(0, Math.ceil(axis.min)).toLocaleString("en")} to ${Math.floor(axis.max).toLocaleString("en")} of ${axis.span.join(" to ")} are shown` : "";
+    this.say("");
+  },
   update() { this.reading.parentElement.hidden = this.reset.hidden && !this.reading.textContent; },
 };
 
@@ -34,23 +42,25 @@ function nameOfRun(run) {
   return count ? last(run, count) : run.folder;
 }
 
+const ratesOf = (run) => run.rates.map(filled);
 const wholesOf = (run) => run.kinds.flatMap((kind) => kind.wholes);
-/** Tells whether an event, or a mark of one, is a trap that tripped. */
-const isTrip = (event) => MARKS[event.kind || event[1]] === "bad";
+/** Tells whether an event, or a mark of some, is a trap that tripped. */
+const isTrip = (event) => MARKS[event.kind || event[2]] === "bad";
 
 function band(run) {
-  const name = short(nameOfRun(run), 200), { level, words, diagnosis } = run.ended || { level: "warning", words: "nothing was recorded of its end" };
+  const name = short(nameOfRun(run), 200), { sentence } = run.band, { level, words, diagnosis } = run.ended || { level: "warning", words: sentence };
+  const more = sentence.startsWith(words) ? diagnosis : words;
   document.getElementById("title").replaceChildren(name, " ", element("small", {}, short(run.title, 200)));
   document.title = `${name}: gradsurgeon report`;
   main.append(
     element("div", { class: `band ${level}`, role: "status" }, element("span", { class: "icon", "aria-hidden": "true" }, ICONS[level]),
-      element("div", {}, element("strong", {}, short(words, 400)), diagnosis ? element("p", {}, short(diagnosis, 400)) : null)),
+      element("div", {}, element("strong", {}, short(sentence, 400)), more ? element("p", {}, short(more, 400)) : null)),
     element("p", { class: "facts" }, ...run.facts.map(([word, text]) => element("span", {}, `${word} `, element("b", {}, text)))),
     ...data.problems.map((problem) => element("p", { class: "problem" }, `Not on this page: ${problem}`)),
     ...run.notes.map(note));
 }
 
-function eventEntry(event, at) {
+function eventEntry(event) {
   const [start, ...rest] = event.message.split("\n"), first = start.replace(/^step \d+(, rule [^:]*)?(: |, )/, ""), isLong = first.length > MOST_OF_LINE;
   const told = [event.where, short(event.rule || event.name)].filter(Boolean).join(", ");
   const line = element("span", {}, element("span", { class: `kind ${event.kind}` }, event.kind), ` ${told}: ${short(first, MOST_OF_LINE)}`);
@@ -60,7 +70,6 @@ function eventEntry(event, at) {
   const begin = lines.findIndex((text) => text.startsWith("diagnosis (")), end = lines.findIndex((text, place) => place > begin && !text.startsWith("  "));
   const gradients = [...lines.slice(0, begin), ...(end > 0 ? lines.slice(end) : [])];
   const made = fold(line, ...(begin > 0 ? [pre(lines.slice(begin, end > 0 ? end : undefined)), fold("the gradients", pre(gradients))] : [pre(lines)]));
-  made.open = at === 0 && isTrip(event);
   return made;
 }
 
@@ -73,19 +82,36 @@ function chart(part, axis, title, lines, marks, log) {
 function happened(run, axis) {
   const part = section("What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
   chart(part, axis, "loss", run.losses, run.marks, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
-  chart(part, axis, "learning rate", run.rates, run.marks, false);
+  chart(part, axis, "learning rate", ratesOf(run), run.marks, false);
   chart(part, axis, "norm of the gradient", wholes, run.marks, true);
   if (!wholes.length) part.append(note(`${run.nothing || "No norms of parameters were recorded"}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
   if (!run.losses.length) part.append(fold("no loss was recorded", note(NO_LOSS)));
   if (!run.events.length) part.append(element("p", {}, "No trap has tripped, and there were no other events."));
   const [trips, others] = [true, false].map((wanted) => run.events.filter((event) => isTrip(event) === wanted));
-  part.append(...[...trips, ...others].map(eventEntry));
+  const entries = [...trips, ...others].map(eventEntry), first = trips.findIndex((event) => event.kind === "trap");
+  // A trap says more than a finding of a check before it.
+  if (trips.length) entries[Math.max(0, first)].open = true;
+  part.append(...entries);
   if (run.left_out) part.append(note(`${run.left_out} events in between are left out: gradsurgeon export RUN --format jsonl shows all`));
 }
 
 function standsOut(run) {
   if (!run.kinds.length) return;
   section("What stands out").append(run.callouts.length ? list(run.callouts) : element("p", {}, "Nothing: no norm is far from the others, none was not finite, and none was a spike."));
+}
+
+/** Returns a table whose head says once what all of its names begin with. */
+function withoutPrefix({ head: [first, ...head], rows }) {
+  const prefix = prefixOf(rows.map(([name]) => name));
+  return { head: [prefix ? `${first} in ${prefix.slice(0, -1)}` : first, ...head], rows: rows.map(([name, ...cells]) => [name.slice(prefix.length), ...cells]) };
+}
+
+/** Returns the steps before the first trap, in which its cause lies; `undefined` where there was no trap. */
+function opening(run, axis, half) {
+  const trap = run.marks.find((mark) => mark[2] === "trap");
+  if (!trap || !run.span.length) return undefined;
+  const [first, last] = run.span, at = Math.min(trap[0], last), from = Math.max(first - half, at - 2 * half * COLUMNS_BEFORE);
+  return [from, Math.min(axis.whole[1], at + Math.max(LEAST_AFTER, AFTER * (at - from)))];
 }
 
 /** Draws the section of one kind of tensors: the most urgent, their curves, and the map of all. */
@@ -100,13 +126,14 @@ async function kindSection(run, kind, axis, state) {
   const draw = () => {
     const { chosen } = map, rows = chosen.length ? chosen : urgent;
     // Ten noisy curves are a bundle in which none can be followed: the worst ones stand out.
-    const lines = rows.map((row, at) => ({ ...map.curve(row), colour: `curve-${at % 10}`, quiet: rows.length > LOUD + 1 && at >= LOUD }));
+    const prefix = prefixOf(rows.map((row) => names[row]));
+    const lines = rows.map((row, at) => ({ ...map.curve(row, prefix), colour: `curve-${at % 10}`, quiet: rows.length > LOUD + 1 && at >= LOUD }));
     if (drawn) drawn.remove();
-    drawn = new Chart(curves, axis, { title: chosen.length ? "chosen in the map" : `the ${count} in the table`, unit: "l2 norm", lines: [...whole, ...lines], marks: run.marks, height: 240 });
+    drawn = new Chart(curves, axis, { title: chosen.length ? "chosen in the map" : `the ${count} in the table`, unit: "l2 norm", prefix, lines: [...whole, ...lines], marks: run.marks, height: 240 });
   };
   const map = new HeatMap(axis, kind.map, cells, kind.kind, draw);
   part.append(
-    heading("h3", `${count} of ${names.length.toLocaleString("en")}: not finite first, then spikes, then the largest`, "Spikes are in the order of their size (times the steps around them), the largest in the order of their medians."), table(kind.table), curves,
+    heading("h3", `${count} of ${names.length.toLocaleString("en")}: not finite first, then spikes, then the largest`, "Spikes are in the order of their size (times the steps around them), the largest in the order of their medians."), table(withoutPrefix(kind.table)), curves,
     heading("h3", `All ${names.length.toLocaleString("en")} ${kind.noun}s`, `A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`), map.box);
   axis.views.add(map);
   current.maps[kind.kind] = map;
@@ -130,11 +157,11 @@ function beside(axis) {
   const cells = (run, index) => [
     element("span", {}, swatch(`var(--${paint(index)})`), button(short(nameOfRun(run)), () => show(index), { "aria-pressed": index === current.index, title: run.folder })),
     element("span", { class: `kind ${run.ended ? run.ended.level : ""}` }, run.ended ? short(run.ended.words, 200) : "?"),
-    String(run.ended ? run.ended.trips : 0), last(run), run.span.length ? run.span[1].toLocaleString("en") : "-"];
-  part.append(table({ head: ["run", "ended", "traps", "last loss", "last step"], rows: data.runs.map(cells) }));
+    String(run.ended ? run.ended.trips : 0), String(run.ended ? run.ended.findings : 0), last(run), run.span.length ? run.span[1].toLocaleString("en") : "-"];
+  part.append(table({ head: ["run", "ended", "traps", "findings", "last loss", "last step"], rows: data.runs.map(cells) }));
   // All events of all runs would hide the curves.
-  const marks = data.runs.flatMap((run, index) => run.marks.filter(isTrip).slice(0, 1).map(([step, kind]) => [step, kind, paint(index)]));
-  for (const [title, linesOf] of [["loss", (run) => run.losses], ["norm of the gradient", wholesOf]]) {
+  const marks = data.runs.flatMap((run, index) => run.marks.filter(isTrip).slice(0, 1).map(([step, , kind]) => [step, step, kind, paint(index)]));
+  for (const [title, linesOf] of [["loss", (run) => run.losses], ["learning rate", ratesOf], ["norm of the gradient", wholesOf]]) {
     const lines = data.runs.flatMap((run, index) => linesOf(run).map((line) => ({ ...line, label: `${nameOfRun(run)}: ${line.label}`, colour: paint(index) })));
     chart(part, axis, title, lines, marks, lines.every((line) => line.values.every((value) => !(number(value) <= 0))));
   }
@@ -143,11 +170,12 @@ function beside(axis) {
 /** Shows one run, and all of them beside one another if there are several. */
 async function show(index, state = {}) {
   for (const axis of current.axes) for (const view of [...axis.views]) view.remove?.();
-  const run = data.runs[index], axis = new Steps(run.span, Math.max(0.5, ...run.kinds.map((kind) => halfOf(kind.map))));
+  const run = data.runs[index], half = Math.max(0.5, ...run.kinds.map((kind) => halfOf(kind.map))), axis = new Steps(run.span, half);
   current = { index, axes: [axis], maps: {} };
   main.replaceChildren();
-  panel.reset.hidden = true;
-  panel.say("");
+  const seen = state.seen || opening(run, axis, half);
+  axis.zoom(seen === "all" ? undefined : seen);
+  axis.chosen = state.seen;
   band(run);
   if (data.runs.length > 1) {
     const spans = data.runs.flatMap((one) => one.span), all = new Steps(spans.length ? [Math.min(...spans), Math.max(...spans)] : [], 0.5);
@@ -202,7 +230,7 @@ function live(seconds, state) {
 
 async function begin() {
   // What the reader had chosen before the page reloaded itself.
-  const state = history.state || {}, theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.trips) : 1500);
+  const state = history.state || {}, theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.trips + ended.findings) : 1500);
   history.replaceState(null, "");
   document.body.append(element("footer", { hidden: "" }, panel.reading, panel.reset));
   const worst = data.runs.reduce((best, run, index) => (weight(run) < weight(data.runs[best]) ? index : best), 0);
@@ -211,7 +239,7 @@ async function begin() {
   await show(data.runs[state.run] ? state.run : worst, state);
   if (state.scroll) scrollTo(0, state.scroll);
   const maps = () => Object.fromEntries(Object.entries(current.maps).map(([kind, map]) => [kind, map.state()]));
-  if (data.reload) live(data.reload, () => ({ run: current.index, theme: theme(), scroll: scrollY, maps: maps() }));
+  if (data.reload) live(data.reload, () => ({ run: current.index, seen: current.axes[0].chosen, theme: theme(), scroll: scrollY, maps: maps() }));
   root.dataset.ready = "true";
 }
 

@@ -7,6 +7,8 @@ const escaped = (letter) => (letter < "\xff" ? "\\x" : "\\u") + letter.charCodeA
 const data = JSON.parse(document.getElementById("data").textContent, (_, value) => (typeof value === "string" ? value.replace(HIDDEN, escaped) : value));
 // Dark to bright, alike for most kinds of colour blindness (eight samples of viridis).
 const RAMP = ["440154", "46327e", "365c8d", "277f8e", "1fa187", "4ac16d", "a0da39", "fde725"].map((hex) => hex.match(/../g).map((part) => parseInt(part, 16)));
+// So many letters that names have in common are said once, and so many successive steps are one band.
+const LONG_PREFIX = 10, LONG = 8;
 const NUMBER = /^([-<>]?[\d.,]+(e[-+]\d+)?%?|-|-?inf|nan)?$/i;
 
 /** Returns a text without its middle if it is long: the end of a name tells it from its neighbours. */
@@ -55,6 +57,29 @@ function heading(tag, text, hint = "") {
 function nameOf(text, most = 200) {
   const parts = short(text, most).split(/(?<=\.)/);
   return element("span", { class: "name", title: short(text, 1000) }, ...parts.flatMap((part) => [part, element("wbr", {})]));
+}
+
+/** Returns the modules that all names lie in, with a dot at the end; none if they are short, or if there is one name. */
+function prefixOf(names) {
+  const [first, ...others] = names.map((name) => name.split(".").slice(0, -1));
+  const differs = first.findIndex((part, at) => others.some((parts) => parts[at] !== part)), common = differs < 0 ? first : first.slice(0, differs);
+  const prefix = common.map((part) => `${part}.`).join("");
+  return others.length && prefix.length >= LONG_PREFIX ? prefix : "";
+}
+
+/** Returns the first and the last index of successive places at which something holds, of so many at least. */
+function spansOf(count, holds, least) {
+  const spans = [];
+  for (let at = 0; at < count; at++) {
+    if (!holds(at)) continue;
+    if (spans.at(-1)?.[1] === at - 1) spans.at(-1)[1] = at;
+    else spans.push([at, at]);
+  }
+  return spans.filter(([from, to]) => to - from + 1 >= least);
+}
+
+function nonfiniteFrom(first, last) {
+  return `non-finite from ${first.toLocaleString("en")} to ${last.toLocaleString("en")}`;
 }
 
 /** Makes a table; names stand in the first column, and columns of numbers at the right. */
