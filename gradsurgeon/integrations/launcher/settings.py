@@ -26,6 +26,8 @@ class Settings:
     observe: bool = False
     pdb: bool = False
     quiet: bool = False
+    on_event: str = ""  # a command of the shell that gets each event
+    folder: str = ""  # where the script was launched; the command starts there
 
     @property
     def first_step(self) -> int:
@@ -43,6 +45,16 @@ class Settings:
             paths += [entry for entry in before.split(os.pathsep) if entry != str(BOOTSTRAP)]
         options = json.dumps(asdict(self))
         return {**base, OPTIONS: options, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def without_rules(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a command that is no part of the training."""
+    plain = {name: value for name, value in environment.items() if name != OPTIONS}
+    entries = plain.pop("PYTHONPATH", "").split(os.pathsep)
+    paths = [entry for entry in entries if entry != str(BOOTSTRAP)]
+    if any(paths):
+        plain["PYTHONPATH"] = os.pathsep.join(paths)
+    return plain
 
 
 def is_off(environment: Mapping[str, str]) -> bool:
