@@ -7,6 +7,7 @@ from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.common.events import Event, RuleStatus, is_trip, settled
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning import NO_MATCH, Plan, from_model
+from gradsurgeon.language.planning.plan import steps_text
 from gradsurgeon.language.planning.table import NOUNS, count, grid
 from gradsurgeon.report.ending import first_diagnosis
 from gradsurgeon.report.rules_and_events import EventGroup, never_reached, shown_groups, trap_words
@@ -36,14 +37,17 @@ def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
                 yield f"  note: {printable(f'{rule_id}: {text}')}"
 
 
-def _row_of(rule: Rule, plan: Plan) -> tuple[str, str, str, str]:
+def _row_of(rule: Rule, plan: Plan) -> tuple[str, str, str, str, str]:
     matched = "nothing in this model"
     bound = len(plan.of(rule.id))
     if rule.id in plan.refused:
         matched = "rests"
     elif bound:
         matched = count(bound, NOUNS[rule.target])
-    return printable(rule.id), rule.action, _moment(rule), matched
+    schedule = ""
+    if not rule.steps.always:
+        schedule = f"steps {steps_text(rule.steps)}"
+    return printable(rule.id), rule.action, _moment(rule), matched, schedule
 
 
 def _moment(rule: Rule) -> str:
