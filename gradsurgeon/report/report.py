@@ -30,8 +30,10 @@ from gradsurgeon.report.rules_and_events import (
     rule_table,
 )
 from gradsurgeon.report.tables import LEGEND, Table
+from gradsurgeon.tensors.statistics import statistic_of
 
 if TYPE_CHECKING:
+    from gradsurgeon.report.histograms import Histogram
     from gradsurgeon.report.history import History
     from gradsurgeon.report.losses import LossSeries
     from gradsurgeon.report.norms import NormTable
@@ -113,10 +115,24 @@ class Report:
 
         for table, _ in loss_tables(self.losses, observed=self.observed):
             tables.append(table)
+        tables += self._histogram_tables
         if self.statuses:
             tables.append(rule_table(self.rules, self.statuses, self.events))
         tables += map(captured_table, self.captured)
         return tables
+
+    @property
+    def _histogram_tables(self) -> Iterator[Table]:
+        from gradsurgeon.report.histograms import histogram_tables  # noqa: PLC0415 # needs numpy
+
+        return histogram_tables(self.histograms)
+
+    @cached_property
+    def histograms(self) -> list[Histogram]:
+        """The first and the last histogram of each tensor."""
+        from gradsurgeon.report.histograms import histograms_of  # noqa: PLC0415 # needs numpy
+
+        return histograms_of(self.series, self.kinds)
 
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
@@ -124,10 +140,11 @@ class Report:
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         lowest = of_lowest_ranks(self.series)
-        return History(lowest, self._kinds, self.params, rule=rule)
+        return History(lowest, self.kinds, self.params, rule=rule)
 
     @property
-    def _kinds(self) -> dict[str, str]:
+    def kinds(self) -> dict[str, str]:
+        """What each rule measures, by its id."""
         return {rule: info.kind for rule, info in self.rules.items()}
 
     @cached_property
@@ -140,7 +157,7 @@ class Report:
         """A sentence on replicas that differ, empty if none do."""
         from gradsurgeon.report.norms import ranks_that_differ  # noqa: PLC0415 # needs numpy
 
-        return ranks_that_differ(self.series, self._kinds, are_replicas=self.are_replicas)
+        return ranks_that_differ(self.series, self.kinds, are_replicas=self.are_replicas)
 
     @cached_property
     def norms(self) -> list[NormTable]:
@@ -155,7 +172,7 @@ class Report:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
         if self.norms:
             return ""
-        stats = {part.key.stat for part in self.series}
+        stats = {statistic_of(part.key.stat) for part in self.series}
         stats_of_losses = {loss.stat for loss in self.losses}
         if stats_of_losses and stats <= stats_of_losses:
             return ""
@@ -303,6 +320,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "events": list(map(asdict, report.events)),
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
+        "histograms": list(map(_histogram, report.histograms)),
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 
@@ -332,6 +350,14 @@ def _losses(loss: LossSeries) -> dict[str, Any]:
     values["nonfinite"] = calls - len(loss.finite)
     for word, number in loss.numbers.items():
         values[word] = json_number(number)
+    return values
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    values: dict[str, Any] = {"name": histogram.name}
+    values.update(histogram.origin._asdict())
+    values["step"] = int(histogram.steps[-1])
+    values["counts"] = histogram.counts[-1].tolist()
     return values
 
 

@@ -166,7 +166,7 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "features"] = "norms",
+        kind: Literal["norms", "histograms", "features"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
@@ -179,6 +179,8 @@ class Session(RecordQueries):
         * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name`, the norm of all parameters
           together and the ten worst layers: non-finite first, then the largest spikes. A gap is a step without a
           gradient or with a norm of 0, a cross at the top a non-finite norm, a vertical line a trap or a skipped step.
+        * ``"histograms"`` (`name`, `rule`): the magnitudes of elements over the steps, as bands of quantiles, of at most 6
+          tensors that a `norm-log` with ``stats: [histogram]`` records; a cross marks a record with non-finite elements.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
 
@@ -200,12 +202,11 @@ class Session(RecordQueries):
             RecordError: there is nothing to draw: the text names the rule to add.
             GradSurgeonError: matplotlib is missing.
         """
-        pictures.check(kind, ["norms", "features"])
-        if kind == "norms":
+        pictures.check(kind, [*pictures.OVER_STEPS, "features"])
+        if kind != "features":
             if (step, call, sample) != (None, None, 0):
-                raise ValueError("the picture 'norms' takes only name= and rule=")
-            figure: Figure = pictures.drawing().norms(self, name=name, rule=rule)
-            return figure
+                raise ValueError(f"the picture {kind!r} takes only name= and rule=")
+            return pictures.over_steps(kind, self, name=name, rule=rule)
         rule = rule or self._capture_rule()
         return pictures.features(
             self.captured(rule), rule=rule, name=name, step=step, call=call, sample=sample

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.records.store.layout import Stored, is_present, pack_absent
+from gradsurgeon.tensors.statistics import HISTOGRAM, columns_of
 
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
@@ -228,6 +229,18 @@ def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
     return list(dict(pairs).items())
 
 
+def _whole_steps(
+    columns: Sequence[list[tuple[int, float]]],
+) -> Sequence[list[tuple[int, float]]]:
+    """Return the records of the steps that all columns have: bounded memory drops the oldest row of one column first."""
+    if len(set(map(len, columns))) == 1:
+        return columns
+    numbers = [Counter([step for step, _ in records]) for records in columns]
+    first = numbers[0]
+    whole = {step for step in first if all(other[step] == first[step] for other in numbers)}
+    return [[record for record in records if record[0] in whole] for records in columns]
+
+
 class RecordQueries(ABC):
     """`history` and `latest` of a session or a run, which makes a `Lookup` of its records."""
 
@@ -270,6 +283,29 @@ class RecordQueries(ABC):
         """
         return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
 
+    def histograms(
+        self, name: str, *, rule: str | None = None
+    ) -> list[tuple[int, tuple[float, ...]]]:
+        """Return ``(step, counts)`` pairs of one tensor, oldest first, under the conditions of `history`.
+
+        The 66 counts are those of the elements in each bin, in the order of values, then zeros, then non-finite elements:
+        ``numpy.array([counts for step, counts in run.histograms(NAME)])`` has the shape ``[steps, 66]``.
+
+        Args:
+            name: canonical name or alias.
+            rule: the id of the `norm-log` rule with ``stats: [histogram]``; needed if there are several.
+
+        Raises:
+            KeyError: there is no such name; the text gives the nearest names.
+            RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
+        """
+        columns = [self.history(name, column, rule=rule) for column in HISTOGRAM]
+        histograms = []
+        for records in zip(*_whole_steps(columns), strict=True):
+            step, _ = records[0]
+            histograms.append((step, tuple([number for _, number in records])))
+        return histograms
+
     def _asked(self, _name: str, _stat: str, answer: Callable[[], Answer]) -> Answer:
         """Return an answer of this process, or of the rank that has the records of a tensor."""
         return answer()
@@ -303,6 +339,11 @@ class Lookup:
 
     def _series(self, name: str, stat: str, rule: str | None) -> tuple[str, Sequence[WholeSeries]]:
         """Return the canonical name and the series of one rule, possibly none yet."""
+        columns = columns_of(stat)
+        if len(columns) > 1:
+            raise RecordError(
+                f"{stat} is {len(columns)} numbers, of which one has a history: {columns[0]} to {columns[-1]}"
+            )
         canonical = self.aliases.get(name, name)
         if canonical not in self.known:
             near = get_close_matches(name, [*self.known, *self.aliases], n=_NEAREST, cutoff=0.0)
