@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from gradsurgeon.records.store.recorded import RecordSource
-
 # Pictures that there are no longer, each with what to use instead.
 _GONE = {"heatmap": "the map of norms is on the page of `gradsurgeon report RUN --html FILE`"}
 _IMAGES = 4  # dimensions of several images
@@ -25,23 +23,6 @@ def check(kind: str, known: Sequence[str]) -> None:
         raise ValueError(f"the picture {kind!r} is gone: {_GONE[kind]}")
     if kind not in known:
         raise ValueError(f"no picture {kind!r} here; there are {', '.join(known)}")
-
-
-# What a picture may show of records: each is a function of `plots`.
-OVER_STEPS = ("norms", "histograms")
-
-
-def over_steps(
-    kind: str,
-    source: RecordSource,
-    *,
-    name: str | Sequence[str] | None = None,
-    rule: str | None = None,
-) -> Figure:
-    """Draw what was recorded over the steps; a `ValueError` says which pictures there are."""
-    check(kind, OVER_STEPS)
-    figure: Figure = getattr(drawing(), kind)(source, name=name, rule=rule)
-    return figure
 
 
 def features(

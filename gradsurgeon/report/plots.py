@@ -14,8 +14,9 @@ from matplotlib.ticker import MaxNLocator
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.records.store import RecordQueries
 from gradsurgeon.records.store.recorded import RecordSource
-from gradsurgeon.report.histograms import Histogram, histograms_of
+from gradsurgeon.report.histograms import quantile
 from gradsurgeon.report.history import OF_EACH_CALL, History, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
@@ -33,8 +34,6 @@ _CHANNELS = 64
 _PER_ROW = 8
 _RED = "#e3262d"
 _BLUE = "#1f6fb4"
-# The tensors of one picture of histograms.
-_PANELS = 6
 _SKIPS = frozenset({"skipped-step", "scaler-skip"})
 
 
@@ -115,55 +114,32 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     return figure
 
 
-def histograms(
-    source: RecordSource, *, name: Name | None = None, rule: str | None = None
-) -> Picture:
-    """Draw the quantiles of magnitudes over the steps, as bands: of the named tensors, or of the first ones."""
-    recorded = source.recorded()
-    report = unread(recorded)
-    known = [histogram for histogram in report.histograms if rule in (None, histogram.origin.rule)]
-    if not known:
-        raise RecordError(
-            'no histogram is recorded: a rule {id: elements, action: norm-log, params: "*", stats: [histogram]} records them'
-        )
-    names = list(dict.fromkeys(histogram.name for histogram in known))
-    wanted = set(names[:_PANELS])
-    if name is not None:
-        wanted = matching(name, names, recorded.aliases)
-    read = histograms_of(report.series, report.kinds, names=wanted)
-    drawn = [histogram for histogram in read if rule in (None, histogram.origin.rule)]
-    shown = drawn[:_PANELS]
-    figure = Picture(11, 0.9 + 1.9 * len(shown))
-    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, histogram in zip(panels, shown, strict=True):
-        _bands(axes, histogram)
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    handles, _ = panels[0].get_legend_handles_labels()
-    figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
-    figure.suptitle(f"magnitudes of elements: {_plain(report.title)}", fontsize=10)
-    return figure
-
-
-def _bands(axes: Axes, histogram: Histogram) -> None:
-    """Draw the quantiles of one tensor, and a cross above each record with non-finite elements."""
-    steps = histogram.steps
-    for low, high, alpha in ((0.05, 0.95, 0.2), (0.25, 0.75, 0.35)):
+def histograms(source: RecordQueries, *, name: str | None, rule: str | None) -> Picture:
+    """Draw the quantiles of the magnitudes of one tensor over the steps, as bands."""
+    if name is None:
+        raise ValueError("the picture 'histograms' is of one tensor: pass name=")
+    records = source.histograms(name, rule=rule)
+    steps = [step for step, _ in records]
+    figure = Picture(11, 3.6)
+    axes = figure.subplots()
+    for low, high in ((0.05, 0.95), (0.25, 0.75)):
+        lower = [quantile(counts, low) for _, counts in records]
+        upper = [quantile(counts, high) for _, counts in records]
         label = f"{low:.0%} to {high:.0%}"
-        lower = histogram.quantiles(low)
-        upper = histogram.quantiles(high)
-        axes.fill_between(steps, lower, upper, alpha=alpha, color=_BLUE, linewidth=0, label=label)
+        axes.fill_between(steps, lower, upper, alpha=0.25, color=_BLUE, linewidth=0, label=label)
+    medians = [quantile(counts, 0.5) for _, counts in records]
     style: dict[str, Any] = {"color": _BLUE, "linewidth": 1.1, "marker": ".", "markersize": 2}
-    axes.plot(steps, histogram.quantiles(0.5), label="median", **style)
-    bad = steps[histogram.nonfinite > 0]
-    if len(bad):
-        across = axes.get_xaxis_transform()
-        axes.plot(bad, np.ones(len(bad)), "x", color=_RED, transform=across, clip_on=False)
-    origin = histogram.origin
-    title = f"{_plain(histogram.name)}: {_plain(origin.kind)}, rule {_plain(origin.rule)}"
-    axes.set_title(title, loc="left", fontsize=8)
+    axes.plot(steps, medians, label="median", **style)
+    bad = [step for step, counts in records if counts[-1]]
+    across = axes.get_xaxis_transform()
+    axes.plot(bad, np.ones(len(bad)), "x", color=_RED, transform=across, clip_on=False)
     axes.set_yscale("log")
     axes.grid(alpha=0.25)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_title(f"magnitudes of the elements of {_plain(name)}", loc="left", fontsize=10, pad=10)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return figure
 
 
 def _drawn_wholes(history: History) -> Iterator[WholeNorm]:

@@ -18,6 +18,7 @@ from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.ending import Ending
+from gradsurgeon.report.histograms import histogram_tables
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
     LOSS_STATS,
@@ -33,7 +34,6 @@ from gradsurgeon.report.tables import LEGEND, Table
 from gradsurgeon.tensors.statistics import statistic_of
 
 if TYPE_CHECKING:
-    from gradsurgeon.report.histograms import Histogram
     from gradsurgeon.report.history import History
     from gradsurgeon.report.losses import LossSeries
     from gradsurgeon.report.norms import NormTable
@@ -115,24 +115,11 @@ class Report:
 
         for table, _ in loss_tables(self.losses, observed=self.observed):
             tables.append(table)
-        tables += self._histogram_tables
+        tables += histogram_tables(self.series, self._kinds)
         if self.statuses:
             tables.append(rule_table(self.rules, self.statuses, self.events))
         tables += map(captured_table, self.captured)
         return tables
-
-    @property
-    def _histogram_tables(self) -> Iterator[Table]:
-        from gradsurgeon.report.histograms import histogram_tables  # noqa: PLC0415 # needs numpy
-
-        return histogram_tables(self.histograms)
-
-    @cached_property
-    def histograms(self) -> list[Histogram]:
-        """The first and the last histogram of each tensor."""
-        from gradsurgeon.report.histograms import histograms_of  # noqa: PLC0415 # needs numpy
-
-        return histograms_of(self.series, self.kinds)
 
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
@@ -140,11 +127,10 @@ class Report:
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         lowest = of_lowest_ranks(self.series)
-        return History(lowest, self.kinds, self.params, rule=rule)
+        return History(lowest, self._kinds, self.params, rule=rule)
 
     @property
-    def kinds(self) -> dict[str, str]:
-        """What each rule measures, by its id."""
+    def _kinds(self) -> dict[str, str]:
         return {rule: info.kind for rule, info in self.rules.items()}
 
     @cached_property
@@ -157,7 +143,7 @@ class Report:
         """A sentence on replicas that differ, empty if none do."""
         from gradsurgeon.report.norms import ranks_that_differ  # noqa: PLC0415 # needs numpy
 
-        return ranks_that_differ(self.series, self.kinds, are_replicas=self.are_replicas)
+        return ranks_that_differ(self.series, self._kinds, are_replicas=self.are_replicas)
 
     @cached_property
     def norms(self) -> list[NormTable]:
@@ -320,7 +306,6 @@ def to_dict(report: Report) -> dict[str, Any]:
         "events": list(map(asdict, report.events)),
         "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
-        "histograms": list(map(_histogram, report.histograms)),
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 
@@ -350,14 +335,6 @@ def _losses(loss: LossSeries) -> dict[str, Any]:
     values["nonfinite"] = calls - len(loss.finite)
     for word, number in loss.numbers.items():
         values[word] = json_number(number)
-    return values
-
-
-def _histogram(histogram: Histogram) -> dict[str, Any]:
-    values: dict[str, Any] = {"name": histogram.name}
-    values.update(histogram.origin._asdict())
-    values["step"] = int(histogram.steps[-1])
-    values["counts"] = histogram.counts[-1].tolist()
     return values
 
 

@@ -52,7 +52,10 @@ class Run(stored.StoredRun):
             RecordError: no rule has recorded these numbers.
             GradSurgeonError: matplotlib is missing.
         """
-        return pictures.over_steps(kind, self, name=name, rule=rule)
+        pictures.check(kind, ["norms", "histograms"])
+        draw = getattr(pictures.drawing(), kind)
+        figure: Figure = draw(self, name=name, rule=rule)
+        return figure
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

@@ -179,8 +179,7 @@ class Session(RecordQueries):
         * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name`, the norm of all parameters
           together and the ten worst layers: non-finite first, then the largest spikes. A gap is a step without a
           gradient or with a norm of 0, a cross at the top a non-finite norm, a vertical line a trap or a skipped step.
-        * ``"histograms"`` (`name`, `rule`): the magnitudes of elements over the steps, as bands of quantiles, of at most 6
-          tensors that a `norm-log` with ``stats: [histogram]`` records; a cross marks a record with non-finite elements.
+        * ``"histograms"`` (`name`, `rule`): the magnitudes of the elements of one tensor over the steps, as bands of quantiles.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
 
@@ -202,11 +201,13 @@ class Session(RecordQueries):
             RecordError: there is nothing to draw: the text names the rule to add.
             GradSurgeonError: matplotlib is missing.
         """
-        pictures.check(kind, [*pictures.OVER_STEPS, "features"])
+        pictures.check(kind, ["norms", "histograms", "features"])
         if kind != "features":
             if (step, call, sample) != (None, None, 0):
                 raise ValueError(f"the picture {kind!r} takes only name= and rule=")
-            return pictures.over_steps(kind, self, name=name, rule=rule)
+            draw = getattr(pictures.drawing(), kind)
+            figure: Figure = draw(self, name=name, rule=rule)
+            return figure
         rule = rule or self._capture_rule()
         return pictures.features(
             self.captured(rule), rule=rule, name=name, step=step, call=call, sample=sample

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from gradsurgeon.common.events import TRIPS, Event
@@ -23,22 +24,9 @@ LIMIT = 60.0
 MOST_WAITING = 100
 
 
-def document(
-    event: Event, diagnosis: dict[str, Any] | None, ended: dict[str, Any] | None = None
-) -> bytes:
-    """Return an event as one line of JSON; ``ended`` says how the process ended, of an event of its end."""
-    values: dict[str, Any] = {
-        "kind": event.kind,
-        "rule": event.rule,
-        "step": event.step,
-        "rank": event.rank,
-        "name": event.name,
-        "message": event.message,
-        "diagnosis": diagnosis,
-    }
-    if ended is not None:
-        values["kind"] = "end"
-        values["ended"] = ended
+def document(event: Event, **more: object) -> bytes:
+    """Return an event as one line of JSON."""
+    values = {**asdict(event), "diagnosis": diagnosis_of(event), **more}
     return f"{json_text(values)}\n".encode()
 
 
@@ -69,7 +57,7 @@ class EventCommand:
         if self._waiting.qsize() >= MOST_WAITING:
             self._left_out += 1
             return
-        self._waiting.put(document(event, diagnosis_of(event)))
+        self._waiting.put(document(event))
         # A forked child has no thread. At the end of Python none can be started any more.
         is_working = self._thread is not None and self._thread.is_alive()
         if not is_working and self._deadline is None:
@@ -101,7 +89,8 @@ class EventCommand:
         self.finish()
         state, words = end_of_rank(RankEnd("finished", cause, None))
         end = Event("notice", str(cause.get("rule", "")), step, rank, "", words)
-        self._run(document(end, None, {"state": state, "words": words, **cause}), LIMIT)
+        ended = {"state": state, "words": words, **cause}
+        self._run(document(end, kind="end", ended=ended), LIMIT)
 
     def _work(self) -> None:
         while True:
@@ -117,13 +106,15 @@ class EventCommand:
                 self._left_out += 1
 
     def _run(self, event: bytes, limit: float) -> None:
+        environment = without_rules(os.environ)
+        environment.pop(STATUS_FILE, None)
         try:
             # Its output must not get into what the script prints. Ctrl-C is for the script.
             process = subprocess.Popen(  # noqa: S602 # the user asked for this command
                 self._command,
                 shell=True,
                 cwd=self._folder,
-                env=self._environment(),
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=2,
                 start_new_session=True,
@@ -140,11 +131,6 @@ class EventCommand:
             return
         if process.returncode:
             self._fail(f"it ended with status {process.returncode}")
-
-    def _environment(self) -> dict[str, str]:
-        environment = without_rules(os.environ)
-        environment.pop(STATUS_FILE, None)
-        return environment
 
     def _fail(self, problem: str) -> None:
         text = f"the command of --on-event: {problem}; training does not depend on it"

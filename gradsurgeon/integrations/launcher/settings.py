@@ -49,11 +49,10 @@ class Settings:
 
 def without_rules(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command that is no part of the training."""
-    plain = {name: value for name, value in environment.items() if name != OPTIONS}
-    entries = plain.pop("PYTHONPATH", "").split(os.pathsep)
-    paths = [entry for entry in entries if entry != str(BOOTSTRAP)]
-    if any(paths):
-        plain["PYTHONPATH"] = os.pathsep.join(paths)
+    plain = dict(environment)
+    plain.pop(OPTIONS, None)
+    paths = plain.get("PYTHONPATH", "").split(os.pathsep)
+    plain["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != str(BOOTSTRAP))
     return plain
 
 

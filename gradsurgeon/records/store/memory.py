@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -229,18 +229,6 @@ def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
     return list(dict(pairs).items())
 
 
-def _whole_steps(
-    columns: Sequence[list[tuple[int, float]]],
-) -> Sequence[list[tuple[int, float]]]:
-    """Return the records of the steps that all columns have: bounded memory drops the oldest row of one column first."""
-    if len(set(map(len, columns))) == 1:
-        return columns
-    numbers = [Counter([step for step, _ in records]) for records in columns]
-    first = numbers[0]
-    whole = {step for step in first if all(other[step] == first[step] for other in numbers)}
-    return [[record for record in records if record[0] in whole] for records in columns]
-
-
 class RecordQueries(ABC):
     """`history` and `latest` of a session or a run, which makes a `Lookup` of its records."""
 
@@ -300,10 +288,15 @@ class RecordQueries(ABC):
             RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
         """
         columns = [self.history(name, column, rule=rule) for column in HISTOGRAM]
+        if all(columns) and len(set(map(len, columns))) > 1:
+            # A row of some columns is gone, as memory is bounded, or has just come.
+            first = max(records[0][0] for records in columns)
+            last = min(records[-1][0] for records in columns)
+            columns = [[pair for pair in of_one if first < pair[0] < last] for of_one in columns]
         histograms = []
-        for records in zip(*_whole_steps(columns), strict=True):
-            step, _ = records[0]
-            histograms.append((step, tuple([number for _, number in records])))
+        for records in zip(*columns, strict=False):
+            counts = tuple([number for _, number in records])
+            histograms.append((records[0][0], counts))
         return histograms
 
     def _asked(self, _name: str, _stat: str, answer: Callable[[], Answer]) -> Answer:
