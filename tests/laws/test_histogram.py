@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_sink import Kept
 from small import rule_file, sgd
 from torch import Tensor, nn
 
@@ -163,6 +164,13 @@ def test_a_histogram_is_no_single_number() -> None:
         gradsurgeon.load(rule_file({**spikes, "stats": ["histogram"]}))
     with pytest.raises(gradsurgeon.BindError, match="complex numbers have no real histogram"):
         gradsurgeon.plan(nn.Linear(2, 1, dtype=torch.complex64), rule_file(RULE))
+
+
+def test_a_tracker_gets_no_curve_for_each_bin() -> None:
+    sink = Kept()
+    train({**RULE, "stats": ["histogram", "l2"]}, sinks=[sink])
+    assert any("elements" in name for name in sink.curves)
+    assert not any("histogram" in name for name in sink.curves)
 
 
 def test_quantiles_are_right_to_a_bin() -> None:
