@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -108,21 +109,25 @@ class EventCommand:
         environment = without_rules(os.environ)
         environment.pop(STATUS_FILE, None)
         try:
-            # Its output must not get into what the script prints. Ctrl-C is for the script.
-            process = subprocess.Popen(  # noqa: S602 # the user asked for this command
-                self._command,
-                shell=True,
-                cwd=self._folder,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=2,
-                start_new_session=True,
-            )
+            # Not a pipe: a worker that the script forks meanwhile would keep it open, and the command would wait for its end.
+            with tempfile.TemporaryFile() as file:
+                file.write(event)
+                file.seek(0)
+                # Its output must not get into what the script prints. Ctrl-C is for the script.
+                process = subprocess.Popen(  # noqa: S602 # the user asked for this command
+                    self._command,
+                    shell=True,
+                    cwd=self._folder,
+                    env=environment,
+                    stdin=file,
+                    stdout=2,
+                    start_new_session=True,
+                )
         except OSError as error:
             self._fail(f"it cannot be started: {error.strerror}")
             return
         try:
-            process.communicate(event, timeout=limit)
+            process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -94,7 +94,8 @@ class ScriptEnd:
             ended_by = self._exit
         refused = isinstance(ended_by, BindError) and not models.checked
         models.at_end = True
-        self._note_failures()
+        with models.guard:
+            self._note_failures()
         for model in models.attached:
             with models.guard:
                 # A refused run leaves no directory that would block the next run.
