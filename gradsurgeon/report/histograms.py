@@ -2,13 +2,12 @@
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from gradsurgeon.errors import printable
-from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.memory import matching
-from gradsurgeon.report.rules_and_events import GRADIENT
+from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.tables import Table
 from gradsurgeon.tensors.statistics import (
     HISTOGRAM,
@@ -18,7 +17,9 @@ from gradsurgeon.tensors.statistics import (
 )
 
 _ROWS = 12
-_HEAD = ("tensor", "step", "5%", "50%", "95%", "zeros", "non-finite")
+_QUANTILES = {"5%": 0.05, "50%": 0.5, "95%": 0.95}
+_HEAD = ("tensor", "step", *_QUANTILES, "non-finite")
+_NUMBERS = frozenset(range(1, len(_HEAD)))
 
 
 def quantile(counts: Sequence[float], share: float) -> float:
@@ -36,37 +37,29 @@ def quantile(counts: Sequence[float], share: float) -> float:
     return math.nan
 
 
-def histogram_tables(series: Sequence[Part], kinds: Mapping[str, str]) -> Iterator[Table]:
+def histogram_tables(series: Sequence[Part]) -> Iterator[Table]:
     """Yield a table for each rule with histograms: the last one of each tensor."""
-    names: dict[tuple[str, str], dict[str, None]] = {}
-    for part in series:
+    lowest = [part for part, repeated in of_lowest_ranks(series) if not repeated]
+    names: dict[str, dict[str, None]] = {}
+    for part in lowest:
         if part.key.stat == HISTOGRAM[0]:
-            of_rule = names.setdefault((part.key.rule, part.key.point), {})
-            of_rule |= dict.fromkeys(part.key.names)
-    for (rule, point), of_rule in names.items():
-        rows = [_row(series, rule, name) for name in list(of_rule)[:_ROWS]]
-        noun = count(len(of_rule), kinds.get(rule, GRADIENT))
-        title = f"magnitudes of elements other than 0 of {noun}, recorded by {printable(rule)} (at {point})"
+            names.setdefault(part.key.rule, {}).update(dict.fromkeys(part.key.names))
+    for rule, of_rule in names.items():
+        shown = list(of_rule)[:_ROWS]
+        title = f"magnitudes of elements other than 0, recorded by {printable(rule)}"
         notes = []
         if len(of_rule) > _ROWS:
             notes.append(f"and {len(of_rule) - _ROWS:,} more")
-        right = frozenset(range(1, len(_HEAD)))
-        yield Table(title, _HEAD, [row for row in rows if row], right, notes=notes)
+        rows = [_row(lowest, rule, name) for name in shown]
+        yield Table(title, _HEAD, list(filter(None, rows)), _NUMBERS, notes=notes)
 
 
 def _row(series: Sequence[Part], rule: str, name: str) -> list[str]:
-    """Return the cells of the last histogram of a tensor, nothing before its first."""
-    counts = []
-    step = 0
-    for column in HISTOGRAM:
-        last = None
-        for part in matching(series, name, column, rule):
-            last = part.last(name) or last
-        if last is None:
-            return []
-        step, number = last
-        counts.append(number)
-    *_, zeros, nonfinite = counts
-    row = [printable(name), str(step)]
-    row += [f"{quantile(counts, share):.2g}" for share in (0.05, 0.5, 0.95)]
-    return [*row, f"{zeros / max(1, sum(counts)):.0%}", f"{nonfinite:,.0f}"]
+    """Return the cells of a tensor, nothing before its first histogram."""
+    lasts = [matching(series, name, column, rule)[-1].last(name) for column in HISTOGRAM]
+    if None in lasts:
+        return []
+    steps, counts = zip(*filter(None, lasts), strict=True)
+    row = [printable(name), str(steps[0])]
+    row += [f"{quantile(counts, share):.2g}" for share in _QUANTILES.values()]
+    return [*row, f"{counts[-1]:,.0f}"]

@@ -122,17 +122,13 @@ def histograms(source: RecordQueries, *, name: str | None, rule: str | None) -> 
     steps = [step for step, _ in records]
     figure = Picture(11, 3.6)
     axes = figure.subplots()
-    for low, high in ((0.05, 0.95), (0.25, 0.75)):
-        lower = [quantile(counts, low) for _, counts in records]
-        upper = [quantile(counts, high) for _, counts in records]
-        label = f"{low:.0%} to {high:.0%}"
-        axes.fill_between(steps, lower, upper, alpha=0.25, color=_BLUE, linewidth=0, label=label)
-    medians = [quantile(counts, 0.5) for _, counts in records]
-    style: dict[str, Any] = {"color": _BLUE, "linewidth": 1.1, "marker": ".", "markersize": 2}
-    axes.plot(steps, medians, label="median", **style)
-    bad = [step for step, counts in records if counts[-1]]
-    across = axes.get_xaxis_transform()
-    axes.plot(bad, np.ones(len(bad)), "x", color=_RED, transform=across, clip_on=False)
+    curves = {}
+    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
+        curves[share] = [quantile(counts, share) for _, counts in records]
+    style: dict[str, Any] = {"alpha": 0.25, "color": _BLUE, "linewidth": 0}
+    axes.fill_between(steps, curves[0.05], curves[0.95], label="5% to 95%", **style)
+    axes.fill_between(steps, curves[0.25], curves[0.75], label="25% to 75%", **style)
+    axes.plot(steps, curves[0.5], color=_BLUE, marker=".", markersize=2, label="median")
     axes.set_yscale("log")
     axes.grid(alpha=0.25)
     axes.set_xlabel("step")

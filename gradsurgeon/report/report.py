@@ -115,11 +115,16 @@ class Report:
 
         for table, _ in loss_tables(self.losses, observed=self.observed):
             tables.append(table)
-        tables += histogram_tables(self.series, self._kinds)
+        tables += self.histograms
         if self.statuses:
             tables.append(rule_table(self.rules, self.statuses, self.events))
         tables += map(captured_table, self.captured)
         return tables
+
+    @cached_property
+    def histograms(self) -> list[Table]:
+        """The tables of histograms."""
+        return list(histogram_tables(self.series))
 
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""

@@ -131,14 +131,10 @@ def test_records_are_read_back(at: str, tmp_path: Path) -> None:
             assert [sum(counts) for _, counts in records.histograms("0")] == [15.0] * 3
         columns = run.history("0.weight", "histogram_zeros", rule="elements")
         assert [count for _, count in columns] == [counts[64] for counts in by_hand]
-        text = str(summary(run))
-    assert (
-        f"magnitudes of elements other than 0 of 4 gradients, recorded by elements (at {at})"
-        in text
-    )
-    assert (
-        "magnitudes of elements other than 0 of 4 weights, recorded by weights (at updated)" in text
-    )
+        report = summary(run)
+    text = str(report)
+    assert "magnitudes of elements other than 0, recorded by elements\n" in text
+    assert "magnitudes of elements other than 0, recorded by weights\n" in text
     assert "histogram_" not in text
 
 
