@@ -41,6 +41,7 @@ ALL: list[dict[str, Any]] = [
     {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
     {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "bins", "action": "norm-log", "params": "*", "stats": ["histogram"]},
     {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.5, "max": 0.5},
     {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 0.4},
     {"id": "last", "action": "norm-log", "params": "*", "at": "step"},
@@ -101,6 +102,7 @@ def train(*, on_device: bool, scaled: bool = False) -> dict[str, Any]:
                 ]
                 for rule in ("back", "norms", "last")
             },
+            "histograms": session.histograms("2.weight"),
             "status": {
                 rule: (status.fired, status.changed) for rule, status in session.status().items()
             },
@@ -215,6 +217,7 @@ def reads_of(*ids: str, by_hand: bool = False) -> int:
 def host_reads() -> dict[str, int]:
     return {
         "norms": reads_of("norms", "back", "last"),
+        "histograms": reads_of("bins"),
         "edits": reads_of("bound", "clip", "half"),
         "trap": reads_of("trap", "norms"),
         "everything": reads_of(),

@@ -43,6 +43,13 @@ class NormLog(ObserverRule):
     elements at fixed random places: `l1`, `l2`, `zeros` and `nonfinite` are scaled to the whole, `linf`, `min` and
     `max` are those of the sample. Give it `steps: {every: 10}` or the like.
 
+    ## Histograms
+    `histogram` counts the elements by sign and magnitude: 32 bins for each sign, each over two powers of 2, from 2^-48 to 2^16.
+    The first also counts what is smaller, the last what is larger; zeros and non-finite elements have counts of their
+    own. The 66 counts are the columns `histogram_00` (largest negative elements) to `histogram_63` (largest positive ones),
+    `histogram_zeros` and `histogram_nonfinite`; `Run.histograms(NAME)` has them together. It is for weights and gradients,
+    not for updates. A record takes 66 rows: give it `steps: {every: 10}` or the like.
+
     ## Points
     `accumulated` (default): the gradient after the last backward pass of a step, before the script
     clips it. `backward`: the contribution of each pass, one record per pass. `step`: the gradient that the
@@ -50,7 +57,7 @@ class NormLog(ObserverRule):
 
     ## Cost
     `l2` is one batched reduction per backward pass, shared with `nan-trap`; each other statistic is one pass over
-    the tensor. Never waits for the device.
+    the tensor, `histogram` a dozen. Never waits for the device.
 
     ## Range
     `l2` is computed in float32, as in PyTorch. On an accelerator squares of elements beyond about 1e19

@@ -24,7 +24,7 @@ class Scale(EditRule):
     ## Why use it
     One part of the model should learn slower or faster than its optimizer group, or with the sign
     reversed, as in domain-adversarial training. Mind that Adam divides by the running size of the
-    gradient, so a constant factor hardly changes its updates.
+    gradient, so a constant factor hardly changes its updates: a notice says so, under `gradsurgeon run` a line.
 
     ## Points
     Linear, so `backward` (default) and `step` differ only in rounding, and in the input of later rules.

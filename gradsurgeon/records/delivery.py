@@ -18,7 +18,7 @@ from gradsurgeon.records.store.files import Outlet
 from gradsurgeon.records.store.layout import is_present
 from gradsurgeon.records.store.memory import LOSS, Key, RecordedRow
 from gradsurgeon.sinks.sink import Sink, patterns_of
-from gradsurgeon.tensors.statistics import STATISTICS
+from gradsurgeon.tensors.statistics import HISTOGRAM, STATISTICS
 
 _LOGGER = logging.getLogger("gradsurgeon")
 _PREFIX = "gradsurgeon"
@@ -262,6 +262,8 @@ class Curves:
 
     def scalars(self, row: RecordedRow) -> dict[str, float]:
         rule, stat, _, names = row.key
+        if stat in HISTOGRAM:
+            return {}  # a tracker would draw 66 curves
         prefix, with_curves = self._of_series(row.key)
         of_norms = stat == NORM and len(names) > 1
         has_all_curves = not of_norms and len(names) <= _FEW

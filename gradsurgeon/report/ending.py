@@ -60,7 +60,7 @@ def ending_of(
     words = {}
     ranks_by_words: dict[str, list[str]] = {}
     for rank, end in ends.items():
-        state, text = _of_rank(end)
+        state, text = end_of_rank(end)
         states.append(state)
         words[rank] = text
         ranks_by_words.setdefault(text, []).append(str(rank))
@@ -82,7 +82,8 @@ def ending_of(
     return Ending(state, text, words, diagnosis, trips, faults, is_clean, is_broken)
 
 
-def _of_rank(end: RankEnd) -> tuple[State, str]:
+def end_of_rank(end: RankEnd) -> tuple[State, str]:
+    """Return how one rank ended, and the same in words."""
     if end.state == "running":
         return "running", "running"
     if end.state == "stopped":

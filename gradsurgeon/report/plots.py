@@ -14,7 +14,9 @@ from matplotlib.ticker import MaxNLocator
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.records.store import RecordQueries
 from gradsurgeon.records.store.recorded import RecordSource
+from gradsurgeon.report.histograms import quantile
 from gradsurgeon.report.history import OF_EACH_CALL, History, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
@@ -31,6 +33,7 @@ _IN_LEGEND = 24
 _CHANNELS = 64
 _PER_ROW = 8
 _RED = "#e3262d"
+_BLUE = "#1f6fb4"
 _SKIPS = frozenset({"skipped-step", "scaler-skip"})
 
 
@@ -108,6 +111,30 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
         title = f"the first {_IN_LEGEND} of {len(handles)}"
     shown = [*handles[:_IN_LEGEND], *_events(axes, report)]
     figure.legend(handles=shown, title=title, loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def histograms(source: RecordQueries, *, name: str | None, rule: str | None) -> Picture:
+    """Draw the quantiles of the magnitudes of one tensor over the steps, as bands."""
+    if name is None:
+        raise ValueError("the picture 'histograms' is of one tensor: pass name=")
+    records = source.histograms(name, rule=rule)
+    steps = [step for step, _ in records]
+    figure = Picture(11, 3.6)
+    axes = figure.subplots()
+    curves = {}
+    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
+        curves[share] = [quantile(counts, share) for _, counts in records]
+    style: dict[str, Any] = {"alpha": 0.25, "color": _BLUE, "linewidth": 0}
+    axes.fill_between(steps, curves[0.05], curves[0.95], label="5% to 95%", **style)
+    axes.fill_between(steps, curves[0.25], curves[0.75], label="25% to 75%", **style)
+    axes.plot(steps, curves[0.5], color=_BLUE, marker=".", markersize=2, label="median")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_title(f"magnitudes of the elements of {_plain(name)}", loc="left", fontsize=10, pad=10)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
 
 

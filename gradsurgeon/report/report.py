@@ -20,6 +20,7 @@ from gradsurgeon.records.store.memory import LOSS, NOTHING_RECORDED, RATE
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.band import REPLICAS, Callout, Outcome
 from gradsurgeon.report.ending import Ending
+from gradsurgeon.report.histograms import histogram_tables
 from gradsurgeon.report.ranks import progress_of, rank_lines
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -35,6 +36,7 @@ from gradsurgeon.report.rules_and_events import (
     rule_table,
 )
 from gradsurgeon.report.tables import LEGEND, Table
+from gradsurgeon.tensors.statistics import statistic_of
 
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History
@@ -118,6 +120,7 @@ class Report:
 
         for table, _ in loss_tables([*self.losses, *self.rates], observed=self.observed):
             tables.append(table)
+        tables += self.histograms
         if self.statuses:
             tables.append(self.rule_table)
         tables += map(captured_table, self.captured)
@@ -131,6 +134,11 @@ class Report:
             updates = self.steps[1] - self.steps[0] + 1
         ranks = 1 if self.ended is None else len(self.ended.ranks)
         return rule_table(self.rules, self.statuses, self.events, updates * ranks)
+
+    @cached_property
+    def histograms(self) -> list[Table]:
+        """The tables of histograms."""
+        return list(histogram_tables(self.series))
 
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
@@ -169,7 +177,7 @@ class Report:
         """The sentence that stands where no norm was recorded, empty if nobody asked for norms."""
         if self.norms:
             return ""
-        stats = {part.key.stat for part in self.series} - {LOSS, RATE}
+        stats = {statistic_of(part.key.stat) for part in self.series} - {LOSS, RATE}
         stats_of_losses = {loss.stat for loss in self.losses}
         if stats_of_losses and stats <= stats_of_losses:
             return ""

@@ -31,11 +31,15 @@ from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributi
 from gradsurgeon.runtime.spike_effect import SpikeEffect
 from gradsurgeon.runtime.trap_effects import NONFINITE, NonfiniteTrap, TensorTrap, ThresholdTrap
 from gradsurgeon.runtime.weight_effects import RecordWeights
+from gradsurgeon.tensors.statistics import columns_of
 
+_SEVERAL = "is several numbers, and a trap judges one: use another statistic, such as `l2`, or `norm-log` to record it"
 _Make = Callable[[Rule, Context, tuple[int, ...], Any], Effect]
 
 
 def _trap(rule: Rule, context: Context, indices: tuple[int, ...], decision: Decision) -> Effect:
+    if len(columns_of(decision.statistic)) > 1:
+        raise BindError([f"rule {rule.id}: {decision.statistic} {_SEVERAL}"])
     if rule.target != "params":
         return TensorTrap(rule, context, indices, decision)
     if decision.statistic == NONFINITE:

@@ -50,7 +50,7 @@ class OptimizerWatch:
         self._effects = effects
         self._model = model
         self._manual = manual
-        self._known_owners = Owners(context, model)
+        self._known_owners = Owners(context, effects, model)
         self._owners = self._known_owners.by_optimizer
         self._closed = False
 
@@ -175,7 +175,7 @@ class OptimizerWatch:
         if running and self._known_owners.is_part_of_any(owner, self._under_way()):
             # The two steps are one update: rules act once.
             return None
-        self._known_owners.claim(owner)
+        self._known_owners.begin_step(optimizer, owner)
         update = RunningStep(optimizer, owner.counter, frame, self._failed)
         if update.inside:
             self._effects.refuse_inside_backward(owner.indices)

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradsurgeon.runtime import first_update
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.running_steps import RunningStep
 from gradsurgeon.runtime.step_counters import StepCounter
@@ -33,8 +35,9 @@ class Owner:
 class Owners:
     """The optimizers that own parameters of a model, held weakly."""
 
-    def __init__(self, context: Context, model: ModelChanges) -> None:
+    def __init__(self, context: Context, effects: Effects, model: ModelChanges) -> None:
         self._context = context
+        self._effects = effects
         self._model = model
         self.by_optimizer: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
         # The parameter ids of an optimizer and of the model when their ownership was last compared. All of these
@@ -69,6 +72,11 @@ class Owners:
         if owner.version != counters.version:
             counters.claim(owner.indices, owner.counter)
             owner.version = counters.version
+
+    def begin_step(self, optimizer: Optimizer, owner: Owner) -> None:
+        self.claim(owner)
+        if not owner.counter.begun:
+            first_update.mention(self._context, self._effects, optimizer, owner.counter)
 
     def newest_hook(self, optimizer: Optimizer) -> int:
         """Return the id of the last hook on an optimizer, -1 without one. Torch counts ids up."""

@@ -166,7 +166,7 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "features"] = "norms",
+        kind: Literal["norms", "histograms", "features"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
@@ -179,6 +179,7 @@ class Session(RecordQueries):
         * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name`, the norm of all parameters
           together and the ten worst layers: non-finite first, then the largest spikes. A gap is a step without a
           gradient or with a norm of 0, a cross at the top a non-finite norm, a vertical line a trap or a skipped step.
+        * ``"histograms"`` (`name`, `rule`): the magnitudes of the elements of one tensor over the steps, as bands of quantiles.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
 
@@ -200,11 +201,12 @@ class Session(RecordQueries):
             RecordError: there is nothing to draw: the text names the rule to add.
             GradSurgeonError: matplotlib is missing.
         """
-        pictures.check(kind, ["norms", "features"])
-        if kind == "norms":
+        pictures.check(kind, ["norms", "histograms", "features"])
+        if kind != "features":
             if (step, call, sample) != (None, None, 0):
-                raise ValueError("the picture 'norms' takes only name= and rule=")
-            figure: Figure = pictures.drawing().norms(self, name=name, rule=rule)
+                raise ValueError(f"the picture {kind!r} takes only name= and rule=")
+            draw = getattr(pictures.drawing(), kind)
+            figure: Figure = draw(self, name=name, rule=rule)
             return figure
         rule = rule or self._capture_rule()
         return pictures.features(

@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# A histogram has so many bins for each sign, each over so many powers of 2. The first begins at this power, and also takes
+# what is smaller, the last what is larger. The columns are in the order of values; zeros and non-finite elements come last.
+HISTOGRAM_BINS = 32
+HISTOGRAM_OCTAVES = 2
+HISTOGRAM_LOWEST = -48
+_BIN_COLUMNS = tuple([f"histogram_{place:02}" for place in range(2 * HISTOGRAM_BINS)])
+HISTOGRAM = (*_BIN_COLUMNS, "histogram_zeros", "histogram_nonfinite")
+
+
 @dataclass(frozen=True, slots=True)
 class Statistic:
     """A number that can be measured on a gradient.
@@ -68,11 +77,16 @@ def columns_of(stat: str) -> tuple[str, ...]:
     return how.columns
 
 
+def statistic_of(column: str) -> str:
+    """Return the name of the statistic that has a number of this name in records; other names stay as they are."""
+    for stat, how in STATISTICS.items():
+        if column in how.columns:
+            return stat
+    return column
+
+
 def of_column(column: str) -> Statistic:
-    """Return the statistic that has a number of this name in records."""
-    if column in STATISTICS:
-        return STATISTICS[column]
-    return next(how for how in STATISTICS.values() if column in how.columns)
+    return STATISTICS[statistic_of(column)]
 
 
 def _late(room: str) -> Any:
@@ -208,6 +222,11 @@ def _projections(tensor: Tensor, _missing: int = 0) -> Tensor:
     return projections
 
 
+def _histogram(tensor: Tensor, _missing: int = 0) -> Tensor:
+    counts: Tensor = _late("_histogram").histogram(tensor)
+    return counts
+
+
 STATISTICS: dict[str, Statistic] = {
     "l1": Statistic(_l1, merge="sum", empty=0.0),
     # One reduction of all gradients serves the trap and clipping also, if no gradient is sharded.
@@ -226,6 +245,9 @@ STATISTICS: dict[str, Statistic] = {
         empty=0.0,
         columns=("projection_1", "projection_2"),
         whole=_projections,
+    ),
+    "histogram": Statistic(
+        _histogram, merge="sum", empty=0.0, columns=HISTOGRAM, whole=_histogram, real=True
     ),
     "ratio": Statistic(_ratio, merge=_ratio_of_parts, part=_change_and_weight, of_update=True),
     "moved": Statistic(_moved, merge=_mean_of_parts, part=_moved_and_count, of_update=True),

@@ -79,6 +79,7 @@ def statistics() -> Json:
         "value": {"tensor": "value"},
         "update": {"tensor": "update", "stats": of_update},
         "projection": {"tensor": "value", "stats": ["projection", "numel"]},
+        "histogram": {"at": "accumulated", "stats": ["histogram"]},
     }
     for case, options in cases.items():
         log = LOG | options

@@ -35,6 +35,15 @@ def test_fsdp2_projections_are_those_of_whole_weights(ranks: Ranks, stat: str) -
             assert sharded[f"{name} {stat}"] == pytest.approx(whole[f"{name} {stat}"], rel=1e-5)
 
 
+def test_fsdp2_histograms_are_those_of_whole_gradients(ranks: Ranks) -> None:
+    for rank in ranks:
+        whole, sharded = (rank["statistics"][f"{kind} histogram"] for kind in ("whole", "sharded"))
+        assert len(whole) == 66 * len(NAMES)
+        assert sharded == whole
+        for name in NAMES:
+            assert any(whole[f"{name} histogram_{place:02}"] != [0.0] * 3 for place in range(64))
+
+
 @pytest.mark.parametrize("stat", ["ratio", "moved"])
 def test_fsdp2_updates_are_those_of_whole_weights(ranks: Ranks, stat: str) -> None:
     for rank in ranks:

@@ -186,3 +186,31 @@ def test_each_rank_has_its_own(folder: Folder) -> None:
     whole, resumed = (torch.load(folder.path / f"{of}.mlp") for of in ("whole", "resumed"))
     for key, value in whole["model"].items():
         assert torch.equal(value, resumed["model"][key]), key
+
+
+RULES = """\
+  - {id: hold, action: freeze, params: "0.*", steps: {from: 2, to: 5}}
+  - {id: slow, action: scale, params: "*.weight", factor: 0.1}
+"""
+
+
+def test_a_checkpoint_that_the_rules_do_not_know_of_is_told(folder: Folder) -> None:
+    def lines(first: int, *options: str) -> list[str]:
+        env = part(first, first + 9, "x" if first else "checkpoint")
+        return folder.run(SCRIPT, *options, rules=RULES, record=False, env=env).lines
+
+    resumed = (
+        "AdamW has made 9 updates already, and steps count from 0 here, so schedules and learned"
+    )
+    remedy = "pass --resume RUN, or --start-step 9 where the earlier run has no run directory"
+    begun = lines(0, "--record", "one")
+    (hold,) = [
+        line for line in begun if line.startswith("  hold  freeze  at step      2 parameters")
+    ]
+    assert hold.endswith("  steps 2..4")
+    unknown = lines(9)
+    for told, number in ((begun, 0), (unknown, 1), (lines(9, "--resume", "one"), 0)):
+        assert sum(resumed in line and remedy in line for line in told) == number, told
+        # No rule binds in the second model.
+        assert sum("a constant factor of 0.1 changes next to nothing" in line for line in told) == 1
+    assert not any(resumed in line for line in lines(9, "--start-step", "9"))

@@ -14,7 +14,7 @@ from gradsurgeon.actions import ObserverRule
 from gradsurgeon.records import device_queue
 from gradsurgeon.records.device_queue import PendingStatistics
 from gradsurgeon.tensors import _numbers, measure
-from gradsurgeon.tensors.statistics import STATISTICS, columns_of
+from gradsurgeon.tensors.statistics import STATISTICS, columns_of, statistic_of
 
 INF = float("inf")
 
@@ -66,10 +66,11 @@ def test_numbers_are_those_of_each_tensor_by_itself() -> None:
     taken = list(pending.take_rows())
     assert [row.key.stat for row, _ in taken] == [*chain.from_iterable(map(columns_of, stats))]
     for row, values in taken:
-        stat, _, number = row.key.stat.partition("_")
+        stat = statistic_of(row.key.stat)
         expected = [measure.statistic(stat, tensor) for tensor in TENSORS]
-        if number:
-            expected = [one[int(number) - 1] for one in expected]
+        if expected[0].dim():
+            column = columns_of(stat).index(row.key.stat)
+            expected = [one[column] for one in expected]
         torch.testing.assert_close(values, torch.stack(expected), equal_nan=True)
 
 

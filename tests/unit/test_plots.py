@@ -203,7 +203,7 @@ def test_several_rules_are_told_apart(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_told(recorded: Opened, tmp_path: Path) -> None:
     run: Any = recorded({"a": [1.0]})
-    with pytest.raises(ValueError, match=r"^no picture 'lines' here; there are norms$"):
+    with pytest.raises(ValueError, match=r"^no picture 'lines' here; there are norms, histograms$"):
         run.plot("lines")
     write(tmp_path / "l1", {"a": [1.0]}, stat="l1").close()
     with gradsurgeon.open_run(tmp_path / "l1") as other, pytest.raises(RecordError) as caught:

@@ -142,7 +142,7 @@ def test_members_of_a_session() -> None:
     with gradsurgeon.apply(model, rules) as session:
         shown = [name for name in dir(session) if not name.startswith("_")]
     assert " ".join(shown) == (
-        "captured events history latest load_state_dict pause plan plot recorded remove resume state_dict status "
+        "captured events histograms history latest load_state_dict pause plan plot recorded remove resume state_dict status "
         "step tick"
     )
     signature = inspect.signature(gradsurgeon.Session.latest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pdb  # noqa: T100 # it is replaced
 import traceback
 from collections.abc import Iterator
@@ -96,3 +97,17 @@ def test_it_is_in_the_page_on_the_screen_and_in_plots(run: Path, tmp_path: Path)
 def test_fail_on_knows_its_kind(run: Path) -> None:
     assert call_here("report", str(run), "--fail-on", "check", cwd=run).returncode == 1
     assert call_here("report", str(run), "--fail-on", "trap", cwd=run).returncode == 0
+
+
+def test_a_statistic_of_several_numbers_is_refused(
+    own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = own.LengthTrap.compile
+
+    def of_histogram(rule: Any) -> Any:
+        return dataclasses.replace(compiled(rule), statistic="histogram")
+
+    monkeypatch.setattr(own.LengthTrap, "compile", of_histogram)
+    remedy = "rule long: histogram is several numbers, and a trap judges one: use another statistic, such as `l2`"
+    with pytest.raises(gradsurgeon.BindError, match=remedy):
+        train("warn")

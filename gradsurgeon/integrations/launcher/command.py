@@ -18,7 +18,16 @@ from gradsurgeon.sinks.sink import FORMS, absolute, why_no_sink
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 # Rules that only look, for a script without rules of its own.
 DEFAULT_RULES = "gradsurgeon:debug@1"
-_WITH_VALUE = ("--rules", "--record", "--resume", "--start-step", "--sink", "--perturb", "--seed")
+_WITH_VALUE = (
+    "--rules",
+    "--record",
+    "--resume",
+    "--start-step",
+    "--sink",
+    "--on-event",
+    "--perturb",
+    "--seed",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         if given[name] and not given[name].startswith(packs.PREFIX):
             given[name] = str(Path(given[name]).absolute())
     given["sinks"] = tuple(absolute(sink) for sink in given["sinks"])
+    if given["on_event"]:
+        given["folder"] = str(Path.cwd())
     return _become_target(target, Settings(**given).environment(os.environ))
 
 
@@ -136,6 +147,13 @@ def _parser() -> argparse.ArgumentParser:
         dest="sinks",
         default=[],
         help=f"send aggregates and events to a tracker: {', '.join(FORMS)}; may be given several times",
+    )
+    add(
+        "--on-event",
+        metavar="COMMAND",
+        default="",
+        help="start this command of the shell for each trap, spike, check finding and for the end, with the event as one line of "
+        "JSON on its input; one at a time, each for at most 60 seconds, and at most 100 events wait",
     )
     resume = "load what the rules of this run had learnt, and continue its step count"
     add("--resume", metavar="RUN", default="", help=resume)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gradsurgeon import api
 from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
+from gradsurgeon.integrations.launcher.event_command import EventCommand
 from gradsurgeon.integrations.launcher.messages import explain, first_line, say, write
 from gradsurgeon.integrations.launcher.model_roots import module_ids, name_of, param_ids, roots_of
 from gradsurgeon.integrations.launcher.next_commands import model_spec
@@ -86,6 +87,7 @@ class Models:
         self.guard = Guard(self._report, lenient=settings.rules.startswith(packs.PREFIX))
         # Opens the debugger at the operation that made the last diagnosed step fail.
         self.debug: Callable[[], object] | None = None
+        self.event_command = EventCommand(settings, say_from_rank)
         # Whether the script has ended. Then the summary reports the events.
         self.at_end = False
         # The run directory of the first model of this process.
@@ -183,6 +185,8 @@ class Models:
             lines.append(f"  records: {printable(str(model.record))}")
         if self._sinks:
             lines.append(f"  sinks: {printable(', '.join(self._sinks))}")
+        if self.settings.on_event:
+            lines.append(f"  events go to: {printable(self.settings.on_event)}")
         return lines
 
     def _replace_parts(self, root: nn.Module) -> int:
@@ -208,6 +212,7 @@ class Models:
             beside=True,
             lenient=self.guard.lenient,
             say=self._report,
+            on_event=self.event_command.event,
         )
         if self.settings.observe:
             options = options._replace(mode="observe")

@@ -95,6 +95,8 @@ class ScriptEnd:
             ended_by = self._exit
         refused = isinstance(ended_by, BindError) and not models.checked
         models.at_end = True
+        with models.guard:
+            self._note_failures()
         for model in models.attached:
             with models.guard:
                 # A refused run leaves no directory that would block the next run.
@@ -104,12 +106,23 @@ class ScriptEnd:
                     model.attachment.remove(ended_by)
                     # A session that ended with its model may not have heard the last of other ranks.
                     model.attachment.controller.effects.conclude()
-        if refused:  # a refusal has a traceback
-            return
+        if not refused:  # a refusal has a traceback
+            with models.guard:
+                write(models.without_module(), models.rank)
+                if models.attached:
+                    self._write_summaries()
+        # The command may read the records, which are complete.
         with models.guard:
-            write(models.without_module(), models.rank)
-            if models.attached:
-                self._write_summaries()
+            last = max((model.attachment.step for model in models.attached), default=0)
+            models.event_command.end(last, models.rank, ended_by)
+
+    def _note_failures(self) -> None:
+        """Record what went wrong with the command that gets events, while records are open."""
+        self._models.event_command.finish()
+        for model in self._models.attached[:1]:
+            for text in self._models.event_command.failures:
+                log = model.attachment.context.event_log
+                log.notice_once(text, text, step=model.attachment.step)
 
     def _write_summaries(self) -> None:
         models = self._models

@@ -26,6 +26,8 @@ class Settings:
     observe: bool = False
     pdb: bool = False
     quiet: bool = False
+    on_event: str = ""  # a command of the shell that gets each event
+    folder: str = ""  # where the script was launched; the command starts there
 
     @property
     def first_step(self) -> int:
@@ -43,6 +45,15 @@ class Settings:
             paths += [entry for entry in before.split(os.pathsep) if entry != str(BOOTSTRAP)]
         options = json.dumps(asdict(self))
         return {**base, OPTIONS: options, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def without_rules(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a command that is no part of the training."""
+    plain = dict(environment)
+    plain.pop(OPTIONS, None)
+    paths = plain.get("PYTHONPATH", "").split(os.pathsep)
+    plain["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != str(BOOTSTRAP))
+    return plain
 
 
 def is_off(environment: Mapping[str, str]) -> bool:

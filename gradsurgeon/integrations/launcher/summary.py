@@ -9,6 +9,7 @@ from gradsurgeon.common.events import Event, RuleStatus, is_trip, settled
 from gradsurgeon.errors import printable
 from gradsurgeon.integrations.launcher.next_commands import after_records
 from gradsurgeon.language.planning import NO_MATCH, Plan, from_model
+from gradsurgeon.language.planning.plan import steps_text
 from gradsurgeon.language.planning.table import NOUNS, count, grid
 from gradsurgeon.records.store.recorded import RankEnd
 from gradsurgeon.report.report import Report
@@ -46,14 +47,17 @@ def header(plan: Plan, optimizers: Sequence[str], owned: int, start: int) -> Ite
                 yield f"  note: {printable(f'{rule_id}: {text}')}"
 
 
-def _row_of(rule: Rule, plan: Plan) -> tuple[str, str, str, str]:
+def _row_of(rule: Rule, plan: Plan) -> tuple[str, str, str, str, str]:
     matched = "nothing in this model"
     bound = len(plan.of(rule.id))
     if rule.id in plan.refused:
         matched = "rests"
     elif bound:
         matched = count(bound, NOUNS[rule.target])
-    return printable(rule.id), rule.action, _moment(rule), matched
+    schedule = ""
+    if not rule.steps.always:
+        schedule = f"steps {steps_text(rule.steps)}"
+    return printable(rule.id), rule.action, _moment(rule), matched, schedule
 
 
 def _moment(rule: Rule) -> str:

@@ -213,12 +213,13 @@ def _rules(plan: Plan) -> Iterator[str]:
         size = "-"
         if rule.target == "params":
             size = f"{elements:,}"
-        steps = _steps_text(rule.steps)
+        steps = steps_text(rule.steps)
         rows.append((rule.id, rule.action, rule.point, hook, binds, size, steps))
     yield from grid(rows, right=frozenset({4, 5}))
 
 
-def _steps_text(steps: Steps) -> str:
+def steps_text(steps: Steps) -> str:
+    """Return the steps of a rule: ``all``, or such as ``100..199 every 10``."""
     parts = []
     if steps.to is not None:
         parts.append(f"{steps.from_}..{steps.to - 1}")  # a range names its last number everywhere

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.records.store.layout import Stored, is_present, pack_absent
+from gradsurgeon.tensors.statistics import HISTOGRAM, columns_of
 
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 _OF_EACH_CALL = frozenset({"backward", "forward"})
@@ -273,6 +274,34 @@ class RecordQueries(ABC):
         """
         return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
 
+    def histograms(
+        self, name: str, *, rule: str | None = None
+    ) -> list[tuple[int, tuple[float, ...]]]:
+        """Return ``(step, counts)`` pairs of one tensor, oldest first, under the conditions of `history`.
+
+        The 66 counts are those of the elements in each bin, in the order of values, then zeros, then non-finite elements:
+        ``numpy.array([counts for step, counts in run.histograms(NAME)])`` has the shape ``[steps, 66]``.
+
+        Args:
+            name: canonical name or alias.
+            rule: the id of the `norm-log` rule with ``stats: [histogram]``; needed if there are several.
+
+        Raises:
+            KeyError: there is no such name; the text gives the nearest names.
+            RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
+        """
+        columns = [self.history(name, column, rule=rule) for column in HISTOGRAM]
+        if all(columns) and len(set(map(len, columns))) > 1:
+            # A row of some columns is gone, as memory is bounded, or has just come.
+            first = max(records[0][0] for records in columns)
+            last = min(records[-1][0] for records in columns)
+            columns = [[pair for pair in of_one if first < pair[0] < last] for of_one in columns]
+        histograms = []
+        for records in zip(*columns, strict=False):
+            counts = tuple([number for _, number in records])
+            histograms.append((records[0][0], counts))
+        return histograms
+
     def _asked(self, _name: str, _stat: str, answer: Callable[[], Answer]) -> Answer:
         """Return an answer of this process, or of the rank that has the records of a tensor."""
         return answer()
@@ -306,6 +335,11 @@ class Lookup:
 
     def _series(self, name: str, stat: str, rule: str | None) -> tuple[str, Sequence[WholeSeries]]:
         """Return the canonical name and the series of one rule, possibly none yet."""
+        columns = columns_of(stat)
+        if len(columns) > 1:
+            raise RecordError(
+                f"{stat} is {len(columns)} numbers, of which one has a history: {columns[0]} to {columns[-1]}"
+            )
         canonical = self.aliases.get(name, name)
         if canonical not in self.known:
             near = get_close_matches(name, [*self.known, *self.aliases], n=_NEAREST, cutoff=0.0)

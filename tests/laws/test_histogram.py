@@ -1,0 +1,191 @@
+"""Histograms: counts by sign and magnitude, against a count by hand, on tensors of any kind."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kept_sink import Kept
+from small import rule_file, sgd
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon.errors import RecordError, RuleFileError
+from gradsurgeon.records.store import Records
+from gradsurgeon.report import summary
+from gradsurgeon.report.histograms import quantile
+from gradsurgeon.tensors import _histogram, measure
+from gradsurgeon.tensors.statistics import HISTOGRAM
+
+RULE = {"id": "elements", "action": "norm-log", "params": "*", "stats": ["histogram"]}
+
+
+def column_of(number: float) -> int:
+    if number == 0:
+        return 64
+    if not math.isfinite(number):
+        return 65
+    # `frexp` of Python, for which log2 of numbers just below a power of 2 does not round up.
+    octave = math.frexp(number)[1] - 1
+    place = min(max(math.floor((octave + 48) / 2), 0), 31)
+    return 32 + place if number > 0 else 31 - place
+
+
+def counted(tensor: Tensor) -> list[float]:
+    dense = tensor.detach().cpu()
+    if dense.layout is not torch.strided:
+        dense = dense.to_dense()
+    counts = Counter(map(column_of, dense.double().flatten().tolist()))
+    return [float(counts[column]) for column in range(66)]
+
+
+def nasty(dtype: torch.dtype) -> Tensor:
+    info = torch.finfo(dtype)
+    powers = [2.0**power for power in range(-60, 30)]
+    numbers = [
+        0.0,
+        -0.0,
+        math.nan,
+        math.inf,
+        -math.inf,
+        info.tiny,
+        info.max,
+        info.min,
+        5e-324,
+        1e-45,
+    ]
+    numbers += powers + [-power for power in powers]
+    numbers += [power * (1 + info.eps) for power in powers]
+    numbers += [-power * (1 - info.eps / 2) for power in powers]
+    return torch.tensor(numbers, dtype=torch.float64).to(dtype)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_element_is_counted_where_it_belongs(dtype: torch.dtype) -> None:
+    tensor = nasty(dtype)
+    scattered = torch.randn(40, 30, dtype=torch.float64).mul(10).exp().mul(torch.randn(40, 30))
+    dense = torch.zeros(4, 5)
+    dense[1, 2] = -3.0
+    tensors = [
+        tensor,
+        tensor.view(2, -1).t(),
+        tensor[::3],
+        tensor[:1].expand(7),
+        tensor[:0],
+        tensor[5],
+        scattered.to(dtype),
+        torch._neg_view(tensor),  # as the imaginary part of a conjugate
+        dense.to(dtype).to_sparse(),
+    ]
+    together = measure.statistics("histogram", tensors)
+    assert together.shape == (len(tensors), len(HISTOGRAM))
+    for each, counts in zip(tensors, together, strict=True):
+        assert counts.tolist() == counted(each)
+        assert measure.parts("histogram", [each])[0].tolist() == counted(each)
+
+
+def test_long_tensors_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_histogram, "_AT_ONCE", 7)
+    tensor = nasty(torch.float32)
+    assert measure.statistic("histogram", tensor).tolist() == counted(tensor)
+
+
+def train(*rules: dict[str, Any], steps: int = 3, **options: Any) -> tuple[Any, list[list[float]]]:
+    """Train with rules; return the session, and the histograms of the gradients of a weight by hand."""
+    torch.manual_seed(0)
+    first = nn.Linear(4, 3)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 1))
+    optimizer = sgd(model)
+    by_hand = []
+    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer, **options) as session:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4)).square().mean().backward()
+            grad = first.weight.grad
+            assert grad is not None
+            by_hand.append(counted(grad))
+            optimizer.step()
+    return session, by_hand
+
+
+@pytest.mark.parametrize("at", ["backward", "accumulated", "step"])
+def test_records_are_read_back(at: str, tmp_path: Path) -> None:
+    weights = {**RULE, "id": "weights", "tensor": "value"}
+    outputs = {"id": "outputs", "action": "norm-log", "modules": "0", "tensor": "output"}
+    rules = [{**RULE, "at": at}, weights, {**outputs, "stats": ["histogram", "l2"]}]
+    session, by_hand = train(*rules, record=tmp_path / "run")
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        for records in (session, run):
+            found = records.histograms("0.weight", rule="elements")
+            assert [step for step, _ in found] == [0, 1, 2]
+            assert [list(counts) for _, counts in found] == by_hand
+            values = records.histograms("0.weight", rule="weights")
+            assert [sum(counts) for _, counts in values] == [12.0] * 3
+            assert [sum(counts) for _, counts in records.histograms("0")] == [15.0] * 3
+        columns = run.history("0.weight", "histogram_zeros", rule="elements")
+        assert [count for _, count in columns] == [counts[64] for counts in by_hand]
+        report = summary(run)
+    text = str(report)
+    assert "magnitudes of elements other than 0, recorded by elements\n" in text
+    assert "magnitudes of elements other than 0, recorded by weights\n" in text
+    assert "histogram_" not in text
+
+
+def test_memory_that_is_full_gives_whole_histograms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Records.__init__, "__defaults__", (300 * 180,))
+    session, by_hand = train(RULE, steps=8)
+    found = session.histograms("0.weight")
+    assert 0 < len(found) < 8
+    for step, counts in found:
+        assert list(counts) == by_hand[step]
+
+
+def test_a_histogram_is_no_single_number() -> None:
+    session, _ = train(RULE)
+    for ask in (session.history, session.latest):
+        with pytest.raises(RecordError, match="histogram is 66 numbers"):
+            ask("0.weight", "histogram")
+    update = {**RULE, "tensor": "update"}
+    with pytest.raises(RuleFileError, match="`histogram` needs all elements"):
+        gradsurgeon.load(rule_file(update))
+    spikes = {"id": "a", "action": "spike-trap", "params": "*", "above": {"sigmas": 2.5}}
+    with pytest.raises(RuleFileError, match="unknown key `stats`"):
+        gradsurgeon.load(rule_file({**spikes, "stats": ["histogram"]}))
+    with pytest.raises(gradsurgeon.BindError, match="complex numbers have no real histogram"):
+        gradsurgeon.plan(nn.Linear(2, 1, dtype=torch.complex64), rule_file(RULE))
+
+
+def test_a_tracker_gets_no_curve_for_each_bin() -> None:
+    sink = Kept()
+    train({**RULE, "stats": ["histogram", "l2"]}, sinks=[sink])
+    assert any("elements" in name for name in sink.curves)
+    assert not any("histogram" in name for name in sink.curves)
+
+
+def test_quantiles_are_right_to_a_bin() -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(4000).mul(3).exp() * torch.randn(4000).sign()
+    counts = counted(tensor)
+    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
+        exact = float(tensor.abs().quantile(share))
+        assert exact / 1.5 < quantile(counts, share) < exact * 1.5
+    assert math.isnan(quantile([0.0] * 64 + [5.0, 1.0], 0.5))
+
+
+def test_the_picture_is_of_one_tensor() -> None:
+    pytest.importorskip("matplotlib")
+    session, _ = train(RULE)
+    figure = session.plot("histograms", name="0.weight")
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "magnitudes of the elements of 0.weight"
+    (median,) = [line for line in axes.lines if line.get_label() == "median"]
+    assert list(median.get_xdata()) == [0, 1, 2]
+    with pytest.raises(ValueError, match="is of one tensor: pass name="):
+        session.plot("histograms")
