@@ -16,7 +16,7 @@ from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store.layout import RUN_FILE, json_text, runs_inside
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report import summary
-from gradsurgeon.report.report import to_dict
+from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.rules_and_events import by_kind, event_lines
 from gradsurgeon.report.sources import unread
 

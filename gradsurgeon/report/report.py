@@ -1,10 +1,10 @@
-"""A report: plain values, the text made of them, and the form for programs."""
+"""A report: plain values, and the text made of them."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from gradsurgeon.errors import printable
 from gradsurgeon.language import packs
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
-from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.records.store.memory import LOSS, NOTHING_RECORDED, RATE
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.report.band import REPLICAS, Callout, Outcome
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from gradsurgeon.report.history import History
     from gradsurgeon.report.losses import LossSeries
     from gradsurgeon.report.norms import NormTable
-    from gradsurgeon.report.track import Track
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
@@ -339,88 +337,3 @@ def _text(table: Table, columns: int) -> Iterator[str]:
     yield from table.lines(columns)
     for note in table.notes:
         yield f"  ... {note}" if note.startswith("and ") else f"  {note}"
-
-
-def to_dict(report: Report) -> dict[str, Any]:
-    """Return a report as values that JSON has, documented under ``The report as JSON``."""
-    ids = dict.fromkeys([*report.rules, *report.statuses])
-    remarks = list(report.remarks)
-    # A sentence like the others, though nothing may be wrong.
-    if report.frozen_note:
-        remarks.append(report.frozen_note)
-    return {
-        "version": 1,
-        "title": report.title,
-        "band": report.outcome.band._asdict(),
-        "ended": _ended(report.ended),
-        "steps": None if report.steps is None else list(report.steps),
-        "notes": list(report.notes),
-        "remarks": remarks,
-        "params": list(report.params),
-        "rules": [_rule(report, rule) for rule in ids],
-        "events": list(map(asdict, report.events)),
-        "norms": list(map(_norms, report.history.tracks)),
-        "losses": list(map(_losses, report.losses)),
-        "rates": list(map(_rate, report.rates)),
-        "median_of_one_step_in": report.history.rows_of_a_column,
-    }
-
-
-def _ended(ending: Ending | None) -> dict[str, Any] | None:
-    if ending is None:
-        return None
-    ranks = {str(rank): words for rank, words in ending.ranks.items()}
-    return {"state": ending.state, "words": ending.words, "ranks": ranks}
-
-
-def _rule(report: Report, rule: str) -> dict[str, Any]:
-    info = report.rules.get(rule, RuleInfo("?"))
-    status = report.statuses.get(rule)
-    values = None
-    if status is not None:
-        values = asdict(status)
-        values["changed"] = status.changed
-    return {"id": rule, "action": info.action, "role": info.role, "status": values}
-
-
-def _losses(loss: LossSeries) -> dict[str, Any]:
-    from gradsurgeon.report.losses import MOST_POINTS, thinned  # noqa: PLC0415 # needs numpy
-
-    calls = len(loss.values)
-    values: dict[str, Any] = {"rule": loss.rule, "stat": loss.stat, "name": loss.name}
-    values["steps"], values["values"] = thinned(loss.steps, loss.values, MOST_POINTS)
-    values["calls"] = calls
-    values["nonfinite"] = calls - len(loss.finite)
-    for word, number in loss.numbers.items():
-        values[word] = json_number(number)
-    return values
-
-
-def _rate(rate: LossSeries) -> dict[str, Any]:
-    optimizer, _, group = rate.name.rpartition("/")
-    # Records are float32.
-    values = [float(f"{value:.7g}") for value in rate.values]
-    return {
-        "optimizer": optimizer,
-        "group": int(group),
-        "steps": rate.steps.tolist(),
-        "values": values,
-    }
-
-
-def _norms(track: Track) -> dict[str, Any]:
-    values: dict[str, Any] = {"name": track.name}
-    values.update(track.origin._asdict())
-    for word in ("first", "median", "largest", "last"):
-        values[word] = json_number(getattr(track, word))
-    values["spike"] = None
-    spike = track.spike
-    if spike is not None:
-        value = json_number(spike.value)
-        times = json_number(spike.times)
-        values["spike"] = {"step": spike.step, "value": value, "times": times}
-    steps = track.nonfinite_steps
-    values["nonfinite"] = len(steps)
-    values["nonfinite_step"] = int(steps[0]) if len(steps) else None
-    values["zero_since"] = track.zero_since
-    return values

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurgeon
 from gradsurgeon import BindError, GradSurgeonError
 from gradsurgeon.report import summary
-from gradsurgeon.report.report import to_dict
+from gradsurgeon.report.json_form import to_dict
 
 pytestmark = pytest.mark.slow
 

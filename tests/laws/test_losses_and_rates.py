@@ -16,7 +16,7 @@ import gradsurgeon
 from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.records.store.memory import LOSS, RATE
 from gradsurgeon.report import summary
-from gradsurgeon.report.report import to_dict
+from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.web_page import page_data
 
 NORMS: dict[str, Any] = {"id": "norms", "action": "norm-log", "params": "*"}

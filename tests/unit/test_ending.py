@@ -22,7 +22,7 @@ from gradsurgeon import Event, NonFiniteGradientError
 from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
-from gradsurgeon.report.report import to_dict
+from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.web_page import page_data
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}

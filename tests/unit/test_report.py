@@ -12,7 +12,7 @@ from gradsurgeon.common.events import Event, EventKind, RuleStatus
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.memory import NOTHING_RECORDED
 from gradsurgeon.report import Report, RuleInfo
-from gradsurgeon.report.report import to_dict
+from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.tables import BLOCKS, NONFINITE, sparkline
 
 NAN, INF = math.nan, math.inf

@@ -22,8 +22,8 @@ from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import Report, RuleInfo, from_run
+from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.losses import LossSeries
-from gradsurgeon.report.report import to_dict
 from gradsurgeon.report.web_page import page_data
 
 NAN = math.nan

@@ -23,7 +23,7 @@ from gradsurgeon.records.store import Key, layout
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report import from_run
-from gradsurgeon.report.report import to_dict
+from gradsurgeon.report.json_form import to_dict
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
