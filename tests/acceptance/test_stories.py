@@ -110,7 +110,7 @@ def test_a_mask_makes_a_nan_in_float16_and_training_goes_on(tmp_path: Path) -> N
     told = _tell("masked_softmax_float16", tmp_path)
     infinity, lowest = told.runs
     (trap,) = [event for event in infinity["events"] if event["kind"] == "trap"]
-    steps = [step for step, kind in infinity["marks"] if kind == "trap"]
+    steps = [first for first, _, kind in infinity["marks"] if kind == "trap"]
     assert len(steps) == 8
     # One in each epoch.
     assert [step // 14 for step in steps] == list(range(8))

@@ -187,7 +187,7 @@ class Chart {
     for (const [from, to, kind, paint = MARKS[kind]] of this.marks.filter((mark) => MARKS[mark[2]])) {
       if (paint === "skipped") this.shade(from - 0.5, to + 0.5, colour(paint), 5);
       else {
-        if (to > from) this.shade(from - 0.5, to + 0.5, colour(paint, FAINT));
+        if (to > from) this.shade(from - 0.5, to + 0.5, colour(paint, FAINT / 2));
         this.shade(from, from, colour(paint));
       }
     }

@@ -199,7 +199,7 @@ class HeatMap {
   put(box, from, to) {
     const [left, right] = [from, to].map((step) => 100 * Math.max(0, Math.min(1, this.axis.share(step))));
     box.hidden = right <= left;
-    Object.assign(box.style, { left: `${left}%`, width: `${right - left}%` });
+    Object.assign(box.style, { left: `${left}%`, width: `calc(${right - left}% + 1px)` });
   }
 
   cross(step) {
