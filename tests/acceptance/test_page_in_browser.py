@@ -383,11 +383,3 @@ def test_hovering_moves_nothing(page: Any, tmp_path: Path, width: int) -> None:
     for target in page.locator(".u-over, .cells, .curves li").all():
         target.hover()
         assert heights(page) == before
-
-
-def test_a_learning_rate_keeps_its_value_until_it_changes(page: Any, tmp_path: Path) -> None:
-    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
-    rate = page.evaluate("held({ label: 'rate', steps: [0, 50, 60], values: [1, 2, 3] }, 2000)")
-    values = dict(zip(rate["steps"], rate["values"], strict=True))
-    assert [values[step] for step in (0, 49, 50, 59, 60, 2000)] == [1, 1, 2, 2, 3, 3]
-    assert len(values) > 400

@@ -7,7 +7,6 @@ const MARKS = { trap: "bad", spike: "bad", check: "bad", "hook-lost": "warn", "s
 // Steps are whole numbers.
 const WHOLE = Array.from({ length: 40 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 const QUIET = 0.4, FAINT = 0.2;
-const FILLED_POINTS = 500;
 const TICK_SPACE = 70;
 
 /** The x axis that all charts and maps of a run share: the steps that are seen, and the one below the mouse. */
@@ -60,17 +59,6 @@ class Steps {
 /** Returns the steps of all lines, and a column for each line, which is `undefined` where it has no value. */
 function aligned(lines) {
   return uPlot.join(lines.map((line) => [line.steps, line.values.map((value) => (value === null ? undefined : number(value)))]));
-}
-
-/** Returns a curve with more points on its straight lines, so that some lie wherever a reader zooms to. */
-function filled({ steps, values, ...line }) {
-  const [first] = steps, length = steps.at(-1) - first, spread = Array.from({ length: FILLED_POINTS + 1 }, (_, at) => Math.round(first + (length * at) / FILLED_POINTS));
-  const all = [...new Set([...steps, ...spread])].sort((one, other) => one - other);
-  const valueAt = (step) => {
-    const after = steps.findIndex((known) => known >= step), before = Math.max(0, after - 1);
-    return steps[after] === step ? values[after] : values[before] + ((values[after] - values[before]) * (step - steps[before])) / (steps[after] - steps[before]);
-  };
-  return { ...line, steps: all, values: all.map(valueAt) };
 }
 
 /** Returns the points that no line leads to, such as one between two gaps; of a column of two, all. */

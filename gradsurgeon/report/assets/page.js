@@ -42,7 +42,6 @@ function nameOfRun(run) {
   return count ? last(run, count) : run.folder;
 }
 
-const ratesOf = (run) => run.rates.map(filled);
 const wholesOf = (run) => run.kinds.flatMap((kind) => kind.wholes);
 /** Tells whether an event, or a mark of some, is a trap that tripped. */
 const isTrip = (event) => MARKS[event.kind || event[2]] === "bad";
@@ -82,7 +81,7 @@ function chart(part, axis, title, lines, marks, log) {
 function happened(run, axis) {
   const part = section("What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
   chart(part, axis, "loss", run.losses, run.marks, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
-  chart(part, axis, "learning rate", ratesOf(run), run.marks, false);
+  chart(part, axis, "learning rate", run.rates, run.marks, false);
   chart(part, axis, "norm of the gradient", wholes, run.marks, true);
   if (!wholes.length) part.append(note(`${run.nothing || "No norms of parameters were recorded"}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
   if (!run.losses.length) part.append(fold("no loss was recorded", note(NO_LOSS)));
@@ -161,7 +160,7 @@ function beside(axis) {
   part.append(table({ head: ["run", "ended", "traps", "findings", "last loss", "last step"], rows: data.runs.map(cells) }));
   // All events of all runs would hide the curves.
   const marks = data.runs.flatMap((run, index) => run.marks.filter(isTrip).slice(0, 1).map(([step, , kind]) => [step, step, kind, paint(index)]));
-  for (const [title, linesOf] of [["loss", (run) => run.losses], ["learning rate", ratesOf], ["norm of the gradient", wholesOf]]) {
+  for (const [title, linesOf] of [["loss", (run) => run.losses], ["learning rate", (run) => run.rates], ["norm of the gradient", wholesOf]]) {
     const lines = data.runs.flatMap((run, index) => linesOf(run).map((line) => ({ ...line, label: `${nameOfRun(run)}: ${line.label}`, colour: paint(index) })));
     chart(part, axis, title, lines, marks, lines.every((line) => line.values.every((value) => !(number(value) <= 0))));
   }
