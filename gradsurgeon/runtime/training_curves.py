@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from posixpath import commonpath
+from os.path import commonprefix
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class _Loss(NamedTuple):
 
 
 class TrainingCurves:
-    """Records losses and learning rates under the rule that records norms in every step, or else under the first."""
+    """Records losses and learning rates under a rule that records norms in every step, or else under the first."""
 
     def __init__(
         self,
@@ -49,9 +49,11 @@ class TrainingCurves:
         counters: StepCounters,
         names: Sequence[str],
     ) -> None:
-        loggers = [rule for rule in rules if isinstance(rule, ObserverRule)]
-        always = [rule for rule in loggers if rule.steps.always]
-        self._rules = [rule.id for rule in (*always, *loggers)]
+        self._rules: list[str] = []
+        for rule in rules:
+            if isinstance(rule, ObserverRule) and rule.target == "params":
+                place = 0 if rule.steps.always else len(self._rules)
+                self._rules.insert(place, rule.id)
         self._recorder = recorder
         self._counters = counters
         self._names = names
@@ -93,6 +95,8 @@ class TrainingCurves:
     def updating(self, counter: StepCounter, optimizer: Optimizer | None) -> None:
         """Record the losses that feed an update, and the learning rates of its optimizer, once per update."""
         is_new = counter.recorded != counter.step
+        if not is_new and not self._waiting:
+            return
         counter.recorded = counter.step
         if self._running and _torch.graph_task() != -1:
             # The optimizer steps inside the pass, as may others.
@@ -127,10 +131,11 @@ class TrainingCurves:
         if (counter, base) not in self._known:
             counters = self._counters
             owners = [owner for owner in counters.all if owner is not counters.common]
-            paths = [self._names[index].rpartition(".")[0].replace(".", "/") for index in indices]
             name = base
             if len(owners) > 1:
-                name = f"{commonpath(paths)}/{base}".replace("/", ".").removeprefix(".")
+                # By letters: `blocks.1` and `blocks.12` share what is before the last dot.
+                shared = commonprefix([self._names[index] for index in indices])  # noqa: RUF071
+                name = f"{shared.rpartition('.')[0]}.{base}".removeprefix(".")
             # A script may build its optimizer anew.
             self._known = {key: known for key, known in self._known.items() if key[0] in owners}
             if name in self._known.values():
