@@ -29,6 +29,7 @@ _MOST_GROUPS = 64
 _REPEATED = 100
 # Updates before a failed one whose losses its diagnosis tells.
 _BEFORE = 20
+_MOST_TOLD = 3
 
 
 class _Loss(NamedTuple):
@@ -167,24 +168,29 @@ class TrainingCurves:
     def before(self, step: int) -> str:
         """Return the learning rates and losses up to an update, in words. Waits for the device."""
         self._recorder.flush()
-        words: set[str] = set()
+        rates = set()
+        losses: list[str] = []
         for series in self._recorder.records:
-            words.update(_words(series, step))
-        return "; ".join(sorted(words))
+            if series.key.stat == RATE:
+                rates.add(_rate_before(series))
+            elif series.key.stat == LOSS:
+                losses += _loss_before(series, step)
+        return "; ".join([*sorted(rates)[:_MOST_TOLD], *losses[:_MOST_TOLD]])
 
 
-def _words(series: WholeSeries, step: int) -> Iterator[str]:
+def _rate_before(series: WholeSeries) -> str:
+    values = series.values_of(series.key.names[0])
+    since, rate = values[-1]
+    for step, value in reversed(values):
+        if value != rate:
+            break
+        since = step
+    return f"learning rate {rate:.4g} since step {since}"
+
+
+def _loss_before(series: WholeSeries, step: int) -> Iterator[str]:
     name = series.key.names[0]
-    if series.key.stat == RATE:
-        since, rate = series.values_of(name)[-1]
-        for number, value in reversed(series.values_of(name)):
-            if value != rate:
-                break
-            since = number
-        yield f"learning rate {rate:.4g} since step {since}"
-    if series.key.stat == LOSS:
-        values = [value for number, value in series.values_of(name) if number < step]
-        if values:
-            first = values[-_BEFORE:][0]
-            steps = count(min(_BEFORE, len(values)), "step")
-            yield f"{name} {first:.3g} to {values[-1]:.3g} in the {steps} before"
+    values = [value for number, value in series.values_of(name) if number < step][-_BEFORE:]
+    if values:
+        steps = count(len(values), "step")
+        yield f"{name} {values[0]:.3g} to {values[-1]:.3g} in the {steps} before"
