@@ -205,8 +205,12 @@ class Report:
     def newest(self) -> str:
         """The last losses and learning rates, in words."""
         words = [f"{loss.name} {loss.values[-1]:.4g}" for loss in self.tagged]
-        rates = {f"learning rate {rate.values[-1]:.4g}" for rate in self.rates}
-        return printable(", ".join([*words, *sorted(rates)]))
+        rates = sorted({float(rate.values[-1]) for rate in self.rates})
+        if rates:
+            words.append(f"learning rate {rates[0]:.4g}")
+        if len(rates) > 1:
+            words[-1] += f" to {rates[-1]:.4g}"
+        return printable(", ".join(words))
 
     @property
     def tagged(self) -> list[LossSeries]:

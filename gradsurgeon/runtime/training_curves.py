@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from posixpath import commonpath
+from os.path import commonprefix
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ _MOST_GROUPS = 64
 _REPEATED = 100
 # Updates before a failed one whose losses its diagnosis tells.
 _BEFORE = 20
+_MOST_TOLD = 3
 
 
 class _Loss(NamedTuple):
@@ -40,7 +41,7 @@ class _Loss(NamedTuple):
 
 
 class TrainingCurves:
-    """Records losses and learning rates under the rule that records norms in every step, or else under the first."""
+    """Records losses and learning rates under a rule that records norms in every step, or else under the first."""
 
     def __init__(
         self,
@@ -49,9 +50,11 @@ class TrainingCurves:
         counters: StepCounters,
         names: Sequence[str],
     ) -> None:
-        loggers = [rule for rule in rules if isinstance(rule, ObserverRule)]
-        always = [rule for rule in loggers if rule.steps.always]
-        self._rules = [rule.id for rule in (*always, *loggers)]
+        self._rules: list[str] = []
+        for rule in rules:
+            if isinstance(rule, ObserverRule) and rule.target == "params":
+                place = 0 if rule.steps.always else len(self._rules)
+                self._rules.insert(place, rule.id)
         self._recorder = recorder
         self._counters = counters
         self._names = names
@@ -93,6 +96,8 @@ class TrainingCurves:
     def updating(self, counter: StepCounter, optimizer: Optimizer | None) -> None:
         """Record the losses that feed an update, and the learning rates of its optimizer, once per update."""
         is_new = counter.recorded != counter.step
+        if not is_new and not self._waiting:
+            return
         counter.recorded = counter.step
         if self._running and _torch.graph_task() != -1:
             # The optimizer steps inside the pass, as may others.
@@ -127,10 +132,11 @@ class TrainingCurves:
         if (counter, base) not in self._known:
             counters = self._counters
             owners = [owner for owner in counters.all if owner is not counters.common]
-            paths = [self._names[index].rpartition(".")[0].replace(".", "/") for index in indices]
             name = base
             if len(owners) > 1:
-                name = f"{commonpath(paths)}/{base}".replace("/", ".").removeprefix(".")
+                # By letters: `blocks.1` and `blocks.12` share what is before the last dot.
+                shared = commonprefix([self._names[index] for index in indices])  # noqa: RUF071
+                name = f"{shared.rpartition('.')[0]}.{base}".removeprefix(".")
             # A script may build its optimizer anew.
             self._known = {key: known for key, known in self._known.items() if key[0] in owners}
             if name in self._known.values():
@@ -162,24 +168,29 @@ class TrainingCurves:
     def before(self, step: int) -> str:
         """Return the learning rates and losses up to an update, in words. Waits for the device."""
         self._recorder.flush()
-        words: set[str] = set()
+        rates = set()
+        losses: list[str] = []
         for series in self._recorder.records:
-            words.update(_words(series, step))
-        return "; ".join(sorted(words))
+            if series.key.stat == RATE:
+                rates.add(_rate_before(series))
+            elif series.key.stat == LOSS:
+                losses += _loss_before(series, step)
+        return "; ".join([*sorted(rates)[:_MOST_TOLD], *losses[:_MOST_TOLD]])
 
 
-def _words(series: WholeSeries, step: int) -> Iterator[str]:
+def _rate_before(series: WholeSeries) -> str:
+    values = series.values_of(series.key.names[0])
+    since, rate = values[-1]
+    for step, value in reversed(values):
+        if value != rate:
+            break
+        since = step
+    return f"learning rate {rate:.4g} since step {since}"
+
+
+def _loss_before(series: WholeSeries, step: int) -> Iterator[str]:
     name = series.key.names[0]
-    if series.key.stat == RATE:
-        since, rate = series.values_of(name)[-1]
-        for number, value in reversed(series.values_of(name)):
-            if value != rate:
-                break
-            since = number
-        yield f"learning rate {rate:.4g} since step {since}"
-    if series.key.stat == LOSS:
-        values = [value for number, value in series.values_of(name) if number < step]
-        if values:
-            first = values[-_BEFORE:][0]
-            steps = count(min(_BEFORE, len(values)), "step")
-            yield f"{name} {first:.3g} to {values[-1]:.3g} in the {steps} before"
+    values = [value for number, value in series.values_of(name) if number < step][-_BEFORE:]
+    if values:
+        steps = count(len(values), "step")
+        yield f"{name} {values[0]:.3g} to {values[-1]:.3g} in the {steps} before"
