@@ -1,26 +1,27 @@
 """From the kept calls of a step to a diagnosis: all calls are replayed, and the earliest source is judged."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Certainty, Diagnosis
-from gradsurgeon.common.operands import operand_of
-from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss, KeptStep
-from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
+from gradsurgeon.forensics.operations import facts, nonfinite_kind
+from gradsurgeon.forensics.outside_loss import source_in
 from gradsurgeon.forensics.replay import INPUT, Replayed, WatchTags, input_name, replay
 from gradsurgeon.forensics.rows import with_rows
-from gradsurgeon.forensics.sources import BLANK, NonfiniteSource, held
-from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
+from gradsurgeon.forensics.sources import NonfiniteSource, held
+from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.structure import tensors_in
 
 _LONGEST = 300
+# Other ranks wait for a diagnosis for 10 s: after a longer search no rows are tried out.
+_MOST_SECONDS = 2.0
 _NO_CALL = (
     "no call of the model was kept: the script calls its parts, or torch.jit.script runs it, or it is compiled: then "
     "apply the rules to the module that torch.compile returned"
@@ -49,22 +50,6 @@ _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
 _NOT_RUN = "the step was not run again: with several ranks that is done only for a trap"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
-# The operations of nodes that keep all of their arguments.
-_AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "DivBackward0": (torch.ops.aten.div.Tensor, ("self", "other")),
-    "LogBackward0": (torch.ops.aten.log.default, ("self",)),
-    "Log2Backward0": (torch.ops.aten.log2.default, ("self",)),
-    "Log10Backward0": (torch.ops.aten.log10.default, ("self",)),
-    "Log1PBackward0": (torch.ops.aten.log1p.default, ("self",)),
-    "PowBackward0": (torch.ops.aten.pow.Tensor_Scalar, ("self", "exponent")),
-    "PowBackward1": (torch.ops.aten.pow.Tensor_Tensor, ("self", "exponent")),
-    "AcosBackward0": (torch.ops.aten.acos.default, ("self",)),
-    "AsinBackward0": (torch.ops.aten.asin.default, ("self",)),
-    "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
-}
-_NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
-# The edge of a node for a kept argument: edges have the order of the arguments.
-_PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
 
 def diagnose(
@@ -90,7 +75,9 @@ def diagnose(
             return of_input
         return replace(blank, reasons=(_DIVIDED,))
     reasons += doubts
+    began = time.monotonic()
     blamed = _search(failed, reasons, watch_tags)
+    is_slow = time.monotonic() - began > _MOST_SECONDS and _dist.world() > 1
     if blamed is None:
         if not reasons:
             reasons = [_FINITE]
@@ -100,7 +87,7 @@ def diagnose(
         replay(replayed.call, watch_tags, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
     diagnosis = _diagnosis_of(replayed, source, failed, tuple(reasons))
-    if source.is_outside:
+    if source.is_outside or is_slow:
         return with_rows(diagnosis, replayed.call, None)
     blame = partial(_blamed_again, failed, watch_tags, source)
     return with_rows(diagnosis, replayed.call, blame)
@@ -192,7 +179,7 @@ def _is_made_by_loss(loss: KeptLoss | None) -> bool:
     """Tell whether an operation of the loss, when repeated, made it non-finite."""
     if loss is None:
         return False
-    source = _source_in(loss)
+    source = source_in(loss)
     return source is not None and source.is_operation and source.repeated
 
 
@@ -266,7 +253,7 @@ def _diagnosis_of(
     loss_nodes: tuple[str, ...] = ()
     loss = failed.kept.losses.get(call.number)
     if source.is_outside and loss is not None:
-        inside_loss = _source_in(loss)
+        inside_loss = source_in(loss)
         if inside_loss is not None:
             diagnosis = inside_loss.diagnosis
         if loss.value is not None:
@@ -302,97 +289,3 @@ def _diagnosis_of(
         loss=loss_value,
         loss_nodes=loss_nodes,
     )
-
-
-def _source_in(loss: KeptLoss) -> NonfiniteSource | None:
-    """Return the operation or tensor that made a loss outside of the model non-finite, by what its graph keeps."""
-    try:
-        # The script may mean an infinity, but never NaN.
-        is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
-        for node in loss.nodes:
-            nonfinite = _nonfinite_in(node)
-            if not nonfinite:
-                repeated = _repeated(node, loss)
-                if repeated is not None:
-                    return repeated
-            for name, tensor in nonfinite.items():
-                if not is_nan or nonfinite_kind(tensor) == "NaN":
-                    return _source_at(node, name, tensor, loss)
-    except Exception:  # noqa: BLE001 # a bundle may hold anything
-        return None
-    return None
-
-
-def _source_at(node: LossNode, name: str, tensor: Tensor, loss: KeptLoss) -> NonfiniteSource | None:
-    """Return the source of a non-finite tensor that a node keeps by name."""
-    result = _tensors_in(node).get("result")
-    if result is not None and nonfinite_kind(result):
-        return _made(node, loss, result)
-    # Its input was non-finite: the node before it made that, unless that node had non-finite inputs, too.
-    edge = _PLACES.get(name)
-    if edge is None or edge >= len(node.made_of):
-        return None
-    maker = node.made_of[edge]
-    if maker == NO_GRAPH:
-        return held(0, "loss input", operand_of(_label(node, loss), name), facts(tensor, name))
-    if maker < 0 or _nonfinite_in(loss.nodes[maker]):
-        return None
-    return _made(loss.nodes[maker], loss, tensor)
-
-
-def _tensors_in(node: LossNode) -> dict[str, Tensor]:
-    values = node.readable_values()
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _nonfinite_in(node: LossNode) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in _tensors_in(node).items() if nonfinite_kind(tensor)}
-
-
-def _repeated(node: LossNode, loss: KeptLoss) -> NonfiniteSource | None:
-    """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
-    if node.name not in _AGAIN:
-        return None
-    func, names = _AGAIN[node.name]
-    kept = node.readable_values()
-    args = tuple(kept.get(name) for name in names)
-    # Nodes keep no numbers, and no tensors that need no gradient.
-    if any(argument is None for argument in args):
-        return None
-    with torch.no_grad():
-        result = func(*args)
-    if not nonfinite_kind(result):
-        return None
-    return _made(node, loss, result, Call(func, args, {}))
-
-
-def _label(node: LossNode, loss: KeptLoss) -> str:
-    """Return the name of a node; of several alike, also which one it is."""
-    alike = [other for other in loss.nodes if other.name == node.name]
-    if len(alike) == 1:
-        return node.name
-    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"
-
-
-def _made(
-    node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None
-) -> NonfiniteSource:
-    measured = facts(result)
-    kept = _tensors_in(node)
-    kept.pop("result", None)
-    operation = node.name
-    why = cause("unknown", _NOT_KEPT)
-    if call is not None:
-        operation = call.name
-        why = cause_of_call(call, 0)
-    diagnosis = replace(
-        BLANK,
-        what=measured.kind,
-        where="forward",
-        operation=operation,
-        node=_label(node, loss),
-        inputs=tuple(facts(tensor, name) for name, tensor in kept.items()),
-        output=measured,
-        cause=why,
-    )
-    return NonfiniteSource(0, diagnosis, repeated=call is not None)

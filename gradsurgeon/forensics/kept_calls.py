@@ -95,12 +95,16 @@ class KeptCalls:
         self._ids_of_pass = None
         self.step.updated = bool(self._handles)
 
-    def keep_sample_ids(self, tensor: Tensor) -> None:
-        """Keep a copy of the numbers of samples: the script may write over them. Nothing waits for the device."""
-        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-        if not is_integer or tensor.dim() != 1 or len(tensor) > _MOST_SAMPLES:
+    def keep_sample_ids(self, tensor: Any) -> None:
+        """Keep a copy of integers of shape [n], which the script may write over. Nothing waits for the device."""
+        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
             return
-        ids = tensor.detach().clone()
+        held = readable(tensor)
+        if held is None or held.layout != torch.strided or held.dim() != 1:
+            return
+        if len(held) > _MOST_SAMPLES:
+            return
+        ids = held.clone()
         if len(self.sample_ids) < MOST_CALLS:
             self.sample_ids.append(ids)
         self._ids_of_pass = ids

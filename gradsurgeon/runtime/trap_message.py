@@ -1,6 +1,7 @@
 """The texts and keys of a trip: what its event records, and what the launcher shows."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +17,9 @@ _MOST_SAMPLES = 256
 def event_keys(diagnosis: Diagnosis | None, sample_ids: Sequence[Tensor]) -> dict[str, Any]:
     """Return further keys of the event of a trip; the ids have shape [n] for each batch. Waits for their device."""
     numbers: list[int] = []
-    for ids in sample_ids:
-        numbers += ids[: _MOST_SAMPLES - len(numbers)].tolist()
+    with suppress(Exception):  # the script may tag a tensor of any kind
+        for ids in sample_ids:
+            numbers += ids[: _MOST_SAMPLES - len(numbers)].tolist()
     values = None
     if diagnosis is not None:
         values = diagnosis.to_json()

@@ -248,6 +248,10 @@ def tag_and_write(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def tag_words(model: nn.Module, x: Tensor) -> Tensor:
+    words: Any = ["a", "list"]
+    gradsurgeon.tag(words, "sample_ids")
+    gradsurgeon.tag(torch.arange(9, device="meta"), "sample_ids")
+    gradsurgeon.tag(torch.arange(9).to_sparse(), "sample_ids")
     gradsurgeon.tag(IDS.float(), "sample_ids")
     gradsurgeon.tag(IDS, "other")
     out: Tensor = model(x)
