@@ -11,8 +11,9 @@ class CheckLoop(CheckRule):
 
     ## What it finds
     Updates on gradients from before the last update (no `zero_grad()`); gradients that came in the backward pass and
-    were gone at the update; gradients that were clipped while they carried the scale of a `GradScaler`; a loss that is
-    non-finite though all gradients are finite; a model that was left in evaluation mode after an evaluation.
+    were gone at the update, also because two optimizers hold the same parameters; gradients that were clipped while
+    they carried the scale of a `GradScaler`; a loss that is non-finite though all gradients are finite; a model that
+    was left in evaluation mode after an evaluation.
     All faults but the loss are reported from the third update in a row on.
 
     ## What stays quiet

@@ -42,8 +42,12 @@ class CheckUpdate(CheckRule):
     ## What it finds
     A parameter that gets gradients in ten updates and stays as it is. The finding names the cause: no optimizer owns
     it, its learning rate is 0, its dtype rounds each update away, a rule freezes it, all updates were skipped, or the
-    step of the optimizer does not write it. Trained tensors that belong to no module count too. An update that makes a
-    weight non-finite from finite gradients is found at once.
+    step of the optimizer does not write it. Trained tensors that belong to no module count too, and modules beside the
+    model that no optimizer owns. An update that makes a weight non-finite from finite gradients is found at once.
+
+    A parameter of the optimizer that never gets a gradient: after 20 updates if a reentrant checkpoint is the cause,
+    else after 200, if its module runs. Factors that hold each other at 0, as a LoRA pair of zeros, after 20 updates.
+    Weights that never move because their gradients are exactly 0, after 200.
 
     `moved: {min: 0.05, within: 20}` asserts that 5 % of the elements of each weight differ from their first values
     within 20 updates, and passes as soon as they once did. `moved: {max: 0}` asserts that no bit changes.
@@ -52,7 +56,8 @@ class CheckUpdate(CheckRule):
     A gradient that is 0 by mathematics, as of a bias before a batch norm. A part without an optimizer that is in
     evaluation mode while the model trains, such as a network inside the loss. A learning rate of 0 under a schedule, and
     a half-precision weight with a float32 copy in its optimizer, are given 100 updates. Rows of a
-    table that no batch meets: before it reports, the check looks at the elements with the largest gradients.
+    table that no batch meets: before it reports, the check looks at the elements with the largest gradients. Tables,
+    modules that have not run, and experts and heads beside others that learn: another batch may reach them.
 
     ## How it looks
     At a fixed sample of 1,024 elements per tensor, smaller tensors whole, every ten updates, after fifty updates every

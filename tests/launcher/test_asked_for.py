@@ -111,14 +111,14 @@ for step in range(6):
 def test_the_summary_tells_equal_events_once_and_the_first_diagnosis(folder: Folder) -> None:
     done = folder.run(ROOTS, rules=TRAP)
     start = next(at for at, line in enumerate(done.lines) if line.endswith("Linear, 6 steps"))
-    shown = done.lines[start + 2 :]
+    band, words, _, *shown = done.lines[start + 1 :]
+    assert band.startswith("  look: step 3: NaN born in the forward pass outside of the model")
+    assert words == "  ended, 3 steps skipped"
     assert [line.partition(":")[0].strip() for line in shown] == [
-        "trap", "skipped-step", "step 3", "gradsurgeon report " + str(folder.path / "run"),
+        "trap", "skipped-step", "next", "next",
     ]  # fmt: skip
     assert [line.endswith(" (x3, steps 3..5)") for line in shown[:2]] == [True, True]
-    assert (
-        shown[2].partition(": ")[2].startswith("NaN born in the forward pass outside of the model")
-    )
+    assert shown[2] == f"  next: gradsurgeon report {folder.path / 'run'}"
 
 
 @pytest.mark.parametrize("empty", ["", ":src", "src:", "src::other"])

@@ -30,12 +30,12 @@ THREAD = "import threading\nthread = threading.Thread(target=sys.exit, args=(3,)
 @pytest.mark.parametrize(
     ("end", "status", "said"),
     [
-        ("sys.exit(3)", 3, "stopped by SystemExit, exit status 3"),
-        ("sys.exit('no data')", 1, "stopped by SystemExit, exit status 1"),
-        ("sys.exit(0)", 0, "ended, clean"),
-        (CAUGHT, 0, "ended, clean"),
-        (THREAD, 0, "ended, clean"),
-        ("raise KeyError('x')", 1, "stopped by KeyError"),
+        ("sys.exit(3)", 3, "broken: stopped by SystemExit, exit status 3"),
+        ("sys.exit('no data')", 1, "broken: stopped by SystemExit, exit status 1"),
+        ("sys.exit(0)", 0, "fine: ended, clean"),
+        (CAUGHT, 0, "fine: ended, clean"),
+        (THREAD, 0, "fine: ended, clean"),
+        ("raise KeyError('x')", 1, "broken: stopped by KeyError"),
     ],
 )
 def test_the_status_of_a_script_is_told(tmp_path: Path, end: str, status: int, said: str) -> None:

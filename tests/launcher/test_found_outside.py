@@ -40,11 +40,11 @@ def test_a_model_that_builds_its_own_optimizers_is_found_whole(folder: Folder) -
     assert done.code == 0, done.lines
     (header,) = done.headers()
     # Three of actor and critic are there when the first optimizer is built; the last when training begins.
-    assert header.endswith("on Agent (5 parameters, 13 elements, updated by Adam and SGD)")
+    assert header.endswith("on agent (5 parameters, 13 elements, 4 of 5 updated by Adam and SGD)")
     assert folder.databases() == ["run/rank-0.db"]
     for name in ("actor.weight", "critic.weight", "scale"):
         assert folder.steps(name) == [0, 1, 2], name
-    assert "gradsurgeon: Agent, 3 steps" in done.lines
+    assert "gradsurgeon: agent, 3 steps" in done.lines
     assert not any("never" in line for line in done.lines)
 
 

@@ -57,7 +57,7 @@ def test_a_trap_names_the_model(folder: Folder, bad: int, title: str) -> None:
     # A report says which of them it is of, and which others there are.
     own, other = report(folder, "run"), report(folder, "run/Net-2")
     for lines, name in ((own, "Net"), (other, "Net-2")):
-        assert lines[0].startswith("stopped at step ")
+        assert lines[0].startswith("broken: stopped at step ")
         assert any(f" on {name}: " in line for line in lines if line.startswith("summary: "))
     assert own[-2] == "1 run inside run, of other models or processes:"
     assert own[-1] == "  gradsurgeon report run/Net-2"

@@ -159,7 +159,7 @@ def loss_without_effect() -> Training:
 
 
 def module_without_optimizer() -> Training:
-    """a module of its own that no optimizer has"""
+    """a module that no optimizer has"""
     encoder, model = nn.Linear(16, 16), nn.Linear(16, 4)
     batch = regression()
 
@@ -171,7 +171,7 @@ def module_without_optimizer() -> Training:
 
 
 def optimizers_that_share() -> Training:
-    """two optimizers for the parameters of one model"""
+    """two optimizers for one model"""
     model = perceptron()
     loss_at = fit(model)
     first, second = Adam(model.parameters(), lr=1e-3), Adam(model.parameters(), lr=1e-3)

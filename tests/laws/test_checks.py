@@ -134,7 +134,7 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         (
             "4 of 4 trained parameters",
             "in 200 updates",
-            "a loss that does not depend on the weights",
+            "a loss without effect",
         ),
     ),
     "module_without_optimizer": (

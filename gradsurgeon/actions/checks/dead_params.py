@@ -23,21 +23,18 @@ _SILENT = (
     "{number} of {owned} trained parameters, {{names}}, never got a gradient in {updates} updates: "
 )
 _REENTRANT = (
-    "they run in a reentrant checkpoint none of whose inputs requires a gradient, so no backward pass reaches them. "
-    "Pass `use_reentrant=False` to `checkpoint`, or call `model.enable_input_require_grads()`"
+    "they run in a reentrant checkpoint whose inputs need no gradient. Pass `use_reentrant=False` to `checkpoint`, or "
+    "call `model.enable_input_require_grads()`"
 )
-_UNRECORDED = "they run under `torch.no_grad()`. Take them out of it, or set requires_grad to False where no training is meant"
-_UNREACHED = (
-    "their modules run, and the loss does not depend on them. Look for `detach()`, `.data`, or an output that the "
-    "loss leaves out"
-)
+_UNRECORDED = "they run under `torch.no_grad()`. Take them out of it, or set requires_grad to False"
+_UNREACHED = "they run, and the loss does not depend on them. Look for `detach()`, `.data`, or an output that the loss leaves out"
 _ZEROS = (
-    "{names} are 0 in every element and get gradients of exactly 0: each is multiplied by another one that is 0, "
-    "so none can ever move. Initialise one of each pair with random numbers"
+    "{names} are 0 and get gradients of exactly 0, because each is multiplied by another. Initialise one of each pair "
+    "with random numbers"
 )
 _RESTING = (
-    "{number} of {owned} trained parameters, {{names}}, never moved in {updates} updates, and their gradients are "
-    "exactly 0. Look for a factor that is 0, units that are always off, or a loss that does not depend on the weights"
+    "{number} of {owned} trained parameters, {{names}}, never moved in {updates} updates: their gradients are exactly 0. "
+    "Look for a factor that is 0, units that are always off, or a loss without effect"
 )
 # How a module can run.
 _CHECKPOINTED = "checkpointed"

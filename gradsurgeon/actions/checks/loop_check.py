@@ -38,9 +38,8 @@ _GONE = (
     "between `backward()` and `step()`"
 )
 _SHARED = (
-    "{{names}} belong to {number} optimizers ({kinds}), and at the update of step {step} of one of them there was no "
-    "gradient, for the third time in a row: the `zero_grad()` of one clears what the other needs. Give each optimizer the "
-    "parameters of its own model"
+    "{{names}} belong to {number} optimizers ({kinds}), and the update of step {step} had no gradient, for the third time "
+    "in a row: `zero_grad()` of one clears what another needs. Give each optimizer the parameters of its own model"
 )
 _CLIPPED = (
     "the script clips gradients to {what} of {norm:.3g} while they still carry the loss scale of {scale:.6g}, so the "

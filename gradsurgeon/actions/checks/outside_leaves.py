@@ -21,8 +21,8 @@ _OUTSIDE = (
     "Register it as an attribute of a module (`nn.ParameterList` in the place of a list)"
 )
 _UNOWNED = (
-    "{{names}} get gradients in each backward pass and never moved: no optimizer owns them, {number} of {all} "
-    "parameters of {module}. Give them to an optimizer, or set requires_grad to False where no training is meant"
+    "{{names}}, {number} of {all} parameters of {module}, get gradients and never moved: no optimizer owns them. Give them "
+    "to an optimizer, or set requires_grad to False"
 )
 
 

@@ -15,7 +15,7 @@ from gradsurgeon.integrations.launcher import debugger
 from gradsurgeon.integrations.launcher.messages import say, write
 from gradsurgeon.integrations.launcher.models import Models
 from gradsurgeon.integrations.launcher.next_commands import with_records
-from gradsurgeon.integrations.launcher.summary import summary
+from gradsurgeon.integrations.launcher.summary import prepare, summary
 from gradsurgeon.language.planning import manifest_file
 
 
@@ -37,6 +37,7 @@ class ScriptEnd:
         if self._prepared:
             return
         self._prepared = True
+        prepare()
         self._pid = os.getpid()
         # A worker that `multiprocessing` forked runs no functions at exit.
         Finalize(None, self._finish, exitpriority=100)

@@ -1,10 +1,12 @@
 """The header and the summary of one model of a launched script, as lines."""
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
+from gradsurgeon.common._libraries import is_installed
 from gradsurgeon.common.events import Event, RuleStatus, is_trip, settled
 from gradsurgeon.errors import printable
 from gradsurgeon.integrations.launcher.next_commands import after_records
@@ -18,6 +20,13 @@ from gradsurgeon.report.sources import unread
 from gradsurgeon.runtime import Attachment
 from gradsurgeon.runtime.session import Session
 from gradsurgeon.tensors import _dist
+
+
+def prepare() -> None:
+    """Import what the summary needs. Python forgets a KeyboardInterrupt if it defines certain classes at its exit."""
+    if is_installed("numpy"):
+        importlib.import_module("gradsurgeon.report.callouts")
+        importlib.import_module("gradsurgeon.report.norms")
 
 
 def header(plan: Plan, optimizers: Sequence[str], owned: int, start: int) -> Iterator[str]:
