@@ -10,6 +10,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effects import Effects
+from gradsurgeon.runtime.running_steps import params_of
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _torch
 
@@ -31,8 +32,6 @@ _UNDER_APPLY = "pass start_step={updates} to apply, or its state to session.load
 
 def mention(context: Context, effects: Effects, optimizer: Optimizer, counter: StepCounter) -> None:
     """Mention what surprises in an optimizer, given the counter of its updates; under `run` with a line."""
-    log = context.event_log
-    name = type(optimizer).__name__
     updates = _updates_of(optimizer)
     # `torch.distributed.checkpoint` makes the state of a fresh optimizer by one step.
     if updates > 1 and not counter.step:
@@ -41,15 +40,26 @@ def mention(context: Context, effects: Effects, optimizer: Optimizer, counter: S
             loss = _LOSS
         remedy = _UNDER_RUN if context.outside else _UNDER_APPLY
         remedy = remedy.format(updates=updates)
+        name = type(optimizer).__name__
         text = _RESUMED.format(optimizer=name, updates=updates, loss=loss, remedy=remedy)
         # A session that only looks may begin anywhere: the event is enough.
-        log.notice_once("resumed", text, warn=context.outside or bool(loss))
+        context.event_log.notice_once("resumed", text, warn=context.outside or bool(loss))
+    mention_scales(context, effects, optimizer)
+
+
+def mention_scales(context: Context, effects: Effects, optimizer: Optimizer) -> None:
+    """Mention scales that change nothing, because an optimizer cancels them."""
+    owned = context.parameters.owned(params_of(optimizer))
     for effect in effects.on_params("backward", "step"):
         rule = effect.rule
-        if isinstance(rule, Scale) and effect.owned(counter) and _cancels(rule, optimizer):
-            text = _CANCELS.format(optimizer=name, factor=rule.factor)
-            step = counter.step
-            log.notice_once("cancels", text, rule=rule.id, step=step, warn=context.outside)
+        if not isinstance(rule, Scale) or not set(owned).intersection(effect.indices):
+            continue
+        if _cancels(rule, optimizer):
+            text = _CANCELS.format(optimizer=type(optimizer).__name__, factor=rule.factor)
+            step = context.counters.latest
+            context.event_log.notice_once(
+                "cancels", text, rule=rule.id, step=step, warn=context.outside
+            )
 
 
 def _updates_of(optimizer: Optimizer) -> int:

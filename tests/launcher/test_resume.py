@@ -214,3 +214,4 @@ def test_a_checkpoint_that_the_rules_do_not_know_of_is_told(folder: Folder) -> N
         # No rule binds in the second model.
         assert sum("a constant factor of 0.1 changes next to nothing" in line for line in told) == 1
     assert not any(resumed in line for line in lines(9, "--start-step", "9"))
+    assert sum("changes next to nothing" in line for line in lines(0, "--dry-run")) == 1

@@ -261,6 +261,7 @@ NOT_DRIVEN = {
     "runtime/loss_backward.py:_gradients_of": NO_PACK,
     "runtime/loss_backward.py:_weights": NO_PACK,
     "runtime/effect_table.py:_compiled": NO_PACK,
+    "runtime/effect_table.py:_trap": NO_PACK,
     "runtime/loss_rules.py:NamedPass._check": NO_PACK,
     "runtime/loss_rules.py:NamedPass.delivering": NO_PACK,
     "runtime/loss_rules.py:_refuse_unlike": NO_PACK,

@@ -179,7 +179,7 @@ def test_features_say_what_they_lack(model: Net, session: Session) -> None:
         session.plot("features", rule="maps", sample=2)
     with pytest.raises(ValueError, match="'norms' takes only name= and rule="):
         session.plot(step=3)
-    with pytest.raises(ValueError, match="there are norms, features"):
+    with pytest.raises(ValueError, match="there are norms, histograms, features"):
         wrong.plot("lines")
 
 

@@ -26,6 +26,7 @@ from gradsurgeon.language.planning.table import count
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.records.store.layout import database_name, is_of_another_start
 from gradsurgeon.runtime import Attachment, Guard, SessionOptions, session_state
+from gradsurgeon.runtime.first_update import mention_scales
 from gradsurgeon.sinks.sink import Sink, at_place
 from gradsurgeon.tensors import _dist
 
@@ -131,6 +132,10 @@ class Models:
             over = model.attachment.context.refusals.over
             if not (over or self.settings.quiet or self.settings.dry_run):
                 write(self._header(model, optimizers), self.rank)
+            for optimizer in optimizers:
+                # Before the first update, at which a dry run stops.
+                attachment = model.attachment
+                mention_scales(attachment.context, attachment.controller.effects, optimizer)
 
     def _bind_again(self, waiting: Sequence[AttachedModel]) -> None:
         """Bind the rules to a larger model if the waiting models became parts of it."""
