@@ -118,7 +118,8 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     dtype = str(tensor.dtype).removeprefix("torch.")
     infinite = counts["Inf"] + counts["-Inf"]
     # The ragged dimension of a nested tensor has no number.
-    shape = tuple([size if isinstance(size, int) else -1 for size in tensor.shape])
+    sizes: Iterable[Any] = tensor.shape
+    shape = tuple([size if isinstance(size, int) else -1 for size in sizes])
     return TensorFacts(
         name,
         shape,
