@@ -55,7 +55,7 @@ The key `diagnosis` of an event in `report --format json` and `export --format j
 | `evidence` | what repeating the operation has shown, sentences |
 | `remedy` | what to try, a sentence |
 | `rows` | an object, below, or `null` |
-| `inputs`, `outputs` | tensors: `name` (of an input: in the operation's schema), `shape`, `dtype`, `low` and `high` of the finite elements or `null`, `numel`, and how many are `nan`, `inf` (`minus_inf` included) and `minus_inf`, in which `rows` |
+| `inputs`, `outputs` | tensors: `name` (of an input: in the operation's schema), `shape` (-1 for a ragged dimension), `dtype`, `low` and `high` of the finite elements or `null`, `numel`, and how many are `nan`, `inf` (`minus_inf` included) and `minus_inf`, in which `rows` |
 | `rank` | the rank that found it |
 | `bundle` | path of the bundle, empty without one and in `step.json` |
 

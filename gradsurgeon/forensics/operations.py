@@ -117,9 +117,12 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
         low, high = ends(finite)
     dtype = str(tensor.dtype).removeprefix("torch.")
     infinite = counts["Inf"] + counts["-Inf"]
+    # The ragged dimension of a nested tensor has no number.
+    sizes: Iterable[Any] = tensor.shape
+    shape = tuple([size if isinstance(size, int) else -1 for size in sizes])
     return TensorFacts(
         name,
-        tuple(tensor.shape),
+        shape,
         dtype,
         low,
         high,

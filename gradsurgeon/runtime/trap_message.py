@@ -35,15 +35,17 @@ def texts(
 ) -> tuple[str, str]:
     """Return the message of a trip, and the text for a terminal, which is empty if it is no other.
 
-    The first two lines of a message say what happened and what was done. A terminal shows the diagnosis first.
+    The first two lines of a message say what happened and what was done. A diagnosis that blames nobody comes last. A
+    terminal shows any other diagnosis first.
     """
     head = f"{place}: {report.head}"
     lines = list(report.lines)
     if sample_ids:
         lines.insert(0, f"samples of this step: {numbered('sample_id', sample_ids)}")
     if diagnosis is None or not diagnosis.blames:
-        lines = [head, outcome, *diagnosis_lines(diagnosis), *lines, report.hint]
-        return "\n".join(lines).rstrip("\n"), ""
+        if report.hint:
+            lines.append(report.hint)
+        return "\n".join([head, outcome, *lines, *diagnosis_lines(diagnosis)]), ""
     shown = [*born_lines(place, diagnosis), f"{report.head}; {outcome}", *lines]
     return "\n".join([head, outcome, *diagnosis_lines(diagnosis), *lines]), "\n".join(shown)
 

@@ -440,6 +440,25 @@ def test_programs_read_the_same_keys_everywhere(
     assert step["diagnosis"] == {**values, "bundle": ""}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_ragged_dimension_is_no_obstacle(tmp_path: Path) -> None:
+    model = Block(lambda x: (x - 100).sqrt())
+    optimizer = sgd(model)
+    parts = [torch.ones(2, 4), torch.zeros(4, 4)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer, record=tmp_path / "run"),
+        pytest.raises(NonFiniteGradientError),
+    ):
+        first, second = model(nested).unbind()
+        (first.sum() + second.sum()).backward()
+        optimizer.step()
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        (event,) = run.events
+    assert event.diagnosis is not None
+    assert event.diagnosis["outputs"][0]["shape"] == [2, -1, 4]
+
+
 def test_the_ids_are_in_the_bundle(stopped: NonFiniteGradientError) -> None:
     assert stopped.bundle is not None
     assert stopped.diagnosis.rows.ids == (30,)

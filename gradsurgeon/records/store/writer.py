@@ -38,7 +38,9 @@ def _further_keys(event: Event) -> str | None:
     """Return the keys of an event without a column as JSON, ``None`` if they are empty."""
     if event.diagnosis is None and not event.sample_ids:
         return None
-    return layout.json_text({"diagnosis": event.diagnosis, "sample_ids": event.sample_ids})
+    keys = {"diagnosis": event.diagnosis, "sample_ids": event.sample_ids}
+    # No value of a script's tensors may raise here.
+    return json.dumps(keys, default=str)
 
 
 class RunWriter(Outlet):
