@@ -45,6 +45,15 @@ Fault = Literal[
 ]
 
 
+def _with_lists(value: Any) -> Any:
+    """Return a value whose tuples are lists, as a reader of JSON gets it."""
+    if isinstance(value, dict):
+        return {key: _with_lists(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return [_with_lists(inner) for inner in value]
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of Python, as a traceback shows it."""
@@ -203,7 +212,7 @@ class Diagnosis:
         if self.cause is not None:
             values.update(cause=self.cause.fault, evidence=self.cause.evidence)
             values["remedy"] = self.cause.advice
-        return values
+        return {key: _with_lists(value) for key, value in values.items()}
 
     @property
     def blames(self) -> bool:

@@ -66,7 +66,10 @@ class Outcome:
             sentence = findings[0]
             if len(findings) > 1:
                 sentence += f" (and {count(len(findings) - 1, 'other fault')})"
-            return Band("look", sentence)
+            state: State = "look"
+            if self._stayed_nonfinite:
+                state = "broken"
+            return Band(state, sentence)
         words = "no fault found"
         if ending is not None:
             words = ending.words
@@ -78,6 +81,12 @@ class Outcome:
         if ending is not None and ending.is_clean and not self.callouts:
             words += ", clean"
         return Band("fine", words)
+
+    @property
+    def _stayed_nonfinite(self) -> bool:
+        """Whether a trap tripped, and norms were non-finite to the end."""
+        kinds = {callout.kind for callout in self.callouts}
+        return NONFINITE in kinds and bool(by_kind(self.events)["trap"])
 
     @property
     def top(self) -> list[str]:

@@ -767,7 +767,7 @@ def test_what_another_thread_draws_meanwhile_never_comes_again() -> None:
 
     def draw() -> None:
         while not over.is_set():
-            drawn.append(float(torch.rand(())))
+            drawn.append(float(torch.rand((), dtype=torch.float64)))
             time.sleep(0)
 
     thread = threading.Thread(target=draw)

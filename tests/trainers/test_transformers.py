@@ -139,7 +139,9 @@ def test_bf16_and_the_default_optimizers(optim: str, tmp_path: Path) -> None:
         made.train()
         # The wrapper of accelerate and what it wraps are one optimizer, with one clock.
         assert session.step == STEPS
-    assert session.events == []
+    (notice,) = session.events
+    assert (notice.kind, notice.rule) == ("notice", "half")
+    assert "AdamW divides each gradient by its running size" in notice.message
     assert [s for s, _ in session.history(LOGGED, rule="clipped")] == list(range(STEPS))
     clipped = [norm for _, norm in session.history(LOGGED, rule="clipped")]
     halved = [norm for _, norm in session.history(LOGGED, rule="halved")]

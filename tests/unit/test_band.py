@@ -20,7 +20,8 @@ CHECK = Event("check", "updates", 19, 0, "a", "step 19, rule updates: a never mo
 OTHER_CHECK = Event("check", "updates", 29, 0, "b", "step 29, rule updates: b never moved")
 TRAP = Event("trap", "nans", 3, 0, "a", "step 3, rule nans: bad\nskipped")
 DIAGNOSED = replace(
-    TRAP, message=f"{TRAP.message}\ndiagnosis (reproduced): NaN born in a\n  at train.py:9"
+    TRAP,
+    diagnosis={"where": "forward", "headline": "NaN born in a", "file": "train.py", "line": 9},
 )
 SKIPPED = Event("skipped-step", "nans", 3, 0, "", "step 3: skipped")
 SCALER = Event("scaler-skip", "", 0, 0, "", "step 0: the scaler skipped")
@@ -58,7 +59,9 @@ CASES: dict[str, tuple[object, ...]] = {
         f"look: {CHECK.message}", "1 fault", [],
     ),
     "a trap": (ENDED, [TRAP, replace(TRAP, step=4, message="step 4: bad")], [NAN],
-        "look: step 3, rule nans: bad", "1 fault", ["facts:", f"  {NAN.text}"]),
+        "broken: step 3, rule nans: bad", "1 fault", ["facts:", f"  {NAN.text}"]),
+    "a trap, and finite again": (ENDED, [TRAP], [NAN_ONCE],
+        "look: step 3, rule nans: bad", "1 fault", ["facts:", f"  {NAN_ONCE.text}"]),
     "a diagnosis": (ENDED, [DIAGNOSED, SKIPPED], [],
         "look: step 3: NaN born in a, train.py:9", "1 fault", []),
     "no trap": (ENDED, [], [NAN], f"look: {NAN.text}", "1 fault", [NAN.text]),

@@ -45,8 +45,8 @@ def test_a_short_run_reads_as_its_session_would(tmp_path: Path) -> None:
         text = report.text(width=100)
         assert summary(run).text(width=100) == text
     assert text.splitlines()[:3] == [
+        "look: bad",
         "ended, traps tripped in 1 step",
-        "  bad",
         "summary: rules.yaml on Net: steps 0..4, 1 event (1 trap)",
     ]
     assert report.rules == {"norms": RuleInfo("norm-log", "observe", ("a.weight", "a.bias"))}
