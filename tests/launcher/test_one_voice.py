@@ -65,7 +65,7 @@ CASES = {
         before="net.embed.requires_grad_(False)",
     ),
     "a NaN": Case(
-        "look: step 20: ",
+        "broken: step 20: ",
         "1 fault",
         ("non-finite: 5 parameters, first at step 20: ",),
         factor="(float('nan') if step > 19 else 1)",
