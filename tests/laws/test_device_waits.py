@@ -166,7 +166,7 @@ def test_a_device_that_fails_is_a_sentence_and_what_had_arrived_is_kept(
     )
     assert "gradsurgeon: Sequential, 70 steps" in lines
     assert any(line.startswith("  debug-nans   nan-trap  checked 70 updates") for line in lines)
-    assert found["ended"] == "stopped by AcceleratorError"
+    assert found["ended"] == "broken: stopped by AcceleratorError"
 
 
 def test_a_session_that_a_device_ends_raises_no_second_error(told: dict[str, Any]) -> None:
