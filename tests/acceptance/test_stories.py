@@ -72,14 +72,16 @@ def test_a_gradient_explodes_and_a_clip_mends_it(tmp_path: Path) -> None:
     assert told.number(r"the loss ends at ([\d.]+)$") == pytest.approx(clipped[-1], abs=0.006)
     # Bits that differ from one processor to the next decide which burst is the highest, and where it is.
     assert max(norms) > 300 * norms[0]
-    (said,) = (
-        line for line in without["callouts"] if line.startswith("largest spike: the norm of all")
-    )
-    times = re.search(r"at step (\d+), ([\d.e+]+)x the steps before it; most in (\S+),", said)
-    assert times is not None
-    assert norms[int(times[1])] > 10 * norms[0]
-    assert float(times[2]) >= 10
-    assert times[3].startswith(("lstm.", "embed."))
+    # They decide as well whether the norms before the burst are so wild that none stands out from them.
+    for said in without["callouts"]:
+        times = re.search(
+            r"the norm of all .* at step (\d+), ([\d.e+]+)x the steps before it; most in (\S+),",
+            said,
+        )
+        assert times is not None
+        assert norms[int(times[1])] > 10 * norms[0]
+        assert float(times[2]) >= 10
+        assert times[3].startswith(("lstm.", "embed."))
     # A clip that only looks, and one that acts.
     assert [run["observed"] for run in told.runs] == [True, False]
 
