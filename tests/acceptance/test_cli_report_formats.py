@@ -196,7 +196,7 @@ class TestJSON:
         assert found == {
             "version": 1,
             "title": "rules.yaml on Net",
-            "band": {"state": "look", "sentence": "bad"},
+            "band": {"state": "broken", "sentence": "bad"},
             "ended": {
                 "state": "ended", "words": "ended, 1 step skipped", "ranks": {"0": "ended"},
             },
