@@ -196,7 +196,7 @@ def trained(record: Path, *, merged: bool = False) -> list[Trained]:
 
     Args:
         record: the directory.
-        merged: whether rank 0 alone has rows, because it merges the parts of all ranks.
+        merged: whether rank 0 alone has norms, because it merges the parts of all ranks; each rank has its own loss.
     """
     found = []
     for file in sorted(record.rglob("run.json")):
@@ -212,8 +212,11 @@ def trained(record: Path, *, merged: bool = False) -> list[Trained]:
 
 
 def _steps(run: Any, rank: int) -> list[int]:
-    rows = (row for series in run if series.rank == rank for row in series.stored())
-    return sorted({step for step, *_ in rows})
+    steps = set()
+    for series in run:
+        if series.rank == rank and series.key.stat not in ("loss", "lr"):
+            steps.update(step for step, *_ in series.stored())
+    return sorted(steps)
 
 
 def states(record: Path) -> set[Literal["running", "finished", "stopped"]]:

@@ -54,7 +54,10 @@ def test_what_lets_weights_drift_apart_is_refused_on_one_rank(ranks: Ranks, rule
 @pytest.mark.parametrize("rule", ["warn", "early", "norms"])
 def test_what_only_records_or_is_averaged_waits_for_nobody(ranks: Ranks, rule: str) -> None:
     one, other = (rank[f"one rank, {rule}"] for rank in ranks)
-    assert (one["said"], one["error"], one["events"]) == ([], None, [])
+    assert (one["said"], one["error"]) == ([], None)
+    # That AdamW cancels a scale concerns no other rank.
+    other_events = [event for event in one["events"] if "running size" not in event[-1]]
+    assert other_events == []
     assert one["weights"] == other["weights"]
 
 

@@ -198,6 +198,8 @@ class TestLightning:
             "gradsurgeon/norms/least",
             NOT_FINITE,
             CHOSEN,
+            "gradsurgeon/norms/loss/loss",
+            "gradsurgeon/norms/SGD/0/lr",
         }
         (plan,) = [one.message for one in caplog.records if one.message.startswith("plan: ")]
         assert plan == str(session.plan)
