@@ -212,7 +212,7 @@ def trained(record: Path, *, merged: bool = False) -> list[Trained]:
 
 
 def _steps(run: Any, rank: int) -> list[int]:
-    steps = set()
+    steps: set[int] = set()
     for series in run:
         if series.rank == rank and series.key.stat not in ("loss", "lr"):
             steps.update(step for step, *_ in series.stored())
