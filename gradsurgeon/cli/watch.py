@@ -137,11 +137,7 @@ def _draw(report: Report, hint: str) -> None:
 def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
-    sections: list[Iterable[str]] = [
-        _head(report),
-        _events(report),
-        _remarks(report),
-    ]
+    sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
     sections += [table.lines(columns, _WORST) for table in urgent]
     sections.append(_whole_gradients(report))
     sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]

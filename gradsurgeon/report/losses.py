@@ -22,7 +22,7 @@ _ROWS = 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf", LOSS)
 _HEAD = ("history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
-# Of a curve in JSON.
+# JSON has at most so many points of a curve.
 MOST_POINTS = 2000
 TITLES = {
     LOSS: "loss of each update",

@@ -304,3 +304,11 @@ class Check:
     def at_end(self) -> Iterable[Finding]:
         """Return what has not been reported when the session, or its process group, ends."""
         return ()
+
+
+def owned_ids(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters of an optimizer."""
+    ids: set[int] = set()
+    for group in getattr(optimizer, "param_groups", ()):
+        ids.update(map(id, group["params"]))
+    return ids

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update, owned_ids
 from gradsurgeon.common import _live
 from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors.sampling import largest
@@ -277,13 +277,9 @@ def _judge_gone(owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Fin
 def _optimizers_of(update: Update, index: int) -> list[Optimizer]:
     """Return all optimizers that hold a parameter."""
     (param,) = update.find((index,))
-    holders = []
-    for optimizer in _live.instances(Optimizer):
-        for group in getattr(optimizer, "param_groups", ()):
-            if any(held is param for held in group["params"]):
-                holders.append(optimizer)
-                break
-    return holders
+    return [
+        optimizer for optimizer in _live.instances(Optimizer) if id(param) in owned_ids(optimizer)
+    ]
 
 
 def _is_kept(grad: Tensor | None, places: Tensor, old: Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon.actions.checks.base import Finding, Pass
+from gradsurgeon.actions.checks.base import Finding, Pass, owned_ids
 from gradsurgeon.common import _live
 from gradsurgeon.common._script import variable_of
 from gradsurgeon.tensors import _dist
@@ -110,8 +110,7 @@ def _owned_ids() -> set[int]:
     """Return the ids of the parameters of all optimizers."""
     ids: set[int] = set()
     for optimizer in _live.instances(Optimizer):
-        for group in getattr(optimizer, "param_groups", ()):
-            ids.update(map(id, group["params"]))
+        ids |= owned_ids(optimizer)
     return ids
 
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from gradsurgeon.common.events import TRIPS, Event
 from gradsurgeon.integrations.launcher.messages import STATUS_FILE
@@ -27,13 +26,8 @@ MOST_WAITING = 100
 
 def document(event: Event, **more: object) -> bytes:
     """Return an event as one line of JSON."""
-    values = {**asdict(event), "diagnosis": diagnosis_of(event), **more}
+    values = {**asdict(event), **more}
     return f"{json_text(values)}\n".encode()
-
-
-def diagnosis_of(event: Event) -> dict[str, Any] | None:
-    """Return the keys of the diagnosis that belongs to an event, ``None`` without one."""
-    return getattr(event, "diagnosis", None)
 
 
 class EventCommand:
@@ -48,7 +42,7 @@ class EventCommand:
         # When the commands of events that still wait at the end must be over, by the monotonic clock.
         self._deadline: float | None = None
         self._left_out = 0
-        # What went wrong, each once.
+        # The problems of the command, each once.
         self.failures: list[str] = []
 
     def event(self, event: Event) -> None:

@@ -27,6 +27,7 @@ from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.records.store.layout import database_name, is_of_another_start
 from gradsurgeon.runtime import Attachment, Guard, SessionOptions, session_state
 from gradsurgeon.runtime.first_update import mention_scales
+from gradsurgeon.runtime.running_steps import params_of
 from gradsurgeon.sinks.sink import Sink, at_place
 from gradsurgeon.tensors import _dist
 
@@ -41,7 +42,7 @@ class AttachedModel:
     start: int
     # The ids of its parameters when the rules were bound. Between passes a sharded model may show other parameters.
     owned: frozenset[int]
-    # What `--model` needs to build the model anew.
+    # The value of `--model` that builds the model anew.
     spec: str
     begun: bool = False
     replaced: bool = False
@@ -179,7 +180,7 @@ class Models:
         owned: set[int] = set()
         for optimizer in optimizers:
             name = type(optimizer).__name__
-            held = _params_of(optimizer) & params
+            held = params.intersection(map(id, params_of(optimizer)))
             owned |= held
             if held and name not in owners:
                 owners.append(name)
@@ -346,11 +347,3 @@ def say_from_rank(text: str) -> None:
     if rank:
         text = f"rank {rank}: {text}"
     write([f"gradsurgeon: {text}"], 0)
-
-
-def _params_of(optimizer: Optimizer) -> set[int]:
-    """Return the ids of the parameters that an optimizer holds."""
-    ids: set[int] = set()
-    for group in getattr(optimizer, "param_groups", ()):
-        ids.update(map(id, group["params"]))
-    return ids
