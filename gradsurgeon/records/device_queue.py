@@ -36,24 +36,23 @@ class DeviceQueue(Generic[Item]):
         # Several threads can call hooks, and readers live in other threads.
         self.lock = RLock()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def put(
         self, item: Item, values: Tensor, *, slot: Hashable = None, is_copy: bool = False
-    ) -> None:
-        """Queue a copy of numbers; it replaces the numbers that wait in the same slot.
+    ) -> int:
+        """Queue a copy of numbers; it replaces the numbers that wait in the same slot. Return how many items wait.
 
         Numbers that are a copy themselves, float32, are queued as they are.
         """
         with self.lock:
-            self._streams[values.device].follow(values.device)
+            if not values.is_cpu:
+                self._streams[values.device].follow(values.device)
             copied = values.reshape(-1)
             if not is_copy:
                 copied = copied.detach().to(torch.float32, copy=True)
             if slot is None:
                 slot = object()
             self._waiting[slot] = (item, copied)
+            return len(self._waiting)
 
     def send(self, *, wait: bool = False) -> None:
         """Send the waiting numbers to the host, and deliver the numbers that have arrived; with ``wait`` all numbers."""

@@ -100,7 +100,7 @@ class EventLog:
         self._say = say
         self._said: set[str] = set()
         # Errors of checks, until the update.
-        self._raised: list[BaseException] = []
+        self.raised: list[BaseException] = []
         # The events by identity, and the identities of repetitions by whether they are routine.
         self._events: dict[int, Event] = {}
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
@@ -229,18 +229,14 @@ class EventLog:
 
     def raise_later(self, error: BaseException) -> None:
         """Keep an error until the update, where nothing is half done."""
-        self._raised.append(error)
-
-    @property
-    def has_raised(self) -> bool:
-        return bool(self._raised)
+        self.raised.append(error)
 
     def raise_raised(self) -> None:
         """Raise the first error that was kept since the last call, if there is one."""
-        if self._raised:
-            del self._raised[1:]
+        if self.raised:
+            del self.raised[1:]
             # No frame of the traceback refers to the error, or the two would keep all that the frames refer to alive.
-            raise self._raised.pop()
+            raise self.raised.pop()
 
     def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, **options: Any
@@ -296,8 +292,7 @@ class EventLog:
             return
         if _torch.is_capturing():
             return  # they have no value yet, and belong to the graph
-        self._flags.put(act, values)
-        if len(self._flags) >= _FLAGS_PER_TRANSFER:
+        if self._flags.put(act, values) >= _FLAGS_PER_TRANSFER:
             self._flags.send()
 
     def read_devices(self, *, wait: bool = True) -> None:

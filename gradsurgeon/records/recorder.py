@@ -21,7 +21,7 @@ from gradsurgeon.errors import TrapError, printable, reason_of
 from gradsurgeon.records.captured import CapturedTensors
 from gradsurgeon.records.device_queue import DeviceQueue, PendingStatistics
 from gradsurgeon.records.event_log import EventLog
-from gradsurgeon.records.shared_rows import PendingRow, SharedRows, shares
+from gradsurgeon.records.shared_rows import PendingRow, Share, SharedRows, shares
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.tensors import _torch
@@ -106,13 +106,18 @@ class Recorder:
         ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
         ``grads`` are the tensors of the columns, if this rank has measured only shards of some. Nobody writes to a copy.
         """
-        row = PendingRow(key, step, columns, replace, (), shares(grads), self.shared.passes)
+        shared: tuple[Share, ...] = ()
+        if grads:
+            shared = shares(grads)
+        row = PendingRow(key, step, columns, replace, (), shared, self.shared.passes)
         slot = None
         if replace:
             # The slot uses the identity of the key: hashing the names of thousands of tensors takes longer than measuring them.
             slot = (id(key), step)
-        self._ring.put(row, values, slot=slot, is_copy=is_copy)
-        self._move(due=self._is_due())
+        waiting = self._ring.put(row, values, slot=slot, is_copy=is_copy)
+        due = self._is_due()
+        if due or waiting >= _ROWS_PER_FLUSH:
+            self._move(due=due)
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Record the statistics of one tensor as it is now; each call adds a value of its own."""
@@ -147,8 +152,7 @@ class Recorder:
             self._write_state()
 
     def _move(self, *, due: bool) -> None:
-        if due or len(self._ring) >= _ROWS_PER_FLUSH:
-            self._send(wait=False)
+        self._send(wait=False)
         if due:
             self._commit()
 

@@ -47,8 +47,6 @@ class Share(NamedTuple):
 
 
 def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
-    if not tensors:
-        return ()
     places_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for place, tensor in enumerate(tensors):
         ranks: tuple[int, ...] = ()

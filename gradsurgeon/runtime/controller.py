@@ -46,8 +46,7 @@ class Controller:
         self._model = weakref.ref(model)
         self.context = context
         self.kept = KeptCalls(lambda: context.paused)
-        # The facts about the model that checks use; `None` without checks.
-        self._facts: ModelFacts | None = None
+        self._facts: ModelFacts | None = None  # without checks
         if any(isinstance(rule, CheckRule) for rule in context.rules):
             self._facts = ModelFacts(context, model, self.kept)
         self.effects = effects_of(context, plan, self._facts)
@@ -179,8 +178,7 @@ class Controller:
         due = step.due
         if context.mode == "act":
             step.hidden_by = due.hidden_by
-        for bound in due.before_update:
-            bound.effect.before_update(step, bound)
+        self.training.before_update(step)
         heard = ALONE
         if context.ranks.are_several and not step.inside:
             heard = self._agreement.heard(counter)
@@ -204,6 +202,7 @@ class Controller:
         counter = step.counter
         step.took_place = took_place and not step.skipped
         self.training.after_update(step)
+        self.training.traps.passes.forget(counter)
         if self._facts is not None:
             self._facts.updated(counter)
         if took_place:
@@ -240,7 +239,8 @@ class Controller:
             counters.start = counter.step
         elif common.step < counter.step:
             self._count_due(common)
-            self.training.traps.passes.forget(common)
+            if common.indices:
+                self.training.traps.passes.forget(common)
             common.step = counter.step
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:

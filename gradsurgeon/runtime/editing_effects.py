@@ -105,17 +105,22 @@ class NormEdit(Effect):
             norms = _numbers.over(norms, by_norm.order)
         factors = by_norm.factor(norms)
         is_counted = gradients.shorten(rule, indices, factors)
+        if is_counted:
+            self._mention_nonfinite(norms, step)
+            return
 
-        def tell(norms: Tensor) -> None:
-            # A sum of float32 numbers does not overflow in Python.
-            if not math.isfinite(sum(norms.tolist())):
-                self.log.emit("notice", LEFT_ALONE, rule=rule, step=step)
-            if not is_counted:
-                shorter = by_norm.factor(norms).expand(len(indices)) < 1.0
-                self.log.count_changed(rule, shorter.sum())
+        def count(norms: Tensor) -> None:
+            self._mention_nonfinite(norms, step)
+            shorter = by_norm.factor(norms).expand(len(indices)) < 1.0
+            self.log.count_changed(rule, shorter.sum())
 
         # Events and counts are computed on the host; norms of a device arrive there later.
-        self.log.when_read(norms, tell)
+        self.log.when_read(norms, count)
+
+    def _mention_nonfinite(self, norms: Tensor, step: int) -> None:
+        # A sum of float32 numbers does not overflow in Python.
+        if not math.isfinite(sum(norms.tolist())):
+            self.log.emit("notice", LEFT_ALONE, rule=self.rule.id, step=step)
 
 
 def _times(values: Tensor, factor: float | Tensor) -> Tensor:

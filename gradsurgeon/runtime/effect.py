@@ -66,6 +66,7 @@ class Effect:
         searches: whether it searches gradients for non-finite elements.
         votes: whether what it judges can differ between ranks, so they vote on it.
         measures: whether it needs numbers of whole gradients at the update, also where ranks hold shards.
+        records: whether it records numbers, so that the loss and the learning rates are recorded with them.
         then: what follows if it objects: see `Decision`.
     """
 
@@ -77,6 +78,7 @@ class Effect:
     searches = False
     votes = False
     measures = False
+    records = False
     then = ""
 
     def __init__(
@@ -122,7 +124,7 @@ class Effect:
         return ()
 
     def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
-        """Report what must not reach a weight, given the parameters whose number is not finite."""
+        """Report what must not reach a weight, given the parameters whose number is not finite; called if there are any."""
 
     def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
         """Look at gradients once they have been judged, before rules at `step` act."""
@@ -185,6 +187,7 @@ class Due:
         judges_edits: whether traps judge again what edits made of gradients.
         asks_host: whether an effect needs the host to know if the update takes place.
         keeps_passes: whether a report may need what backward passes have left.
+        records: whether an effect records numbers.
         before_pass, after_pass, before_step, before_unscaling, before_update, before_edits, after_update: those that do something
             in the method of this name.
     """
@@ -196,6 +199,7 @@ class Due:
         self.at_step = self._at("step")
         self.judges: list[Bound] = []
         self.keeps_passes = False
+        self.records = any(each.effect.records for each in bound)
         traps = []
         for each in bound:
             if not each.effect.judges:

@@ -25,8 +25,9 @@ class Gradients:
         self.asked = indices
         # Whether no parameter of the session is left out.
         self._is_whole = len(indices) == len(context.names)
-        self._indices, grads = context.parameters.grads(indices)
-        self._now = dict(zip(self._indices, grads, strict=True))
+        # Those of the parameters that have a gradient.
+        self.indices, grads = context.parameters.grads(indices)
+        self._now = dict(zip(self.indices, grads, strict=True))
         # Whether this rank holds only a part of some gradient.
         self.are_sharded = _dist.any_sharded(grads)
         self.scale = scale
@@ -39,9 +40,6 @@ class Gradients:
         self._ours: set[int] = set()
         self._twice: set[int] | None = None
 
-    def __len__(self) -> int:
-        return len(self._now)
-
     def __contains__(self, index: int) -> bool:
         return index in self._now
 
@@ -49,8 +47,8 @@ class Gradients:
         return self._now[index]
 
     def having(self, indices: Sequence[int]) -> Sequence[int]:
-        if len(indices) == len(self._indices) and list(indices) == self._indices:  # nearly always
-            return self._indices
+        if len(indices) == len(self.indices) and list(indices) == self.indices:  # nearly always
+            return self.indices
         return [index for index in indices if index in self._now]
 
     def grads_of(self, indices: Iterable[int]) -> list[Tensor]:
@@ -60,16 +58,21 @@ class Gradients:
         """Return gradients in true units, for reading only."""
         return [unscaled(grad, self.scale) for grad in self.grads_of(indices)]
 
-    def take_norms(self, indices: Sequence[int]) -> Norms:
-        """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients."""
+    def take_norms(self, wanted: Sequence[int]) -> tuple[Sequence[int], Norms]:
+        """Measure the 2-norms of this rank's parts of unedited gradients; rules reuse those of whole gradients.
+
+        Return also which of the wanted parameters have a gradient.
+        """
+        indices = self.having(wanted)
         if self._norms and not self._ours and indices == self._measured:
-            return self._norms
+            return indices, self._norms
         grads = self.grads_of(indices)
         if self.are_sharded:
-            return measure.plain_norms(indices, _dist.parts(grads), scale=self.scale)
+            parts = _dist.parts(grads)
+            return indices, measure.plain_norms(indices, parts, scale=self.scale)
         self._norms = measure.plain_norms(indices, grads, scale=self.scale)
         self._measured = indices
-        return self._norms
+        return indices, self._norms
 
     def keep_norms(self, indices: Sequence[int], norms: Norms) -> None:
         """Take norms of this rank's parts of these gradients, which nobody has edited since they were measured."""
@@ -182,7 +185,7 @@ class Gradients:
             return self._twice
         twice = set()
         if self._is_whole:
-            indices = self._indices
+            indices = self.indices
             grads = self.grads_of(indices)
         else:
             indices, grads = self._context.parameters.grads()

@@ -12,13 +12,12 @@ from gradsurgeon.actions import CaptureRule, Observer, ObserverRule, Rule
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
+from gradsurgeon.runtime.effect import Bound, Effect
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import _dist, _numbers, measure
-from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 _AWAITING = (
     "has no records of {names}: these gradients await a sum over ranks, which takes a collective, and rules that only look "
@@ -48,27 +47,11 @@ class Copy(Effect):
         self.context.captures.keep(self.rule, name, step, tensor)
 
 
-class RecordCurves(Effect):
-    """Records the loss and the learning rates of each update beside what derived effects record."""
-
-    def before_pass(self, graph: BackwardGraph, bound: Bound) -> None:  # noqa: ARG002 # of derived effects
-        self.context.curves.began(graph)
-
-    def after_pass(self, done: BackwardPass, bound: Bound) -> None:  # noqa: ARG002 # as above
-        self.context.curves.passed(done)
-
-    def before_update(self, update: WeightUpdate, bound: Bound) -> None:
-        self.context.curves.updating(bound.counter, update.optimizer())
-
-    def after_update(self, update: WeightUpdate, bound: Bound) -> None:  # noqa: ARG002 # as above
-        # A `GradScaler` that leaves an update out calls no optimizer.
-        self.context.curves.updating(bound.counter, None)
-
-
-class Record(RecordCurves):
+class Record(Effect):
     """Records statistics, in true units."""
 
     rule: ObserverRule
+    records = True
 
     def __init__(
         self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Observer
@@ -129,7 +112,6 @@ class RecordContributions(Record):
 
     def after_pass(self, done: BackwardPass, bound: Bound) -> None:
         """Record the contributions of a pass."""
-        super().after_pass(done, bound)
         rows = done.logged.get(self.rule.id, {})
         if not rows:
             return

@@ -226,7 +226,7 @@ class OptimizerWatch:
         if decision.error is not None:
             self._end(update)
             raise decision.error()
-        if event_log.has_raised:
+        if event_log.raised:
             self._end(update, took_place=False)
             event_log.raise_raised()
         if decision.skip:
@@ -253,23 +253,20 @@ class OptimizerWatch:
 
     def _show(self, optimizer: Optimizer, update: RunningStep) -> None:
         owner = self._owners[optimizer]
-        cleared = update.has_cleared()
-        if cleared is None:
-            cleared = owner.clears
-        else:
-            owner.clears = cleared and owner.clears is not False
-        update.show(cleared=bool(cleared))
+        owner.clears = update.show_after(clears=owner.clears)
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del optimizer, args, kwargs
         frame = sys._getframe(1)  # noqa: SLF001 # as above
+        event_log = self._context.event_log
         # Torch goes through the hooks now, so the hooks of a session that is removed go later.
         try:
             update = self._of_frame(frame)
             if update is not None and not self._closed:
                 self._end(update)
-                self._context.event_log.raise_raised()
+                if event_log.raised:
+                    event_log.raise_raised()
         except Exception as error:
             if not self._context.refusals.goes_on_after(error):
                 raise

@@ -109,9 +109,12 @@ class SpikeEffect(Trap):
     def _keep(self, statistic: RunningStatistic) -> None:
         self.statistics.update(dict.fromkeys(statistic.indices, statistic))
 
-    def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
-        if not doubtful:
-            return None
+    def judge(
+        self,
+        update: DueUpdate,
+        bound: Bound,
+        doubtful: Sequence[int],  # noqa: ARG002 # the judged norms say which
+    ) -> TrapReport | None:
         judged = self._judged[bound.counter]
         # Passes that reached different parameters have no common order.
         reached = {frozenset(snapshot.done.indices) for snapshot in update.passes}

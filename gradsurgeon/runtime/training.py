@@ -38,7 +38,10 @@ class Training:
 
     def before_pass(self, graph: BackwardGraph) -> None:
         for counter in self.context.counters.all:
-            for bound in self.effects.due(counter).before_pass:
+            due = self.effects.due(counter)
+            if due.records:
+                self.context.curves.began(graph)
+            for bound in due.before_pass:
                 bound.effect.before_pass(graph, bound)
 
     def after_pass(self, done: BackwardPass) -> None:
@@ -53,7 +56,10 @@ class Training:
 
     def pass_is_over(self, done: BackwardPass) -> None:
         for counter in self.context.counters.all:
-            for bound in self.effects.due(counter).after_pass:
+            due = self.effects.due(counter)
+            if due.records:
+                self.context.curves.passed(done)
+            for bound in due.after_pass:
                 bound.effect.after_pass(done, bound)
 
     def before_unscaling(
@@ -67,6 +73,12 @@ class Training:
             for bound in due.before_unscaling:
                 bound.effect.before_unscaling(update, bound, scaler.get_scale())
 
+    def before_update(self, update: WeightUpdate) -> None:
+        if update.due.records:
+            self.context.curves.updating(update.counter, update.optimizer())
+        for bound in update.due.before_update:
+            bound.effect.before_update(update, bound)
+
     def act_at_step(self, update: WeightUpdate, heard: Heard, *, had_pass: bool) -> StepDecision:
         """Ask traps for their judgement of an update, then run the effects at `step`."""
         due = update.due
@@ -75,7 +87,14 @@ class Training:
         if update.inside or not had_pass:
             self._catch_up(update, gradients)
         passes = self.traps.passes.feeding(update.counter)
-        judged = DueUpdate(update.counter, gradients, passes, heard, update.overflow)
+        judged = DueUpdate(
+            update.counter,
+            gradients,
+            passes,
+            heard,
+            overflow=update.overflow,
+            trapped=due.trapped,
+        )
         # A trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
         decision = self.traps.decide(judged, due, moved=update.has_moved)
         for bound in due.before_edits:
@@ -111,10 +130,11 @@ class Training:
         """Show an update that is over, whether it took place or not."""
         for bound in update.due.after_update:
             bound.effect.after_update(update, bound)
-        self.traps.passes.forget(update.counter)
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Judge an update that a `GradScaler` leaves out; raise if a trap sees more than an overflow."""
+        if self.effects.due(counter).records:
+            self.context.curves.updating(counter, None)
         try:
             self.traps.skipped_by_scaler(counter, scale)
         finally:
@@ -130,10 +150,9 @@ class Training:
             if gradients is None or gradients.asked != due.watched:
                 gradients = Gradients(context, due.watched, done.scale)
             # A snapshot without gradients still serves a spike report, which needs the order of the pass.
-            if not (gradients or due.keeps_passes):
+            if not (gradients.indices or due.keeps_passes):
                 continue
-            normed = gradients.having(due.normed)
-            norms = gradients.take_norms(normed)
+            normed, norms = gradients.take_norms(due.normed)
             if known is not None:
                 known.keep_norms(normed, norms)
             # Inside a backward pass the whole pass comes later.
@@ -148,7 +167,7 @@ class Training:
     def _catch_up(self, update: WeightUpdate, gradients: Gradients) -> None:
         """Show gradients that came before the hooks were on, or that the script assigned."""
         having = update.counter.indices
-        if len(gradients) < len(having):
+        if len(gradients.indices) < len(having):
             having = tuple(self.context.parameters.grads(having)[0])
         if update.inside:
             # Measured now: the script clears this gradient before the pass ends.

@@ -71,7 +71,7 @@ class TrainingCurves:
 
     def began(self, graph: BackwardGraph) -> None:
         if self._running is graph.losses:
-            return  # another rule, or another optimizer
+            return  # another optimizer
         # A loss that was computed before the last pass is another one; one that was computed since, of a micro-batch.
         is_another = bool(self._waiting) and graph.made < self._begun
         self._number = self._waiting[-1].number + 1 if is_another else 0
@@ -116,8 +116,9 @@ class TrainingCurves:
         """Take the losses that reached parameters of an update, summed over its micro-batches."""
         sums: dict[int, _Loss] = {}
         waiting = []
+        updated = set(counter.indices)
         for loss in self._waiting:
-            if counter not in self._counters.among(loss.indices):
+            if updated.isdisjoint(loss.indices):
                 waiting.append(loss)
             elif loss.number in sums:
                 total = sums[loss.number].value + loss.value

@@ -75,8 +75,6 @@ class NonfiniteTrap(Trap):
         return update.norms
 
     def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
-        if not doubtful:
-            return None
         evidence = update.evidence(doubtful)
         if evidence.concerns(bound.indices):
             return evidence.report(self.context.names)
@@ -112,8 +110,6 @@ class ThresholdTrap(Trap):
         return ((tuple(indices), flags),)
 
     def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
-        if not doubtful:
-            return None
         statistic = self.decision.statistic
         indices = update.gradients.having(bound.indices)
         values = update.gradients.statistics(statistic, indices).tolist()

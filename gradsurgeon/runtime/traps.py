@@ -95,8 +95,6 @@ class Traps:
     def decide(self, update: DueUpdate, due: Due, *, moved: bool) -> StepDecision:
         """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
         update.counter.scaler_skips = 0
-        if due.trapped:
-            update.search(due.trapped)
         findings = self._judge(update, due.judges)
         for trap in self._effects.tensor_traps:
             holders = self._holders(update.counter)
@@ -118,11 +116,14 @@ class Traps:
         if not looked:
             return {}
         doubtful = dict(zip(distinct, measure.nonfinite(*distinct.values()), strict=True))
-        findings = {}
+        findings: dict[Trap, TrapReport | None] = {}
         for bound, norms in looked:
             trap = bound.effect
             assert isinstance(trap, Trap)  # noqa: S101 # only traps judge
-            findings[trap] = trap.judge(update, bound, doubtful[id(norms)])
+            findings[trap] = None
+            suspects = doubtful[id(norms)]
+            if suspects:
+                findings[trap] = trap.judge(update, bound, suspects)
         return findings
 
     def _holders(self, counter: StepCounter) -> Sequence[StepCounter]:

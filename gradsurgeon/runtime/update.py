@@ -25,6 +25,7 @@ class DueUpdate:
         passes: what the backward passes that feed it have left, the earliest first.
         heard: the votes of the ranks on it.
         overflow: whether the optimizer is going to skip the update, if only the device knows.
+        norms: the norms of the gradients that traps search for non-finite elements, ``trapped``.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class DueUpdate:
         gradients: Gradients,
         passes: Sequence[GradientSnapshot],
         heard: Heard,
+        *,
         overflow: Tensor | None,
+        trapped: Sequence[int],
     ) -> None:
         self.counter = counter
         self.step = counter.step
@@ -41,19 +44,15 @@ class DueUpdate:
         self.passes = passes
         self.heard = heard
         self.overflow = overflow
-        # The norms that traps search, once they were measured.
         self.norms: Norms = ()
         self._searched: Sequence[int] = ()
         self._norms: Norms = ()
         self._evidence: GradientEvidence | None = None
-
-    def search(self, trapped: Sequence[int]) -> None:
-        """Measure the gradients of some parameters, of which traps search for non-finite elements."""
-        self._searched = self.gradients.having(trapped)
-        self._norms = self.gradients.take_norms(self._searched)
-        # Traps read the same numbers: those after the last backward pass, and those now.
-        before = self.passes[-1].norms if self.passes else ()
-        self.norms = (*before, *self._norms)
+        if trapped:
+            self._searched, self._norms = gradients.take_norms(trapped)
+            # Traps read the same numbers: those after the last backward pass, and those now.
+            before = passes[-1].norms if passes else ()
+            self.norms = (*before, *self._norms)
 
     def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
         """Return the evidence on the gradients, given the gradients with a doubtful norm. Waits for the device."""

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gradsurgeon.actions import Observer, Rule
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, WeightUpdate
-from gradsurgeon.runtime.observing_effects import RecordCurves, by_column
+from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
+from gradsurgeon.runtime.observing_effects import by_column
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _dist, _numbers, measure
 from gradsurgeon.tensors.sampling import sample
@@ -18,8 +18,10 @@ from gradsurgeon.tensors.statistics import STATISTICS
 SAMPLE = 16384
 
 
-class RecordWeights(RecordCurves):
+class RecordWeights(Effect):
     """Records statistics of weights, or of what an update has changed."""
+
+    records = True
 
     def __init__(
         self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Observer
@@ -40,7 +42,6 @@ class RecordWeights(RecordCurves):
         self._before[bound.counter] = samples
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
-        super().after_update(update, bound)
         before = self._before.pop(bound.counter, None)
         if before is None or not update.took_place:
             return
