@@ -1,4 +1,6 @@
-"""Counts of the elements of a tensor by sign and magnitude: exact, and without a wait for the device."""
+"""Counts of the elements of tensors by sign and magnitude: exact, and without a wait for the device."""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,29 +13,62 @@ from gradsurgeon.tensors.statistics import (
     HISTOGRAM_OCTAVES,
 )
 
+_COLUMNS = len(HISTOGRAM)
 _ZEROS = 2 * HISTOGRAM_BINS
 _NONFINITE = _ZEROS + 1
 # Elements that are counted together, which takes some ten times their own memory.
 _AT_ONCE = 2**22
 _WIDE = (torch.float32, torch.float64)
+# Elements of the tensor with this number.
+_Piece = tuple[int, Tensor]
 
 
-def histogram(tensor: Tensor, _missing: int = 0) -> Tensor:
-    """Count the elements of a tensor, or of this rank's part of a sharded one. Shape ``[66]``, float64."""
-    part = _dist.local(tensor)
-    flat = _numbers.values(part).reshape(-1)
-    counts = torch.zeros(len(HISTOGRAM), dtype=torch.float64, device=flat.device)
-    # A sparse tensor leaves zeros out.
-    counts[_ZEROS] += part.numel() - flat.numel()
-    one = torch.ones((), dtype=torch.float64, device=flat.device)
-    for elements in torch.split(flat, _AT_ONCE):
-        counts.scatter_add_(0, _columns(elements), one.expand(len(elements)))
+def histograms(tensors: Sequence[Tensor]) -> Tensor:
+    """Count the elements of tensors on one device, or of this rank's parts of sharded ones. Shape ``[n, 66]``, float64."""
+    parts = [_dist.local(tensor) for tensor in tensors]
+    flats = [_numbers.values(part).reshape(-1) for part in parts]
+    device = flats[0].device
+    counts = torch.zeros(len(parts), _COLUMNS, dtype=torch.float64, device=device)
+    one = torch.ones((), dtype=torch.float64, device=device)
+    for pieces in _together(flats):
+        columns = _columns(torch.cat([_widened(elements) for _, elements in pieces]))
+        start = 0
+        for number, elements in pieces:
+            end = start + len(elements)
+            columns[start:end] += number * _COLUMNS
+            start = end
+        counts.view(-1).scatter_add_(0, columns, one.expand(len(columns)))
+    for number, part in enumerate(parts):
+        # A sparse tensor leaves zeros out.
+        missing = part.numel() - flats[number].numel()
+        if missing:
+            counts[number, _ZEROS] += missing
     return counts
 
 
+def _together(flats: Sequence[Tensor]) -> Iterator[list[_Piece]]:
+    """Yield the tensors in pieces that are counted together: many small ones, or a part of a large one."""
+    waiting: list[_Piece] = []
+    size = 0
+    for number, flat in enumerate(flats):
+        for elements in torch.split(flat, _AT_ONCE):
+            if waiting and size + len(elements) > _AT_ONCE:
+                yield waiting
+                waiting = []
+                size = 0
+            waiting.append((number, elements))
+            size += len(elements)
+    if waiting:
+        yield waiting
+
+
+def _widened(elements: Tensor) -> Tensor:
+    if elements.dtype in _WIDE:
+        return elements
+    return elements.float()
+
+
 def _columns(elements: Tensor) -> Tensor:
-    if elements.dtype not in _WIDE:
-        return _columns(elements.float())
     # A mantissa is at least 0.5, so the floor of log2 is one less than the exponent. `log2` itself would round.
     _, exponents = torch.frexp(elements)
     octaves = exponents.long() - (1 + HISTOGRAM_LOWEST)

@@ -67,6 +67,11 @@ def _sign_table(first_pattern: int, length: int, device: torch.device) -> Tensor
     return torch.stack([_signs(pattern, length, device).double() for pattern in patterns])
 
 
+def projections_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the `projections` of each tensor. Shape ``[n, 2]``, float64."""
+    return torch.stack([projections(tensor) for tensor in tensors])
+
+
 def projections(tensor: Tensor) -> Tensor:
     """Return the projections of a tensor, or of this rank's part of a sharded tensor. Shape ``[2]``, float64.
 

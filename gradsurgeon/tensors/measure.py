@@ -135,6 +135,9 @@ def _over_ranks(stat: str, settled: Sequence[Tensor]) -> Tensor:
 def _each(stat: str, grads: Sequence[Tensor]) -> Tensor:
     if stat == "l2":
         return _numbers.norms(grads)
+    how = STATISTICS[stat]
+    if how.whole is not None:
+        return how.whole(grads).float()
     return torch.stack([statistic(stat, grad) for grad in grads])
 
 
@@ -208,7 +211,7 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
         return _numbers.norm(grad)
     how = STATISTICS[stat]
     if how.whole is not None:
-        return how.whole(grad).float()
+        return how.whole([grad])[0].float()
     if grad.numel() == 0:
         return torch.full((), how.empty, device=grad.device)
     elements = _numbers.values(grad)
@@ -216,6 +219,7 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
         elements = elements.new_zeros(1)
     elements = _numbers.in_float32(elements)
     missing = grad.numel() - elements.numel()
+    assert how.measure is not None  # noqa: S101 # `whole` takes its place above
     return how.measure(elements, missing).to(torch.float32)
 
 
@@ -247,18 +251,14 @@ _MERGES = {"sum": _summed, "max": _largest, "min": _smallest}
 
 def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """Return numbers for `merge_of`, from this rank's shard of each gradient. Shape ``[len(grads), k]``, float64."""
-    how = STATISTICS[stat]
-    parts = []
-    for grad in grads:
-        if how.whole is None:
-            parts.append(_part(stat, _dist.local(grad)))
-        else:
-            parts.append(how.whole(grad))
-    return torch.stack(_on_one_device(parts))
+    return torch.stack(_on_one_device([_part(stat, grad) for grad in grads]))
 
 
-def _part(stat: str, shard: Tensor) -> Tensor:
+def _part(stat: str, grad: Tensor) -> Tensor:
     how = STATISTICS[stat]
+    if how.whole is not None:
+        return how.whole([grad])[0]
+    shard = _dist.local(grad)
     if how.part is not None:
         numbers = how.part(_numbers.in_float32(shard.detach()))
         return torch.stack([_in_float64(number, shard.device) for number in numbers])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +28,7 @@ class Statistic:
     Attributes:
         measure: maps the elements of one gradient to a 0-dim tensor on their device, without waiting
             for the device. Its second argument is the number of zeros that a sparse gradient leaves out.
-            Half-precision elements come as float32.
+            Half-precision elements come as float32. Without it, ``whole`` takes its place.
         merge: merges the numbers of the shards of a gradient into the number of the whole: ``"sum"``, ``"max"``,
             ``"min"``, or a function that maps the numbers in ``part`` of all ranks, float64 of shape
             ``[ranks, gradients, numbers]``, to shape ``[gradients]``.
@@ -36,21 +36,21 @@ class Statistic:
         part: maps the elements of a shard, possibly none, to the numbers that ``merge`` needs, as 0-dim tensors
             or plain numbers; without it the one number of ``measure``.
         columns: the names of its numbers in records, for a statistic of several numbers.
-        whole: maps a gradient of any layout, or this rank's part of a `DTensor`, to its numbers, in place of
-            ``measure`` and ``part``.
+        whole: maps gradients of any layout on one device, or this rank's parts of `DTensor`s, to their numbers,
+            shape ``[gradients, columns]``, in place of ``measure`` and ``part``.
         real: whether the statistic exists for real gradients only, not for complex ones.
         of_update: whether it describes what an update changes. Then ``measure`` and ``part`` get the elements before
             and after the update, of shape ``[2, n]``.
     """
 
-    measure: Callable[[Tensor, int], Tensor]
+    measure: Callable[[Tensor, int], Tensor] | None
     merge: Literal["sum", "max", "min"] | Callable[[Tensor], Tensor]
     empty: float = math.nan
     part: Callable[[Tensor], tuple[Tensor | float, ...]] | None = None
     real: bool = False
     of_update: bool = False
     columns: tuple[str, ...] = ()
-    whole: Callable[[Tensor], Tensor] | None = None
+    whole: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
 def add_statistic(name: str, statistic: Statistic) -> None:
@@ -217,13 +217,13 @@ def _moved_and_count(before_and_after: Tensor) -> tuple[Tensor | float, int]:
     return _moved(before_and_after), count
 
 
-def _projections(tensor: Tensor, _missing: int = 0) -> Tensor:
-    projections: Tensor = _late("_projection").projections(tensor)
+def _projections(tensors: Sequence[Tensor]) -> Tensor:
+    projections: Tensor = _late("_projection").projections_of(tensors)
     return projections
 
 
-def _histogram(tensor: Tensor, _missing: int = 0) -> Tensor:
-    counts: Tensor = _late("_histogram").histogram(tensor)
+def _histograms(tensors: Sequence[Tensor]) -> Tensor:
+    counts: Tensor = _late("_histogram").histograms(tensors)
     return counts
 
 
@@ -240,14 +240,14 @@ STATISTICS: dict[str, Statistic] = {
     "nonfinite": Statistic(_nonfinite, merge="sum", empty=0.0),
     "numel": Statistic(_numel, merge="sum", empty=0.0),
     "projection": Statistic(
-        _projections,
+        None,
         merge="sum",
         empty=0.0,
         columns=("projection_1", "projection_2"),
         whole=_projections,
     ),
     "histogram": Statistic(
-        _histogram, merge="sum", empty=0.0, columns=HISTOGRAM, whole=_histogram, real=True
+        None, merge="sum", empty=0.0, columns=HISTOGRAM, whole=_histograms, real=True
     ),
     "ratio": Statistic(_ratio, merge=_ratio_of_parts, part=_change_and_weight, of_update=True),
     "moved": Statistic(_moved, merge=_mean_of_parts, part=_moved_and_count, of_update=True),
