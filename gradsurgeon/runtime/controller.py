@@ -200,7 +200,7 @@ class Controller:
     def step_finished(self, step: WeightUpdate, *, took_place: bool) -> None:
         context = self.context
         counter = step.counter
-        step.took_place = took_place and not step.skipped
+        step.took_place = took_place and not step.stopped
         self.training.after_update(step)
         self.training.traps.passes.forget(counter)
         if self._facts is not None:

@@ -268,13 +268,13 @@ class WeightUpdate:
     overflow: Tensor | None = None
     # The update takes place inside a backward pass, on gradients that the pass has finished so far.
     inside: bool = False
-    # A trap held the update back.
+    # A trap skips the update: the optimizer finds no gradient.
     skipped: bool = False
     # The optimizer may have moved weights in this step already: it evaluates its closure late, or several times.
     has_moved: bool = False
-    # Traps have decided that weights stay as they are.
+    # Traps skip the update, or raise.
     stopped: bool = False
-    # The optimizer was allowed to update; known after the update.
+    # The optimizer did its update, as far as that is known after it: neither it nor a trap has raised, and no trap skips it.
     took_place: bool = False
     # By parameter that the optimizer does not find, the rule that hides it.
     hidden_by: Mapping[int, str] = field(default_factory=dict)

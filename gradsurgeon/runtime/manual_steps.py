@@ -105,6 +105,7 @@ class ManualSteps:
         step = WeightUpdate(self._context.counters.common)
         number = step.counter.step
         decision = self._events.step_starting(step)
+        step.stopped = decision.stops
         self._goes_on = not decision.stops
         self._events.step_finished(step, took_place=True)
         if decision.error is not None:

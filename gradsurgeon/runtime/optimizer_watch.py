@@ -223,6 +223,7 @@ class OptimizerWatch:
                 return
         decision = self._events.step_starting(update)
         update.judged = True
+        update.stopped = decision.stops
         if decision.error is not None:
             self._end(update)
             raise decision.error()

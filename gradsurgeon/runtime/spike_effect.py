@@ -155,7 +155,7 @@ class SpikeEffect(Trap):
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
         judged = self._judged.pop(bound.counter, None)
-        if judged is not None and update.took_place and not update.stopped:
+        if judged is not None and update.took_place:
             with torch.no_grad():
                 judged.learn()
 

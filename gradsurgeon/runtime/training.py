@@ -103,7 +103,6 @@ class Training:
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judges_edits and not decision.stops:
             decision = self.traps.decide_edited(judged, due, edited, moved=update.has_moved)
-        update.stopped = decision.stops
         if update.hidden_by:
             decision = replace(decision, frozen=tuple(sorted(update.hidden_by)))
         return decision

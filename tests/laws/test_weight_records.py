@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,21 @@ def test_a_skipped_update_has_no_record(then: str) -> None:
             del seen[2]
         check(session, seen)
         session.remove()
+
+
+def test_an_update_that_a_trap_stops_leaves_no_record() -> None:
+    model = net()
+    optimizer = sgd(model)
+    session = gradsurgeon.apply(model, with_rule(id="trap", action="nan-trap", params="*"))
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean() * (torch.nan if step == 1 else 1.0)
+        loss.backward()
+        # The script goes on.
+        with suppress(gradsurgeon.NonFiniteGradientError):
+            optimizer.step()
+    assert [step for step, _ in session.history("0.weight", "moved")] == [0, 2, 3]
+    session.remove()
 
 
 def test_a_scaler_that_skips_leaves_no_record() -> None:
