@@ -125,7 +125,7 @@ class Controller:
             by_hand = self._note_pass(done)
             if by_hand:
                 self.manual.refuse_compounding(done)
-            self.training.after_pass(done)
+            self.training.act_after_pass(done)
             if self.context.ranks.are_several and self._agreement.votes(done):
                 objections = self.training.objections(done)
             self._end_pass(done)
@@ -156,7 +156,7 @@ class Controller:
     def _end_pass(self, done: BackwardPass) -> None:
         if self._facts is not None:
             self._facts.passed(done)
-        self.training.pass_is_over(done)
+        self.training.after_pass(done)
         for counter in self.context.counters.among(done.indices):
             counter.passes += 1
         self._notices.passed(done)
@@ -191,7 +191,7 @@ class Controller:
                 bound.effect.before_edits(step, bound, None)
             return GOES_ON
         if due is NOTHING_DUE and not step.inside:
-            return self.training.traps.rest(counter, heard, moved=step.has_moved)
+            return self.training.traps.follow_others(counter, heard, moved=step.has_moved)
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         had_pass = counter.passes > 0 or self.manual.active

@@ -17,7 +17,7 @@ from gradsurgeon.tensors import _dist, _numbers, _torch
 
 
 class ElementEdit(Effect):
-    """Edits each element by itself."""
+    """Edits each element by itself. In observe mode it edits copies, to count what it would change."""
 
     edits = True
     compiled: Edit

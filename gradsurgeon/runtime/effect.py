@@ -17,7 +17,7 @@ from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_report import TrapReport
-from gradsurgeon.runtime.update import DueUpdate
+from gradsurgeon.runtime.update import JudgedUpdate
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
 from gradsurgeon.tensors.statistics import columns_of
@@ -57,7 +57,8 @@ class Effect:
         may_overflow: whether it can make a finite gradient non-finite.
         stats: the statistics that it records.
         moment: when it acts: on the gradients of a moment at `accumulated` and `step`, on single tensors at `forward` and
-            `backward`, else around updates (`updated`, `check`) or on several gradients (`losses`).
+            `backward`, else around updates (`updated`, `check`) or on several gradients (`losses`). A trap has the moment at
+            which its numbers are measured, and always judges right before the update.
         edits: whether it changes tensors.
         combines: whether it replaces the sum of several gradients by another one.
         hides: whether it hides gradients from the optimizer.
@@ -116,14 +117,17 @@ class Effect:
     def before_update(self, update: WeightUpdate, bound: Bound) -> None:
         """Look at weights and gradients before traps judge the update."""
 
-    def look(self, update: DueUpdate, bound: Bound) -> Norms:  # noqa: ARG002 # as above
+    def look(self, update: JudgedUpdate, bound: Bound) -> Norms:  # noqa: ARG002 # as above
         """Return the numbers by which `judge` judges; the host reads those of all effects together.
 
-        A number that is not finite says that a gradient must not reach a weight, or may not.
+        A number that is not finite says that a gradient must not reach a weight, or may not. Traps share numbers, so those
+        of parameters that the rule does not match can be among them.
         """
         return ()
 
-    def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
+    def judge(
+        self, update: JudgedUpdate, bound: Bound, doubtful: Sequence[int]
+    ) -> TrapReport | None:
         """Report what must not reach a weight, given the parameters whose number is not finite; called if there are any."""
 
     def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:

@@ -36,8 +36,8 @@ class Gradients:
         # The measured norms, and their tensors.
         self._norms: Norms = ()
         self._measured: Sequence[int] = ()
-        # Tensors whose gradient belongs to this parameter alone, so rules may write to it.
-        self._ours: set[int] = set()
+        # Parameters whose gradient no other tensor shares by now, so rules may write to it, or have.
+        self._writable_now: set[int] = set()
         self._twice: set[int] | None = None
 
     def __contains__(self, index: int) -> bool:
@@ -64,7 +64,7 @@ class Gradients:
         Return also which of the wanted parameters have a gradient.
         """
         indices = self.having(wanted)
-        if self._norms and not self._ours and indices == self._measured:
+        if self._norms and not self._writable_now and indices == self._measured:
             return indices, self._norms
         grads = self.grads_of(indices)
         if self.are_sharded:
@@ -89,7 +89,7 @@ class Gradients:
     def _knows(self, indices: Sequence[int]) -> bool:
         if indices is not self._measured and not set(self._measured).issuperset(indices):
             return False
-        return not self._ours or self._ours.isdisjoint(indices)
+        return not self._writable_now or self._writable_now.isdisjoint(indices)
 
     def norms(self, indices: Sequence[int], order: float) -> Tensor:
         """Return the current norms of some gradients, float32."""
@@ -140,8 +140,8 @@ class Gradients:
 
     def writable(self, indices: Collection[int]) -> list[Tensor]:
         """Return gradients that rules may write to; copies that only the rules see under ``mode="observe"``."""
-        fresh = [index for index in indices if index not in self._ours]
-        self._ours.update(fresh)
+        fresh = [index for index in indices if index not in self._writable_now]
+        self._writable_now.update(fresh)
         grads = self.grads_of(fresh)
         twice: Collection[int] = ()
         if fresh:

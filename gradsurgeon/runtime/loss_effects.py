@@ -90,7 +90,7 @@ class LossEffect(Effect):
         # Whether it replaces gradients by others.
         self.combines = context.mode == "act" and isinstance(compiled, Combination)
         # Whether the gradients of single losses were verified to add up to the gradient of their sum.
-        self.is_verified = False
+        self.needs_no_check = False
         # The step of the last call that combined, and the number of the call within this step.
         self._last_call = (-1, 0)
         # Sinks distinguish rows by the identity of their keys.

@@ -54,7 +54,7 @@ class NamedPass:
         for due_rule in due:
             self._params.update(due_rule.params_by_id())
         # Each rule checks once whether the passes agree; after that only the combined gradients are kept.
-        self._unverified = [due_rule for due_rule in due if not due_rule.effect.is_verified]
+        self._unverified = [due_rule for due_rule in due if not due_rule.effect.needs_no_check]
         self._accumulation = _torch.Accumulation()
         # The ids of the parameters that single losses gave a gradient; ``None`` if no gradients were taken.
         self._given: frozenset[int] | None = None
@@ -154,7 +154,7 @@ class NamedPass:
                     )
             # Non-finite gradients prove nothing about the graph, so the rule stays unverified.
             if differences and math.isfinite(least):
-                due_rule.effect.is_verified = True
+                due_rule.effect.needs_no_check = True
 
 
 # The pass of named losses that this thread runs.

@@ -134,7 +134,7 @@ class OptimizerWatch:
 
     def _running(self) -> list[RunningStep]:
         # A bound method equals another one of the same object.
-        return [update for update in tuple(running) if update.failed == self._failed]
+        return [update for update in tuple(running) if update.on_raise == self._failed]
 
     def end_all(self) -> None:
         """Give hidden gradients back, and forget the steps under way."""
@@ -274,7 +274,7 @@ class OptimizerWatch:
 
     def _of_frame(self, frame: FrameType) -> RunningStep | None:
         for update in tuple(running):
-            if update.frame is frame and update.failed == self._failed:
+            if update.frame is frame and update.on_raise == self._failed:
                 return update
         return None
 

@@ -24,68 +24,68 @@ class Hook:
     # attribute marks the hook.
     __torch_unserializable__ = True
 
-    def __init__(self, passes: BackwardWatch, index: int) -> None:
-        self._passes = weakref.ref(passes)
+    def __init__(self, watch: BackwardWatch, index: int) -> None:
+        self._watch = weakref.ref(watch)
         self.index = index
 
 
 class ArrivalHook(Hook):
     """Post-accumulate hook on several ranks: notes this rank's contribution before an average, and the order of arrival."""
 
-    def __init__(self, passes: BackwardWatch, index: int, *, is_trapped: bool) -> None:
-        super().__init__(passes, index)
+    def __init__(self, watch: BackwardWatch, index: int, *, is_trapped: bool) -> None:
+        super().__init__(watch, index)
         self._is_trapped = is_trapped
 
     @uncompiled
     def __call__(self, param: Tensor) -> None:
         # The hook runs during a pause also: other ranks may wait for a paused rank.
-        passes = self._passes()
-        if passes is None:
+        watch = self._watch()
+        if watch is None:
             return
         try:
-            self._note(passes, param)
+            self._note(watch, param)
         except Exception as error:
-            if not passes.context.refusals.goes_on_after(error):
+            if not watch.context.refusals.goes_on_after(error):
                 raise
 
-    def _note(self, passes: BackwardWatch, param: Tensor) -> None:
-        context = passes.context
-        passes.seen.order.append(self.index)
+    def _note(self, watch: BackwardWatch, param: Tensor) -> None:
+        context = watch.context
+        watch.seen.order.append(self.index)
         if not self._is_trapped or param.grad is None or _dist.is_sharded(param):
             return
         if context.ranks.is_reducing:
-            passes.seen.contributed[self.index] = _numbers.norms([param.grad])[0]
+            watch.seen.contributed[self.index] = _numbers.norms([param.grad])[0]
 
 
 class TensorHook(Hook):
     """Tensor hook: the rules at `backward` on one parameter, in file order."""
 
-    def __init__(self, passes: BackwardWatch, index: int, effects: Sequence[Effect]) -> None:
-        super().__init__(passes, index)
+    def __init__(self, watch: BackwardWatch, index: int, effects: Sequence[Effect]) -> None:
+        super().__init__(watch, index)
         self._effects = effects
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        passes = self._passes()
+        watch = self._watch()
         # A custom autograd function may return None for an input.
-        if passes is None or grad is None:
+        if watch is None or grad is None:
             return None
         try:
-            return self._run(passes, grad)
+            return self._run(watch, grad)
         except Exception as error:
-            if not passes.context.refusals.goes_on_after(error):
+            if not watch.context.refusals.goes_on_after(error):
                 raise
         return None
 
-    def _run(self, passes: BackwardWatch, grad: Tensor) -> Tensor | None:
-        context = passes.context
-        passes.seen.calls[self.index] += 1
+    def _run(self, watch: BackwardWatch, grad: Tensor) -> Tensor | None:
+        context = watch.context
+        watch.seen.calls[self.index] += 1
         param = context.parameters.param(self.index)
         counter = context.counters[self.index]
         due = [effect for effect in self._effects if context.is_due(effect.rule, counter)]
         if param is None or not due:
             return None
-        if not passes.accumulation.runs(param):
+        if not watch.accumulation.runs(param):
             text = "torch.autograd.grad() is not training: its results are left alone"
             context.event_log.notice_once("autograd.grad", text, step=counter.step)
             return None
@@ -96,7 +96,7 @@ class TensorHook(Hook):
             lambda: counter,
             scale=context.scaling.scale,
             index=self.index,
-            logged=passes.seen.logged,
+            logged=watch.seen.logged,
         )
         out = grad
         for effect in due:
@@ -125,9 +125,9 @@ def _edited(effect: Effect, grad: Tensor, origin: Origin) -> Tensor:
 
 
 class ParamHooks:
-    def __init__(self, context: Context, passes: BackwardWatch, effects: Effects) -> None:
+    def __init__(self, context: Context, watch: BackwardWatch, effects: Effects) -> None:
         self._context = context
-        self._passes = passes
+        self._watch = watch
         self._effects = by_parameter(effects.on_params("backward"))
         self._trapped = by_parameter(effects.judging)
         self._armed = effects.watched
@@ -207,10 +207,10 @@ class ParamHooks:
                 # torch refuses hooks on frozen parameters but keeps existing hooks, so a
                 # rule acts as soon as the parameter is unfrozen.
                 param.requires_grad_(True)
-                yield _torch.register_hook(param, TensorHook(self._passes, index, effects))
+                yield _torch.register_hook(param, TensorHook(self._watch, index, effects))
             if _dist.world() > 1:
                 param.requires_grad_(True)
-                hook = ArrivalHook(self._passes, index, is_trapped=index in self._trapped)
+                hook = ArrivalHook(self._watch, index, is_trapped=index in self._trapped)
                 yield _torch.register_post_accumulate_hook(param, hook)
         finally:
             if not needs_grad:

@@ -29,7 +29,7 @@ running: list[RunningStep] = []
 class RunningStep(WeightUpdate):
     """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly.
 
-    ``failed`` is called if the step raises.
+    ``on_raise`` is called if the step raises.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class RunningStep(WeightUpdate):
         optimizer: Optimizer,
         counter: StepCounter,
         frame: FrameType,
-        failed: Callable[[RunningStep], None],
+        on_raise: Callable[[RunningStep], None],
     ) -> None:
         inside = _torch.graph_task() != -1
         super().__init__(counter, inside=inside, optimizer=weakref.ref(optimizer))
         self.thread = threading.get_ident()
         # The frame that calls the hooks, torch's wrapper around `step`.
         self.frame: FrameType | None = frame
-        self.failed = failed
+        self.on_raise = on_raise
         # Nothing is hidden in most steps.
         self._hidden: HiddenGradients | None = None
         self._counts: Counts | None = None
@@ -224,7 +224,7 @@ def _leave(leave: Callable[..., Any], *args: Any) -> Any:
             # The sessions of one step undo their changes in reverse order. Other threads begin and end steps.
             for update in reversed(tuple(running)):
                 if update.frame is frame:
-                    update.failed(update)
+                    update.on_raise(update)
 
 
 def callers(frame: FrameType | None) -> list[FrameType]:

@@ -26,7 +26,7 @@ from gradsurgeon.runtime.spike_report import describe_cut, spike_report
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_report import TrapReport
-from gradsurgeon.runtime.update import DueUpdate
+from gradsurgeon.runtime.update import JudgedUpdate
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.measure import Norms
 
@@ -52,7 +52,7 @@ class SpikeEffect(Trap):
         # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, JudgedNorms] = {}
 
-    def look(self, update: DueUpdate, bound: Bound) -> Norms:
+    def look(self, update: JudgedUpdate, bound: Bound) -> Norms:
         self._judged.pop(update.counter, None)
         gradients = update.gradients
         having = gradients.having(bound.indices)
@@ -68,7 +68,7 @@ class SpikeEffect(Trap):
         self.log.count_fired(self.rule.id, update.step)
         return judged.flags
 
-    def _compare(self, update: DueUpdate, bound: Bound, indices: Sequence[int]) -> JudgedNorms:
+    def _compare(self, update: JudgedUpdate, bound: Bound, indices: Sequence[int]) -> JudgedNorms:
         spikes = self.decision
         each = wide(update.gradients.norms(indices, 2.0))
         overflow = update.overflow
@@ -111,7 +111,7 @@ class SpikeEffect(Trap):
 
     def judge(
         self,
-        update: DueUpdate,
+        update: JudgedUpdate,
         bound: Bound,
         doubtful: Sequence[int],  # noqa: ARG002 # the judged norms say which
     ) -> TrapReport | None:

@@ -23,7 +23,7 @@ from gradsurgeon.runtime.passes import BackwardPass, GradientSnapshot
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import StepDecision
 from gradsurgeon.runtime.traps import Traps
-from gradsurgeon.runtime.update import DueUpdate
+from gradsurgeon.runtime.update import JudgedUpdate
 from gradsurgeon.runtime.votes_heard import Heard
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -44,17 +44,17 @@ class Training:
             for bound in due.before_pass:
                 bound.effect.before_pass(graph, bound)
 
-    def after_pass(self, done: BackwardPass) -> None:
+    def act_after_pass(self, done: BackwardPass) -> None:
         """Show the gradients that a backward pass has left, once DDP has averaged them."""
         for trap in self.effects.tensor_traps:
-            trap.passed()
+            trap.note_pass()
         self._act_after(done)
 
     def objections(self, done: BackwardPass) -> Sequence[Objection]:
         """Return what this rank has against the update that a pass feeds, for a vote of the ranks."""
         return self.traps.objections(done)
 
-    def pass_is_over(self, done: BackwardPass) -> None:
+    def after_pass(self, done: BackwardPass) -> None:
         for counter in self.context.counters.all:
             due = self.effects.due(counter)
             if due.records:
@@ -87,7 +87,7 @@ class Training:
         if update.inside or not had_pass:
             self._catch_up(update, gradients)
         passes = self.traps.passes.feeding(update.counter)
-        judged = DueUpdate(
+        judged = JudgedUpdate(
             update.counter,
             gradients,
             passes,
@@ -95,7 +95,7 @@ class Training:
             overflow=update.overflow,
             trapped=due.trapped,
         )
-        # A trap judges the gradients that the script hands over: a rule that repairs one does not excuse it.
+        # A trap judges the gradients that the script hands over: a repair by a rule at `step` comes too late.
         decision = self.traps.decide(judged, due, moved=update.has_moved)
         for bound in due.before_edits:
             bound.effect.before_edits(update, bound, gradients)
@@ -154,7 +154,7 @@ class Training:
             normed, norms = gradients.take_norms(due.normed)
             if known is not None:
                 known.keep_norms(normed, norms)
-            # Inside a backward pass the whole pass comes later.
+            # Of a pass that still runs, the snapshot is added when it ends.
             if due.keeps_passes and not done.is_part:
                 snapshot = GradientSnapshot(
                     done, context.parameters, counter.indices, normed, norms

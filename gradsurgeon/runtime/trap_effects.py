@@ -22,7 +22,7 @@ from gradsurgeon.runtime.trap_report import (
     activation_report,
     threshold_report,
 )
-from gradsurgeon.runtime.update import DueUpdate
+from gradsurgeon.runtime.update import JudgedUpdate
 from gradsurgeon.tensors import _dist, _numbers
 from gradsurgeon.tensors.measure import Norms, read
 
@@ -68,13 +68,15 @@ class NonfiniteTrap(Trap):
     searches = True
     votes = True
 
-    def look(self, update: DueUpdate, bound: Bound) -> Norms:
+    def look(self, update: JudgedUpdate, bound: Bound) -> Norms:
         if not update.gradients.having(bound.indices):
             return ()
         self.log.count_fired(self.rule.id, update.step)
         return update.norms
 
-    def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
+    def judge(
+        self, update: JudgedUpdate, bound: Bound, doubtful: Sequence[int]
+    ) -> TrapReport | None:
         evidence = update.evidence(doubtful)
         if evidence.concerns(bound.indices):
             return evidence.report(self.context.names)
@@ -82,7 +84,7 @@ class NonfiniteTrap(Trap):
         return None
 
     def _mention_repaired(
-        self, update: DueUpdate, bound: Bound, evidence: GradientEvidence
+        self, update: JudgedUpdate, bound: Bound, evidence: GradientEvidence
     ) -> None:
         rule = self.rule.id
         repaired = [index for index in bound.indices if index in evidence.repaired]
@@ -94,12 +96,12 @@ class NonfiniteTrap(Trap):
 
 
 class ThresholdTrap(Trap):
-    """Objects to gradients by a statistic of each."""
+    """Objects to gradients by a statistic of each: the trap of an action that a user writes."""
 
     measures = True
     decision: Decision
 
-    def look(self, update: DueUpdate, bound: Bound) -> Norms:
+    def look(self, update: JudgedUpdate, bound: Bound) -> Norms:
         indices = update.gradients.having(bound.indices)
         if not indices:
             return ()
@@ -109,7 +111,9 @@ class ThresholdTrap(Trap):
         flags = values.new_zeros(len(values)).masked_fill(self.decision.trips(values), math.inf)
         return ((tuple(indices), flags),)
 
-    def judge(self, update: DueUpdate, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
+    def judge(
+        self, update: JudgedUpdate, bound: Bound, doubtful: Sequence[int]
+    ) -> TrapReport | None:
         statistic = self.decision.statistic
         indices = update.gradients.having(bound.indices)
         values = update.gradients.statistics(statistic, indices).tolist()
@@ -170,12 +174,12 @@ class TensorTrap(Trap):
             self._most = max(_MOST_FLAGS, 2 * len(self._flags))
         self._flags.append(flag)
 
-    def passed(self) -> None:
+    def note_pass(self) -> None:
         """Note a backward pass: the forward pass before it feeds an update."""
         for flag in self._flags:
             flag.fed |= flag.waits
 
-    def report_so_far(self, counters: Sequence[StepCounter]) -> TrapReport | None:
+    def peek(self, counters: Sequence[StepCounter]) -> TrapReport | None:
         """Report on the flags that the next update must judge."""
         flags = [flag for flag in self._flags if flag.fed and flag.counter() in counters]
         return self._report(_counted(flags))

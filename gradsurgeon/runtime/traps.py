@@ -27,7 +27,7 @@ from gradsurgeon.runtime.trap_report import (
     uncounted,
 )
 from gradsurgeon.runtime.trips import Conclusions, Findings, Trip
-from gradsurgeon.runtime.update import DueUpdate
+from gradsurgeon.runtime.update import JudgedUpdate
 from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist, measure
 from gradsurgeon.tensors.measure import Norms
@@ -81,7 +81,7 @@ class Traps:
                 findings[bound.effect] = evidence.report(names)
         for tensor_trap in self._effects.tensor_traps:
             if tensor_trap.decides:
-                findings[tensor_trap] = tensor_trap.report_so_far(self._holders(counter))
+                findings[tensor_trap] = tensor_trap.peek(self._holders(counter))
         objections = []
         for trap, report in findings.items():
             if report is not None:
@@ -92,7 +92,7 @@ class Traps:
                 objections.append(Objection(rank, *where, text, report.guilty))
         return objections
 
-    def decide(self, update: DueUpdate, due: Due, *, moved: bool) -> StepDecision:
+    def decide(self, update: JudgedUpdate, due: Due, *, moved: bool) -> StepDecision:
         """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
         update.counter.scaler_skips = 0
         findings = self._judge(update, due.judges)
@@ -104,7 +104,9 @@ class Traps:
                 findings[trap] = report
         return self._conclude(update, findings, moved=moved)
 
-    def _judge(self, update: DueUpdate, judges: Sequence[Bound]) -> dict[Trap, TrapReport | None]:
+    def _judge(
+        self, update: JudgedUpdate, judges: Sequence[Bound]
+    ) -> dict[Trap, TrapReport | None]:
         looked: list[tuple[Bound, Norms]] = []
         # Traps share numbers: each is read once, and all together.
         distinct: dict[int, Norms] = {}
@@ -131,7 +133,7 @@ class Traps:
         return (counter, self._context.counters.common)
 
     def decide_edited(
-        self, update: DueUpdate, due: Due, edited: set[int], *, moved: bool
+        self, update: JudgedUpdate, due: Due, edited: set[int], *, moved: bool
     ) -> StepDecision:
         """Judge gradients again that rules at `step` edited, alike on all ranks. A collective for sharded gradients."""
         context = self._context
@@ -139,7 +141,7 @@ class Traps:
         norms = measure.norms(*context.parameters.grads(sorted(edited.intersection(trapped))))
         (doubtful,) = measure.nonfinite(norms)
         if not doubtful:
-            return self._conclude(update, {}, known=True, moved=moved)
+            return self._conclude(update, {}, alike=True, moved=moved)
         suspects = dict(zip(*context.parameters.grads(doubtful), strict=True))
         bad = measure.counts(suspects)
         numbers = measure.as_dict(norms)
@@ -151,9 +153,9 @@ class Traps:
         for bound in due.judges:
             if isinstance(bound.effect, NonfiniteTrap) and not bad.keys().isdisjoint(bound.indices):
                 findings[bound.effect] = gradient_report(context.names, _EDITED, order, bad, {})
-        return self._conclude(update, findings, known=not context.ranks.own(bad), moved=moved)
+        return self._conclude(update, findings, alike=not context.ranks.own(bad), moved=moved)
 
-    def rest(self, counter: StepCounter, heard: Heard, *, moved: bool) -> StepDecision:
+    def follow_others(self, counter: StepCounter, heard: Heard, *, moved: bool) -> StepDecision:
         """Judge nothing, and follow the other ranks. What tensors of modules showed is of an update that nobody judges."""
         for trap in self._effects.tensor_traps:
             trap.forget(self._holders(counter))
@@ -161,7 +163,7 @@ class Traps:
         return self._conclusions.conclude(counter, {}, heard, scale, moved=moved)
 
     def _conclude(
-        self, update: DueUpdate, findings: Findings, *, moved: bool, known: bool = False
+        self, update: JudgedUpdate, findings: Findings, *, moved: bool, alike: bool = False
     ) -> StepDecision:
         counter = update.counter
         rows = counter.trips or counter.trips_now
@@ -169,7 +171,7 @@ class Traps:
             return GOES_ON
         scale = self.passes.scale(counter)
         return self._conclusions.conclude(
-            counter, findings, update.heard, scale, known=known, moved=moved
+            counter, findings, update.heard, scale, alike=alike, moved=moved
         )
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:

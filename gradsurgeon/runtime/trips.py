@@ -111,10 +111,10 @@ class Conclusions:
         heard: Heard,
         scale: Tensor | None,
         *,
-        known: bool = False,
+        alike: bool = False,
         moved: bool = False,
     ) -> StepDecision:
-        """Report the findings of this rank, ``known`` if all ranks have equal ones, and return the decision of all ranks.
+        """Report the findings of this rank, ``alike`` if all ranks have equal ones, and return the decision of all ranks.
 
         An update whose optimizer may have ``moved`` weights already cannot be skipped.
         """
@@ -122,7 +122,7 @@ class Conclusions:
         if heard.unanimous and not any(findings.values()):
             # All ranks saw the non-finite gradient and all ran the code that repaired it.
             heard = ALONE
-        is_unheard = heard is not ALONE and heard.severity <= FINE and not known
+        is_unheard = heard is not ALONE and heard.severity <= FINE and not alike
         self._count(counter, findings, heard)
         trips = []
         reports = {}

@@ -15,7 +15,7 @@ from gradsurgeon.tensors import _dist, measure
 from gradsurgeon.tensors.measure import Norms
 
 
-class DueUpdate:
+class JudgedUpdate:
     """An update that is about to take place.
 
     Attributes:
