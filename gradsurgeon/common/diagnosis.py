@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Iterator
@@ -9,10 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gradsurgeon.common import _html
-from gradsurgeon.common.operands import operand
 from gradsurgeon.common.rows import Rows
 from gradsurgeon.errors import printable
 
+# A placeholder for the value of ``--model``.
+BUILD = "MODULE:BUILD"
+# Words for the names of operands in PyTorch.
+_OPERANDS = {"self": "input", "other": "second input"}
 # The headline if no operation is blamed, by ``where``.
 _HEADLINES = {
     "output gradient": "{what} came back to the output{name} of the model: born outside of it, in the loss",
@@ -32,7 +36,6 @@ _KEYS = (
     "where",
     "module",
     "name",
-    "rows",
     "inputs",
     "rank",
     "bundle",
@@ -43,15 +46,6 @@ Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal[
     "overflow", "underflow", "mathematics", "bad input", "kernel", "transient", "unknown"
 ]
-
-
-def _with_lists(value: Any) -> Any:
-    """Return a value whose tuples are lists, as a reader of JSON gets it."""
-    if isinstance(value, dict):
-        return {key: _with_lists(inner) for key, inner in value.items()}
-    if isinstance(value, tuple):
-        return [_with_lists(inner) for inner in value]
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ class TensorFacts:
         name: its name in the schema of the operation, or its origin.
         shape: its shape; for a sharded tensor the shape of the whole.
         inf: number of infinite elements, ``minus_inf`` included.
-        rows: the rows with non-finite elements, unless it has none, or no dimension.
+        rows: the rows with non-finite elements, unless all rows or none have some.
     """
 
     name: str
@@ -106,8 +100,6 @@ class TensorFacts:
 
     def __str__(self) -> str:
         head = printable(f"{self.name} {list(self.shape)} {self.dtype}".lstrip())
-        if self.numel == 1 and not self.finite:
-            return f"{head}: {self.kind}"
         counts = {"NaN": self.nan, "Inf": self.inf - self.minus_inf, "-Inf": self.minus_inf}
         parts = [f"{count:,} of {self.numel:,} {kind}" for kind, count in counts.items() if count]
         if self.low is not None and self.high is not None:
@@ -161,7 +153,6 @@ class Diagnosis:
         before: learning rates and losses up to the step, in words.
         bundle: the directory from which the step can be run again, empty if there is none.
         no_bundle: why no bundle could be written.
-        rows: the rows of ``output`` with non-finite elements, if its first dimension is the one of the batch.
     """
 
     certainty: Certainty
@@ -188,7 +179,6 @@ class Diagnosis:
     before: str = ""
     bundle: str = ""
     no_bundle: str = ""
-    rows: Rows | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.text())
@@ -201,18 +191,28 @@ class Diagnosis:
         """Return the diagnosis as values that JSON has, documented under ``The diagnosis as JSON``."""
         whole = asdict(self)
         values = {key: whole[key] for key in _KEYS}
-        values.update(headline=self.headline, op=self.operation, direction="", outputs=())
-        values.update(file="", line=None, cause="", evidence=(), remedy="")
+        values.update(headline=self.headline, op=self.operation, direction="", outputs=[])
+        values.update(file="", line=None, cause="", evidence=[], remedy="", rows=None)
         if self.where in ("forward", "backward"):
             values["direction"] = self.where
         if self.output is not None:
-            values["outputs"] = (whole["output"],)
-        if self.lines:
-            values.update(file=self.lines[-1].file, line=self.lines[-1].line)
+            values["outputs"] = [whole["output"]]
+            values["rows"] = whole["output"]["rows"]
+        for line in self.lines:
+            values.update(file=line.file, line=line.line)
         if self.cause is not None:
             values.update(cause=self.cause.fault, evidence=self.cause.evidence)
             values["remedy"] = self.cause.advice
-        return {key: _with_lists(value) for key, value in values.items()}
+        # Tuples become lists.
+        plain: dict[str, Any] = json.loads(json.dumps(values))
+        return plain
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows of ``output`` with non-finite elements, ``None`` if all rows have some."""
+        if self.output is None:
+            return None
+        return self.output.rows
 
     @property
     def blames(self) -> bool:
@@ -221,27 +221,24 @@ class Diagnosis:
 
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""
+        word = "diagnosis"
         if self.blames:
-            yield f"diagnosis ({self.certainty}): {self.headline}"
-        else:
-            yield f"diagnosis: {_NOBODY}"
+            word += f" ({self.certainty})"
+        yield f"{word}: {self.headline}"
         yield from self.details()
 
     def details(self) -> Iterator[str]:
         """Yield the lines below the headline: the place, the remedy, and then the evidence."""
         if self.blames:
             yield from self._place_and_remedy()
-            for reason in self.reasons:
-                yield f"  no more certain, because {printable(reason)}"
-            yield from self._tensors()
-            yield from self._magnitudes()
-        else:
-            for reason in self.reasons:
-                yield f"  because {printable(reason)}"
+        for reason in self.reasons:
+            yield f"  {self.certainty} because {printable(reason)}"
+        if self.blames:
+            yield from self._evidence()
         if self.before:
             yield f"  before: {printable(self.before)}"
         if self.bundle:
-            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
+            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model {BUILD}"
             yield f"  to run the step again: {printable(command)}"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
@@ -259,15 +256,14 @@ class Diagnosis:
             for evidence in self.cause.evidence:
                 yield f"    {printable(evidence)}"
 
-    def _tensors(self) -> Iterator[str]:
+    def _evidence(self) -> Iterator[str]:
         for facts in self.inputs:
-            word = operand(self.operation, facts.name)
-            yield f"  in   {replace(facts, name=word)}"
-        if self.output is not None and self.operation:
-            yield f"  out  {self.output}"
-        elif self.output is not None:
-            # The headline has its name.
-            yield f"  is   {replace(self.output, name='')}"
+            yield f"  in   {replace(facts, name=_OPERANDS.get(facts.name, facts.name))}"
+        if self.output is not None:
+            word = "out"
+            if not self.operation:
+                word = "is "
+            yield f"  {word}  {self.output}"
         if self.loss_nodes:
             yield f"  operations of the loss: {printable(', '.join(self.loss_nodes))}"
         if self.loss is not None and self.where == "output gradient":
@@ -275,14 +271,10 @@ class Diagnosis:
             yield f"  the loss is {self.loss:.4g}: look at the {direction} pass of these operations"
         if self.scale is not None:
             yield f"  the GradScaler multiplied the loss by {self.scale:g}"
-
-    def _magnitudes(self) -> Iterator[str]:
-        if not self.history:
-            return
-        yield "  largest magnitudes before it, the last one last:"
-        width = max(len(printable(label)) for label, _ in self.history)
+        if self.history:
+            yield "  largest magnitudes before it, the last one last:"
         for label, value in self.history:
-            yield f"    {printable(label):{width}}  {value:.3g}"
+            yield f"    {value:<9.3g} {printable(label)}"
 
     @property
     def headline(self) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsurgeon.errors import printable
-
 _MOST_NUMBERS = 6
 
 
@@ -19,9 +17,8 @@ class Rows:
         count: number of these rows.
         size: size of its first dimension.
         columns: of a matrix the columns with these elements, if they are few; else empty.
-        input: the input of the model that these rows come from, empty if that is unknown. If it is known, the operation
-            was finite in another replay, with other rows of the input instead of ``input_rows``.
-        input_rows: indices in the first dimension of this input.
+        input_rows: indices in the first dimension of the model's input, if these rows come from there: in another replay,
+            with another row instead, the operation was finite.
         ids: the numbers of these samples, if the script tagged some as ``sample_ids``.
     """
 
@@ -29,7 +26,6 @@ class Rows:
     count: int
     size: int
     columns: tuple[int, ...] = ()
-    input: str = ""
     input_rows: tuple[int, ...] = ()
     ids: tuple[int, ...] = ()
 
@@ -37,13 +33,10 @@ class Rows:
         text = f"all in {numbered('row', self.rows, self.count)} of {self.size}"
         if self.columns:
             text += f", {numbered('column', self.columns)}"
-        if self.input:
-            rows = numbered("row", self.input_rows)
-            text += f", from {rows} of the input `{printable(self.input)}`"
+        if self.input_rows:
+            text += f", from {numbered('row', self.input_rows)} of the input"
         if self.ids:
             text += f" ({numbered('sample_id', self.ids)})"
-        if self.input:
-            text += "; the result is finite with other rows there"
         return text
 
 

@@ -134,21 +134,16 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     )
 
 
-def _rows_in(places: Tensor) -> Rows:
-    """Return the rows of a mask with at least one dimension that are not empty. Waits for its device."""
+def _rows_in(places: Tensor) -> Rows | None:
+    """Return the rows of a mask that are not empty, ``None`` if all rows are. Waits for its device."""
     table = places.reshape(len(places), -1)
-    rows = _nonzero(table.any(1))
-    columns: list[int] = []
-    if places.dim() == _MATRIX:
-        columns = _nonzero(table.any(0))
-    if len(columns) > _MOST_COLUMNS or len(columns) == table.size(1):
+    rows: list[int] = table.any(1).nonzero().flatten().tolist()
+    columns: list[int] = table.any(0).nonzero().flatten().tolist()
+    if len(rows) == len(places):
+        return None
+    if places.dim() != _MATRIX or len(columns) > _MOST_COLUMNS or len(columns) == table.size(1):
         columns = []
     return Rows(tuple(rows[:_MOST_ROWS]), len(rows), len(places), tuple(columns))
-
-
-def _nonzero(places: Tensor) -> list[int]:
-    indices: list[int] = places.nonzero().flatten().tolist()
-    return indices
 
 
 def elements(tensor: Tensor) -> Tensor:

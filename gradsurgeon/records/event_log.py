@@ -153,8 +153,8 @@ class EventLog:
         topic, level = _TOPICS.get(kind, ("", logging.INFO))
         if topic:
             news = self._news((topic, rule), step, message)
-            if news != message:
-                shown = ""
+            if news != message or not shown:
+                shown = news
             message = news
         if not message:
             return

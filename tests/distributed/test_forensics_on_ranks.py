@@ -71,7 +71,7 @@ def test_a_model_that_fully_shard_divides_is_not_run_again(ranks: Ranks, kind: s
     for seen in (guilty,) if kind == "paused" else (paused, guilty):
         first = seen["told"][0]
         assert "4 of 4 gradients are not finite" in first or kind == "whole"
-        assert f"{NOBODY}\n  because the parameters are divided over ranks" in first
+        assert f"{NOBODY}\n  not reproduced because the parameters are divided over ranks" in first
         assert seen["notices"] == []
 
 

@@ -116,7 +116,7 @@ def test_thousands_of_events_start_one_command_at_a_time(tmp_path: Path) -> None
     assert len(told) in (MOST_WAITING, MOST_WAITING + 1)
     assert told[0]["message"] == EVENT.message
     (problem,) = problems
-    assert f"it was not started for {2000 - len(told):,} events, which came too fast" in problem
+    assert f"more than {MOST_WAITING} events came at once, and some did not start it" in problem
     # What the last checks of a session find starts no thread, and is told all the same.
     command.event(EVENT)
     command.end(7, 1, None)

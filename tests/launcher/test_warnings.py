@@ -96,9 +96,7 @@ def test_a_diagnosis_comes_before_the_gradients_whatever_the_script_silences(
         "gradsurgeon: step 4, rule no-nan: NaN born in the forward pass of the root (Net): aten.div, reproduced"
     )
     assert lines[1].startswith(f"  at {tmp_path}/train.py:")
-    assert lines[2] == (
-        "  all in row 5 of 8, from row 5 of the input `x`; the result is finite with other rows there"
-    )
+    assert lines[2] == "  all in row 5 of 8, from row 5 of the input"
     assert lines[3] == "  to try: a division by 0: `clamp(min=eps)` the divisor"
     outcome = {"warn": "the update goes on", "skip-step": "step skipped"}[then]
     gradients = next(at for at, line in enumerate(lines) if line.startswith("3 of 3 gradients"))

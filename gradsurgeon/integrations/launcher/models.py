@@ -5,13 +5,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import api
+from gradsurgeon.common.diagnosis import BUILD
 from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
 from gradsurgeon.integrations.launcher.event_command import EventCommand
@@ -154,9 +155,9 @@ class Models:
                 with self.guard:
                     self._attach_rules(root, None)
 
-    def _report(self, text: str) -> None:
+    def _report(self, text: str, spec: str = BUILD) -> None:
         if not self.at_end:
-            say_from_rank(text)
+            say_from_rank(text.replace(BUILD, spec))
 
     def _keep_debug(self, debug: Callable[[], object]) -> None:
         self.debug = debug
@@ -212,12 +213,13 @@ class Models:
 
     def _attach_rules(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
         explain()
+        spec = model_spec(root)
         options = SessionOptions(
             optimizers,
             start_step=self._replace_parts(root),
             beside=True,
             lenient=self.guard.lenient,
-            say=self._report,
+            say=partial(self._report, spec=spec),
             on_event=self.event_command.event,
         )
         if self.settings.observe:
@@ -232,9 +234,7 @@ class Models:
         self.rank = _dist.rank()
         owned = frozenset(param_ids(root))
         self.attached.append(
-            AttachedModel(
-                weakref.ref(root), attachment, record, attachment.step, owned, model_spec(root)
-            )
+            AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned, spec)
         )
         if len(self.attached) > 1:
             # Models of one script often have parameters of the same names.
