@@ -22,7 +22,7 @@ from gradsurgeon.tensors import _bounded_load, _torch
 from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Copied
 
-FORMAT = 4
+FORMAT = 5
 STEP = "step.pt"
 _FACE = "step.json"
 # Larger weights are left out; a replay then uses the weights of the model that it is given.
@@ -35,9 +35,7 @@ _OTHER_MODEL = "this may not be the model of the bundle: its modules differ"
 _FACE_PARTS = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
 _KEPT_NUMBERS = ("dropped", "passes", "updated")
 _STEP_NAMES = ("modules", "rested", "bad")
-_CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled")
-# Bundles of earlier versions do not have it.
-_SAMPLE_IDS = "sample_ids"
+_CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled", "sample_ids")
 
 
 def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
@@ -133,7 +131,6 @@ def _call_for_file(call: KeptCall) -> dict[str, Any]:
     parts: dict[str, Any] = {"name": call.name}
     for part in _CALL_PARTS:
         parts[part] = getattr(call, part)
-    parts[_SAMPLE_IDS] = call.sample_ids
     random = call.random
     parts["random"] = (random.torch, random.python, random.numpy)
     parts["autocast"] = call.autocast
@@ -254,7 +251,6 @@ def _call_in(
         autocast=autocast,
         weights=weights,
         training=entry["training"],
-        sample_ids=entry.get(_SAMPLE_IDS),
         **{part: entry[part] for part in _CALL_PARTS},
     )
 

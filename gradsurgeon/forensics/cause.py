@@ -1,9 +1,8 @@
 """Why an operation returned non-finite numbers: it is repeated alone, in several ways, on the same inputs."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from operator import itemgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -42,8 +41,6 @@ _IN_DOUBLE = {
 _INTEGERS_IN_DOUBLE = dict.fromkeys(
     (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.float64
 )
-# Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
-_GROWN = 1e3
 
 # The remedies by operation: each table has regular expressions, in lower case, without underscores.
 _SINGULAR = (
@@ -112,14 +109,7 @@ def cause(fault: Fault, *evidence: str) -> Cause:
     return Cause(fault, evidence, _ADVICE[fault])
 
 
-def cause_of_call(
-    call: Call,
-    index: int,
-    node: str = "",
-    *,
-    history: Sequence[tuple[str, float]] = (),
-    lost: str = "",
-) -> Cause:
+def cause_of_call(call: Call, index: int, node: str = "", *, lost: str = "") -> Cause:
     """Repeat an operation, and return why the result with an index is non-finite. Waits for the device.
 
     The script may write over the inputs later, so this is called right after the operation. ``lost`` is the sentence
@@ -135,9 +125,6 @@ def cause_of_call(
         judged = cause("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
     if judged.fault == "mathematics" and lost:
         return cause("underflow", *judged.evidence, lost)
-    evidence = judged.evidence
-    if judged.fault == "overflow":
-        evidence += _growth(history)
     advice = judged.advice
     # The remedies clamp, which complex numbers cannot.
     if not any(tensor.is_complex() for tensor in call.tensors):
@@ -146,19 +133,16 @@ def cause_of_call(
             advice = remedy
     if wider:
         wider = f", or run it in {wider}"
-    return Cause(judged.fault, evidence, advice.replace("{wider}", wider))
+    return Cause(judged.fault, judged.evidence, advice.replace("{wider}", wider))
 
 
 def _random_states_kept(call: Call) -> AbstractContextManager[None]:
     """Return a context that restores the random states of the host and of the devices of a call."""
+    devices = {tensor.device for tensor in call.tensors if tensor.device.type != "cpu"}
     device_type = "cuda"
-    indices = set()
-    for tensor in call.tensors:
-        device = tensor.device
-        if device.type != "cpu":
-            device_type = device.type
-            indices.add(device.index or 0)
-    return torch.random.fork_rng(indices, device_type=device_type)
+    for device in devices:
+        device_type = device.type
+    return torch.random.fork_rng(devices, device_type=device_type)
 
 
 def _cause_of_result(call: Call, index: int) -> Cause:
@@ -307,20 +291,6 @@ def _is_finite(result: Tensor | None) -> TypeGuard[Tensor]:
 
 def _largest(tensor: Tensor) -> float:
     return float(elements(tensor).abs().max())
-
-
-def _growth(history: Sequence[tuple[str, float]]) -> tuple[str, ...]:
-    """Return a sentence on numbers that grew before the operation, or nothing."""
-    magnitudes = [(label, value) for label, value in history if value > 0]
-    if not magnitudes:
-        return ()
-    first, low = min(magnitudes, key=itemgetter(1))
-    last, high = magnitudes[-1]
-    if high < _GROWN * max(low, 1.0):
-        return ()
-    return (
-        f"the largest magnitude grew from {low:.3g} ({first}) to {high:.3g} ({last}) right before",
-    )
 
 
 def _remedy(fault: Fault, operation: str, node: str) -> str:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.forensics.kept_step import MOST_CALLS, KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning import ROOT, class_names, is_scripted, named_modules
-from gradsurgeon.tensors import _backward_calls, _torch, _unsaved_hooks
+from gradsurgeon.tensors import _backward_calls, _unsaved_hooks
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
@@ -23,6 +23,7 @@ _RANDOM_BYTES = 50_000
 SAMPLE_IDS = "sample_ids"
 # A forward pass that writes into a larger buffer differs in the replay.
 _LARGEST_BUFFER = 2**16
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A batch with more samples is not known by numbers.
 _MOST_SAMPLES = 2**16
 
@@ -97,20 +98,14 @@ class KeptCalls:
 
     def keep_sample_ids(self, tensor: Any) -> None:
         """Keep a copy of integers of shape [n], which the script may write over. Nothing waits for the device."""
-        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
             return
         held = readable(tensor)
         if held is None or held.layout != torch.strided or held.dim() != 1:
             return
-        if len(held) > _MOST_SAMPLES:
-            return
-        ids = held.clone()
-        if len(self.sample_ids) < MOST_CALLS:
-            self.sample_ids.append(ids)
-        self._ids_of_pass = ids
-        for call in (*self._running, *self.step.calls):
-            if call is not None and not call.number and call.sample_ids is None:
-                call.sample_ids = ids
+        if len(held) <= _MOST_SAMPLES and len(self.sample_ids) < MOST_CALLS:
+            self._ids_of_pass = held.clone()
+            self.sample_ids.append(self._ids_of_pass)
 
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
@@ -149,7 +144,6 @@ class KeptCalls:
             self._autocast(),
             compiled=compiled,
             iterators=tuple(iterators),
-            sample_ids=self._ids_of_pass,
         )
         call.bytes = _RANDOM_BYTES
         for tensor in (*inputs, *call.buffers.values()):
@@ -184,10 +178,8 @@ class KeptCalls:
                 continue
             output_fingerprint = fingerprint(tensor)
             if output_fingerprint is not None:
-                _, sample = output_fingerprint
                 call.outputs[path] = output_fingerprint
-                call.versions[path] = _torch.writes(sample)
-                call.bytes += sample.nbytes
+                call.bytes += output_fingerprint[1].nbytes
             node = tensor.grad_fn
             if node is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)
@@ -207,8 +199,11 @@ class KeptCalls:
         ``accumulates`` tells whether a parameter that it reaches has a gradient already.
         """
         self._begins = True
-        self._ids_of_pass = None
         step = self.step
+        for call in step.calls:
+            if not call.number:
+                call.sample_ids = self._ids_of_pass
+        self._ids_of_pass = None
         if self.reaching and not accumulates:
             # The script has cleared the gradients of earlier passes.
             step.calls = [call for call in step.calls if not call.number]

@@ -177,14 +177,11 @@ def nonfinite_kind(tensor: Tensor) -> str:
     if not is_real(tensor) or tensor.is_meta:
         return ""
     values = elements(tensor)
-    if not values.numel():
+    if bool(values.isfinite().all()):
         return ""
-    low, high = ends(values)
-    if math.isnan(low) or math.isnan(high):
+    if bool(values.isnan().any()):
         return "NaN"
-    if math.isinf(low) or math.isinf(high):
-        return "Inf"
-    return ""
+    return "Inf"
 
 
 def kinds_in(tensor: Tensor) -> list[Kind]:

@@ -308,7 +308,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                     "made (an attribute, a global, a constant, an array of numpy)",
                 )
         lost = self.memory.lost_constant(call)
-        return cause_of_call(call, index, differentiated, history=tuple(self._history), lost=lost)
+        return cause_of_call(call, index, differentiated, lost=lost)
 
     def _moment(self) -> int:
         self._when += 1

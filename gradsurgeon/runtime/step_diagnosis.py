@@ -89,8 +89,6 @@ class StepDiagnosis:
         edits = [effect.rule.id for effect in self._effects.sites if effect.edits]
         rested = tuple(sorted(edits))
         kept = replace(self._kept.step)
-        for call in kept.calls:
-            call.forget_overwritten()
         return FailedStep(kept, step, _dist.rank(), scale, tuple(modules), tuple(bad), rested)
 
     def _among_ranks(

@@ -327,7 +327,7 @@ def test_what_the_loss_was_given_is_told_from_what_its_operations_made() -> None
     assert "\n  is   [] float32: 1 of 1 NaN\n" in str(diagnosis)
     target = torch.full((6, 2), NAN)
     diagnosis = diagnosed(Net(), batch(), loss=lambda out: nn.functional.mse_loss(out, target))
-    name = "the target of mse_loss (MseLossBackward0)"
+    name = "the target of MseLossBackward0"
     assert (diagnosis.where, diagnosis.name) == ("loss input", name)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from gradsurgeon.common import _live
 from gradsurgeon.common._script import variable_of
 from gradsurgeon.language import planning
-from gradsurgeon.tensors.readable import readable
 
 
 def param_ids(module: nn.Module) -> set[int]:
@@ -104,7 +103,7 @@ def _keeps_copies(keeper: nn.Module, child: int, trained: set[int]) -> bool:
     copies = [module for module in children.values() if param_ids(module)]
     unlike_copies = trained | param_ids(model)
     for copy in copies:
-        if not _is_frozen(copy, unlike_copies) or not _equal(copy, model):
+        if not _is_frozen(copy, unlike_copies) or _shapes(copy) != _shapes(model):
             return False
     return bool(copies)
 
@@ -116,19 +115,8 @@ def _is_frozen(copy: nn.Module, others: set[int]) -> bool:
     return others.isdisjoint(param_ids(copy))
 
 
-def _equal(copy: nn.Module, model: nn.Module) -> bool:
-    ours = dict(copy.named_parameters())
-    theirs = dict(model.named_parameters())
-    if ours.keys() != theirs.keys():
-        return False
-    for param, other in zip(ours.values(), theirs.values(), strict=True):
-        value = readable(param)
-        other_value = readable(other)
-        if value is None or other_value is None:
-            return False
-        if not torch.equal(value, other_value.to(value)):
-            return False
-    return True
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: param.shape for name, param in module.named_parameters()}
 
 
 def _without_repetition(roots: list[nn.Module], trained: set[int]) -> list[nn.Module]:
