@@ -84,10 +84,6 @@ class TensorFacts:
     rows: Rows | None = None
 
     @property
-    def finite(self) -> bool:
-        return not self.kind
-
-    @property
     def kind(self) -> Literal["", "NaN", "Inf", "-Inf"]:
         """The worst kind of its elements: ``NaN``, ``Inf``, ``-Inf`` if all infinities are negative, or nothing."""
         if self.nan:
@@ -106,7 +102,7 @@ class TensorFacts:
             span = f"{self.low:.4g}"
             if self.low != self.high:
                 span += f" to {self.high:.4g}"
-            if not self.finite:
+            if self.kind:
                 span = f"else {span}"
             parts.append(span)
         if not parts:

@@ -13,8 +13,7 @@ class Rows:
     """The rows of a tensor that hold its non-finite elements. All indices count from 0.
 
     Attributes:
-        rows: indices in its first dimension, at most 100.
-        count: number of these rows.
+        rows: indices in its first dimension.
         size: size of its first dimension.
         columns: of a matrix the columns with these elements, if they are few; else empty.
         input_rows: indices in the first dimension of the model's input, if these rows come from there: in another replay,
@@ -23,14 +22,13 @@ class Rows:
     """
 
     rows: tuple[int, ...]
-    count: int
     size: int
     columns: tuple[int, ...] = ()
     input_rows: tuple[int, ...] = ()
     ids: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        text = f"all in {numbered('row', self.rows, self.count)} of {self.size}"
+        text = f"all in {numbered('row', self.rows)} of {self.size}"
         if self.columns:
             text += f", {numbered('column', self.columns)}"
         if self.input_rows:
@@ -40,10 +38,10 @@ class Rows:
         return text
 
 
-def numbered(noun: str, numbers: Sequence[int], count: int = 0) -> str:
-    """Return ``row 3``, ``rows 3 and 7``, or the first of many; ``count`` may exceed the numbers that are known."""
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Return ``row 3``, ``rows 3 and 7``, or the first of many."""
     shown = list(map(str, numbers[:_MOST_NUMBERS]))
-    more = max(count, len(numbers)) - len(shown)
+    more = len(numbers) - len(shown)
     if more:
         shown.append(f"{more} more")
     *before, last = shown

@@ -91,7 +91,7 @@ def _document(failed: FailedStep) -> dict[str, Any]:
         "device": _device_of(called.values()).type,
         "step": failed.step,
         "rank": failed.rank,
-        "scale": failed.scale_number,
+        "scale": failed.scale,
     }
     for name in _STEP_NAMES:
         document[name] = getattr(failed, name)
@@ -175,10 +175,7 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
         raise
     except Exception as error:
         # A file from elsewhere can make anything fail.
-        why = str(error)
-        if not isinstance(error, _bounded_load.RefusedError):
-            why = f"{type(error).__name__}: {why}"
-        why = printable(why[:_LONGEST])
+        why = reason_of(error)[:_LONGEST]
         raise GradSurgeonError(
             f"{printable(str(folder))} is no bundle, or it is damaged: {why}"
         ) from error
@@ -218,7 +215,7 @@ def _step_in(
     names: dict[str, Any] = {name: tuple(map(str, document[name])) for name in _STEP_NAMES}
     scale = None
     if document["scale"] is not None:
-        scale = torch.tensor(float(document["scale"]))
+        scale = float(document["scale"])
     kept = KeptStep(calls, losses, **numbers)
     failed = FailedStep(kept, int(document["step"]), int(document["rank"]), scale, **names)
     return failed, tuple(dict.fromkeys(doubts))

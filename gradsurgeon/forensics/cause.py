@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, TypeGuard
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,8 +157,8 @@ def _cause_of_result(call: Call, index: int) -> Cause:
     formats = _INTEGERS_IN_DOUBLE
     if any(is_real(tensor) for tensor in call.tensors):
         formats = _IN_DOUBLE
-    wide = _attempt(call, index, formats=formats)
-    if wide is None:
+    wide = _result(call, index, formats=formats)
+    if wide.dtype not in formats.values():
         return cause("unknown", "the operation is not there in float64")
     kind = nonfinite_kind(wide)
     if not kind:
@@ -171,8 +171,8 @@ def _cause_of_result(call: Call, index: int) -> Cause:
 
 def _overflows_double(call: Call, index: int, formats: Mapping[torch.dtype, torch.dtype]) -> bool:
     """Tell an overflow from a pole. Smaller numbers do not leave a pole at zero; beside others the result is moderate."""
-    beside = _attempt(call, index, formats=formats, factor=1 - 1e-6)
-    smaller = _attempt(call, index, formats=formats, factor=1e-3)
+    beside = _result(call, index, formats=formats, factor=1 - 1e-6)
+    smaller = _result(call, index, formats=formats, factor=1e-3)
     if _is_finite(beside) and _largest(beside) < _HUGE:
         return False
     return _is_finite(smaller)
@@ -191,7 +191,7 @@ def _cause_of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -
     if squares:
         return cause("overflow", within, squares)
     other = _by_another_kernel(call, index)
-    if _is_finite(other):
+    if other is not None and _is_finite(other):
         another = (
             f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}"
         )
@@ -205,7 +205,7 @@ def _wider_format(call: Call, index: int) -> str:
     """Return the narrowest format in which the result is finite; empty if there is none."""
     dtype = _result(call, index).dtype
     for formats in (_IN_SINGLE, _IN_DOUBLE):
-        if dtype not in formats or not _is_finite(_attempt(call, index, formats=formats)):
+        if dtype not in formats or not _is_finite(_result(call, index, formats=formats)):
             continue
         # bfloat16 has the range of float32.
         if dtype == torch.float16 and formats is _IN_SINGLE:
@@ -224,7 +224,7 @@ def _too_large_inside(call: Call, index: int, limit: float) -> str:
     largest = max([_largest(values) for values in given], default=0.0)
     longest = max([max(values.shape, default=1) for values in given], default=1)
     squares = largest * largest * longest
-    if not squares > limit or not _is_finite(_attempt(call, index, factor=1 / largest)):
+    if not squares > limit or not _is_finite(_result(call, index, factor=1 / largest)):
         return ""
     return f"the inputs reach {largest:.4g}, and a sum of their squares can reach {squares:.4g}"
 
@@ -232,26 +232,14 @@ def _too_large_inside(call: Call, index: int, limit: float) -> str:
 def _by_another_kernel(call: Call, index: int) -> Tensor | None:
     from torch._decomp import decomposition_table  # noqa: PLC0415 # takes a while, and only here
 
-    other = None
-    decomposed = decomposition_table.get(call.func)
-    if decomposed is not None:
-        other = _attempt(call, index, func=decomposed)
-    if other is None and any(tensor.device.type != "cpu" for tensor in call.tensors):
-        other = _attempt(call, index, device=torch.device("cpu"))
-    return other
-
-
-def _attempt(call: Call, index: int, **options: Any) -> Tensor | None:
-    try:
-        result = _result(call, index, **options)
-    except Exception:  # noqa: BLE001 # it does not accept these arguments
-        return None
-    if not is_real(result):
-        return None
-    formats = options.get("formats")
-    if formats and result.dtype not in formats.values():
-        return None
-    return result
+    # The other implementation may refuse the arguments.
+    with suppress(Exception):
+        if call.func in decomposition_table:
+            return _result(call, index, func=decomposition_table[call.func])
+    with suppress(Exception):
+        if any(tensor.device.type != "cpu" for tensor in call.tensors):
+            return _result(call, index, device=torch.device("cpu"))
+    return None
 
 
 def _result(
@@ -285,8 +273,8 @@ def _result(
     return tensors_of(func(*args, **kwargs))[index]
 
 
-def _is_finite(result: Tensor | None) -> TypeGuard[Tensor]:
-    return result is not None and not nonfinite_kind(result)
+def _is_finite(result: Tensor) -> bool:
+    return not nonfinite_kind(result)
 
 
 def _largest(tensor: Tensor) -> float:

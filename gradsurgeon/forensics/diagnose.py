@@ -1,7 +1,7 @@
 """From the kept calls of a step to a diagnosis: all calls are replayed, and the earliest source is judged."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -88,7 +88,7 @@ def diagnose(
     reasons += _doubts(replayed, source, failed)
     diagnosis = _diagnosis_of(replayed, source, failed, tuple(reasons))
     if source.is_operation and not is_slow:
-        # Tensors of any kind may raise anything. The rest of the diagnosis stays.
+        # Tensors of any kind may raise anything, and there may be no other row. The rest of the diagnosis stays.
         with suppress(Exception):
             return _with_samples(diagnosis, replayed.call, failed, watch_tags)
     return diagnosis
@@ -103,21 +103,17 @@ def _with_samples(
         return diagnosis
     _, first = next(tensors_in([call.args, call.kwargs]))
     size = len(first)
-    # The dimension may be made of samples and heads, or of time and samples.
-    outer = {row * size // rows.size for row in rows.rows}
-    inner = {row % size for row in rows.rows}
-    for samples in (outer, inner):
-        if len(samples) == size:
-            continue
-        replayed = replay(_without(samples, size, call), watch_tags)
-        source = _to_blame(replayed, failed)
-        is_other = source is None or source.diagnosis.lines != diagnosis.lines
-        if replayed.error is None and is_other:
-            return _with_rows(diagnosis, sorted(samples), size, call)
+    # The dimension may be made of samples and heads.
+    samples = sorted({row * size // rows.size for row in rows.rows})
+    replayed = replay(_without(samples, size, call), watch_tags)
+    source = _to_blame(replayed, failed)
+    is_other = source is None or source.diagnosis.lines != diagnosis.lines
+    if replayed.error is None and is_other:
+        return _with_rows(diagnosis, samples, size, call)
     return diagnosis
 
 
-def _without(samples: Collection[int], size: int, call: KeptCall) -> KeptCall:
+def _without(samples: Sequence[int], size: int, call: KeptCall) -> KeptCall:
     """Return a call with another row in the place of some, in each input of that size."""
     other = min(set(range(size)).difference(samples))
     order = list(range(size))
@@ -133,16 +129,14 @@ def _without(samples: Collection[int], size: int, call: KeptCall) -> KeptCall:
     return replace(call, args=args, kwargs=kwargs)
 
 
-def _with_rows(
-    diagnosis: Diagnosis, samples: Sequence[int], size: int, call: KeptCall
-) -> Diagnosis:
+def _with_rows(diagnosis: Diagnosis, samples: list[int], size: int, call: KeptCall) -> Diagnosis:
     """Note the rows of the input that the rows of a diagnosis come from, and the ids of these samples."""
     output = diagnosis.output
     if output is None or output.rows is None:
         return diagnosis
     ids: tuple[int, ...] = ()
     if call.sample_ids is not None and len(call.sample_ids) == size:
-        ids = tuple(call.sample_ids[list(samples)].tolist())
+        ids = tuple(call.sample_ids[samples].tolist())
     rows = replace(output.rows, input_rows=tuple(samples), ids=ids)
     return replace(diagnosis, output=replace(output, rows=rows))
 
@@ -260,11 +254,9 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
             last.update(later.buffers)
     for name, before in call.buffers.items():
         after = replayed.buffers.get(name, before)
-        # A counter of calls would be equal after any call.
-        if not after.is_floating_point() or after.shape != before.shape:
-            continue
         kept = last[name]
-        if kept.shape == after.shape:
+        # A counter of calls would be equal after any call.
+        if after.is_floating_point() and before.shape == after.shape == kept.shape:
             changed = (after != before) & after.isfinite()
             if bool(changed.any()) and torch.equal(after[changed], kept[changed]):
                 return True
@@ -296,7 +288,7 @@ def _diagnosis_of(
         module = call.name
         module_type = type(call.module()).__name__
         if diagnosis.rows is not None:
-            diagnosis = _with_rows(diagnosis, diagnosis.rows.rows, diagnosis.rows.size, call)
+            diagnosis = _with_rows(diagnosis, list(diagnosis.rows.rows), diagnosis.rows.size, call)
     if diagnosis.where in ("weight", "buffer"):
         name = call.prefix + name
     certainty: Certainty = "reproduced"
@@ -313,6 +305,6 @@ def _diagnosis_of(
         module=module,
         module_type=module_type,
         name=name,
-        scale=failed.scale_number,
+        scale=failed.scale,
         **more,
     )

@@ -43,7 +43,7 @@ class KeptCalls:
         self._begins = False
         self._handles: list[RemovableHandle] = []
         self._buffers: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
-        self._devices: tuple[str, ...] = ()
+        self._devices: list[str] = []
         self._kinds = {"cpu"}
         # The calls that run, outermost first. Only the outermost one is kept.
         self._running: list[KeptCall | None] = []
@@ -56,14 +56,10 @@ class KeptCalls:
         self.model = weakref.ref(model)
         if self.evaluations is None:
             self.evaluations = 0
-        devices = []
-        kinds = {"cpu"}
-        for device in {param.device for param in model.parameters()}:
-            if _has_random_state(device):
-                devices.append(str(device))
-                kinds.add(device.type)
-        self._devices = tuple(devices)
-        self._kinds = kinds
+        devices = {param.device for param in model.parameters()}
+        random_devices = [device for device in devices if _has_random_state(device)]
+        self._devices = [str(device) for device in random_devices]
+        self._kinds = {"cpu", *(device.type for device in random_devices)}
         for name, module in _called(model):
             if is_scripted(class_names(module)):
                 continue  # Its code calls no hooks.
@@ -283,25 +279,20 @@ def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if getattr(type(module), "forward", None) is not nn.Module.forward:
             yield name, module
             continue
-        prefix = ""
-        if name != ROOT:
-            prefix = f"{name}."
         for key, _ in module.named_children():
-            if prefix + key in modules:
-                pending.append(prefix + key)
+            child = f"{name}.{key}".lstrip(".")
+            if child in modules:
+                pending.append(child)
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
     """Return name, table and key of each buffer that a forward pass may change: a large one is a mask or a table."""
     places = []
     for path, inner in module.named_modules():
-        prefix = ""
-        if path:
-            prefix = f"{path}."
         table = inner._buffers  # noqa: SLF001 # where modules keep them
         for key, buffer in table.items():
             if buffer is not None and buffer.numel() <= _LARGEST_BUFFER:
-                places.append((prefix + key, table, key))
+                places.append((f"{path}.{key}".lstrip("."), table, key))
     return places
 
 

@@ -114,12 +114,10 @@ class KeptStep:
             self.losses[self.passes + 1] = loss
 
     def shorten(self) -> None:
-        total = self.bytes
-        if total > MAX_BYTES and self.losses:
+        if self.bytes > MAX_BYTES:
             self.losses.clear()
-            total = self.bytes
-        while self.calls and (len(self.calls) > MOST_CALLS or total > MAX_BYTES):
-            total -= self.calls.pop(0).bytes
+        while self.calls and (len(self.calls) > MOST_CALLS or self.bytes > MAX_BYTES):
+            self.calls.pop(0)
             self.dropped += 1
 
 
@@ -147,17 +145,10 @@ class FailedStep:
     kept: KeptStep
     step: int
     rank: int
-    scale: Tensor | None = None
+    scale: float | None = None
     modules: tuple[str, ...] = ()
     bad: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
-
-    @property
-    def scale_number(self) -> float | None:
-        """The scale as a number. Waits for the device."""
-        if self.scale is None:
-            return None
-        return float(self.scale)
 
     @property
     def called(self) -> dict[str, nn.Module]:

@@ -71,12 +71,26 @@ class Call:
         """Return the tensor that the script passed: it differs from a copy of one that was written over."""
         return self.written.get(id(tensor), tensor)
 
+    def written_into(self) -> list[Tensor]:
+        """Return the tensors among the arguments that the operation writes into."""
+        tensors: list[Tensor] = []
+        values = dict(zip(self._arguments(), self.args, strict=False))
+        values.update(self.kwargs)
+        for name, argument in self._arguments().items():
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                tensors += tensors_of(values.get(name))
+        return tensors
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments in the schema of the operation, by name; none without a schema."""
+        schema = getattr(self.func, "_schema", None)
+        if schema is None:
+            return {}
+        return {argument.name: argument for argument in schema.arguments}
+
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors among the arguments, each with the name of its argument."""
-        schema = getattr(self.func, "_schema", None)
-        names = []
-        if schema is not None:
-            names = [argument.name for argument in schema.arguments]
+        names = self._arguments()
         for name, value in [*zip(names, self.args, strict=False), *self.kwargs.items()]:
             if isinstance(value, Tensor):
                 yield name, value
@@ -100,10 +114,7 @@ def tensors_of(*values: Any) -> list[Tensor]:
 def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     """Measure a tensor. Waits for its device."""
     values = elements(tensor)
-    counts = dict.fromkeys(KINDS, 0)
-    if is_real(values):
-        for kind in KINDS:
-            counts[kind] = int(where_is(values, kind).sum())
+    counts = {kind: int(where_is(values, kind).sum()) for kind in KINDS}
     finite = values
     rows = None
     if any(counts.values()):
@@ -135,15 +146,15 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
 
 
 def _rows_in(places: Tensor) -> Rows | None:
-    """Return the rows of a mask that are not empty, ``None`` if all rows are. Waits for its device."""
+    """Return the rows of a mask that are not empty, ``None`` for all or very many rows. Waits for its device."""
     table = places.reshape(len(places), -1)
     rows: list[int] = table.any(1).nonzero().flatten().tolist()
     columns: list[int] = table.any(0).nonzero().flatten().tolist()
-    if len(rows) == len(places):
+    if len(rows) == len(places) or len(rows) > _MOST_ROWS:
         return None
     if places.dim() != _MATRIX or len(columns) > _MOST_COLUMNS or len(columns) == table.size(1):
         columns = []
-    return Rows(tuple(rows[:_MOST_ROWS]), len(rows), len(places), tuple(columns))
+    return Rows(tuple(rows), len(places), tuple(columns))
 
 
 def elements(tensor: Tensor) -> Tensor:

@@ -53,8 +53,6 @@ Seed = Literal["weight", "buffer", "input", "output gradient"]
 # These return memory that nothing was written to.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
 _COPIES = ("clone", "_to_copy", "copy", "detach", "contiguous")
-# Forward passes of these return statistics for backward after their result.
-_SAVES = ("norm", "attention", "nll_loss")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 _HISTORY = 20
 # These buffers are no masks.
@@ -120,7 +118,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             out = func(*args, **kwargs)
             self.memory.add_own(tensors_of(out), empty=True)
             return out
-        written = _written(func, args, kwargs)
+        written = Call(func, args, kwargs).written_into()
         # An operation is judged by what it was given, so tensors are copied before it writes over them.
         copies: dict[int, Tensor] = {}
         originals: dict[int, Tensor] = {}
@@ -144,8 +142,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return out
 
     def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        magnitudes = []
-        saves = any(word in call.stem for word in _SAVES) and "backward" not in call.stem
+        largest = None
         for index, output in enumerate(outputs):
             if not is_real(output) or output.is_meta:
                 continue
@@ -157,17 +154,18 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 self._remember(call, output, index)
                 continue
             self.memory.forget(output)
-            if index == 0 or not saves:
-                magnitudes.append(max(abs(low), abs(high)))
+            # Some operations also return statistics for backward.
+            if index == 0:
+                largest = max(abs(low), abs(high))
         for tensor in written:
             self.memory.known_about(tensor).unwritten = False
         self.memory.follow_lost_constants(call, outputs)
-        if magnitudes and call.stem not in _COPIES:
+        if largest is not None and call.stem not in _COPIES:
             label = call.name
             module = self._modules.place(_torch.current_node())[0]
             if module not in ("", ROOT):
                 label = f"{module}: {label}"
-            self._history.append((label, max(magnitudes)))
+            self._history.append((label, largest))
 
     def _remember(self, call: Call, output: Tensor, index: int) -> None:
         """Note the sources of a non-finite output."""
@@ -276,7 +274,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         measured = facts(output)
         inputs = dict(call.named())
         if when == self._stop_at:
-            _stand_at(call.name, lines, {"inputs": inputs, "output": output})
+            _stand_at(lines, {"operation": call.name, "inputs": inputs, "output": output})
         diagnosis = replace(
             BLANK,
             what=measured.kind or "NaN",
@@ -326,22 +324,6 @@ def _rival(first: NonfiniteSource, masks: Iterable[NonfiniteSource]) -> str:
     return ""
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operation writes into."""
-    tensors: list[Tensor] = []
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return tensors
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if position < len(args):
-            tensors += tensors_of(args[position])
-        else:
-            tensors += tensors_of(kwargs.get(argument.name))
-    return tensors
-
-
 def _returns_view(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None:
@@ -350,7 +332,7 @@ def _returns_view(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
+def _stand_at(lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
     """Open the debugger in the line of the script that called an operation, with more names in ``scope``."""
     frame = sys._getframe()  # noqa: SLF001 # documented
     for caller, line in traceback.walk_stack(frame):
@@ -359,12 +341,9 @@ def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any])
             frame = caller
             break
     known = frame.f_locals
-    for name, value in {"operation": operation, **scope}.items():
+    for name, value in scope.items():
         known.setdefault(name, value)
-    at = "no line of the script"
-    if lines:
-        at = str(lines[-1])
-    print(f"{operation} at {at}: see operation, {', '.join(scope)} (`q` to go on)")  # noqa: T201 # the user asked for it
+    print(f"{scope['operation']}: see {', '.join(scope)} (`q` to go on)")  # noqa: T201 # the user asked for it
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
     debugger.interaction(frame, None)

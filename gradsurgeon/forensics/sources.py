@@ -255,15 +255,12 @@ class Memory:
                     _bytes(known.storage).copy_(known.before)
 
     def follow_lost_constants(self, call: Call, outputs: Iterable[Tensor]) -> None:
-        lost_input = ""
-        if call.stem in _KEEP_ZERO:
-            lost_input = self.lost_constant(call)
         for output in outputs:
             lost = ""
-            if output.is_floating_point():
-                lost = lost_input
-                if not lost:
-                    lost = _rounded(call, output)
+            if call.stem in _KEEP_ZERO:
+                lost = self.lost_constant(call)
+            elif call.stem in _GUARDS and output.is_floating_point():
+                lost = _rounded(call, output)
             if lost and not bool((elements(output) == 0).any()):
                 lost = ""
             self.known_about(output).lost = lost
@@ -287,8 +284,6 @@ def _bytes(storage: Any) -> Tensor:
 
 
 def _rounded(call: Call, output: Tensor) -> str:
-    if call.stem not in _GUARDS:
-        return ""
     limits = torch.finfo(output.dtype)
     smallest = limits.smallest_normal * limits.eps
     for number in _constants(call):
@@ -307,14 +302,12 @@ def _rounded(call: Call, output: Tensor) -> str:
 
 def _constants(call: Call) -> list[float]:
     numbers = []
-    tensors = []
     for argument in tree_leaves((call.args, call.kwargs)):
+        # The dispatcher passes some numbers as tensors.
+        if isinstance(argument, Tensor) and not argument.dim() and argument.is_cpu:
+            argument = argument.item()  # noqa: PLW2901 # the same number
         if isinstance(argument, float):
             numbers.append(argument)
-        # The dispatcher passes some numbers as tensors.
-        elif isinstance(argument, Tensor) and not argument.dim() and argument.is_cpu:
-            tensors.append(argument)
-    numbers += [tensor.item() for tensor in tensors if tensor.is_floating_point()]
     return numbers
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from torch import Tensor
@@ -89,7 +90,10 @@ class StepDiagnosis:
         edits = [effect.rule.id for effect in self._effects.sites if effect.edits]
         rested = tuple(sorted(edits))
         kept = replace(self._kept.step)
-        return FailedStep(kept, step, _dist.rank(), scale, tuple(modules), tuple(bad), rested)
+        factor = None
+        if scale is not None:
+            factor = float(scale)
+        return FailedStep(kept, step, _dist.rank(), factor, tuple(modules), tuple(bad), rested)
 
     def _among_ranks(
         self,
@@ -102,14 +106,9 @@ class StepDiagnosis:
         assert heard.voter is not None  # noqa: S101 # ranks have objected
         own = self._run(failed, rules) if reports else None
         by_rank: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
-        chosen = own
-        for diagnosis in by_rank.values():
-            if diagnosis is None:
-                continue
-            # A diagnosis that blames an operation or tensor says most.
-            if chosen is None or (diagnosis.where and not chosen.where):
-                chosen = diagnosis
-        return chosen
+        diagnoses = [diagnosis for diagnosis in (own, *by_rank.values()) if diagnosis is not None]
+        # A diagnosis that blames an operation or tensor says most.
+        return max(diagnoses, key=attrgetter("blames"), default=None)
 
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:

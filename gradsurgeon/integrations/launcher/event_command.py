@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 from gradsurgeon.common.events import TRIPS, Event
 from gradsurgeon.integrations.launcher.messages import STATUS_FILE
@@ -30,6 +31,8 @@ class EventCommand:
 
     def __init__(self, settings: Settings, report: Callable[[str], None]) -> None:
         self._settings = settings
+        # The script has not begun, and may change the directory.
+        self._folder = Path.cwd()
         self._report = report
         # `None` ends the thread.
         self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -93,7 +96,7 @@ class EventCommand:
                 process = subprocess.Popen(  # noqa: S602 # the user asked for this command
                     self._settings.on_event,
                     shell=True,
-                    cwd=self._settings.folder,
+                    cwd=self._folder,
                     env=environment,
                     stdin=file,
                     stdout=2,

@@ -34,8 +34,10 @@ def _activate(settings: Settings) -> None:
         # Imported late, because this module imports the rest of the package, and torch.
         from gradsurgeon.integrations.launcher.training_detector import activate  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
+        from gradsurgeon.errors import reason_of  # noqa: PLC0415 # as above
+
         messages.explain()
-        messages.say(f"the script runs on without rules: {messages.first_line(error)}")
+        messages.say(f"the script runs on without rules: {reason_of(error)}")
     else:
         activate(settings)
 

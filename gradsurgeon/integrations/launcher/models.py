@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from gradsurgeon import api
 from gradsurgeon.common.diagnosis import BUILD
 from gradsurgeon.distributed.session_discovery import lacking
-from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
+from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable, reason_of
 from gradsurgeon.integrations.launcher.event_command import EventCommand
-from gradsurgeon.integrations.launcher.messages import explain, first_line, say, write
+from gradsurgeon.integrations.launcher.messages import explain, say, write
 from gradsurgeon.integrations.launcher.model_roots import module_ids, name_of, param_ids, roots_of
 from gradsurgeon.integrations.launcher.next_commands import model_spec
 from gradsurgeon.integrations.launcher.settings import Settings
@@ -293,8 +293,7 @@ class Models:
             try:
                 sinks[text] = at_place(text)
             except Exception as error:  # noqa: BLE001 # no error of a client stops the script
-                reason = first_line(error)
-                say(f"the script runs without the sink {printable(text)}: {printable(reason)}")
+                say(f"the script runs without the sink {printable(text)}: {reason_of(error)}")
         return sinks
 
     def _title(self, origin: str) -> str:

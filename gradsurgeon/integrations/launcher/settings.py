@@ -27,7 +27,6 @@ class Settings:
     pdb: bool = False
     quiet: bool = False
     on_event: str = ""  # a command of the shell that gets each event
-    folder: str = ""  # where the script was launched; the command starts there
 
     @property
     def first_step(self) -> int:
