@@ -36,6 +36,7 @@ _KEYS = (
     "where",
     "module",
     "name",
+    "rows",
     "inputs",
     "rank",
     "bundle",
@@ -69,7 +70,7 @@ class TensorFacts:
         name: its name in the schema of the operation, or its origin.
         shape: its shape; for a sharded tensor the shape of the whole.
         inf: number of infinite elements, ``minus_inf`` included.
-        rows: the rows with non-finite elements, unless all rows or none have some.
+        rows: the rows with non-finite elements, ``None`` if all rows, very many or none have some.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Diagnosis:
         before: learning rates and losses up to the step, in words.
         bundle: the directory from which the step can be run again, empty if there is none.
         no_bundle: why no bundle could be written.
+        rows: the rows of ``output`` with non-finite elements, ``None`` if all rows or very many have some.
     """
 
     certainty: Certainty
@@ -175,6 +177,7 @@ class Diagnosis:
     before: str = ""
     bundle: str = ""
     no_bundle: str = ""
+    rows: Rows | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.text())
@@ -188,12 +191,11 @@ class Diagnosis:
         whole = asdict(self)
         values = {key: whole[key] for key in _KEYS}
         values.update(headline=self.headline, op=self.operation, direction="", outputs=[])
-        values.update(file="", line=None, cause="", evidence=[], remedy="", rows=None)
+        values.update(file="", line=None, cause="", evidence=[], remedy="")
         if self.where in ("forward", "backward"):
             values["direction"] = self.where
         if self.output is not None:
             values["outputs"] = [whole["output"]]
-            values["rows"] = whole["output"]["rows"]
         for line in self.lines:
             values.update(file=line.file, line=line.line)
         if self.cause is not None:
@@ -202,13 +204,6 @@ class Diagnosis:
         # Tuples become lists.
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
-
-    @property
-    def rows(self) -> Rows | None:
-        """The rows of ``output`` with non-finite elements, ``None`` if all rows have some."""
-        if self.output is None:
-            return None
-        return self.output.rows
 
     @property
     def blames(self) -> bool:

@@ -100,7 +100,7 @@ def _document(failed: FailedStep) -> dict[str, Any]:
     document["losses"] = _losses_for_file(failed.kept)
     document["calls"] = [_call_for_file(call) for call in failed.kept.calls]
     document["weights"] = _weights_for_file(called)
-    document["trees"] = {name: _tree_of(module) for name, module in called.items()}
+    document["trees"] = {name: repr(module) for name, module in called.items()}
     return document
 
 
@@ -205,7 +205,7 @@ def _step_in(
             raise GradSurgeonError(
                 f"the model has no module {printable(name)}, which the bundle calls"
             )
-        if document["trees"].get(name) != _tree_of(module):
+        if document["trees"].get(name) != repr(module):
             doubts.append(_OTHER_MODEL)
         calls.append(_call_in(document, entry, module, device))
     losses = {}
@@ -235,9 +235,8 @@ def _call_in(
     autocast = {}
     for kind, (enabled, dtype) in entry["autocast"].items():
         if kind == made_on:
-            autocast[device] = (bool(enabled), dtype)
-        elif kind == "cpu":
-            autocast[kind] = (bool(enabled), dtype)
+            kind = device  # noqa: PLW2901 # as the model is there now
+        autocast[kind] = (bool(enabled), dtype)
     weights = {}
     if document["weights"]:
         weights = document["weights"].get(name, {})
@@ -260,13 +259,3 @@ def _loss_in(value: Any, nodes: Iterable[Any]) -> KeptLoss:
         node = LossNode(str(name)[:_LONGEST], saved, [int(index) for index in made_of])
         loss_nodes.append(node)
     return KeptLoss(value, loss_nodes)
-
-
-def _tree_of(module: nn.Module) -> dict[str, object]:
-    """Return the shapes of the parameters and the types of the modules, by name."""
-    tree: dict[str, object] = {}
-    for name, param in module.named_parameters():
-        tree[name] = list(param.shape)
-    for name, inner in module.named_modules():
-        tree[name] = type(inner).__name__
-    return tree

@@ -13,6 +13,7 @@ from gradsurgeon.common.diagnosis import Cause, Fault
 from gradsurgeon.forensics.operations import (
     Call,
     elements,
+    ends,
     facts,
     is_real,
     nonfinite_kind,
@@ -165,14 +166,14 @@ def _cause_of_result(call: Call, index: int) -> Cause:
         return _cause_of_format(call, index, result.dtype, wide)
     text = f"in {_name(wide.dtype)} the result is {facts(wide).kind} as well"
     if kind == "Inf" and _overflows_double(call, index, formats):
-        return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
+        return cause("overflow", f"{text}, and finite for smaller numbers")
     return cause("mathematics", text)
 
 
 def _overflows_double(call: Call, index: int, formats: Mapping[torch.dtype, torch.dtype]) -> bool:
     """Tell an overflow from a pole. Smaller numbers do not leave a pole at zero; beside others the result is moderate."""
     beside = _result(call, index, formats=formats, factor=1 - 1e-6)
-    smaller = _result(call, index, formats=formats, factor=1e-3)
+    smaller = _result(call, index, formats=formats, factor=1e-3 / max(_largest_input(call), 1.0))
     if _is_finite(beside) and _largest(beside) < _HUGE:
         return False
     return _is_finite(smaller)
@@ -187,9 +188,11 @@ def _cause_of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -
         return cause("overflow", f"{text}; {name} holds numbers up to {limit:.4g}")
     fits = f"{name} (up to {limit:.4g})"
     within = f"{text}: inside the operation a number was too large for {fits}"
-    squares = _too_large_inside(call, index, limit)
-    if squares:
-        return cause("overflow", within, squares)
+    most = _largest_input(call)
+    longest = max([max(tensor.shape, default=1) for tensor in call.tensors], default=1)
+    # A sum of squares can be as large.
+    if most * most * longest > limit:
+        return cause("overflow", within)
     other = _by_another_kernel(call, index)
     if other is not None and _is_finite(other):
         another = (
@@ -218,15 +221,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _too_large_inside(call: Call, index: int, limit: float) -> str:
-    """Return a sentence on inputs whose squares are too large for a format, if smaller ones are fine."""
-    given = [elements(tensor) for tensor in call.tensors if is_real(tensor) and tensor.numel()]
-    largest = max([_largest(values) for values in given], default=0.0)
-    longest = max([max(values.shape, default=1) for values in given], default=1)
-    squares = largest * largest * longest
-    if not squares > limit or not _is_finite(_result(call, index, factor=1 / largest)):
-        return ""
-    return f"the inputs reach {largest:.4g}, and a sum of their squares can reach {squares:.4g}"
+def _largest_input(call: Call) -> float:
+    most = 0.0
+    for tensor in call.tensors:
+        if is_real(tensor) and tensor.numel():
+            most = max(most, _largest(tensor))
+    return most
 
 
 def _by_another_kernel(call: Call, index: int) -> Tensor | None:
@@ -278,7 +278,7 @@ def _is_finite(result: Tensor) -> bool:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(elements(tensor).abs().max())
+    return max(map(abs, ends(elements(tensor))))
 
 
 def _remedy(fault: Fault, operation: str, node: str) -> str:

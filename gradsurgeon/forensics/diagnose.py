@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Certainty, Diagnosis
+from gradsurgeon.common.rows import Rows
+from gradsurgeon.errors import reason_of
 from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss
 from gradsurgeon.forensics.operations import facts, nonfinite_kind
 from gradsurgeon.forensics.outside_loss import source_in
@@ -109,7 +111,7 @@ def _with_samples(
     source = _to_blame(replayed, failed)
     is_other = source is None or source.diagnosis.lines != diagnosis.lines
     if replayed.error is None and is_other:
-        return _with_rows(diagnosis, samples, size, call)
+        return replace(diagnosis, rows=_from_samples(rows, samples, size, call))
     return diagnosis
 
 
@@ -129,16 +131,12 @@ def _without(samples: Sequence[int], size: int, call: KeptCall) -> KeptCall:
     return replace(call, args=args, kwargs=kwargs)
 
 
-def _with_rows(diagnosis: Diagnosis, samples: list[int], size: int, call: KeptCall) -> Diagnosis:
-    """Note the rows of the input that the rows of a diagnosis come from, and the ids of these samples."""
-    output = diagnosis.output
-    if output is None or output.rows is None:
-        return diagnosis
-    ids: tuple[int, ...] = ()
+def _from_samples(rows: Rows, samples: list[int], size: int, call: KeptCall) -> Rows:
+    """Return rows that come from some rows of the input, with the ids of these samples."""
+    ids: list[int] = []
     if call.sample_ids is not None and len(call.sample_ids) == size:
-        ids = tuple(call.sample_ids[samples].tolist())
-    rows = replace(output.rows, input_rows=tuple(samples), ids=ids)
-    return replace(diagnosis, output=replace(output, rows=rows))
+        ids = call.sample_ids[samples].tolist()
+    return replace(rows, input_rows=tuple(samples), ids=tuple(ids))
 
 
 def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
@@ -166,7 +164,7 @@ def _search(
             reasons.append(_ITERATOR.format(", ".join(call.iterators)))
             continue
         if error is not None:
-            why = str(error).partition("\n")[0][:_LONGEST]
+            why = reason_of(error)[:_LONGEST]
             reasons.append(f"the replay raised {type(error).__name__}: {why}")
             continue
         if "other" in replayed.compared and not failed.kept.updated:
@@ -287,8 +285,9 @@ def _diagnosis_of(
     if diagnosis.where == "input":
         module = call.name
         module_type = type(call.module()).__name__
-        if diagnosis.rows is not None:
-            diagnosis = _with_rows(diagnosis, list(diagnosis.rows.rows), diagnosis.rows.size, call)
+        rows = diagnosis.rows
+        if rows is not None:
+            more["rows"] = _from_samples(rows, list(rows.rows), rows.size, call)
     if diagnosis.where in ("weight", "buffer"):
         name = call.prefix + name
     certainty: Certainty = "reproduced"

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -158,10 +159,10 @@ class KeptCalls:
 
     def _autocast(self) -> dict[str, tuple[bool, torch.dtype]]:
         """Return, by kind of device, whether autocast is on, and its dtype."""
-        states = {}
-        for kind in self._kinds:
-            states[kind] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        return states
+        return {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in self._kinds
+        }
 
     def end(self, output: Any) -> None:
         if not self._running:
@@ -184,10 +185,14 @@ class KeptCalls:
         self.step.calls.append(call)
         self.step.shorten()
 
-    def spare(self, error: Exception) -> None:
+    @contextmanager
+    def spared(self) -> Iterator[None]:
         """Note an error of our own instead of raising it in the script: the call is then not kept."""
-        self.step.dropped += 1
-        self.step.problem = f"{type(error).__name__}: {error}"
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
+            self.step.dropped += 1
+            self.step.problem = f"{type(error).__name__}: {error}"
 
     def keep_loss(self, graph: BackwardGraph, *, accumulates: bool) -> None:
         """Keep the graph from the outputs of the calls to the loss of a backward pass that begins.
@@ -205,16 +210,14 @@ class KeptCalls:
             step.calls = [call for call in step.calls if not call.number]
             step.losses.clear()
         if step.calls and not self._is_paused():
-            try:
+            with self.spared():
                 step.keep_loss(graph)
-            except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
-                self.spare(error)
 
     def _keep(
         self, call: weakref.ref[KeptCall], path: Path, output_number: int, grads: Any
     ) -> None:
         """Keep the gradient of one output: the hook of the node that made the output gets the gradients of all."""
-        try:
+        with self.spared():
             kept = call()
             if _backward_calls.is_only_grad():
                 return  # `torch.autograd.grad` is not training.
@@ -232,8 +235,6 @@ class KeptCalls:
             if not kept.number:
                 kept.number = self.step.passes
             self.step.shorten()
-        except Exception as error:  # noqa: BLE001 # as above
-            self.spare(error)
 
 
 class _Hook:
@@ -251,22 +252,17 @@ class _Hook:
         kept = self._kept()
         if module is None or kept is None:
             return
-        try:
+        with kept.spared():
             kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
-        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
-            kept.spare(error)
 
     def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del hooked, args
         if torch.compiler.is_compiling():
             return
         kept = self._kept()
-        if kept is None:
-            return
-        try:
-            kept.end(output)
-        except Exception as error:  # noqa: BLE001 # as above
-            kept.spare(error)
+        if kept is not None:
+            with kept.spared():
+                kept.end(output)
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -122,6 +122,7 @@ def _made(
         node=_label(node, loss),
         inputs=tuple(facts(tensor, name) for name, tensor in kept.items()),
         output=measured,
+        rows=measured.rows,
         cause=why,
     )
     return NonfiniteSource(0, diagnosis, repeated=call is not None)

@@ -286,6 +286,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             lines=lines,
             inputs=tuple(facts(tensor, argument) for argument, tensor in inputs.items()),
             output=measured,
+            rows=measured.rows,
             history=tuple(self._history),
             cause=self._cause(call, index, differentiated),
         )

@@ -92,7 +92,14 @@ def held(
         text = "no operation that PyTorch shows made it: something else wrote into its memory"
         why = cause("unknown", text)
     diagnosis = replace(
-        BLANK, what=measured.kind, where=where, name=name, lines=lines, output=measured, cause=why
+        BLANK,
+        what=measured.kind,
+        where=where,
+        name=name,
+        lines=lines,
+        output=measured,
+        rows=measured.rows,
+        cause=why,
     )
     return NonfiniteSource(when, diagnosis, intended)
 
@@ -114,13 +121,10 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tenso
         by_element = _taken_by_element(inputs, where_is(output, kind))
         if by_element is not None:
             return by_element
-    whole = []
-    alike = []
+    whole: list[tuple[Tensor, Kind]] = []
     for tensor, _ in inputs:
-        for kind_of_input in kinds_in(tensor):
-            whole.append((tensor, kind_of_input))
-            if (kind_of_input == "NaN") == (kind == "NaN"):
-                alike.append((tensor, kind_of_input))
+        whole += [(tensor, kind_of_input) for kind_of_input in kinds_in(tensor)]
+    alike = [taken for taken in whole if (taken[1] == "NaN") == (kind == "NaN")]
     if alike:
         return alike, False
     return whole, False
@@ -231,16 +235,13 @@ class Memory:
     def sources(self, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
         _, first, end = place_of(tensor)
-        of_kind = []
-        of_any_kind = []
+        sources: dict[bool, list[NonfiniteSource]] = {True: [], False: []}
         for entry in self.known_about(tensor).entries:
             if entry.first < end and first < entry.end:
-                of_any_kind.append(entry.source)
-                if entry.kind == kind:
-                    of_kind.append(entry.source)
-        if of_kind:
-            return of_kind
-        return of_any_kind
+                sources[entry.kind == kind].append(entry.source)
+        if sources[True]:
+            return sources[True]
+        return sources[False]
 
     def protect(self, tensor: Tensor) -> None:
         """Copy the memory that an operation is about to write to, unless the replay made it."""
@@ -322,8 +323,7 @@ def place_of(tensor: Tensor) -> tuple[Any, int, int]:
     first = int(part.storage_offset()) * size
     end = first
     if part.numel():
-        last = 0
+        end += size
         for length, stride in zip(part.shape, part.stride(), strict=True):
-            last += (int(length) - 1) * int(stride)
-        end += (last + 1) * size
+            end += (int(length) - 1) * int(stride) * size
     return part.untyped_storage(), first, end

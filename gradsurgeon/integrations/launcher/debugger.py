@@ -35,10 +35,7 @@ def _on_end(
     end(kind, error, traceback)
     # The script may have raised another error from the trap's error.
     while error is not None and not isinstance(error, TrapError):
-        cause = error.__cause__
-        if cause is None:
-            cause = error.__context__
-        error = cause
+        error = error.__context__
     if error is None or error.__traceback__ is None:
         return
     if _dist.world() > 1:
