@@ -220,21 +220,6 @@ class Diagnosis:
 
     def details(self) -> Iterator[str]:
         """Yield the lines below the headline: the place, the remedy, and then the evidence."""
-        if self.blames:
-            yield from self._place_and_remedy()
-        for reason in self.reasons:
-            yield f"  {self.certainty} because {printable(reason)}"
-        if self.blames:
-            yield from self._evidence()
-        if self.before:
-            yield f"  before: {printable(self.before)}"
-        if self.bundle:
-            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model {BUILD}"
-            yield f"  to run the step again: {printable(command)}"
-        if self.no_bundle:
-            yield f"  no bundle was written: {printable(self.no_bundle)}"
-
-    def _place_and_remedy(self) -> Iterator[str]:
         verb = "at"
         for line in reversed(self.lines):
             yield f"  {verb} {line}"
@@ -246,6 +231,16 @@ class Diagnosis:
             yield f"  cause: {self.cause.fault}"
             for evidence in self.cause.evidence:
                 yield f"    {printable(evidence)}"
+        for reason in self.reasons:
+            yield f"  {self.certainty} because {printable(reason)}"
+        yield from self._evidence()
+        if self.before:
+            yield f"  before: {printable(self.before)}"
+        if self.bundle:
+            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model {BUILD}"
+            yield f"  to run the step again: {printable(command)}"
+        if self.no_bundle:
+            yield f"  no bundle was written: {printable(self.no_bundle)}"
 
     def _evidence(self) -> Iterator[str]:
         for facts in self.inputs:

@@ -33,8 +33,6 @@ _NO_WEIGHTS = "the bundle has no weights, so the replay used the weights of the 
 _OTHER_MODEL = "this may not be the model of the bundle: its modules differ"
 # The parts of a step and of a call that are in a bundle as they are.
 _FACE_PARTS = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
-_KEPT_NUMBERS = ("dropped", "passes", "updated")
-_STEP_NAMES = ("modules", "rested", "bad")
 _CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled", "sample_ids")
 
 
@@ -83,8 +81,9 @@ def _free_place(folder: Path, failed: FailedStep) -> Path:
 
 
 def _document(failed: FailedStep) -> dict[str, Any]:
+    kept = failed.kept
     called = failed.called
-    document: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "gradsurgeon": VERSION,
         "torch": str(torch.__version__),
@@ -92,16 +91,17 @@ def _document(failed: FailedStep) -> dict[str, Any]:
         "step": failed.step,
         "rank": failed.rank,
         "scale": failed.scale,
+        "modules": failed.modules,
+        "rested": failed.rested,
+        "bad": failed.bad,
+        "dropped": kept.dropped,
+        "passes": kept.passes,
+        "updated": kept.updated,
+        "losses": _losses_for_file(kept),
+        "calls": [_call_for_file(call) for call in kept.calls],
+        "weights": _weights_for_file(called),
+        "trees": {name: repr(module) for name, module in called.items()},
     }
-    for name in _STEP_NAMES:
-        document[name] = getattr(failed, name)
-    for name in _KEPT_NUMBERS:
-        document[name] = getattr(failed.kept, name)
-    document["losses"] = _losses_for_file(failed.kept)
-    document["calls"] = [_call_for_file(call) for call in failed.kept.calls]
-    document["weights"] = _weights_for_file(called)
-    document["trees"] = {name: repr(module) for name, module in called.items()}
-    return document
 
 
 def _losses_for_file(kept: KeptStep) -> dict[int, tuple[Tensor | None, list[Any]]]:
@@ -211,13 +211,22 @@ def _step_in(
     losses = {}
     for number, (value, nodes) in document["losses"].items():
         losses[int(number)] = _loss_in(value, nodes)
-    numbers: dict[str, Any] = {name: int(document[name]) for name in _KEPT_NUMBERS}
-    names: dict[str, Any] = {name: tuple(map(str, document[name])) for name in _STEP_NAMES}
-    scale = None
-    if document["scale"] is not None:
-        scale = float(document["scale"])
-    kept = KeptStep(calls, losses, **numbers)
-    failed = FailedStep(kept, int(document["step"]), int(document["rank"]), scale, **names)
+    scale = document["scale"]
+    if scale is not None:
+        scale = float(scale)
+    dropped = int(document["dropped"])
+    kept = KeptStep(
+        calls, losses, dropped, passes=int(document["passes"]), updated=bool(document["updated"])
+    )
+    failed = FailedStep(
+        kept,
+        int(document["step"]),
+        int(document["rank"]),
+        scale,
+        modules=tuple(map(str, document["modules"])),
+        bad=tuple(map(str, document["bad"])),
+        rested=tuple(map(str, document["rested"])),
+    )
     return failed, tuple(dict.fromkeys(doubts))
 
 

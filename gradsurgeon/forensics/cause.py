@@ -86,17 +86,16 @@ _BACKWARD = {
     r"logsumexp|logcumsumexp|logaddexp2?": f"every summand was minus infinity: {_ROW}",
     r"mul|addcmul": "0 times an infinity is NaN: choose with `where` before the operation",
 }
-# `{wider}` stands for the format in which the result is finite, if there is one.
 _OVERFLOW = {
     r"exp|exp2|expm1|sinh|cosh|specialexp.*": "subtract the maximum before the exponential, or clamp the input",
-    r"pow|square|mul|addcmul|cumprod|prod": "scale the input down before it{wider}",
+    r"pow|square|mul|addcmul|cumprod|prod": "scale the input down before it",
     r"div|truedivide|reciprocal|rsqrt": "the divisor is too small: add a larger epsilon",
-    _PRODUCT: "look at the weights and the input (learning rate, initialization){wider}",
-    rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them{wider}",
-    _SUM: "the sum, or the squares in it, are too large: scale the input down{wider}",
+    _PRODUCT: "look at the weights and the input (learning rate, initialization)",
+    rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them",
+    _SUM: "the sum, or the squares in it, are too large: scale the input down",
 }
 _ADVICE = {
-    "overflow": "the values are too large for the format: find out why they grow{wider}",
+    "overflow": "the values are too large for the format: find out why they grow",
     "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs",
     "bad input": "no operation of the model has made these numbers: look at the data, the checkpoint, the update before",
     "underflow": "choose a constant that the format holds, such as 1e-4, or run the operation in a wider format",
@@ -133,8 +132,8 @@ def cause_of_call(call: Call, index: int, node: str = "", *, lost: str = "") -> 
         if remedy:
             advice = remedy
     if wider:
-        wider = f", or run it in {wider}"
-    return Cause(judged.fault, judged.evidence, advice.replace("{wider}", wider))
+        advice += f", or run it in {wider}"
+    return Cause(judged.fault, judged.evidence, advice)
 
 
 def _random_states_kept(call: Call) -> AbstractContextManager[None]:
@@ -284,22 +283,14 @@ def _largest(tensor: Tensor) -> float:
 def _remedy(fault: Fault, operation: str, node: str) -> str:
     """Return the remedy for an operation, or for the operation whose derivative the node computes."""
     name = operation.rpartition(".")[2]
-    if fault == "overflow":
-        return _remedy_in(_OVERFLOW, name)
-    if fault != "mathematics":
-        return ""
-    derivative = re.fullmatch(r"(?P<name>\w+?)Backward\d*", node)
-    if derivative:
-        for table in (_BACKWARD, _FORWARD):
-            remedy = _remedy_in(table, derivative["name"])
-            if remedy:
+    differentiated = re.sub(r"Backward\d*$", "", node)
+    tables = {
+        "overflow": [(_OVERFLOW, name)],
+        "mathematics": [(_BACKWARD, differentiated), (_FORWARD, differentiated), (_FORWARD, name)],
+    }
+    for table, stem in tables.get(fault, ()):
+        key = stem.replace("_", "").lower()
+        for names, remedy in table.items():
+            if re.fullmatch(names, key):
                 return remedy
-    return _remedy_in(_FORWARD, name)
-
-
-def _remedy_in(table: Mapping[str, str], name: str) -> str:
-    key = name.replace("_", "").lower()
-    for names, remedy in table.items():
-        if re.fullmatch(names, key):
-            return remedy
     return ""

@@ -69,11 +69,13 @@ class KeptCalls:
             if name == ROOT and type(model).__name__ == "OptimizedModule":
                 # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
                 hooked = model
-            hook = _Hook(self, name, module)
+            before, after = _hooks(self, name, module)
             # It comes before hooks of the script, which a replay runs as well.
-            before = hooked.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-            after = hooked.register_forward_hook(hook.after, always_call=True)
-            for handle in (before, after):
+            handles = (
+                hooked.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                hooked.register_forward_hook(after, always_call=True),
+            )
+            for handle in handles:
                 _unsaved_hooks.leave_behind(handle)
                 self._handles.append(handle)
         self._forget()
@@ -237,32 +239,32 @@ class KeptCalls:
             self.step.shorten()
 
 
-class _Hook:
-    """A forward hook that reaches the kept calls and the module weakly."""
+def _hooks(
+    kept: KeptCalls, name: str, module: nn.Module
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return hooks for before and after a forward pass, which reach the kept calls and the module weakly."""
+    kept_ref = weakref.ref(kept)
+    module_ref = weakref.ref(module)
 
-    def __init__(self, kept: KeptCalls, name: str, module: nn.Module) -> None:
-        self._kept = weakref.ref(kept)
-        self._name = name
-        self._module = weakref.ref(module)
-
-    def before(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return  # Compiled code must not break its graph here.
-        module = self._module()
-        kept = self._kept()
-        if module is None or kept is None:
-            return
-        with kept.spared():
-            kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
+        kept = kept_ref()
+        module = module_ref()
+        if kept is not None and module is not None:
+            with kept.spared():
+                kept.begin(module, name, args, kwargs, compiled=hooked is not module)
 
-    def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del hooked, args
         if torch.compiler.is_compiling():
             return
-        kept = self._kept()
+        kept = kept_ref()
         if kept is not None:
             with kept.spared():
                 kept.end(output)
+
+    return before, after
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -101,10 +101,8 @@ class Call:
 
 
 def name_of(func: Any) -> str:
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return str(func).replace("::", ".")
-    return str(schema.name).replace("::", ".")
+    """Return the name of an operation without its overload."""
+    return str(func.name()).partition(".")[0].replace("::", ".")
 
 
 def tensors_of(*values: Any) -> list[Tensor]:

@@ -116,7 +116,10 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
             out = func(*args, **kwargs)
-            self.memory.add_own(tensors_of(out), empty=True)
+            self.memory.add_own(tensors_of(out))
+            if "empty" in name:
+                # What the memory held before is no result.
+                out.zero_()
             return out
         written = Call(func, args, kwargs).written_into()
         # An operation is judged by what it was given, so tensors are copied before it writes over them.
@@ -138,10 +141,10 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self.memory.add_own(outputs)
         returned = {id(output) for output in outputs}
         outputs += [tensor for tensor in written if id(tensor) not in returned]
-        self._follow(Call(func, *given, originals), outputs, written)
+        self._follow(Call(func, *given, originals), outputs)
         return out
 
-    def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    def _follow(self, call: Call, outputs: Sequence[Tensor]) -> None:
         largest = None
         for index, output in enumerate(outputs):
             if not is_real(output) or output.is_meta:
@@ -157,8 +160,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             # Some operations also return statistics for backward.
             if index == 0:
                 largest = max(abs(low), abs(high))
-        for tensor in written:
-            self.memory.known_about(tensor).unwritten = False
         self.memory.follow_lost_constants(call, outputs)
         if largest is not None and call.stem not in _COPIES:
             label = call.name
@@ -175,15 +176,13 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             sources[kind] = self._of_kind(kind, call, output, birth)
         self.memory.remember(output, sources)
 
-    def _before(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor that an operation writes into; zeros for unwritten memory."""
+    @staticmethod
+    def _before(tensor: Tensor) -> Tensor | None:
+        """Return a copy of a tensor that an operation writes into, unless it is very large."""
         part = elements(tensor)
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None
-        copy = tensor.detach().clone()
-        if self.memory.known_about(tensor).unwritten:
-            return torch.zeros_like(copy)
-        return copy
+        return tensor.detach().clone()
 
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], NonfiniteSource]
@@ -251,10 +250,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             return replace(first, intended=False)
         if not faults or takes_masks:
             return first
-        rival = _rival(first, masks)
-        if not rival:
-            return first
-        return replace(first, rival=rival)
+        return replace(first, rival=_rival(first, masks))
 
     def _birth(self, call: Call, output: Tensor, index: int) -> NonfiniteSource:
         node = _torch.current_node()

@@ -3,8 +3,8 @@
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,8 +69,10 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
     call = replayed.call
     modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
-    params = _params_then(module, call)
-    buffers = _buffers_then(module, call)
+    params = dict(_then(module.named_parameters(), call.weights))
+    buffers = {}
+    for name, buffer in _then(module.named_buffers(), {**call.weights, **call.buffers}):
+        buffers[name] = buffer.clone()
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
     args, kwargs = Copied((call.args, call.kwargs), _own_copy).value
@@ -91,7 +93,8 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
     canonical_names = _canonical_names(module)
     for name, param in module.named_parameters():
         leaves[call.prefix + canonical_names.get(id(param), name)] = params[name]
-    with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
+    with modules.watched(module, came_out), ExitStack() as stack:
+        _enter(stack, call)
         # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(exchanged(module, {**params, **buffers}))
         stack.enter_context(watch_tags(came_out))
@@ -105,20 +108,13 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
         replayed.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
 
 
-def _params_then(module: nn.Module, call: KeptCall) -> dict[str, Tensor]:
-    params = {}
-    for name, param in module.named_parameters():
-        weight = call.weights.get(name, param)
-        params[name] = weight.detach().requires_grad_(weight.requires_grad)
-    return params
-
-
-def _buffers_then(module: nn.Module, call: KeptCall) -> dict[str, Tensor]:
-    buffers = {}
-    for name, buffer in module.named_buffers():
-        weight = call.weights.get(name, buffer)
-        buffers[name] = call.buffers.get(name, weight).detach().clone()
-    return buffers
+def _then(
+    named: Iterable[tuple[str, Tensor]], kept: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters or buffers as they were at a call, by name and without their graph."""
+    for name, tensor in named:
+        weight = kept.get(name, tensor)
+        yield name, weight.detach().requires_grad_(weight.requires_grad)
 
 
 def _canonical_names(module: nn.Module) -> dict[int, str]:
@@ -217,17 +213,15 @@ def _nodes_below(start: Any) -> set[Any]:
     return met
 
 
-@contextmanager
-def _as_then(call: KeptCall) -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind, (enabled, dtype) in call.autocast.items():
-            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-        if "torch._dynamo" in sys.modules:
-            # Without it nothing is compiled, and importing the compiler takes seconds.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+def _enter(stack: ExitStack, call: KeptCall) -> None:
+    """Enter the contexts of torch that a call ran in, and those that a replay needs."""
+    for kind, (enabled, dtype) in call.autocast.items():
+        stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+    if "torch._dynamo" in sys.modules:
+        # Without it nothing is compiled, and importing the compiler takes seconds.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def input_name(module: nn.Module, path: Path) -> str:

@@ -199,7 +199,6 @@ class _Known:
 
     storage: Any
     made: bool = False
-    unwritten: bool = False
     entries: list[_Entry] = field(default_factory=list)
     before: Tensor | None = None
     lost: str = ""
@@ -209,13 +208,10 @@ class Memory:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
-    def add_own(self, tensors: Iterable[Tensor], *, empty: bool = False) -> None:
-        """Note memory that belongs to the replay; ``empty`` if nothing was written to it yet."""
+    def add_own(self, tensors: Iterable[Tensor]) -> None:
+        """Note memory that belongs to the replay."""
         for tensor in tensors:
-            known = self.known_about(tensor)
-            known.made = True
-            if empty:
-                known.unwritten = True
+            self.known_about(tensor).made = True
 
     def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[NonfiniteSource]]) -> None:
         """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""

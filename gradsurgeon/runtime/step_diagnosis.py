@@ -38,7 +38,7 @@ class StepDiagnosis:
 
     def diagnose_trips(
         self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, heard: Heard
-    ) -> dict[str, Diagnosis]:
+    ) -> dict[str, Diagnosis | None]:
         """Return diagnoses by rule, for rules that trip for the first time; all ranks take part if some objected."""
         objecting = {objection.rule for objection in heard.objections}
         asked = objecting.intersection(self._asked) - self._shared
@@ -46,18 +46,12 @@ class StepDiagnosis:
             self._shared |= asked
             self.pending -= asked
             failed = self._failed(step, scale, reports.values())
-            diagnosis = self._among_ranks(failed, reports.values(), heard, asked)
-            if diagnosis is None:
-                return {}
-            return dict.fromkeys(asked, diagnosis)
+            return dict.fromkeys(asked, self._among_ranks(failed, reports, heard, asked))
         diagnoses = {}
         for rule, report in reports.items():
-            if rule not in self.pending:
-                continue
-            self.pending.discard(rule)
-            diagnosis = self._run(self._failed(step, scale, [report]), [rule])
-            if diagnosis is not None:
-                diagnoses[rule] = diagnosis
+            if rule in self.pending:
+                self.pending.discard(rule)
+                diagnoses[rule] = self._run(self._failed(step, scale, [report]), [rule])
         return diagnoses
 
     def diagnose_skip(
@@ -87,18 +81,19 @@ class StepDiagnosis:
         for report in reports:
             modules += report.modules
             bad += report.bad
-        edits = [effect.rule.id for effect in self._effects.sites if effect.edits]
-        rested = tuple(sorted(edits))
+        rested = sorted([effect.rule.id for effect in self._effects.sites if effect.edits])
         kept = replace(self._kept.step)
         factor = None
         if scale is not None:
             factor = float(scale)
-        return FailedStep(kept, step, _dist.rank(), factor, tuple(modules), tuple(bad), rested)
+        return FailedStep(
+            kept, step, _dist.rank(), factor, tuple(modules), tuple(bad), tuple(rested)
+        )
 
     def _among_ranks(
         self,
         failed: FailedStep,
-        reports: Collection[TrapReport],
+        reports: Collection[str],
         heard: Heard,
         rules: Collection[str],
     ) -> Diagnosis | None:

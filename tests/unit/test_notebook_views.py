@@ -83,11 +83,8 @@ def test_a_diagnosis_shows_its_evidence() -> None:
 
 
 def test_a_diagnosis_that_blames_nobody_shows_why() -> None:
-    page = Page(
-        diagnosis(
-            certainty="not reproduced", reasons=("the model has changed",), no_bundle="no room"
-        )
-    )
+    reasons = ("the model has changed",)
+    page = Page(Diagnosis("not reproduced", reasons, 7, 1, no_bundle="no room"))
     assert page.texts == [
         "diagnosis: not reproduced, so no operation is blamed; step 7, rank 1",
         "  not reproduced because the model has changed",
