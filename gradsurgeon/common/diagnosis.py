@@ -183,8 +183,7 @@ class Diagnosis:
         return "\n".join(self.text())
 
     def _repr_html_(self) -> str:
-        head, *evidence = self.text()
-        return _html.pre("\n".join([f"{head}; step {self.step}, rank {self.rank}", *evidence]))
+        return _html.pre(f"step {self.step}, rank {self.rank}: {self}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as values that JSON has, documented under ``The diagnosis as JSON``."""
@@ -268,8 +267,12 @@ class Diagnosis:
         if not self.blames:
             return _NOBODY
         place = ""
-        if self.module:
-            place = f" of {self.place}"
+        if self.module == ".":
+            place = " of the root"
+        elif self.module:
+            place = f" of {printable(self.module)}"
+        if self.module_type:
+            place += f" ({self.module_type})"
         if self.operation:
             if not place:
                 place = " outside of the model"
@@ -285,13 +288,3 @@ class Diagnosis:
         if self.micro_batches > 1:
             text += f", micro-batch {self.micro_batch} of {self.micro_batches}"
         return text
-
-    @property
-    def place(self) -> str:
-        """The module with its class."""
-        name = printable(self.module)
-        if self.module == ".":
-            name = "the root"
-        if self.module_type:
-            name += f" ({self.module_type})"
-        return name

@@ -65,9 +65,8 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         # `mkdtemp` lets nobody else read.
         unfinished.chmod(folder.stat().st_mode & 0o777)
         return unfinished.rename(_free_place(folder, failed))
-    except BaseException:
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _free_place(folder: Path, failed: FailedStep) -> Path:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
+from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.tensors import _dist
 
 # An error of the machine need not happen each time.
@@ -116,13 +117,17 @@ def cause_of_call(call: Call, index: int, node: str = "", *, lost: str = "") -> 
     on a constant among the inputs that the format rounded to zero.
     """
     wider = ""
+    devices = [str(tensor.device) for tensor in call.tensors]
+    random_state = RandomState.now(devices)
     try:
-        with torch.no_grad(), _random_states_kept(call):
+        with torch.no_grad():
             judged = _cause_of_result(call, index)
             if judged.fault == "overflow":
                 wider = _wider_format(call, index)
     except Exception as error:  # noqa: BLE001 # any operation may raise anything
         judged = cause("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
+    finally:
+        random_state.set()
     if judged.fault == "mathematics" and lost:
         return cause("underflow", *judged.evidence, lost)
     advice = judged.advice
@@ -134,15 +139,6 @@ def cause_of_call(call: Call, index: int, node: str = "", *, lost: str = "") -> 
     if wider:
         advice += f", or run it in {wider}"
     return Cause(judged.fault, judged.evidence, advice)
-
-
-def _random_states_kept(call: Call) -> AbstractContextManager[None]:
-    """Return a context that restores the random states of the host and of the devices of a call."""
-    devices = {tensor.device for tensor in call.tensors if tensor.device.type != "cpu"}
-    device_type = "cuda"
-    for device in devices:
-        device_type = device.type
-    return torch.random.fork_rng(devices, device_type=device_type)
 
 
 def _cause_of_result(call: Call, index: int) -> Cause:

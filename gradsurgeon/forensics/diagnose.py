@@ -160,23 +160,18 @@ def _search(
     for call in failed.kept.calls:
         replayed = replay(call, watch_tags)
         error = replayed.error
+        source = _to_blame(replayed, failed)
         if call.iterators:
             reasons.append(_ITERATOR.format(", ".join(call.iterators)))
-            continue
-        if error is not None:
+        elif error is not None:
             why = reason_of(error)[:_LONGEST]
             reasons.append(f"the replay raised {type(error).__name__}: {why}")
-            continue
-        if "other" in replayed.compared and not failed.kept.updated:
+        elif "other" in replayed.compared and not failed.kept.updated:
             reasons.append(_DIFFERENT)
-            continue
-        source = _to_blame(replayed, failed)
-        if source is None:
-            continue
-        if not source.is_outside:
+        elif source is not None and not source.is_outside:
             return replayed, source
-        # Another call may have sent the gradient back.
-        if outside is None:
+        elif source is not None and outside is None:
+            # Another call may have sent the gradient back.
             outside = (replayed, source)
     return outside
 

@@ -57,10 +57,12 @@ class KeptCalls:
         self.model = weakref.ref(model)
         if self.evaluations is None:
             self.evaluations = 0
-        devices = {param.device for param in model.parameters()}
-        random_devices = [device for device in devices if _has_random_state(device)]
-        self._devices = [str(device) for device in random_devices]
-        self._kinds = {"cpu", *(device.type for device in random_devices)}
+        self._devices = []
+        self._kinds = {"cpu"}
+        for device in {param.device for param in model.parameters()}:
+            if _has_random_state(device):
+                self._devices.append(str(device))
+                self._kinds.add(device.type)
         for name, module in _called(model):
             if is_scripted(class_names(module)):
                 continue  # Its code calls no hooks.
@@ -161,10 +163,10 @@ class KeptCalls:
 
     def _autocast(self) -> dict[str, tuple[bool, torch.dtype]]:
         """Return, by kind of device, whether autocast is on, and its dtype."""
-        return {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in self._kinds
-        }
+        states = {}
+        for kind in self._kinds:
+            states[kind] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        return states
 
     def end(self, output: Any) -> None:
         if not self._running:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsurgeon.forensics.operations import tensors_of
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning.manifest import class_names
 from gradsurgeon.tensors import _dist, _numbers
@@ -65,9 +66,8 @@ class KeptCall:
 
     @property
     def prefix(self) -> str:
-        if self.name == ".":
-            return ""
-        return f"{self.name}."
+        """What comes before the names of its module in those of the model; nothing for the root, whose name is a dot."""
+        return f"{self.name}.".lstrip(".")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +109,11 @@ class KeptStep:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
         after = max([call.last_node for call in self.calls])
         nodes = graph.nodes_after(after, _MOST_NODES)
-        loss = KeptLoss(graph.loss, nodes, sum([_saved_bytes(node) for node in nodes]))
+        size = 0
+        for node in nodes:
+            for tensor in tensors_of(node.saved):
+                size += tensor.nbytes
+        loss = KeptLoss(graph.loss, nodes, size)
         if self.bytes + loss.bytes <= MAX_BYTES:
             self.losses[self.passes + 1] = loss
 
@@ -119,17 +123,6 @@ class KeptStep:
         while self.calls and (len(self.calls) > MOST_CALLS or self.bytes > MAX_BYTES):
             self.calls.pop(0)
             self.dropped += 1
-
-
-def _saved_bytes(node: LossNode) -> int:
-    total = 0
-    for value in node.saved.values():
-        # Some nodes keep several tensors in a tuple.
-        values = value if type(value) is tuple else (value,)
-        for saved in values:
-            if isinstance(saved, Tensor):
-                total += saved.nbytes
-    return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,12 +155,10 @@ class FailedStep:
     @property
     def divided(self) -> bool:
         """Whether parameters are divided over ranks, so that no rank can run the step again alone."""
-        return any(_is_divided(module) for module in self.called.values())
-
-
-def _is_divided(model: nn.Module) -> bool:
-    for param in model.parameters():
-        if _dist.is_divided(param):
-            return True
-    # Between passes `fully_shard` may leave parameters whole, but gathers them in each forward pass.
-    return any("FSDPModule" in class_names(module) for module in model.modules())
+        for model in self.called.values():
+            if any(map(_dist.is_divided, model.parameters())):
+                return True
+            # Between passes `fully_shard` may leave parameters whole, but gathers them in each forward pass.
+            if any("FSDPModule" in class_names(module) for module in model.modules()):
+                return True
+        return False

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,25 +73,28 @@ class Call:
 
     def written_into(self) -> list[Tensor]:
         """Return the tensors among the arguments that the operation writes into."""
-        tensors: list[Tensor] = []
-        values = dict(zip(self._arguments(), self.args, strict=False))
-        values.update(self.kwargs)
-        for name, argument in self._arguments().items():
+        written = set()
+        for argument in self._arguments():
             if argument.alias_info is not None and argument.alias_info.is_write:
-                tensors += tensors_of(values.get(name))
-        return tensors
+                written.add(argument.name)
+        return tensors_of([value for name, value in self._values() if name in written])
 
-    def _arguments(self) -> dict[str, Any]:
-        """Return the arguments in the schema of the operation, by name; none without a schema."""
+    def _arguments(self) -> Sequence[Any]:
+        """Return the arguments in the schema of the operation; none without a schema."""
         schema = getattr(self.func, "_schema", None)
         if schema is None:
-            return {}
-        return {argument.name: argument for argument in schema.arguments}
+            return ()
+        arguments: Sequence[Any] = schema.arguments
+        return arguments
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for argument, value in zip(self._arguments(), self.args, strict=False):
+            yield argument.name, value
+        yield from self.kwargs.items()
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors among the arguments, each with the name of its argument."""
-        names = self._arguments()
-        for name, value in [*zip(names, self.args, strict=False), *self.kwargs.items()]:
+        for name, value in self._values():
             if isinstance(value, Tensor):
                 yield name, value
             elif isinstance(value, list | tuple):
@@ -237,15 +240,11 @@ class ModuleCalls:
                 self.done.append((*self.running.pop(), _next_node()))
                 came_out(names[id(module)], output)
 
-        handles = (
+        with (
             register_module_forward_pre_hook(before),
             register_module_forward_hook(after, always_call=True),
-        )
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def place(self, node: Any) -> Place:
         """Return the module that runs, or the module that built the running node, if any."""

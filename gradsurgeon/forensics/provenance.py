@@ -42,7 +42,6 @@ from gradsurgeon.forensics.sources import (
     BLANK,
     Memory,
     NonfiniteSource,
-    first_to_blame,
     held,
     taken_from,
 )
@@ -92,9 +91,9 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             kinds = kinds_in(tensor)
             if not kinds:
                 return None
-            known = first_to_blame(self.memory.sources(tensor, kinds[0]))
-            if known is not None:
-                return known
+            known = self.memory.sources(tensor, kinds[0])
+            if known:
+                return min(known, key=lambda source: (source.intended, source.when))
             where = "unknown"
             intended = kinds[0] != "NaN" and not self.memory.known_about(tensor).made
             if intended:

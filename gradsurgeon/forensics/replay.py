@@ -90,9 +90,12 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
                 replayed.modules.setdefault(name, source)
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
-    canonical_names = _canonical_names(module)
+    # Rules know a tied parameter by its first name.
+    first_names: dict[int, str] = {}
+    for slot in slots(module):
+        first_names.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
     for name, param in module.named_parameters():
-        leaves[call.prefix + canonical_names.get(id(param), name)] = params[name]
+        leaves[call.prefix + first_names.get(id(param), name)] = params[name]
     with modules.watched(module, came_out), ExitStack() as stack:
         _enter(stack, call)
         # Checkpoints run parts of the forward pass in the backward pass.
@@ -115,14 +118,6 @@ def _then(
     for name, tensor in named:
         weight = kept.get(name, tensor)
         yield name, weight.detach().requires_grad_(weight.requires_grad)
-
-
-def _canonical_names(module: nn.Module) -> dict[int, str]:
-    """Return the names of rules by identity of the parameter; a tied parameter goes by its first name."""
-    names: dict[int, str] = {}
-    for slot in slots(module):
-        names.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
-    return names
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from gradsurgeon.forensics.operations import (
     Call,
     Kind,
     elements,
-    is_real,
     kinds_in,
     lines_here,
     nonfinite_kind,
@@ -104,17 +103,13 @@ def held(
     return NonfiniteSource(when, diagnosis, intended)
 
 
-def first_to_blame(sources: Iterable[NonfiniteSource]) -> NonfiniteSource | None:
-    return min(sources, key=lambda source: (source.intended, source.when), default=None)
-
-
 def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tensor, Kind]], bool]:
     """Return the non-finite inputs that led to the NaN, Inf or -Inf of a result, each with its kind.
 
     The second value tells whether finite numbers alone made some of these elements. Elementwise operations are
     compared by element, others as a whole. Waits for the device.
     """
-    inputs = [(t, mask) for t, mask in _read(call) if is_real(t) and nonfinite_kind(t)]
+    inputs = [(t, mask) for t, mask in _read(call) if nonfinite_kind(t)]
     if not inputs:
         return [], True
     if _is_elementwise(call, [output, *(tensor for tensor, _ in inputs)]):
@@ -167,13 +162,13 @@ def _read(call: Call) -> Iterator[tuple[Tensor, Tensor | None]]:
     args = call.args
     if call.stem == "copy":
         yield args[1], None
-    elif call.stem == "where" and len(args) == 3:  # noqa: PLR2004 # condition, one, other
-        yield args[1], args[0]
-        yield args[2], args[0].logical_not()
-    elif call.stem == "masked_fill":
-        yield args[0], args[1].logical_not()
-        if isinstance(args[2], Tensor):
-            yield args[2], args[1]
+    elif call.stem in ("where", "masked_fill") and len(args) == 3:  # noqa: PLR2004 # a mask and two values
+        mask, chosen, other = args
+        if call.stem == "masked_fill":
+            other, mask, chosen = args
+        yield other, mask.logical_not()
+        if isinstance(chosen, Tensor):
+            yield chosen, mask
     else:
         kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
         for tensor in tensors_of(call.args, kwargs):

@@ -67,7 +67,7 @@ def test_a_diagnosis_shows_its_evidence() -> None:
     shown = diagnosis(scale=1024.0, bundle="a b")
     head, *evidence = str(shown).splitlines()
     assert head.endswith("NaN born in the forward pass of h.0 (Energy): aten.sqrt")
-    assert Page(shown).texts == [f"{head}; step 7, rank 1", *evidence]
+    assert Page(shown).texts == [f"step 7, rank 1: {head}", *evidence]
     assert [line.strip() for line in evidence] == [
         "at train.py:9, in forward: x.sqrt()",
         "to try: guard it",
@@ -86,7 +86,7 @@ def test_a_diagnosis_that_blames_nobody_shows_why() -> None:
     reasons = ("the model has changed",)
     page = Page(Diagnosis("not reproduced", reasons, 7, 1, no_bundle="no room"))
     assert page.texts == [
-        "diagnosis: not reproduced, so no operation is blamed; step 7, rank 1",
+        "step 7, rank 1: diagnosis: not reproduced, so no operation is blamed",
         "  not reproduced because the model has changed",
         "  no bundle was written: no room",
     ]

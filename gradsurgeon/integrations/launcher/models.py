@@ -159,9 +159,6 @@ class Models:
         if not self.at_end:
             say_from_rank(text.replace(BUILD, spec))
 
-    def _keep_debug(self, debug: Callable[[], object]) -> None:
-        self.debug = debug
-
     def without_module(self) -> Iterator[str]:
         """Yield a line about the parameters that optimizers update and no module holds, if there are any."""
         if not self._outside_modules:
@@ -225,7 +222,7 @@ class Models:
         if self.settings.observe:
             options = options._replace(mode="observe")
         if self.settings.pdb:
-            options = options._replace(on_failed_step=self._keep_debug)
+            options = options._replace(on_failed_step=partial(setattr, self, "debug"))
         manifest = planning.from_model(root)
         plan = planning.bind(self.rules, manifest, alone=False, lenient=self.guard.lenient)
         plan = replace(plan, title=self._title(name_of(root) or plan.manifest.origin))
