@@ -16,13 +16,13 @@ from gradsurgeon.errors import printable
 # A placeholder for the value of ``--model``.
 BUILD = "MODULE:BUILD"
 # Words for the names of operands in PyTorch.
-_OPERANDS = {"self": "input", "other": "second input"}
+OPERANDS = {"self": "input", "other": "second input"}
 # The headline if no operation is blamed, by ``where``.
 _HEADLINES = {
     "output gradient": "{what} came back to the output{name} of the model: born outside of it, in the loss",
     "literal": "{what} was written by the script itself",
     "unknown": "{what} appeared among the inputs of{name}, and no operation shows where from",
-    "loss input": "the loss was given {what}: {bare}, and no operation that PyTorch shows made it",
+    "loss input": "the loss was given {what}:{name}, and no operation that PyTorch shows made it",
     "input": "the input{name}{of} was not finite when the model was called ({what})",
     "weight": "the weight{name} was not finite before the step began ({what})",
     "buffer": "the buffer{name} was not finite before the step began ({what})",
@@ -243,7 +243,7 @@ class Diagnosis:
 
     def _evidence(self) -> Iterator[str]:
         for facts in self.inputs:
-            yield f"  in   {replace(facts, name=_OPERANDS.get(facts.name, facts.name))}"
+            yield f"  in   {replace(facts, name=OPERANDS.get(facts.name, facts.name))}"
         if self.output is not None:
             word = "out"
             if not self.operation:
@@ -284,7 +284,7 @@ class Diagnosis:
             name = ""
             if bare not in ("", self.where):
                 name = f" {bare}"
-            text = _HEADLINES[self.where].format(what=self.what, bare=bare, name=name, of=place)
+            text = _HEADLINES[self.where].format(what=self.what, name=name, of=place)
         if self.micro_batches > 1:
             text += f", micro-batch {self.micro_batch} of {self.micro_batches}"
         return text

@@ -36,9 +36,9 @@ _FACE_PARTS = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scal
 _CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled", "sample_ids")
 
 
-def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
-    """Write a bundle; return the diagnosis with its path, or with the reason why there is none."""
-    if not failed.kept.calls or failed.divided:
+def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path | None) -> Diagnosis:
+    """Write a bundle, if there is a folder for it; return the diagnosis with its path, or with the reason why there is none."""
+    if folder is None or not failed.kept.calls or failed.divided:
         return diagnosis
     try:
         place = _write(failed, diagnosis, folder)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsurgeon.common.diagnosis import OPERANDS
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
@@ -29,7 +30,6 @@ _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
 # The edge of a node for a kept argument: edges have the order of the arguments.
 _PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
-_OPERANDS = {"self": "first operand", "other": "second operand"}
 
 
 def source_in(loss: KeptLoss) -> NonfiniteSource | None:
@@ -62,7 +62,7 @@ def _source_at(node: LossNode, name: str, tensor: Tensor, loss: KeptLoss) -> Non
         return None
     maker = node.made_of[edge]
     if maker == NO_GRAPH:
-        operand = f"the {_OPERANDS.get(name, name)} of {_label(node, loss)}"
+        operand = f"the {OPERANDS.get(name, name)} of {_label(node, loss)}"
         return held(0, "loss input", operand, facts(tensor))
     if maker < 0 or _nonfinite_in(loss.nodes[maker]):
         return None

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,6 @@ from gradsurgeon.forensics.sources import (
 from gradsurgeon.language.planning.manifest import ROOT
 from gradsurgeon.tensors import _torch
 
-Seed = Literal["weight", "buffer", "input", "output gradient"]
 # These return memory that nothing was written to.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
 _COPIES = ("clone", "_to_copy", "copy", "detach", "contiguous")
@@ -71,7 +70,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
 
-    def seed(self, what: Seed, name: str, tensor: Tensor) -> NonfiniteSource | None:
+    def seed(self, what: str, name: str, tensor: Tensor) -> NonfiniteSource | None:
         """Note a tensor if it is non-finite before the operations begin, or between them."""
         with _disable_current_modes():
             kind = nonfinite_kind(tensor)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradsurgeon.actions import spelled
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
-from gradsurgeon.forensics.provenance import Provenance, Seed
+from gradsurgeon.forensics.provenance import Provenance
 from gradsurgeon.forensics.sources import NonfiniteSource
 from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
 from gradsurgeon.language.planning import slots
@@ -38,6 +38,7 @@ class Replayed:
         outputs: NaN or Inf, and the source, of non-finite outputs by path.
         modules: the sources of non-finite outputs of modules, by name, in the first call of each.
         returned: the outputs whose gradient was non-finite when it came back.
+        compared: how outputs compare with those of the call: ``equal``, ``near`` or ``other``.
     """
 
     call: KeptCall
@@ -45,7 +46,7 @@ class Replayed:
     outputs: dict[Path, tuple[str, NonfiniteSource]] = field(default_factory=dict)
     modules: dict[str, NonfiniteSource] = field(default_factory=dict)
     returned: set[Path] = field(default_factory=set)
-    compared: set[Literal["equal", "near", "other"]] = field(default_factory=set)
+    compared: set[str] = field(default_factory=set)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     error: Exception | None = None
 
@@ -78,7 +79,7 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
     args, kwargs = Copied((call.args, call.kwargs), _own_copy).value
     inputs = {input_name(module, path): tensor for path, tensor in tensors_in([args, kwargs])}
     provenance.memory.add_own((*buffers.values(), *inputs.values()))
-    given: dict[Seed, dict[str, Tensor]] = {"weight": params, "buffer": buffers, "input": inputs}
+    given = {"weight": params, "buffer": buffers, "input": inputs}
     for what, named in given.items():
         for name, tensor in named.items():
             provenance.seed(what, name, tensor)
@@ -139,7 +140,7 @@ def _judge_outputs(
             replayed.outputs[path] = (nonfinite_kind(tensor), source)
 
 
-def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[Literal["equal", "near", "other"]]:
+def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[str]:
     """Compare an output with the output of the call; return nothing if no finite number can be compared."""
     now = None
     if tensor is not None:
@@ -221,12 +222,12 @@ def _enter(stack: ExitStack, call: KeptCall) -> None:
 
 def input_name(module: nn.Module, path: Path) -> str:
     """Return the name of a tensor among the arguments: ``x``, or ``batch.image[0]``."""
-    keyword, first, *rest = path
-    head = f"argument {first}"
+    # The path of a positional argument goes on with its number.
+    _, first, *rest = path
     if isinstance(first, str):
-        head = first
-    elif keyword == 0:
-        for param in parameters_of(module.forward)[first : first + 1]:
-            if param.kind is not param.VAR_POSITIONAL:
-                head = param.name
+        return f"{first}{spelled(rest)}"
+    head = f"argument {first}"
+    for param in parameters_of(module.forward)[first : first + 1]:
+        if param.kind is not param.VAR_POSITIONAL:
+            head = param.name
     return f"{head}{spelled(rest)}"

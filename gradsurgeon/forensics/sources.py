@@ -29,6 +29,7 @@ _GUARDS = ("add", "sub", "rsub", "clamp", "clamp_min", "maximum", "full", "full_
 # Operations that make zero of zero.
 _KEEP_ZERO = ("sqrt", "pow", "square", "abs", "clone", "_to_copy", "mul", "expand", "detach")
 _LOGARITHMS = ("aten.log", "aten.log2", "aten.log10", "aten.log1p")
+_WRITTEN = "no operation that PyTorch shows made it: something else wrote into its memory"
 _LOOK_AT_LOSS = (
     "look at the divisions, roots, powers and logarithms among the operations of the loss"
 )
@@ -88,8 +89,7 @@ def held(
         text = "the gradient that came back to the model was non-finite already"
         why = Cause("unknown", (text,), _LOOK_AT_LOSS)
     elif where == "unknown":
-        text = "no operation that PyTorch shows made it: something else wrote into its memory"
-        why = cause("unknown", text)
+        why = cause("unknown", _WRITTEN)
     diagnosis = replace(
         BLANK,
         what=measured.kind,

@@ -109,14 +109,11 @@ class StepDiagnosis:
         try:
             with self._context.resting():
                 diagnosis = self._replayed(failed)
-                folder = self._folder(rules)
-                if folder is None:
-                    return diagnosis
-                return with_bundle(diagnosis, failed, folder)
+                return with_bundle(diagnosis, failed, self._folder(rules))
         except Exception as error:  # noqa: BLE001 # the decision of the trap stays
             text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
-            log = self._context.event_log
-            log.emit("notice", text, rule=next(iter(rules)), step=failed.step)
+            rule = next(iter(rules))
+            self._context.event_log.emit("notice", text, rule=rule, step=failed.step)
             return None
         finally:
             if not self.pending:

@@ -42,7 +42,7 @@ def _on_end(
         # The end of any rank makes torchrun end the others, the debugger with them.
         say("--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb` on the bundle instead")
         return
-    if error.diagnosis is not None and error.diagnosis.operation and models.debug is not None:
+    if getattr(error.diagnosis, "operation", "") and models.debug is not None:
         with ExitStack() as stack:
             for model in models.attached:
                 stack.enter_context(model.attachment.context.resting())

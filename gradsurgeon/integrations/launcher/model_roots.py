@@ -102,9 +102,8 @@ def _keeps_copies(keeper: nn.Module, child: int) -> bool:
         return False  # an empty place for a module
     copies = [module for module in children.values() if param_ids(module)]
     for copy in copies:
-        if any(param.requires_grad for param in copy.parameters()):
-            return False
-        if _shapes(copy) != _shapes(model):
+        is_trained = any(param.requires_grad for param in copy.parameters())
+        if is_trained or _shapes(copy) != _shapes(model):
             return False
     return bool(copies)
 
