@@ -107,6 +107,18 @@ def test_a_diagnosis_comes_before_the_gradients_whatever_the_script_silences(
 
 
 @pytest.mark.cover_children
+def test_a_trap_that_trips_again_names_its_step_and_no_line_of_the_script(tmp_path: Path) -> None:
+    script = NAN.replace("if step == 4:", "if step > 4:").replace("range(6)", "range(15)")
+    done = Folder(tmp_path).run(
+        script, rules=TRAP.replace("THEN", "warn, give_up_after: never"), record=False
+    )
+    assert done.code == 0, done.err
+    (again,) = [line for line in done.lines if "times so far" in line]
+    assert again.startswith("gradsurgeon: step 14, rule no-nan: 3 of 3 gradients are not finite")
+    assert not [line for line in done.lines if line.startswith(f"gradsurgeon: {tmp_path}/train.py")]
+
+
+@pytest.mark.cover_children
 def test_warnings_of_the_script_are_its_own(tmp_path: Path) -> None:
     done = Folder(tmp_path).run(f"{TRAIN}train(nn.Linear(2, 1))\n", record=False)
     assert f"{tmp_path}/train.py:9: UserWarning: of the script\n  warnings.warn(" in done.err

@@ -190,6 +190,25 @@ def test_the_rows_are_those_of_the_fault(name: str) -> None:
     assert rows.input_rows == case.input_rows
 
 
+def test_an_input_that_was_nan_has_the_id_of_its_sample() -> None:
+    model = Block(unit)
+    optimizer = sgd(model)
+    x = zeros_at((9, 4))
+    x[3, 2] = NAN
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
+        pytest.raises(NonFiniteGradientError) as caught,
+    ):
+        mean(tag_before(model, x)).backward()
+        optimizer.step()
+    assert "column 2, from row 3 of the input (sample_id 30)\n" in str(caught.value)
+
+
+def test_more_than_a_hundred_rows_are_not_named() -> None:
+    x = zeros_at((300, 4), *range(150))
+    assert diagnosed(Block(unit), x).rows is None
+
+
 def test_rows_of_an_input_that_was_nan() -> None:
     x = zeros_at((9, 4))
     x[3, 2] = NAN
