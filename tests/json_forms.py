@@ -49,7 +49,7 @@ The key `diagnosis` of an event in `report --format json` and `export --format j
 | `op` | the operation in PyTorch's dispatcher, such as `aten._softmax`; empty if none is blamed |
 | `module` | name of the module, `.` for the root; empty outside of the model |
 | `direction` | `forward` or `backward`, empty without an operation |
-| `name` | the weight, buffer, input or operand that was non-finite before |
+| `name` | the weight, buffer or input that was non-finite before |
 | `file`, `line` | the innermost line outside of PyTorch; empty and `null` if it is not known |
 | `cause` | `overflow`, `underflow`, `mathematics`, `bad input`, `kernel`, `transient` or `unknown`; empty if no operation is blamed |
 | `evidence` | what repeating the operation has shown, sentences |
@@ -59,9 +59,9 @@ The key `diagnosis` of an event in `report --format json` and `export --format j
 | `rank` | the rank that found it |
 | `bundle` | path of the bundle, empty without one and in `step.json` |
 
-**`rows`**: the first 100 non-finite `rows` of the blamed tensor, their `count`, and the `size` of its first dimension; of a matrix also the `columns`, if they are few.
-If another replay, with other rows of the input, has shown from where they come: the name of the `input` of the model, and its `input_rows`. `ids`: the numbers of these
-samples that the script tagged `sample_ids`.
+**`rows`**: the non-finite `rows` of the blamed tensor, and the `size` of its first dimension; of a matrix also the `columns`, if they are few. `null` if all rows, or
+more than 100, are non-finite. If another replay, with another row of the input, has shown from where they come: `input_rows`. `ids`: the numbers of these samples that the
+script tagged `sample_ids`.
 
 ## A comparison as JSON
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from gradsurgeon.errors import ModelError, printable
+from gradsurgeon.errors import ModelError, printable, reason_of
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             model = model.to(arguments.device)
         except Exception as error:  # noqa: BLE001 # torch raises several kinds here
-            reason = printable(str(error).partition("\n")[0][:200])
+            reason = reason_of(error)[:200]
             raise ModelError(f"--device {printable(arguments.device)}: {reason}") from None
     diagnosis = api.replay(arguments.bundle, model, debugger=arguments.pdb)
     if arguments.pdb and not diagnosis.module and not diagnosis.lines:

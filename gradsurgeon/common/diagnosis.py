@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Iterator
@@ -9,16 +10,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gradsurgeon.common import _html
-from gradsurgeon.common.operands import operand
 from gradsurgeon.common.rows import Rows
 from gradsurgeon.errors import printable
 
+# A placeholder for the value of ``--model``.
+BUILD = "MODULE:BUILD"
+# Words for the names of operands in PyTorch.
+OPERANDS = {"self": "input", "other": "second input"}
 # The headline if no operation is blamed, by ``where``.
 _HEADLINES = {
     "output gradient": "{what} came back to the output{name} of the model: born outside of it, in the loss",
     "literal": "{what} was written by the script itself",
     "unknown": "{what} appeared among the inputs of{name}, and no operation shows where from",
-    "loss input": "the loss was given {what}: {bare}, and no operation that PyTorch shows made it",
+    "loss input": "the loss was given {what}:{name}, and no operation that PyTorch shows made it",
     "input": "the input{name}{of} was not finite when the model was called ({what})",
     "weight": "the weight{name} was not finite before the step began ({what})",
     "buffer": "the buffer{name} was not finite before the step began ({what})",
@@ -45,15 +49,6 @@ Fault = Literal[
 ]
 
 
-def _with_lists(value: Any) -> Any:
-    """Return a value whose tuples are lists, as a reader of JSON gets it."""
-    if isinstance(value, dict):
-        return {key: _with_lists(inner) for key, inner in value.items()}
-    if isinstance(value, tuple):
-        return [_with_lists(inner) for inner in value]
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of Python, as a traceback shows it."""
@@ -75,7 +70,7 @@ class TensorFacts:
         name: its name in the schema of the operation, or its origin.
         shape: its shape; for a sharded tensor the shape of the whole.
         inf: number of infinite elements, ``minus_inf`` included.
-        rows: the rows with non-finite elements, unless it has none, or no dimension.
+        rows: the rows with non-finite elements, ``None`` if all rows, very many or none have some.
     """
 
     name: str
@@ -90,10 +85,6 @@ class TensorFacts:
     rows: Rows | None = None
 
     @property
-    def finite(self) -> bool:
-        return not self.kind
-
-    @property
     def kind(self) -> Literal["", "NaN", "Inf", "-Inf"]:
         """The worst kind of its elements: ``NaN``, ``Inf``, ``-Inf`` if all infinities are negative, or nothing."""
         if self.nan:
@@ -106,15 +97,13 @@ class TensorFacts:
 
     def __str__(self) -> str:
         head = printable(f"{self.name} {list(self.shape)} {self.dtype}".lstrip())
-        if self.numel == 1 and not self.finite:
-            return f"{head}: {self.kind}"
         counts = {"NaN": self.nan, "Inf": self.inf - self.minus_inf, "-Inf": self.minus_inf}
         parts = [f"{count:,} of {self.numel:,} {kind}" for kind, count in counts.items() if count]
         if self.low is not None and self.high is not None:
             span = f"{self.low:.4g}"
             if self.low != self.high:
                 span += f" to {self.high:.4g}"
-            if not self.finite:
+            if self.kind:
                 span = f"else {span}"
             parts.append(span)
         if not parts:
@@ -161,7 +150,7 @@ class Diagnosis:
         before: learning rates and losses up to the step, in words.
         bundle: the directory from which the step can be run again, empty if there is none.
         no_bundle: why no bundle could be written.
-        rows: the rows of ``output`` with non-finite elements, if its first dimension is the one of the batch.
+        rows: the rows of ``output`` with non-finite elements, ``None`` if all rows or very many have some.
     """
 
     certainty: Certainty
@@ -194,25 +183,26 @@ class Diagnosis:
         return "\n".join(self.text())
 
     def _repr_html_(self) -> str:
-        head, *evidence = self.text()
-        return _html.pre("\n".join([f"{head}; step {self.step}, rank {self.rank}", *evidence]))
+        return _html.pre(f"step {self.step}, rank {self.rank}: {self}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as values that JSON has, documented under ``The diagnosis as JSON``."""
         whole = asdict(self)
         values = {key: whole[key] for key in _KEYS}
-        values.update(headline=self.headline, op=self.operation, direction="", outputs=())
-        values.update(file="", line=None, cause="", evidence=(), remedy="")
+        values.update(headline=self.headline, op=self.operation, direction="", outputs=[])
+        values.update(file="", line=None, cause="", evidence=[], remedy="")
         if self.where in ("forward", "backward"):
             values["direction"] = self.where
         if self.output is not None:
-            values["outputs"] = (whole["output"],)
-        if self.lines:
-            values.update(file=self.lines[-1].file, line=self.lines[-1].line)
+            values["outputs"] = [whole["output"]]
+        for line in self.lines:
+            values.update(file=line.file, line=line.line)
         if self.cause is not None:
             values.update(cause=self.cause.fault, evidence=self.cause.evidence)
             values["remedy"] = self.cause.advice
-        return {key: _with_lists(value) for key, value in values.items()}
+        # Tuples become lists.
+        plain: dict[str, Any] = json.loads(json.dumps(values))
+        return plain
 
     @property
     def blames(self) -> bool:
@@ -221,32 +211,14 @@ class Diagnosis:
 
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""
+        word = "diagnosis"
         if self.blames:
-            yield f"diagnosis ({self.certainty}): {self.headline}"
-        else:
-            yield f"diagnosis: {_NOBODY}"
+            word += f" ({self.certainty})"
+        yield f"{word}: {self.headline}"
         yield from self.details()
 
     def details(self) -> Iterator[str]:
         """Yield the lines below the headline: the place, the remedy, and then the evidence."""
-        if self.blames:
-            yield from self._place_and_remedy()
-            for reason in self.reasons:
-                yield f"  no more certain, because {printable(reason)}"
-            yield from self._tensors()
-            yield from self._magnitudes()
-        else:
-            for reason in self.reasons:
-                yield f"  because {printable(reason)}"
-        if self.before:
-            yield f"  before: {printable(self.before)}"
-        if self.bundle:
-            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
-            yield f"  to run the step again: {printable(command)}"
-        if self.no_bundle:
-            yield f"  no bundle was written: {printable(self.no_bundle)}"
-
-    def _place_and_remedy(self) -> Iterator[str]:
         verb = "at"
         for line in reversed(self.lines):
             yield f"  {verb} {line}"
@@ -258,16 +230,25 @@ class Diagnosis:
             yield f"  cause: {self.cause.fault}"
             for evidence in self.cause.evidence:
                 yield f"    {printable(evidence)}"
+        for reason in self.reasons:
+            yield f"  {self.certainty} because {printable(reason)}"
+        yield from self._evidence()
+        if self.before:
+            yield f"  before: {printable(self.before)}"
+        if self.bundle:
+            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model {BUILD}"
+            yield f"  to run the step again: {printable(command)}"
+        if self.no_bundle:
+            yield f"  no bundle was written: {printable(self.no_bundle)}"
 
-    def _tensors(self) -> Iterator[str]:
+    def _evidence(self) -> Iterator[str]:
         for facts in self.inputs:
-            word = operand(self.operation, facts.name)
-            yield f"  in   {replace(facts, name=word)}"
-        if self.output is not None and self.operation:
-            yield f"  out  {self.output}"
-        elif self.output is not None:
-            # The headline has its name.
-            yield f"  is   {replace(self.output, name='')}"
+            yield f"  in   {replace(facts, name=OPERANDS.get(facts.name, facts.name))}"
+        if self.output is not None:
+            word = "out"
+            if not self.operation:
+                word = "is "
+            yield f"  {word}  {self.output}"
         if self.loss_nodes:
             yield f"  operations of the loss: {printable(', '.join(self.loss_nodes))}"
         if self.loss is not None and self.where == "output gradient":
@@ -275,14 +256,10 @@ class Diagnosis:
             yield f"  the loss is {self.loss:.4g}: look at the {direction} pass of these operations"
         if self.scale is not None:
             yield f"  the GradScaler multiplied the loss by {self.scale:g}"
-
-    def _magnitudes(self) -> Iterator[str]:
-        if not self.history:
-            return
-        yield "  largest magnitudes before it, the last one last:"
-        width = max(len(printable(label)) for label, _ in self.history)
+        if self.history:
+            yield "  largest magnitudes before it, the last one last:"
         for label, value in self.history:
-            yield f"    {printable(label):{width}}  {value:.3g}"
+            yield f"    {value:<9.3g} {printable(label)}"
 
     @property
     def headline(self) -> str:
@@ -290,8 +267,12 @@ class Diagnosis:
         if not self.blames:
             return _NOBODY
         place = ""
-        if self.module:
-            place = f" of {self.place}"
+        if self.module == ".":
+            place = " of the root"
+        elif self.module:
+            place = f" of {printable(self.module)}"
+        if self.module_type:
+            place += f" ({self.module_type})"
         if self.operation:
             if not place:
                 place = " outside of the model"
@@ -303,17 +284,7 @@ class Diagnosis:
             name = ""
             if bare not in ("", self.where):
                 name = f" {bare}"
-            text = _HEADLINES[self.where].format(what=self.what, bare=bare, name=name, of=place)
+            text = _HEADLINES[self.where].format(what=self.what, name=name, of=place)
         if self.micro_batches > 1:
             text += f", micro-batch {self.micro_batch} of {self.micro_batches}"
         return text
-
-    @property
-    def place(self) -> str:
-        """The module with its class."""
-        name = printable(self.module)
-        if self.module == ".":
-            name = "the root"
-        if self.module_type:
-            name += f" ({self.module_type})"
-        return name

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradsurgeon.errors import printable
-
 _MOST_NUMBERS = 6
 
 
@@ -15,42 +13,35 @@ class Rows:
     """The rows of a tensor that hold its non-finite elements. All indices count from 0.
 
     Attributes:
-        rows: indices in its first dimension, at most 100.
-        count: number of these rows.
+        rows: indices in its first dimension.
         size: size of its first dimension.
         columns: of a matrix the columns with these elements, if they are few; else empty.
-        input: the input of the model that these rows come from, empty if that is unknown. If it is known, the operation
-            was finite in another replay, with other rows of the input instead of ``input_rows``.
-        input_rows: indices in the first dimension of this input.
+        input_rows: indices in the first dimension of the model's input, if these rows come from there: in another replay,
+            with another row instead, the operation was finite.
         ids: the numbers of these samples, if the script tagged some as ``sample_ids``.
     """
 
     rows: tuple[int, ...]
-    count: int
     size: int
     columns: tuple[int, ...] = ()
-    input: str = ""
     input_rows: tuple[int, ...] = ()
     ids: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        text = f"all in {numbered('row', self.rows, self.count)} of {self.size}"
+        text = f"all in {numbered('row', self.rows)} of {self.size}"
         if self.columns:
             text += f", {numbered('column', self.columns)}"
-        if self.input:
-            rows = numbered("row", self.input_rows)
-            text += f", from {rows} of the input `{printable(self.input)}`"
+        if self.input_rows:
+            text += f", from {numbered('row', self.input_rows)} of the input"
         if self.ids:
             text += f" ({numbered('sample_id', self.ids)})"
-        if self.input:
-            text += "; the result is finite with other rows there"
         return text
 
 
-def numbered(noun: str, numbers: Sequence[int], count: int = 0) -> str:
-    """Return ``row 3``, ``rows 3 and 7``, or the first of many; ``count`` may exceed the numbers that are known."""
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Return ``row 3``, ``rows 3 and 7``, or the first of many."""
     shown = list(map(str, numbers[:_MOST_NUMBERS]))
-    more = max(count, len(numbers)) - len(shown)
+    more = len(numbers) - len(shown)
     if more:
         shown.append(f"{more} more")
     *before, last = shown

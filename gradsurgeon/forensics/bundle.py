@@ -22,7 +22,7 @@ from gradsurgeon.tensors import _bounded_load, _torch
 from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Copied
 
-FORMAT = 4
+FORMAT = 5
 STEP = "step.pt"
 _FACE = "step.json"
 # Larger weights are left out; a replay then uses the weights of the model that it is given.
@@ -33,16 +33,12 @@ _NO_WEIGHTS = "the bundle has no weights, so the replay used the weights of the 
 _OTHER_MODEL = "this may not be the model of the bundle: its modules differ"
 # The parts of a step and of a call that are in a bundle as they are.
 _FACE_PARTS = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
-_KEPT_NUMBERS = ("dropped", "passes", "updated")
-_STEP_NAMES = ("modules", "rested", "bad")
-_CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled")
-# Bundles of earlier versions do not have it.
-_SAMPLE_IDS = "sample_ids"
+_CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled", "sample_ids")
 
 
-def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path) -> Diagnosis:
-    """Write a bundle; return the diagnosis with its path, or with the reason why there is none."""
-    if not failed.kept.calls or failed.divided:
+def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path | None) -> Diagnosis:
+    """Write a bundle, if there is a folder for it; return the diagnosis with its path, or with the reason why there is none."""
+    if folder is None or not failed.kept.calls or failed.divided:
         return diagnosis
     try:
         place = _write(failed, diagnosis, folder)
@@ -69,9 +65,8 @@ def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         # `mkdtemp` lets nobody else read.
         unfinished.chmod(folder.stat().st_mode & 0o777)
         return unfinished.rename(_free_place(folder, failed))
-    except BaseException:
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _free_place(folder: Path, failed: FailedStep) -> Path:
@@ -85,25 +80,27 @@ def _free_place(folder: Path, failed: FailedStep) -> Path:
 
 
 def _document(failed: FailedStep) -> dict[str, Any]:
+    kept = failed.kept
     called = failed.called
-    document: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "gradsurgeon": VERSION,
         "torch": str(torch.__version__),
         "device": _device_of(called.values()).type,
         "step": failed.step,
         "rank": failed.rank,
-        "scale": failed.scale_number,
+        "scale": failed.scale,
+        "modules": failed.modules,
+        "rested": failed.rested,
+        "bad": failed.bad,
+        "dropped": kept.dropped,
+        "passes": kept.passes,
+        "updated": kept.updated,
+        "losses": _losses_for_file(kept),
+        "calls": [_call_for_file(call) for call in kept.calls],
+        "weights": _weights_for_file(called),
+        "trees": {name: repr(module) for name, module in called.items()},
     }
-    for name in _STEP_NAMES:
-        document[name] = getattr(failed, name)
-    for name in _KEPT_NUMBERS:
-        document[name] = getattr(failed.kept, name)
-    document["losses"] = _losses_for_file(failed.kept)
-    document["calls"] = [_call_for_file(call) for call in failed.kept.calls]
-    document["weights"] = _weights_for_file(called)
-    document["trees"] = {name: _tree_of(module) for name, module in called.items()}
-    return document
 
 
 def _losses_for_file(kept: KeptStep) -> dict[int, tuple[Tensor | None, list[Any]]]:
@@ -133,7 +130,6 @@ def _call_for_file(call: KeptCall) -> dict[str, Any]:
     parts: dict[str, Any] = {"name": call.name}
     for part in _CALL_PARTS:
         parts[part] = getattr(call, part)
-    parts[_SAMPLE_IDS] = call.sample_ids
     random = call.random
     parts["random"] = (random.torch, random.python, random.numpy)
     parts["autocast"] = call.autocast
@@ -178,10 +174,7 @@ def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, t
         raise
     except Exception as error:
         # A file from elsewhere can make anything fail.
-        why = str(error)
-        if not isinstance(error, _bounded_load.RefusedError):
-            why = f"{type(error).__name__}: {why}"
-        why = printable(why[:_LONGEST])
+        why = reason_of(error)[:_LONGEST]
         raise GradSurgeonError(
             f"{printable(str(folder))} is no bundle, or it is damaged: {why}"
         ) from error
@@ -211,19 +204,28 @@ def _step_in(
             raise GradSurgeonError(
                 f"the model has no module {printable(name)}, which the bundle calls"
             )
-        if document["trees"].get(name) != _tree_of(module):
+        if document["trees"].get(name) != repr(module):
             doubts.append(_OTHER_MODEL)
         calls.append(_call_in(document, entry, module, device))
     losses = {}
     for number, (value, nodes) in document["losses"].items():
         losses[int(number)] = _loss_in(value, nodes)
-    numbers: dict[str, Any] = {name: int(document[name]) for name in _KEPT_NUMBERS}
-    names: dict[str, Any] = {name: tuple(map(str, document[name])) for name in _STEP_NAMES}
-    scale = None
-    if document["scale"] is not None:
-        scale = torch.tensor(float(document["scale"]))
-    kept = KeptStep(calls, losses, **numbers)
-    failed = FailedStep(kept, int(document["step"]), int(document["rank"]), scale, **names)
+    scale = document["scale"]
+    if scale is not None:
+        scale = float(scale)
+    dropped = int(document["dropped"])
+    kept = KeptStep(
+        calls, losses, dropped, passes=int(document["passes"]), updated=bool(document["updated"])
+    )
+    failed = FailedStep(
+        kept,
+        int(document["step"]),
+        int(document["rank"]),
+        scale,
+        modules=tuple(map(str, document["modules"])),
+        bad=tuple(map(str, document["bad"])),
+        rested=tuple(map(str, document["rested"])),
+    )
     return failed, tuple(dict.fromkeys(doubts))
 
 
@@ -241,9 +243,8 @@ def _call_in(
     autocast = {}
     for kind, (enabled, dtype) in entry["autocast"].items():
         if kind == made_on:
-            autocast[device] = (bool(enabled), dtype)
-        elif kind == "cpu":
-            autocast[kind] = (bool(enabled), dtype)
+            kind = device  # noqa: PLW2901 # as the model is there now
+        autocast[kind] = (bool(enabled), dtype)
     weights = {}
     if document["weights"]:
         weights = document["weights"].get(name, {})
@@ -254,7 +255,6 @@ def _call_in(
         autocast=autocast,
         weights=weights,
         training=entry["training"],
-        sample_ids=entry.get(_SAMPLE_IDS),
         **{part: entry[part] for part in _CALL_PARTS},
     )
 
@@ -267,13 +267,3 @@ def _loss_in(value: Any, nodes: Iterable[Any]) -> KeptLoss:
         node = LossNode(str(name)[:_LONGEST], saved, [int(index) for index in made_of])
         loss_nodes.append(node)
     return KeptLoss(value, loss_nodes)
-
-
-def _tree_of(module: nn.Module) -> dict[str, object]:
-    """Return the shapes of the parameters and the types of the modules, by name."""
-    tree: dict[str, object] = {}
-    for name, param in module.named_parameters():
-        tree[name] = list(param.shape)
-    for name, inner in module.named_modules():
-        tree[name] = type(inner).__name__
-    return tree

@@ -1,10 +1,9 @@
 """Why an operation returned non-finite numbers: it is repeated alone, in several ways, on the same inputs."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from operator import itemgetter
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +13,13 @@ from gradsurgeon.common.diagnosis import Cause, Fault
 from gradsurgeon.forensics.operations import (
     Call,
     elements,
+    ends,
     facts,
     is_real,
     nonfinite_kind,
     tensors_of,
 )
+from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.tensors import _dist
 
 # An error of the machine need not happen each time.
@@ -42,8 +43,6 @@ _IN_DOUBLE = {
 _INTEGERS_IN_DOUBLE = dict.fromkeys(
     (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.float64
 )
-# Numbers that grew less are no sign of an overflow: a sum of their squares may still fit.
-_GROWN = 1e3
 
 # The remedies by operation: each table has regular expressions, in lower case, without underscores.
 _SINGULAR = (
@@ -88,17 +87,16 @@ _BACKWARD = {
     r"logsumexp|logcumsumexp|logaddexp2?": f"every summand was minus infinity: {_ROW}",
     r"mul|addcmul": "0 times an infinity is NaN: choose with `where` before the operation",
 }
-# `{wider}` stands for the format in which the result is finite, if there is one.
 _OVERFLOW = {
     r"exp|exp2|expm1|sinh|cosh|specialexp.*": "subtract the maximum before the exponential, or clamp the input",
-    r"pow|square|mul|addcmul|cumprod|prod": "scale the input down before it{wider}",
+    r"pow|square|mul|addcmul|cumprod|prod": "scale the input down before it",
     r"div|truedivide|reciprocal|rsqrt": "the divisor is too small: add a larger epsilon",
-    _PRODUCT: "look at the weights and the input (learning rate, initialization){wider}",
-    rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them{wider}",
-    _SUM: "the sum, or the squares in it, are too large: scale the input down{wider}",
+    _PRODUCT: "look at the weights and the input (learning rate, initialization)",
+    rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them",
+    _SUM: "the sum, or the squares in it, are too large: scale the input down",
 }
 _ADVICE = {
-    "overflow": "the values are too large for the format: find out why they grow{wider}",
+    "overflow": "the values are too large for the format: find out why they grow",
     "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs",
     "bad input": "no operation of the model has made these numbers: look at the data, the checkpoint, the update before",
     "underflow": "choose a constant that the format holds, such as 1e-4, or run the operation in a wider format",
@@ -112,32 +110,26 @@ def cause(fault: Fault, *evidence: str) -> Cause:
     return Cause(fault, evidence, _ADVICE[fault])
 
 
-def cause_of_call(
-    call: Call,
-    index: int,
-    node: str = "",
-    *,
-    history: Sequence[tuple[str, float]] = (),
-    lost: str = "",
-) -> Cause:
+def cause_of_call(call: Call, index: int, node: str = "", *, lost: str = "") -> Cause:
     """Repeat an operation, and return why the result with an index is non-finite. Waits for the device.
 
     The script may write over the inputs later, so this is called right after the operation. ``lost`` is the sentence
     on a constant among the inputs that the format rounded to zero.
     """
     wider = ""
+    devices = [str(tensor.device) for tensor in call.tensors]
+    random_state = RandomState.now(devices)
     try:
-        with torch.no_grad(), _random_states_kept(call):
+        with torch.no_grad():
             judged = _cause_of_result(call, index)
             if judged.fault == "overflow":
                 wider = _wider_format(call, index)
     except Exception as error:  # noqa: BLE001 # any operation may raise anything
         judged = cause("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
+    finally:
+        random_state.set()
     if judged.fault == "mathematics" and lost:
         return cause("underflow", *judged.evidence, lost)
-    evidence = judged.evidence
-    if judged.fault == "overflow":
-        evidence += _growth(history)
     advice = judged.advice
     # The remedies clamp, which complex numbers cannot.
     if not any(tensor.is_complex() for tensor in call.tensors):
@@ -145,20 +137,8 @@ def cause_of_call(
         if remedy:
             advice = remedy
     if wider:
-        wider = f", or run it in {wider}"
-    return Cause(judged.fault, evidence, advice.replace("{wider}", wider))
-
-
-def _random_states_kept(call: Call) -> AbstractContextManager[None]:
-    """Return a context that restores the random states of the host and of the devices of a call."""
-    device_type = "cuda"
-    indices = set()
-    for tensor in call.tensors:
-        device = tensor.device
-        if device.type != "cpu":
-            device_type = device.type
-            indices.add(device.index or 0)
-    return torch.random.fork_rng(indices, device_type=device_type)
+        advice += f", or run it in {wider}"
+    return Cause(judged.fault, judged.evidence, advice)
 
 
 def _cause_of_result(call: Call, index: int) -> Cause:
@@ -173,22 +153,22 @@ def _cause_of_result(call: Call, index: int) -> Cause:
     formats = _INTEGERS_IN_DOUBLE
     if any(is_real(tensor) for tensor in call.tensors):
         formats = _IN_DOUBLE
-    wide = _attempt(call, index, formats=formats)
-    if wide is None:
+    wide = _result(call, index, formats=formats)
+    if wide.dtype not in formats.values():
         return cause("unknown", "the operation is not there in float64")
     kind = nonfinite_kind(wide)
     if not kind:
         return _cause_of_format(call, index, result.dtype, wide)
     text = f"in {_name(wide.dtype)} the result is {facts(wide).kind} as well"
     if kind == "Inf" and _overflows_double(call, index, formats):
-        return cause("overflow", f"{text}, and finite for numbers a thousand times smaller")
+        return cause("overflow", f"{text}, and finite for smaller numbers")
     return cause("mathematics", text)
 
 
 def _overflows_double(call: Call, index: int, formats: Mapping[torch.dtype, torch.dtype]) -> bool:
     """Tell an overflow from a pole. Smaller numbers do not leave a pole at zero; beside others the result is moderate."""
-    beside = _attempt(call, index, formats=formats, factor=1 - 1e-6)
-    smaller = _attempt(call, index, formats=formats, factor=1e-3)
+    beside = _result(call, index, formats=formats, factor=1 - 1e-6)
+    smaller = _result(call, index, formats=formats, factor=1e-3 / max(_largest_input(call), 1.0))
     if _is_finite(beside) and _largest(beside) < _HUGE:
         return False
     return _is_finite(smaller)
@@ -203,11 +183,13 @@ def _cause_of_format(call: Call, index: int, dtype: torch.dtype, wide: Tensor) -
         return cause("overflow", f"{text}; {name} holds numbers up to {limit:.4g}")
     fits = f"{name} (up to {limit:.4g})"
     within = f"{text}: inside the operation a number was too large for {fits}"
-    squares = _too_large_inside(call, index, limit)
-    if squares:
-        return cause("overflow", within, squares)
+    most = _largest_input(call)
+    longest = max([max(tensor.shape, default=1) for tensor in call.tensors], default=1)
+    # A sum of squares can be as large.
+    if most * most * longest > limit:
+        return cause("overflow", within)
     other = _by_another_kernel(call, index)
-    if _is_finite(other):
+    if other is not None and _is_finite(other):
         another = (
             f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}"
         )
@@ -221,7 +203,7 @@ def _wider_format(call: Call, index: int) -> str:
     """Return the narrowest format in which the result is finite; empty if there is none."""
     dtype = _result(call, index).dtype
     for formats in (_IN_SINGLE, _IN_DOUBLE):
-        if dtype not in formats or not _is_finite(_attempt(call, index, formats=formats)):
+        if dtype not in formats or not _is_finite(_result(call, index, formats=formats)):
             continue
         # bfloat16 has the range of float32.
         if dtype == torch.float16 and formats is _IN_SINGLE:
@@ -234,40 +216,25 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _too_large_inside(call: Call, index: int, limit: float) -> str:
-    """Return a sentence on inputs whose squares are too large for a format, if smaller ones are fine."""
-    given = [elements(tensor) for tensor in call.tensors if is_real(tensor) and tensor.numel()]
-    largest = max([_largest(values) for values in given], default=0.0)
-    longest = max([max(values.shape, default=1) for values in given], default=1)
-    squares = largest * largest * longest
-    if not squares > limit or not _is_finite(_attempt(call, index, factor=1 / largest)):
-        return ""
-    return f"the inputs reach {largest:.4g}, and a sum of their squares can reach {squares:.4g}"
+def _largest_input(call: Call) -> float:
+    most = 0.0
+    for tensor in call.tensors:
+        if is_real(tensor) and tensor.numel():
+            most = max(most, _largest(tensor))
+    return most
 
 
 def _by_another_kernel(call: Call, index: int) -> Tensor | None:
     from torch._decomp import decomposition_table  # noqa: PLC0415 # takes a while, and only here
 
-    other = None
-    decomposed = decomposition_table.get(call.func)
-    if decomposed is not None:
-        other = _attempt(call, index, func=decomposed)
-    if other is None and any(tensor.device.type != "cpu" for tensor in call.tensors):
-        other = _attempt(call, index, device=torch.device("cpu"))
-    return other
-
-
-def _attempt(call: Call, index: int, **options: Any) -> Tensor | None:
-    try:
-        result = _result(call, index, **options)
-    except Exception:  # noqa: BLE001 # it does not accept these arguments
-        return None
-    if not is_real(result):
-        return None
-    formats = options.get("formats")
-    if formats and result.dtype not in formats.values():
-        return None
-    return result
+    # The other implementation may refuse the arguments.
+    with suppress(Exception):
+        if call.func in decomposition_table:
+            return _result(call, index, func=decomposition_table[call.func])
+    with suppress(Exception):
+        if any(tensor.device.type != "cpu" for tensor in call.tensors):
+            return _result(call, index, device=torch.device("cpu"))
+    return None
 
 
 def _result(
@@ -301,47 +268,25 @@ def _result(
     return tensors_of(func(*args, **kwargs))[index]
 
 
-def _is_finite(result: Tensor | None) -> TypeGuard[Tensor]:
-    return result is not None and not nonfinite_kind(result)
+def _is_finite(result: Tensor) -> bool:
+    return not nonfinite_kind(result)
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(elements(tensor).abs().max())
-
-
-def _growth(history: Sequence[tuple[str, float]]) -> tuple[str, ...]:
-    """Return a sentence on numbers that grew before the operation, or nothing."""
-    magnitudes = [(label, value) for label, value in history if value > 0]
-    if not magnitudes:
-        return ()
-    first, low = min(magnitudes, key=itemgetter(1))
-    last, high = magnitudes[-1]
-    if high < _GROWN * max(low, 1.0):
-        return ()
-    return (
-        f"the largest magnitude grew from {low:.3g} ({first}) to {high:.3g} ({last}) right before",
-    )
+    return max(map(abs, ends(elements(tensor))))
 
 
 def _remedy(fault: Fault, operation: str, node: str) -> str:
     """Return the remedy for an operation, or for the operation whose derivative the node computes."""
     name = operation.rpartition(".")[2]
-    if fault == "overflow":
-        return _remedy_in(_OVERFLOW, name)
-    if fault != "mathematics":
-        return ""
-    derivative = re.fullmatch(r"(?P<name>\w+?)Backward\d*", node)
-    if derivative:
-        for table in (_BACKWARD, _FORWARD):
-            remedy = _remedy_in(table, derivative["name"])
-            if remedy:
+    differentiated = re.sub(r"Backward\d*$", "", node)
+    tables = {
+        "overflow": [(_OVERFLOW, name)],
+        "mathematics": [(_BACKWARD, differentiated), (_FORWARD, differentiated), (_FORWARD, name)],
+    }
+    for table, stem in tables.get(fault, ()):
+        key = stem.replace("_", "").lower()
+        for names, remedy in table.items():
+            if re.fullmatch(names, key):
                 return remedy
-    return _remedy_in(_FORWARD, name)
-
-
-def _remedy_in(table: Mapping[str, str], name: str) -> str:
-    key = name.replace("_", "").lower()
-    for names, remedy in table.items():
-        if re.fullmatch(names, key):
-            return remedy
     return ""

@@ -2,25 +2,26 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Certainty, Diagnosis
-from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss, KeptStep
+from gradsurgeon.common.rows import Rows
+from gradsurgeon.errors import reason_of
+from gradsurgeon.forensics.kept_step import MAX_BYTES, FailedStep, KeptCall, KeptLoss
 from gradsurgeon.forensics.operations import facts, nonfinite_kind
 from gradsurgeon.forensics.outside_loss import source_in
 from gradsurgeon.forensics.replay import INPUT, Replayed, WatchTags, input_name, replay
-from gradsurgeon.forensics.rows import with_rows
 from gradsurgeon.forensics.sources import NonfiniteSource, held
 from gradsurgeon.tensors import _dist
-from gradsurgeon.tensors.structure import tensors_in
+from gradsurgeon.tensors.structure import Copied, tensors_in
 
 _LONGEST = 300
-# Other ranks wait for a diagnosis for 10 s: after a longer search no rows are tried out.
+# Other ranks wait for a diagnosis for 10 s: after a longer search no samples are tried out.
 _MOST_SECONDS = 2.0
 _NO_CALL = (
     "no call of the model was kept: the script calls its parts, or torch.jit.script runs it, or it is compiled: then "
@@ -64,52 +65,78 @@ def diagnose(
     ``doubts`` are reasons that make any result less certain. ``watch_tags`` shows the tags of the script to the replay.
     """
     blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
-    reasons = _missing_calls(failed.kept)
-    if not failed.kept.calls:
-        if not reasons:
-            reasons = [_NO_CALL]
-        return replace(blank, reasons=tuple(reasons))
     if failed.divided:
         of_input = diagnose_inputs(failed)
         if of_input is not None:
             return of_input
         return replace(blank, reasons=(_DIVIDED,))
-    reasons += doubts
+    reasons = list(doubts)
+    if failed.kept.problem:
+        reasons.append(f"a call of the model could not be kept: {failed.kept.problem}")
+    elif failed.kept.dropped:
+        reasons.append(_TOO_LARGE.format(failed.kept.dropped))
+    elif not failed.kept.calls:
+        reasons.append(_NO_CALL)
     began = time.monotonic()
     blamed = _search(failed, reasons, watch_tags)
     is_slow = time.monotonic() - began > _MOST_SECONDS and _dist.world() > 1
     if blamed is None:
         if not reasons:
-            reasons = [_FINITE]
+            reasons.append(_FINITE)
         return replace(blank, reasons=tuple(dict.fromkeys(reasons)))
     replayed, source = blamed
     if debugger and source.is_operation:
         replay(replayed.call, watch_tags, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
     diagnosis = _diagnosis_of(replayed, source, failed, tuple(reasons))
-    if source.is_outside or is_slow:
-        return with_rows(diagnosis, replayed.call, None)
-    blame = partial(_blamed_again, failed, watch_tags, source)
-    return with_rows(diagnosis, replayed.call, blame)
+    if source.is_operation and not is_slow:
+        # Tensors of any kind may raise anything, and there may be no other row. The rest of the diagnosis stays.
+        with suppress(Exception):
+            return _with_samples(diagnosis, replayed.call, failed, watch_tags)
+    return diagnosis
 
 
-def _blamed_again(
-    failed: FailedStep, watch_tags: WatchTags, source: NonfiniteSource, call: KeptCall
-) -> NonfiniteSource | None:
-    """Run a changed call; return the source to blame in it, and ``source`` if the script refuses the change."""
-    replayed = replay(call, watch_tags)
-    if replayed.error is not None:
-        return source
-    return _to_blame(replayed, failed)
+def _with_samples(
+    diagnosis: Diagnosis, call: KeptCall, failed: FailedStep, watch_tags: WatchTags
+) -> Diagnosis:
+    """Name the rows of the input that a result comes from, if the result is finite with another row in their place."""
+    rows = diagnosis.rows
+    if rows is None:
+        return diagnosis
+    _, first = next(tensors_in([call.args, call.kwargs]))
+    size = len(first)
+    # The dimension may be made of samples and heads.
+    samples = sorted({row * size // rows.size for row in rows.rows})
+    replayed = replay(_without(samples, size, call), watch_tags)
+    source = _to_blame(replayed, failed)
+    is_other = source is None or source.diagnosis.lines != diagnosis.lines
+    if replayed.error is None and is_other:
+        return replace(diagnosis, rows=_from_samples(rows, samples, size, call))
+    return diagnosis
 
 
-def _missing_calls(kept: KeptStep) -> list[str]:
-    """Return why a call of the step was not kept, as one reason or none."""
-    if kept.problem:
-        return [f"a call of the model could not be kept: {kept.problem}"]
-    if kept.dropped:
-        return [_TOO_LARGE.format(kept.dropped)]
-    return []
+def _without(samples: Sequence[int], size: int, call: KeptCall) -> KeptCall:
+    """Return a call with another row in the place of some, in each input of that size."""
+    other = min(set(range(size)).difference(samples))
+    order = list(range(size))
+    for sample in samples:
+        order[sample] = other
+
+    def exchanged(tensor: Tensor) -> Tensor:
+        if tensor.dim() and len(tensor) == size:
+            return tensor[order]
+        return tensor
+
+    args, kwargs = Copied((call.args, call.kwargs), exchanged).value
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _from_samples(rows: Rows, samples: list[int], size: int, call: KeptCall) -> Rows:
+    """Return rows that come from some rows of the input, with the ids of these samples."""
+    ids: list[int] = []
+    if call.sample_ids is not None and len(call.sample_ids) == size:
+        ids = call.sample_ids[samples].tolist()
+    return replace(rows, input_rows=tuple(samples), ids=tuple(ids))
 
 
 def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
@@ -122,8 +149,7 @@ def diagnose_inputs(failed: FailedStep) -> Diagnosis | None:
             if nonfinite_kind(tensor) == "NaN":
                 name = input_name(module, path)
                 source = held(0, "input", name, facts(tensor, name))
-                diagnosis = _diagnosis_of(Replayed(call), source, failed, (_NOT_RUN,))
-                return with_rows(diagnosis, call, None)
+                return _diagnosis_of(Replayed(call), source, failed, (_NOT_RUN,))
     return None
 
 
@@ -134,23 +160,18 @@ def _search(
     for call in failed.kept.calls:
         replayed = replay(call, watch_tags)
         error = replayed.error
+        source = _to_blame(replayed, failed)
         if call.iterators:
             reasons.append(_ITERATOR.format(", ".join(call.iterators)))
-            continue
-        if error is not None:
-            why = str(error).partition("\n")[0][:_LONGEST]
+        elif error is not None:
+            why = reason_of(error)[:_LONGEST]
             reasons.append(f"the replay raised {type(error).__name__}: {why}")
-            continue
-        if "other" in replayed.compared and not failed.kept.updated:
+        elif "other" in replayed.compared and not failed.kept.updated:
             reasons.append(_DIFFERENT)
-            continue
-        source = _to_blame(replayed, failed)
-        if source is None:
-            continue
-        if not source.is_outside:
+        elif source is not None and not source.is_outside:
             return replayed, source
-        # Another call may have sent the gradient back.
-        if outside is None:
+        elif source is not None and outside is None:
+            # Another call may have sent the gradient back.
             outside = (replayed, source)
     return outside
 
@@ -218,30 +239,21 @@ def _may_be_meant(replayed: Replayed, source: NonfiniteSource) -> bool:
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     """Tell whether the replay changed a buffer as the call did."""
     call = replayed.call
-    kept_after = _buffers_after(call, failed)
+    # Those before the next call of the module, else those of the module now, or of the bundle.
+    last = {**dict(failed.called[call.name].named_buffers()), **call.weights}
+    calls = failed.kept.calls
+    for later in reversed(calls[calls.index(call) + 1 :]):
+        if later.name == call.name:
+            last.update(later.buffers)
     for name, before in call.buffers.items():
         after = replayed.buffers.get(name, before)
+        kept = last[name]
         # A counter of calls would be equal after any call.
-        if not after.is_floating_point() or after.shape != before.shape:
-            continue
-        kept = kept_after[name]
-        if kept.shape == after.shape:
+        if after.is_floating_point() and before.shape == after.shape == kept.shape:
             changed = (after != before) & after.isfinite()
             if bool(changed.any()) and torch.equal(after[changed], kept[changed]):
                 return True
     return False
-
-
-def _buffers_after(call: KeptCall, failed: FailedStep) -> dict[str, Tensor]:
-    """Return the buffers after a call: those before the next call of the module, else those of the module now."""
-    buffers = dict(failed.called[call.name].named_buffers())
-    buffers.update(call.weights)
-    calls = failed.kept.calls
-    for later in calls[calls.index(call) + 1 :]:
-        if later.name == call.name:
-            buffers.update(later.buffers)
-            break
-    return buffers
 
 
 def _diagnosis_of(
@@ -249,16 +261,15 @@ def _diagnosis_of(
 ) -> Diagnosis:
     call = replayed.call
     diagnosis = source.diagnosis
-    loss_value = None
-    loss_nodes: tuple[str, ...] = ()
+    more: dict[str, Any] = {}
     loss = failed.kept.losses.get(call.number)
     if source.is_outside and loss is not None:
         inside_loss = source_in(loss)
         if inside_loss is not None:
             diagnosis = inside_loss.diagnosis
         if loss.value is not None:
-            loss_value = float(loss.value)
-        loss_nodes = tuple(node.name for node in loss.nodes)
+            more["loss"] = float(loss.value)
+        more["loss_nodes"] = tuple(node.name for node in loss.nodes)
     module = diagnosis.module
     module_type = diagnosis.module_type
     name = diagnosis.name
@@ -269,6 +280,9 @@ def _diagnosis_of(
     if diagnosis.where == "input":
         module = call.name
         module_type = type(call.module()).__name__
+        rows = diagnosis.rows
+        if rows is not None:
+            more["rows"] = _from_samples(rows, list(rows.rows), rows.size, call)
     if diagnosis.where in ("weight", "buffer"):
         name = call.prefix + name
     certainty: Certainty = "reproduced"
@@ -285,7 +299,6 @@ def _diagnosis_of(
         module=module,
         module_type=module_type,
         name=name,
-        scale=failed.scale_number,
-        loss=loss_value,
-        loss_nodes=loss_nodes,
+        scale=failed.scale,
+        **more,
     )

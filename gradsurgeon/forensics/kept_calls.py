@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.forensics.kept_step import MOST_CALLS, KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning import ROOT, class_names, is_scripted, named_modules
-from gradsurgeon.tensors import _backward_calls, _torch, _unsaved_hooks
+from gradsurgeon.tensors import _backward_calls, _unsaved_hooks
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
@@ -23,6 +24,7 @@ _RANDOM_BYTES = 50_000
 SAMPLE_IDS = "sample_ids"
 # A forward pass that writes into a larger buffer differs in the replay.
 _LARGEST_BUFFER = 2**16
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A batch with more samples is not known by numbers.
 _MOST_SAMPLES = 2**16
 
@@ -42,7 +44,7 @@ class KeptCalls:
         self._begins = False
         self._handles: list[RemovableHandle] = []
         self._buffers: dict[str, list[tuple[str, dict[str, Any], str]]] = {}
-        self._devices: tuple[str, ...] = ()
+        self._devices: list[str] = []
         self._kinds = {"cpu"}
         # The calls that run, outermost first. Only the outermost one is kept.
         self._running: list[KeptCall | None] = []
@@ -55,14 +57,12 @@ class KeptCalls:
         self.model = weakref.ref(model)
         if self.evaluations is None:
             self.evaluations = 0
-        devices = []
-        kinds = {"cpu"}
+        self._devices = []
+        self._kinds = {"cpu"}
         for device in {param.device for param in model.parameters()}:
             if _has_random_state(device):
-                devices.append(str(device))
-                kinds.add(device.type)
-        self._devices = tuple(devices)
-        self._kinds = kinds
+                self._devices.append(str(device))
+                self._kinds.add(device.type)
         for name, module in _called(model):
             if is_scripted(class_names(module)):
                 continue  # Its code calls no hooks.
@@ -71,11 +71,13 @@ class KeptCalls:
             if name == ROOT and type(model).__name__ == "OptimizedModule":
                 # Compiled code calls no hook of ours, but hooks around it see its calls. A replay runs without it.
                 hooked = model
-            hook = _Hook(self, name, module)
+            before, after = _hooks(self, name, module)
             # It comes before hooks of the script, which a replay runs as well.
-            before = hooked.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-            after = hooked.register_forward_hook(hook.after, always_call=True)
-            for handle in (before, after):
+            handles = (
+                hooked.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                hooked.register_forward_hook(after, always_call=True),
+            )
+            for handle in handles:
                 _unsaved_hooks.leave_behind(handle)
                 self._handles.append(handle)
         self._forget()
@@ -97,20 +99,14 @@ class KeptCalls:
 
     def keep_sample_ids(self, tensor: Any) -> None:
         """Keep a copy of integers of shape [n], which the script may write over. Nothing waits for the device."""
-        if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
             return
         held = readable(tensor)
         if held is None or held.layout != torch.strided or held.dim() != 1:
             return
-        if len(held) > _MOST_SAMPLES:
-            return
-        ids = held.clone()
-        if len(self.sample_ids) < MOST_CALLS:
-            self.sample_ids.append(ids)
-        self._ids_of_pass = ids
-        for call in (*self._running, *self.step.calls):
-            if call is not None and not call.number and call.sample_ids is None:
-                call.sample_ids = ids
+        if len(held) <= _MOST_SAMPLES and len(self.sample_ids) < MOST_CALLS:
+            self._ids_of_pass = held.clone()
+            self.sample_ids.append(self._ids_of_pass)
 
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
@@ -149,7 +145,6 @@ class KeptCalls:
             self._autocast(),
             compiled=compiled,
             iterators=tuple(iterators),
-            sample_ids=self._ids_of_pass,
         )
         call.bytes = _RANDOM_BYTES
         for tensor in (*inputs, *call.buffers.values()):
@@ -184,10 +179,8 @@ class KeptCalls:
                 continue
             output_fingerprint = fingerprint(tensor)
             if output_fingerprint is not None:
-                _, sample = output_fingerprint
                 call.outputs[path] = output_fingerprint
-                call.versions[path] = _torch.writes(sample)
-                call.bytes += sample.nbytes
+                call.bytes += output_fingerprint[1].nbytes
             node = tensor.grad_fn
             if node is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)
@@ -196,10 +189,14 @@ class KeptCalls:
         self.step.calls.append(call)
         self.step.shorten()
 
-    def spare(self, error: Exception) -> None:
+    @contextmanager
+    def spared(self) -> Iterator[None]:
         """Note an error of our own instead of raising it in the script: the call is then not kept."""
-        self.step.dropped += 1
-        self.step.problem = f"{type(error).__name__}: {error}"
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
+            self.step.dropped += 1
+            self.step.problem = f"{type(error).__name__}: {error}"
 
     def keep_loss(self, graph: BackwardGraph, *, accumulates: bool) -> None:
         """Keep the graph from the outputs of the calls to the loss of a backward pass that begins.
@@ -207,23 +204,24 @@ class KeptCalls:
         ``accumulates`` tells whether a parameter that it reaches has a gradient already.
         """
         self._begins = True
-        self._ids_of_pass = None
         step = self.step
+        for call in step.calls:
+            if not call.number:
+                call.sample_ids = self._ids_of_pass
+        self._ids_of_pass = None
         if self.reaching and not accumulates:
             # The script has cleared the gradients of earlier passes.
             step.calls = [call for call in step.calls if not call.number]
             step.losses.clear()
         if step.calls and not self._is_paused():
-            try:
+            with self.spared():
                 step.keep_loss(graph)
-            except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
-                self.spare(error)
 
     def _keep(
         self, call: weakref.ref[KeptCall], path: Path, output_number: int, grads: Any
     ) -> None:
         """Keep the gradient of one output: the hook of the node that made the output gets the gradients of all."""
-        try:
+        with self.spared():
             kept = call()
             if _backward_calls.is_only_grad():
                 return  # `torch.autograd.grad` is not training.
@@ -241,41 +239,34 @@ class KeptCalls:
             if not kept.number:
                 kept.number = self.step.passes
             self.step.shorten()
-        except Exception as error:  # noqa: BLE001 # as above
-            self.spare(error)
 
 
-class _Hook:
-    """A forward hook that reaches the kept calls and the module weakly."""
+def _hooks(
+    kept: KeptCalls, name: str, module: nn.Module
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return hooks for before and after a forward pass, which reach the kept calls and the module weakly."""
+    kept_ref = weakref.ref(kept)
+    module_ref = weakref.ref(module)
 
-    def __init__(self, kept: KeptCalls, name: str, module: nn.Module) -> None:
-        self._kept = weakref.ref(kept)
-        self._name = name
-        self._module = weakref.ref(module)
-
-    def before(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return  # Compiled code must not break its graph here.
-        module = self._module()
-        kept = self._kept()
-        if module is None or kept is None:
-            return
-        try:
-            kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
-        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
-            kept.spare(error)
+        kept = kept_ref()
+        module = module_ref()
+        if kept is not None and module is not None:
+            with kept.spared():
+                kept.begin(module, name, args, kwargs, compiled=hooked is not module)
 
-    def after(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del hooked, args
         if torch.compiler.is_compiling():
             return
-        kept = self._kept()
-        if kept is None:
-            return
-        try:
-            kept.end(output)
-        except Exception as error:  # noqa: BLE001 # as above
-            kept.spare(error)
+        kept = kept_ref()
+        if kept is not None:
+            with kept.spared():
+                kept.end(output)
+
+    return before, after
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -288,25 +279,20 @@ def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if getattr(type(module), "forward", None) is not nn.Module.forward:
             yield name, module
             continue
-        prefix = ""
-        if name != ROOT:
-            prefix = f"{name}."
         for key, _ in module.named_children():
-            if prefix + key in modules:
-                pending.append(prefix + key)
+            child = f"{name}.{key}".lstrip(".")
+            if child in modules:
+                pending.append(child)
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
     """Return name, table and key of each buffer that a forward pass may change: a large one is a mask or a table."""
     places = []
     for path, inner in module.named_modules():
-        prefix = ""
-        if path:
-            prefix = f"{path}."
         table = inner._buffers  # noqa: SLF001 # where modules keep them
         for key, buffer in table.items():
             if buffer is not None and buffer.numel() <= _LARGEST_BUFFER:
-                places.append((prefix + key, table, key))
+                places.append((f"{path}.{key}".lstrip("."), table, key))
     return places
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsurgeon.forensics.operations import tensors_of
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning.manifest import class_names
-from gradsurgeon.tensors import _dist, _numbers, _torch
+from gradsurgeon.tensors import _dist, _numbers
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.readable import readable
-from gradsurgeon.tensors.sampling import SAMPLE, sample
+from gradsurgeon.tensors.sampling import sample
 from gradsurgeon.tensors.structure import Path
 
 # Shape and a fixed sample of a tensor, to recognise the tensor by. The sample stays on its device, unread.
@@ -25,18 +26,11 @@ _MOST_NODES = 64
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint | None:
-    """Return what recognises a tensor, ``None`` if the tensor cannot be read.
-
-    A small tensor is its own sample, unless a view would keep a larger one alive.
-    """
+    """Return what recognises a tensor, ``None`` if the tensor cannot be read. The script may write to the tensor later."""
     held = readable(tensor)
     if held is None:
         return None
-    part = _numbers.values(held)
-    shape = tuple(tensor.shape)
-    if part.numel() <= SAMPLE and part.untyped_storage().nbytes() == part.nbytes:
-        return shape, part.flatten()
-    return shape, sample(part)
+    return tuple(tensor.shape), sample(_numbers.values(held))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -60,7 +54,6 @@ class KeptCall:
     buffers: Mapping[str, Tensor]
     autocast: dict[str, tuple[bool, torch.dtype]]
     outputs: dict[Path, Fingerprint] = field(default_factory=dict)
-    versions: dict[Path, int] = field(default_factory=dict)
     grads: dict[Path, Tensor] = field(default_factory=dict)
     last_node: int = 0
     number: int = 0
@@ -73,15 +66,8 @@ class KeptCall:
 
     @property
     def prefix(self) -> str:
-        if self.name == ".":
-            return ""
-        return f"{self.name}."
-
-    def forget_overwritten(self) -> None:
-        """Drop the outputs that the script has written to since: no replay can be compared with them."""
-        for path, (_, sampled) in list(self.outputs.items()):
-            if _torch.writes(sampled) != self.versions[path]:
-                del self.outputs[path]
+        """What comes before the names of its module in those of the model; nothing for the root, whose name is a dot."""
+        return f"{self.name}.".lstrip(".")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,29 +109,20 @@ class KeptStep:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
         after = max([call.last_node for call in self.calls])
         nodes = graph.nodes_after(after, _MOST_NODES)
-        loss = KeptLoss(graph.loss, nodes, sum([_saved_bytes(node) for node in nodes]))
+        size = 0
+        for node in nodes:
+            for tensor in tensors_of(node.saved):
+                size += tensor.nbytes
+        loss = KeptLoss(graph.loss, nodes, size)
         if self.bytes + loss.bytes <= MAX_BYTES:
             self.losses[self.passes + 1] = loss
 
     def shorten(self) -> None:
-        total = self.bytes
-        if total > MAX_BYTES and self.losses:
+        if self.bytes > MAX_BYTES:
             self.losses.clear()
-            total = self.bytes
-        while self.calls and (len(self.calls) > MOST_CALLS or total > MAX_BYTES):
-            total -= self.calls.pop(0).bytes
+        while self.calls and (len(self.calls) > MOST_CALLS or self.bytes > MAX_BYTES):
+            self.calls.pop(0)
             self.dropped += 1
-
-
-def _saved_bytes(node: LossNode) -> int:
-    total = 0
-    for value in node.saved.values():
-        # Some nodes keep several tensors in a tuple.
-        values = value if type(value) is tuple else (value,)
-        for saved in values:
-            if isinstance(saved, Tensor):
-                total += saved.nbytes
-    return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,17 +138,10 @@ class FailedStep:
     kept: KeptStep
     step: int
     rank: int
-    scale: Tensor | None = None
+    scale: float | None = None
     modules: tuple[str, ...] = ()
     bad: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
-
-    @property
-    def scale_number(self) -> float | None:
-        """The scale as a number. Waits for the device."""
-        if self.scale is None:
-            return None
-        return float(self.scale)
 
     @property
     def called(self) -> dict[str, nn.Module]:
@@ -185,12 +155,10 @@ class FailedStep:
     @property
     def divided(self) -> bool:
         """Whether parameters are divided over ranks, so that no rank can run the step again alone."""
-        return any(_is_divided(module) for module in self.called.values())
-
-
-def _is_divided(model: nn.Module) -> bool:
-    for param in model.parameters():
-        if _dist.is_divided(param):
-            return True
-    # Between passes `fully_shard` may leave parameters whole, but gathers them in each forward pass.
-    return any("FSDPModule" in class_names(module) for module in model.modules())
+        for model in self.called.values():
+            if any(map(_dist.is_divided, model.parameters())):
+                return True
+            # Between passes `fully_shard` may leave parameters whole, but gathers them in each forward pass.
+            if any("FSDPModule" in class_names(module) for module in model.modules()):
+                return True
+        return False

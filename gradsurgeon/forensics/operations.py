@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,13 +71,30 @@ class Call:
         """Return the tensor that the script passed: it differs from a copy of one that was written over."""
         return self.written.get(id(tensor), tensor)
 
+    def written_into(self) -> list[Tensor]:
+        """Return the tensors among the arguments that the operation writes into."""
+        written = set()
+        for argument in self._arguments():
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.add(argument.name)
+        return tensors_of([value for name, value in self._values() if name in written])
+
+    def _arguments(self) -> Sequence[Any]:
+        """Return the arguments in the schema of the operation; none without a schema."""
+        schema = getattr(self.func, "_schema", None)
+        if schema is None:
+            return ()
+        arguments: Sequence[Any] = schema.arguments
+        return arguments
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for argument, value in zip(self._arguments(), self.args, strict=False):
+            yield argument.name, value
+        yield from self.kwargs.items()
+
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors among the arguments, each with the name of its argument."""
-        schema = getattr(self.func, "_schema", None)
-        names = []
-        if schema is not None:
-            names = [argument.name for argument in schema.arguments]
-        for name, value in [*zip(names, self.args, strict=False), *self.kwargs.items()]:
+        for name, value in self._values():
             if isinstance(value, Tensor):
                 yield name, value
             elif isinstance(value, list | tuple):
@@ -87,10 +104,8 @@ class Call:
 
 
 def name_of(func: Any) -> str:
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return str(func).replace("::", ".")
-    return str(schema.name).replace("::", ".")
+    """Return the name of an operation without its overload."""
+    return str(func.name()).partition(".")[0].replace("::", ".")
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
@@ -100,10 +115,7 @@ def tensors_of(*values: Any) -> list[Tensor]:
 def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     """Measure a tensor. Waits for its device."""
     values = elements(tensor)
-    counts = dict.fromkeys(KINDS, 0)
-    if is_real(values):
-        for kind in KINDS:
-            counts[kind] = int(where_is(values, kind).sum())
+    counts = {kind: int(where_is(values, kind).sum()) for kind in KINDS}
     finite = values
     rows = None
     if any(counts.values()):
@@ -134,21 +146,16 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     )
 
 
-def _rows_in(places: Tensor) -> Rows:
-    """Return the rows of a mask with at least one dimension that are not empty. Waits for its device."""
+def _rows_in(places: Tensor) -> Rows | None:
+    """Return the rows of a mask that are not empty, ``None`` for all or very many rows. Waits for its device."""
     table = places.reshape(len(places), -1)
-    rows = _nonzero(table.any(1))
-    columns: list[int] = []
-    if places.dim() == _MATRIX:
-        columns = _nonzero(table.any(0))
-    if len(columns) > _MOST_COLUMNS or len(columns) == table.size(1):
+    rows: list[int] = table.any(1).nonzero().flatten().tolist()
+    columns: list[int] = table.any(0).nonzero().flatten().tolist()
+    if len(rows) == len(places) or len(rows) > _MOST_ROWS:
+        return None
+    if places.dim() != _MATRIX or len(columns) > _MOST_COLUMNS or len(columns) == table.size(1):
         columns = []
-    return Rows(tuple(rows[:_MOST_ROWS]), len(rows), len(places), tuple(columns))
-
-
-def _nonzero(places: Tensor) -> list[int]:
-    indices: list[int] = places.nonzero().flatten().tolist()
-    return indices
+    return Rows(tuple(rows), len(places), tuple(columns))
 
 
 def elements(tensor: Tensor) -> Tensor:
@@ -182,14 +189,11 @@ def nonfinite_kind(tensor: Tensor) -> str:
     if not is_real(tensor) or tensor.is_meta:
         return ""
     values = elements(tensor)
-    if not values.numel():
+    if bool(values.isfinite().all()):
         return ""
-    low, high = ends(values)
-    if math.isnan(low) or math.isnan(high):
+    if bool(values.isnan().any()):
         return "NaN"
-    if math.isinf(low) or math.isinf(high):
-        return "Inf"
-    return ""
+    return "Inf"
 
 
 def kinds_in(tensor: Tensor) -> list[Kind]:
@@ -236,15 +240,11 @@ class ModuleCalls:
                 self.done.append((*self.running.pop(), _next_node()))
                 came_out(names[id(module)], output)
 
-        handles = (
+        with (
             register_module_forward_pre_hook(before),
             register_module_forward_hook(after, always_call=True),
-        )
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def place(self, node: Any) -> Place:
         """Return the module that runs, or the module that built the running node, if any."""

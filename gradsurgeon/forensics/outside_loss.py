@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurgeon.common.operands import operand_of
+from gradsurgeon.common.diagnosis import OPERANDS
 from gradsurgeon.forensics.cause import cause, cause_of_call
 from gradsurgeon.forensics.kept_step import KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
@@ -62,7 +62,8 @@ def _source_at(node: LossNode, name: str, tensor: Tensor, loss: KeptLoss) -> Non
         return None
     maker = node.made_of[edge]
     if maker == NO_GRAPH:
-        return held(0, "loss input", operand_of(_label(node, loss), name), facts(tensor, name))
+        operand = f"the {OPERANDS.get(name, name)} of {_label(node, loss)}"
+        return held(0, "loss input", operand, facts(tensor))
     if maker < 0 or _nonfinite_in(loss.nodes[maker]):
         return None
     return _made(loss.nodes[maker], loss, tensor)
@@ -121,6 +122,7 @@ def _made(
         node=_label(node, loss),
         inputs=tuple(facts(tensor, name) for name, tensor in kept.items()),
         output=measured,
+        rows=measured.rows,
         cause=why,
     )
     return NonfiniteSource(0, diagnosis, repeated=call is not None)

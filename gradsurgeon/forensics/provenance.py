@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,19 +42,15 @@ from gradsurgeon.forensics.sources import (
     BLANK,
     Memory,
     NonfiniteSource,
-    first_to_blame,
     held,
     taken_from,
 )
 from gradsurgeon.language.planning.manifest import ROOT
 from gradsurgeon.tensors import _torch
 
-Seed = Literal["weight", "buffer", "input", "output gradient"]
 # These return memory that nothing was written to.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
 _COPIES = ("clone", "_to_copy", "copy", "detach", "contiguous")
-# Forward passes of these return statistics for backward after their result.
-_SAVES = ("norm", "attention", "nll_loss")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 _HISTORY = 20
 # These buffers are no masks.
@@ -74,7 +70,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
 
-    def seed(self, what: Seed, name: str, tensor: Tensor) -> NonfiniteSource | None:
+    def seed(self, what: str, name: str, tensor: Tensor) -> NonfiniteSource | None:
         """Note a tensor if it is non-finite before the operations begin, or between them."""
         with _disable_current_modes():
             kind = nonfinite_kind(tensor)
@@ -94,9 +90,9 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             kinds = kinds_in(tensor)
             if not kinds:
                 return None
-            known = first_to_blame(self.memory.sources(tensor, kinds[0]))
-            if known is not None:
-                return known
+            known = self.memory.sources(tensor, kinds[0])
+            if known:
+                return min(known, key=lambda source: (source.intended, source.when))
             where = "unknown"
             intended = kinds[0] != "NaN" and not self.memory.known_about(tensor).made
             if intended:
@@ -118,9 +114,12 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
             out = func(*args, **kwargs)
-            self.memory.add_own(tensors_of(out), empty=True)
+            self.memory.add_own(tensors_of(out))
+            if "empty" in name:
+                # What the memory held before is no result.
+                out.zero_()
             return out
-        written = _written(func, args, kwargs)
+        written = Call(func, args, kwargs).written_into()
         # An operation is judged by what it was given, so tensors are copied before it writes over them.
         copies: dict[int, Tensor] = {}
         originals: dict[int, Tensor] = {}
@@ -140,12 +139,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self.memory.add_own(outputs)
         returned = {id(output) for output in outputs}
         outputs += [tensor for tensor in written if id(tensor) not in returned]
-        self._follow(Call(func, *given, originals), outputs, written)
+        self._follow(Call(func, *given, originals), outputs)
         return out
 
-    def _follow(self, call: Call, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        magnitudes = []
-        saves = any(word in call.stem for word in _SAVES) and "backward" not in call.stem
+    def _follow(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        largest = None
         for index, output in enumerate(outputs):
             if not is_real(output) or output.is_meta:
                 continue
@@ -157,17 +155,16 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                 self._remember(call, output, index)
                 continue
             self.memory.forget(output)
-            if index == 0 or not saves:
-                magnitudes.append(max(abs(low), abs(high)))
-        for tensor in written:
-            self.memory.known_about(tensor).unwritten = False
+            # Some operations also return statistics for backward.
+            if index == 0:
+                largest = max(abs(low), abs(high))
         self.memory.follow_lost_constants(call, outputs)
-        if magnitudes and call.stem not in _COPIES:
+        if largest is not None and call.stem not in _COPIES:
             label = call.name
             module = self._modules.place(_torch.current_node())[0]
             if module not in ("", ROOT):
                 label = f"{module}: {label}"
-            self._history.append((label, max(magnitudes)))
+            self._history.append((label, largest))
 
     def _remember(self, call: Call, output: Tensor, index: int) -> None:
         """Note the sources of a non-finite output."""
@@ -177,15 +174,13 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             sources[kind] = self._of_kind(kind, call, output, birth)
         self.memory.remember(output, sources)
 
-    def _before(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor that an operation writes into; zeros for unwritten memory."""
+    @staticmethod
+    def _before(tensor: Tensor) -> Tensor | None:
+        """Return a copy of a tensor that an operation writes into, unless it is very large."""
         part = elements(tensor)
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None
-        copy = tensor.detach().clone()
-        if self.memory.known_about(tensor).unwritten:
-            return torch.zeros_like(copy)
-        return copy
+        return tensor.detach().clone()
 
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], NonfiniteSource]
@@ -253,10 +248,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             return replace(first, intended=False)
         if not faults or takes_masks:
             return first
-        rival = _rival(first, masks)
-        if not rival:
-            return first
-        return replace(first, rival=rival)
+        return replace(first, rival=_rival(first, masks))
 
     def _birth(self, call: Call, output: Tensor, index: int) -> NonfiniteSource:
         node = _torch.current_node()
@@ -276,7 +268,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         measured = facts(output)
         inputs = dict(call.named())
         if when == self._stop_at:
-            _stand_at(call.name, lines, {"inputs": inputs, "output": output})
+            _stand_at(lines, {"operation": call.name, "inputs": inputs, "output": output})
         diagnosis = replace(
             BLANK,
             what=measured.kind or "NaN",
@@ -288,6 +280,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             lines=lines,
             inputs=tuple(facts(tensor, argument) for argument, tensor in inputs.items()),
             output=measured,
+            rows=measured.rows,
             history=tuple(self._history),
             cause=self._cause(call, index, differentiated),
         )
@@ -308,7 +301,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
                     "made (an attribute, a global, a constant, an array of numpy)",
                 )
         lost = self.memory.lost_constant(call)
-        return cause_of_call(call, index, differentiated, history=tuple(self._history), lost=lost)
+        return cause_of_call(call, index, differentiated, lost=lost)
 
     def _moment(self) -> int:
         self._when += 1
@@ -326,22 +319,6 @@ def _rival(first: NonfiniteSource, masks: Iterable[NonfiniteSource]) -> str:
     return ""
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operation writes into."""
-    tensors: list[Tensor] = []
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return tensors
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        if position < len(args):
-            tensors += tensors_of(args[position])
-        else:
-            tensors += tensors_of(kwargs.get(argument.name))
-    return tensors
-
-
 def _returns_view(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None:
@@ -350,7 +327,7 @@ def _returns_view(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
+def _stand_at(lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
     """Open the debugger in the line of the script that called an operation, with more names in ``scope``."""
     frame = sys._getframe()  # noqa: SLF001 # documented
     for caller, line in traceback.walk_stack(frame):
@@ -359,12 +336,9 @@ def _stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any])
             frame = caller
             break
     known = frame.f_locals
-    for name, value in {"operation": operation, **scope}.items():
+    for name, value in scope.items():
         known.setdefault(name, value)
-    at = "no line of the script"
-    if lines:
-        at = str(lines[-1])
-    print(f"{operation} at {at}: see operation, {', '.join(scope)} (`q` to go on)")  # noqa: T201 # the user asked for it
+    print(f"{scope['operation']}: see {', '.join(scope)} (`q` to go on)")  # noqa: T201 # the user asked for it
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
     debugger.interaction(frame, None)

@@ -3,10 +3,10 @@
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradsurgeon.actions import spelled
 from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
-from gradsurgeon.forensics.provenance import Provenance, Seed
+from gradsurgeon.forensics.provenance import Provenance
 from gradsurgeon.forensics.sources import NonfiniteSource
 from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
 from gradsurgeon.language.planning import slots
@@ -38,6 +38,7 @@ class Replayed:
         outputs: NaN or Inf, and the source, of non-finite outputs by path.
         modules: the sources of non-finite outputs of modules, by name, in the first call of each.
         returned: the outputs whose gradient was non-finite when it came back.
+        compared: how outputs compare with those of the call: ``equal``, ``near`` or ``other``.
     """
 
     call: KeptCall
@@ -45,7 +46,7 @@ class Replayed:
     outputs: dict[Path, tuple[str, NonfiniteSource]] = field(default_factory=dict)
     modules: dict[str, NonfiniteSource] = field(default_factory=dict)
     returned: set[Path] = field(default_factory=set)
-    compared: set[Literal["equal", "near", "other"]] = field(default_factory=set)
+    compared: set[str] = field(default_factory=set)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     error: Exception | None = None
 
@@ -69,14 +70,16 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
     call = replayed.call
     modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
-    params = _params_then(module, call)
-    buffers = _buffers_then(module, call)
+    params = dict(_then(module.named_parameters(), call.weights))
+    buffers = {}
+    for name, buffer in _then(module.named_buffers(), {**call.weights, **call.buffers}):
+        buffers[name] = buffer.clone()
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
     args, kwargs = Copied((call.args, call.kwargs), _own_copy).value
     inputs = {input_name(module, path): tensor for path, tensor in tensors_in([args, kwargs])}
     provenance.memory.add_own((*buffers.values(), *inputs.values()))
-    given: dict[Seed, dict[str, Tensor]] = {"weight": params, "buffer": buffers, "input": inputs}
+    given = {"weight": params, "buffer": buffers, "input": inputs}
     for what, named in given.items():
         for name, tensor in named.items():
             provenance.seed(what, name, tensor)
@@ -88,10 +91,14 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
                 replayed.modules.setdefault(name, source)
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
-    canonical_names = _canonical_names(module)
+    # Rules know a tied parameter by its first name.
+    first_names: dict[int, str] = {}
+    for slot in slots(module):
+        first_names.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
     for name, param in module.named_parameters():
-        leaves[call.prefix + canonical_names.get(id(param), name)] = params[name]
-    with modules.watched(module, came_out), _as_then(call), ExitStack() as stack:
+        leaves[call.prefix + first_names.get(id(param), name)] = params[name]
+    with modules.watched(module, came_out), ExitStack() as stack:
+        _enter(stack, call)
         # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(exchanged(module, {**params, **buffers}))
         stack.enter_context(watch_tags(came_out))
@@ -105,28 +112,13 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
         replayed.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
 
 
-def _params_then(module: nn.Module, call: KeptCall) -> dict[str, Tensor]:
-    params = {}
-    for name, param in module.named_parameters():
-        weight = call.weights.get(name, param)
-        params[name] = weight.detach().requires_grad_(weight.requires_grad)
-    return params
-
-
-def _buffers_then(module: nn.Module, call: KeptCall) -> dict[str, Tensor]:
-    buffers = {}
-    for name, buffer in module.named_buffers():
-        weight = call.weights.get(name, buffer)
-        buffers[name] = call.buffers.get(name, weight).detach().clone()
-    return buffers
-
-
-def _canonical_names(module: nn.Module) -> dict[int, str]:
-    """Return the names of rules by identity of the parameter; a tied parameter goes by its first name."""
-    names: dict[int, str] = {}
-    for slot in slots(module):
-        names.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
-    return names
+def _then(
+    named: Iterable[tuple[str, Tensor]], kept: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters or buffers as they were at a call, by name and without their graph."""
+    for name, tensor in named:
+        weight = kept.get(name, tensor)
+        yield name, weight.detach().requires_grad_(weight.requires_grad)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
@@ -148,7 +140,7 @@ def _judge_outputs(
             replayed.outputs[path] = (nonfinite_kind(tensor), source)
 
 
-def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[Literal["equal", "near", "other"]]:
+def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[str]:
     """Compare an output with the output of the call; return nothing if no finite number can be compared."""
     now = None
     if tensor is not None:
@@ -217,27 +209,25 @@ def _nodes_below(start: Any) -> set[Any]:
     return met
 
 
-@contextmanager
-def _as_then(call: KeptCall) -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind, (enabled, dtype) in call.autocast.items():
-            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-        if "torch._dynamo" in sys.modules:
-            # Without it nothing is compiled, and importing the compiler takes seconds.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+def _enter(stack: ExitStack, call: KeptCall) -> None:
+    """Enter the contexts of torch that a call ran in, and those that a replay needs."""
+    for kind, (enabled, dtype) in call.autocast.items():
+        stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+    if "torch._dynamo" in sys.modules:
+        # Without it nothing is compiled, and importing the compiler takes seconds.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def input_name(module: nn.Module, path: Path) -> str:
     """Return the name of a tensor among the arguments: ``x``, or ``batch.image[0]``."""
-    keyword, first, *rest = path
-    head = f"argument {first}"
+    # The path of a positional argument goes on with its number.
+    _, first, *rest = path
     if isinstance(first, str):
-        head = first
-    elif keyword == 0:
-        for param in parameters_of(module.forward)[first : first + 1]:
-            if param.kind is not param.VAR_POSITIONAL:
-                head = param.name
+        return f"{first}{spelled(rest)}"
+    head = f"argument {first}"
+    for param in parameters_of(module.forward)[first : first + 1]:
+        if param.kind is not param.VAR_POSITIONAL:
+            head = param.name
     return f"{head}{spelled(rest)}"

@@ -14,7 +14,6 @@ from gradsurgeon.forensics.operations import (
     Call,
     Kind,
     elements,
-    is_real,
     kinds_in,
     lines_here,
     nonfinite_kind,
@@ -30,6 +29,7 @@ _GUARDS = ("add", "sub", "rsub", "clamp", "clamp_min", "maximum", "full", "full_
 # Operations that make zero of zero.
 _KEEP_ZERO = ("sqrt", "pow", "square", "abs", "clone", "_to_copy", "mul", "expand", "detach")
 _LOGARITHMS = ("aten.log", "aten.log2", "aten.log10", "aten.log1p")
+_WRITTEN = "no operation that PyTorch shows made it: something else wrote into its memory"
 _LOOK_AT_LOSS = (
     "look at the divisions, roots, powers and logarithms among the operations of the loss"
 )
@@ -89,16 +89,18 @@ def held(
         text = "the gradient that came back to the model was non-finite already"
         why = Cause("unknown", (text,), _LOOK_AT_LOSS)
     elif where == "unknown":
-        text = "no operation that PyTorch shows made it: something else wrote into its memory"
-        why = cause("unknown", text)
+        why = cause("unknown", _WRITTEN)
     diagnosis = replace(
-        BLANK, what=measured.kind, where=where, name=name, lines=lines, output=measured, cause=why
+        BLANK,
+        what=measured.kind,
+        where=where,
+        name=name,
+        lines=lines,
+        output=measured,
+        rows=measured.rows,
+        cause=why,
     )
     return NonfiniteSource(when, diagnosis, intended)
-
-
-def first_to_blame(sources: Iterable[NonfiniteSource]) -> NonfiniteSource | None:
-    return min(sources, key=lambda source: (source.intended, source.when), default=None)
 
 
 def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tensor, Kind]], bool]:
@@ -107,20 +109,17 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tenso
     The second value tells whether finite numbers alone made some of these elements. Elementwise operations are
     compared by element, others as a whole. Waits for the device.
     """
-    inputs = [(t, mask) for t, mask in _read(call) if is_real(t) and nonfinite_kind(t)]
+    inputs = [(t, mask) for t, mask in _read(call) if nonfinite_kind(t)]
     if not inputs:
         return [], True
     if _is_elementwise(call, [output, *(tensor for tensor, _ in inputs)]):
         by_element = _taken_by_element(inputs, where_is(output, kind))
         if by_element is not None:
             return by_element
-    whole = []
-    alike = []
+    whole: list[tuple[Tensor, Kind]] = []
     for tensor, _ in inputs:
-        for kind_of_input in kinds_in(tensor):
-            whole.append((tensor, kind_of_input))
-            if (kind_of_input == "NaN") == (kind == "NaN"):
-                alike.append((tensor, kind_of_input))
+        whole += [(tensor, kind_of_input) for kind_of_input in kinds_in(tensor)]
+    alike = [taken for taken in whole if (taken[1] == "NaN") == (kind == "NaN")]
     if alike:
         return alike, False
     return whole, False
@@ -163,13 +162,13 @@ def _read(call: Call) -> Iterator[tuple[Tensor, Tensor | None]]:
     args = call.args
     if call.stem == "copy":
         yield args[1], None
-    elif call.stem == "where" and len(args) == 3:  # noqa: PLR2004 # condition, one, other
-        yield args[1], args[0]
-        yield args[2], args[0].logical_not()
-    elif call.stem == "masked_fill":
-        yield args[0], args[1].logical_not()
-        if isinstance(args[2], Tensor):
-            yield args[2], args[1]
+    elif call.stem in ("where", "masked_fill") and len(args) == 3:  # noqa: PLR2004 # a mask and two values
+        mask, chosen, other = args
+        if call.stem == "masked_fill":
+            other, mask, chosen = args
+        yield other, mask.logical_not()
+        if isinstance(chosen, Tensor):
+            yield chosen, mask
     else:
         kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
         for tensor in tensors_of(call.args, kwargs):
@@ -195,7 +194,6 @@ class _Known:
 
     storage: Any
     made: bool = False
-    unwritten: bool = False
     entries: list[_Entry] = field(default_factory=list)
     before: Tensor | None = None
     lost: str = ""
@@ -205,13 +203,10 @@ class Memory:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
-    def add_own(self, tensors: Iterable[Tensor], *, empty: bool = False) -> None:
-        """Note memory that belongs to the replay; ``empty`` if nothing was written to it yet."""
+    def add_own(self, tensors: Iterable[Tensor]) -> None:
+        """Note memory that belongs to the replay."""
         for tensor in tensors:
-            known = self.known_about(tensor)
-            known.made = True
-            if empty:
-                known.unwritten = True
+            self.known_about(tensor).made = True
 
     def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[NonfiniteSource]]) -> None:
         """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""
@@ -231,16 +226,13 @@ class Memory:
     def sources(self, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
         _, first, end = place_of(tensor)
-        of_kind = []
-        of_any_kind = []
+        sources: dict[bool, list[NonfiniteSource]] = {True: [], False: []}
         for entry in self.known_about(tensor).entries:
             if entry.first < end and first < entry.end:
-                of_any_kind.append(entry.source)
-                if entry.kind == kind:
-                    of_kind.append(entry.source)
-        if of_kind:
-            return of_kind
-        return of_any_kind
+                sources[entry.kind == kind].append(entry.source)
+        if sources[True]:
+            return sources[True]
+        return sources[False]
 
     def protect(self, tensor: Tensor) -> None:
         """Copy the memory that an operation is about to write to, unless the replay made it."""
@@ -255,15 +247,12 @@ class Memory:
                     _bytes(known.storage).copy_(known.before)
 
     def follow_lost_constants(self, call: Call, outputs: Iterable[Tensor]) -> None:
-        lost_input = ""
-        if call.stem in _KEEP_ZERO:
-            lost_input = self.lost_constant(call)
         for output in outputs:
             lost = ""
-            if output.is_floating_point():
-                lost = lost_input
-                if not lost:
-                    lost = _rounded(call, output)
+            if call.stem in _KEEP_ZERO:
+                lost = self.lost_constant(call)
+            elif call.stem in _GUARDS and output.is_floating_point():
+                lost = _rounded(call, output)
             if lost and not bool((elements(output) == 0).any()):
                 lost = ""
             self.known_about(output).lost = lost
@@ -287,8 +276,6 @@ def _bytes(storage: Any) -> Tensor:
 
 
 def _rounded(call: Call, output: Tensor) -> str:
-    if call.stem not in _GUARDS:
-        return ""
     limits = torch.finfo(output.dtype)
     smallest = limits.smallest_normal * limits.eps
     for number in _constants(call):
@@ -307,14 +294,12 @@ def _rounded(call: Call, output: Tensor) -> str:
 
 def _constants(call: Call) -> list[float]:
     numbers = []
-    tensors = []
     for argument in tree_leaves((call.args, call.kwargs)):
+        # The dispatcher passes some numbers as tensors.
+        if isinstance(argument, Tensor) and not argument.dim() and argument.is_cpu:
+            argument = argument.item()  # noqa: PLW2901 # the same number
         if isinstance(argument, float):
             numbers.append(argument)
-        # The dispatcher passes some numbers as tensors.
-        elif isinstance(argument, Tensor) and not argument.dim() and argument.is_cpu:
-            tensors.append(argument)
-    numbers += [tensor.item() for tensor in tensors if tensor.is_floating_point()]
     return numbers
 
 
@@ -329,8 +314,7 @@ def place_of(tensor: Tensor) -> tuple[Any, int, int]:
     first = int(part.storage_offset()) * size
     end = first
     if part.numel():
-        last = 0
+        end += size
         for length, stride in zip(part.shape, part.stride(), strict=True):
-            last += (int(length) - 1) * int(stride)
-        end += (last + 1) * size
+            end += (int(length) - 1) * int(stride) * size
     return part.untyped_storage(), first, end

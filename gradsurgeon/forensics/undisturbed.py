@@ -74,16 +74,9 @@ def _state_of_numpy() -> tuple[Any, ...] | None:
 def undisturbed(module: nn.Module, then: RandomState) -> Iterator[None]:
     """Set a random state for a replay, which works on copies of what modules keep in attributes."""
     now = RandomState.now(then.torch)
-    tables = []
-    kept = []
-    own = []
-    for inner in module.modules():
-        table = vars(inner)
-        attributes = _attributes(table)
-        tables.append(table)
-        kept.append(attributes)
-        own.append({key: _own(value) for key, value in attributes.items()})
-    copies = Copied(own).value
+    tables = [vars(inner) for inner in module.modules()]
+    kept = [_attributes(table) for table in tables]
+    copies = Copied([_own_of(attributes) for attributes in kept]).value
     try:
         for table, attributes in zip(tables, copies, strict=True):
             table.update(attributes)
@@ -99,6 +92,10 @@ def undisturbed(module: nn.Module, then: RandomState) -> Iterator[None]:
 
 def _attributes(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: table[key] for key in table.keys() - _OF_TORCH}
+
+
+def _own_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _own(value) for key, value in attributes.items()}
 
 
 def _own(value: Any) -> Any:

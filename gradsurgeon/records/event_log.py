@@ -147,7 +147,7 @@ class EventLog:
         """Record an event and report it once: by the warning if the caller should change something, else by the log.
 
         A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO. ``facts`` are further
-        keys of the event. The launcher shows ``shown`` instead of the message, and no line of the script with it.
+        keys of the event. The launcher shows ``shown`` instead of the message.
         """
         self._note(Event(kind, rule, step, _dist.rank(), name, message, **facts))
         topic, level = _TOPICS.get(kind, ("", logging.INFO))
@@ -192,14 +192,14 @@ class EventLog:
         if self._say is None:
             warn(_with_rule(message, rule), level)
             return
+        lines = _lines(shown, rule) if shown else _lines(message, rule)
+        # The line of a step would be the one of its update.
+        if not lines.startswith("step "):
+            lines = printable(place) + lines
         # Each step may bring the same news.
-        lines = _lines(message, rule)
-        if shown:
-            place = ""
-            lines = _lines(shown, rule)
         if lines not in self._said:
             self._said.add(lines)
-            self._say(printable(place) + lines)
+            self._say(lines)
 
     def _note(self, event: Event) -> None:
         routine = event.kind in _ROUTINE or (event.kind in TRIPS and not is_trip(event, self.edits))

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from torch import Tensor
@@ -37,7 +38,7 @@ class StepDiagnosis:
 
     def diagnose_trips(
         self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, heard: Heard
-    ) -> dict[str, Diagnosis]:
+    ) -> dict[str, Diagnosis | None]:
         """Return diagnoses by rule, for rules that trip for the first time; all ranks take part if some objected."""
         objecting = {objection.rule for objection in heard.objections}
         asked = objecting.intersection(self._asked) - self._shared
@@ -45,18 +46,12 @@ class StepDiagnosis:
             self._shared |= asked
             self.pending -= asked
             failed = self._failed(step, scale, reports.values())
-            diagnosis = self._among_ranks(failed, reports.values(), heard, asked)
-            if diagnosis is None:
-                return {}
-            return dict.fromkeys(asked, diagnosis)
+            return dict.fromkeys(asked, self._among_ranks(failed, reports, heard, asked))
         diagnoses = {}
         for rule, report in reports.items():
-            if rule not in self.pending:
-                continue
-            self.pending.discard(rule)
-            diagnosis = self._run(self._failed(step, scale, [report]), [rule])
-            if diagnosis is not None:
-                diagnoses[rule] = diagnosis
+            if rule in self.pending:
+                self.pending.discard(rule)
+                diagnoses[rule] = self._run(self._failed(step, scale, [report]), [rule])
         return diagnoses
 
     def diagnose_skip(
@@ -86,17 +81,19 @@ class StepDiagnosis:
         for report in reports:
             modules += report.modules
             bad += report.bad
-        edits = [effect.rule.id for effect in self._effects.sites if effect.edits]
-        rested = tuple(sorted(edits))
+        rested = sorted([effect.rule.id for effect in self._effects.sites if effect.edits])
         kept = replace(self._kept.step)
-        for call in kept.calls:
-            call.forget_overwritten()
-        return FailedStep(kept, step, _dist.rank(), scale, tuple(modules), tuple(bad), rested)
+        factor = None
+        if scale is not None:
+            factor = float(scale)
+        return FailedStep(
+            kept, step, _dist.rank(), factor, tuple(modules), tuple(bad), tuple(rested)
+        )
 
     def _among_ranks(
         self,
         failed: FailedStep,
-        reports: Collection[TrapReport],
+        reports: Collection[str],
         heard: Heard,
         rules: Collection[str],
     ) -> Diagnosis | None:
@@ -104,27 +101,19 @@ class StepDiagnosis:
         assert heard.voter is not None  # noqa: S101 # ranks have objected
         own = self._run(failed, rules) if reports else None
         by_rank: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
-        chosen = own
-        for diagnosis in by_rank.values():
-            if diagnosis is None:
-                continue
-            # A diagnosis that blames an operation or tensor says most.
-            if chosen is None or (diagnosis.where and not chosen.where):
-                chosen = diagnosis
-        return chosen
+        diagnoses = [diagnosis for diagnosis in (own, *by_rank.values()) if diagnosis is not None]
+        # A diagnosis that blames an operation or tensor says most.
+        return max(diagnoses, key=attrgetter("blames"), default=None)
 
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:
             with self._context.resting():
                 diagnosis = self._replayed(failed)
-                folder = self._folder(rules)
-                if folder is None:
-                    return diagnosis
-                return with_bundle(diagnosis, failed, folder)
+                return with_bundle(diagnosis, failed, self._folder(rules))
         except Exception as error:  # noqa: BLE001 # the decision of the trap stays
             text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
-            log = self._context.event_log
-            log.emit("notice", text, rule=next(iter(rules)), step=failed.step)
+            rule = next(iter(rules))
+            self._context.event_log.emit("notice", text, rule=rule, step=failed.step)
             return None
         finally:
             if not self.pending:

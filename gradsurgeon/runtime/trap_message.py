@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradsurgeon.common.diagnosis import Diagnosis
@@ -17,9 +18,8 @@ _MOST_SAMPLES = 256
 def event_keys(diagnosis: Diagnosis | None, sample_ids: Sequence[Tensor]) -> dict[str, Any]:
     """Return further keys of the event of a trip; the ids have shape [n] for each batch. Waits for their device."""
     numbers: list[int] = []
-    with suppress(Exception):  # the script may tag a tensor of any kind
-        for ids in sample_ids:
-            numbers += ids[: _MOST_SAMPLES - len(numbers)].tolist()
+    with suppress(Exception):  # there may be none, or on several devices
+        numbers = torch.cat(list(sample_ids))[:_MOST_SAMPLES].tolist()
     values = None
     if diagnosis is not None:
         values = diagnosis.to_json()

@@ -45,8 +45,8 @@ def test_the_rank_that_did_it_names_the_operation(ranks: Ranks, then: str) -> No
 def test_rows_and_samples_are_those_of_the_rank_that_did_it(ranks: Ranks) -> None:
     other, guilty = (rank["DDP skip-step"]["told"][0] for rank in ranks)
     rows = (
-        "  all in rows 1, 2 and 3 of 4, columns 0, 2 and 3, from rows 1, 2 and 3 of the input `x` "
-        "(sample_ids 5, 6 and 7); "
+        "  all in rows 1, 2 and 3 of 4, columns 0, 2 and 3, from rows 1, 2 and 3 of the input "
+        "(sample_ids 5, 6 and 7)"
     )
     assert rows in guilty
     assert rows in other
@@ -71,7 +71,7 @@ def test_a_model_that_fully_shard_divides_is_not_run_again(ranks: Ranks, kind: s
     for seen in (guilty,) if kind == "paused" else (paused, guilty):
         first = seen["told"][0]
         assert "4 of 4 gradients are not finite" in first or kind == "whole"
-        assert f"{NOBODY}\n  because the parameters are divided over ranks" in first
+        assert f"{NOBODY}\n  not reproduced because the parameters are divided over ranks" in first
         assert seen["notices"] == []
 
 

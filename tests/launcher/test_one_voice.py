@@ -113,9 +113,11 @@ def test_every_view_says_the_same(name: str, folder: Folder) -> None:
 
 def test_a_run_ends_with_the_next_command(folder: Folder) -> None:
     case = CASES["a NaN"]
-    *_, report, replay = train(folder, case).lines
+    *lines, report, replay = train(folder, case).lines
     assert report == f"  next: gradsurgeon report {folder.path / 'run'}"
     assert replay.startswith(f"  next: gradsurgeon replay {folder.path / 'run'}/trap-step20-rank0 ")
+    # The diagnosis shows the same command.
+    assert f"  to run the step again: {replay.removeprefix('  next: ')}" in lines
     words = replay.split()[2:]
     assert words[-2:] == ["--model", "train:Net"]
     replayed = folder.fork("-m", "gradsurgeon", *words)

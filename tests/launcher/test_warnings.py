@@ -96,9 +96,7 @@ def test_a_diagnosis_comes_before_the_gradients_whatever_the_script_silences(
         "gradsurgeon: step 4, rule no-nan: NaN born in the forward pass of the root (Net): aten.div, reproduced"
     )
     assert lines[1].startswith(f"  at {tmp_path}/train.py:")
-    assert lines[2] == (
-        "  all in row 5 of 8, from row 5 of the input `x`; the result is finite with other rows there"
-    )
+    assert lines[2] == "  all in row 5 of 8, from row 5 of the input"
     assert lines[3] == "  to try: a division by 0: `clamp(min=eps)` the divisor"
     outcome = {"warn": "the update goes on", "skip-step": "step skipped"}[then]
     gradients = next(at for at, line in enumerate(lines) if line.startswith("3 of 3 gradients"))
@@ -106,6 +104,18 @@ def test_a_diagnosis_comes_before_the_gradients_whatever_the_script_silences(
     assert lines[gradients + 1] == "in the order in which backward produced them:"
     assert "Warning" not in done.err
     assert "optimizer.step()" not in done.err
+
+
+@pytest.mark.cover_children
+def test_a_trap_that_trips_again_names_its_step_and_no_line_of_the_script(tmp_path: Path) -> None:
+    script = NAN.replace("if step == 4:", "if step > 4:").replace("range(6)", "range(15)")
+    done = Folder(tmp_path).run(
+        script, rules=TRAP.replace("THEN", "warn, give_up_after: never"), record=False
+    )
+    assert done.code == 0, done.err
+    (again,) = [line for line in done.lines if "times so far" in line]
+    assert again.startswith("gradsurgeon: step 14, rule no-nan: 3 of 3 gradients are not finite")
+    assert not [line for line in done.lines if line.startswith(f"gradsurgeon: {tmp_path}/train.py")]
 
 
 @pytest.mark.cover_children

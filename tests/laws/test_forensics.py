@@ -219,7 +219,7 @@ def test_the_operation_that_did_it_is_named(case: str) -> None:
     if "function" not in case:
         assert "x" in line.text
     assert diagnosis.output is not None
-    assert not diagnosis.output.finite
+    assert diagnosis.output.kind
 
 
 def test_the_numbers_are_those_of_the_operation() -> None:

@@ -141,6 +141,16 @@ def test_an_overflow_in_every_format_is_sent_to_none() -> None:
     assert (cause.fault, cause.advice) == ("overflow", "scale the input down before it")
 
 
+@pytest.mark.parametrize("number", [800.0, 1e22])
+def test_an_exponential_of_any_large_number_is_an_overflow(number: float) -> None:
+    cause = why(torch.exp, number, torch.bfloat16)
+    remedy = "subtract the maximum before the exponential, or clamp the input"
+    assert (cause.fault, cause.advice) == ("overflow", remedy)
+    assert cause.evidence[0].endswith(
+        "in float64 the result is Inf as well, and finite for smaller numbers"
+    )
+
+
 def test_complex_numbers_are_repeated_in_complex128() -> None:
     cause = why(Tensor.square, 1e21, torch.complex64)
     assert cause.evidence[0].startswith("in complex128 the result is finite, up to 1e+42")

@@ -67,7 +67,7 @@ def test_a_diagnosis_shows_its_evidence() -> None:
     shown = diagnosis(scale=1024.0, bundle="a b")
     head, *evidence = str(shown).splitlines()
     assert head.endswith("NaN born in the forward pass of h.0 (Energy): aten.sqrt")
-    assert Page(shown).texts == [f"{head}; step 7, rank 1", *evidence]
+    assert Page(shown).texts == [f"step 7, rank 1: {head}", *evidence]
     assert [line.strip() for line in evidence] == [
         "at train.py:9, in forward: x.sqrt()",
         "to try: guard it",
@@ -77,23 +77,21 @@ def test_a_diagnosis_shows_its_evidence() -> None:
         "out  [2, 3] float32: 1,234 of 6,000 NaN",
         "the GradScaler multiplied the loss by 1024",
         "largest magnitudes before it, the last one last:",
-        "h.0: aten.addmm  2.54",
+        "2.54      h.0: aten.addmm",
         "to run the step again: gradsurgeon replay 'a b' --model MODULE:BUILD",
     ]
 
 
 def test_a_diagnosis_that_blames_nobody_shows_why() -> None:
-    page = Page(
-        diagnosis(
-            certainty="not reproduced", reasons=("the model has changed",), no_bundle="no room"
-        )
-    )
+    reasons = ("the model has changed",)
+    page = Page(Diagnosis("not reproduced", reasons, 7, 1, no_bundle="no room"))
     assert page.texts == [
-        "diagnosis: not reproduced, so no operation is blamed; step 7, rank 1",
-        *("  because the model has changed", "  no bundle was written: no room"),
+        "step 7, rank 1: diagnosis: not reproduced, so no operation is blamed",
+        "  not reproduced because the model has changed",
+        "  no bundle was written: no room",
     ]
     sure = Page(diagnosis(certainty="partial", reasons=("a kernel is random",)))
-    assert "  no more certain, because a kernel is random" in sure.texts
+    assert "  partial because a kernel is random" in sure.texts
 
 
 def report(histories: dict[str, list[float | None]], **more: Any) -> Report:

@@ -44,8 +44,6 @@ def main(argv: Sequence[str]) -> int:
         if given[name] and not given[name].startswith(packs.PREFIX):
             given[name] = str(Path(given[name]).absolute())
     given["sinks"] = tuple(absolute(sink) for sink in given["sinks"])
-    if given["on_event"]:
-        given["folder"] = str(Path.cwd())
     return _become_target(target, Settings(**given).environment(os.environ))
 
 

@@ -35,17 +35,14 @@ def _on_end(
     end(kind, error, traceback)
     # The script may have raised another error from the trap's error.
     while error is not None and not isinstance(error, TrapError):
-        cause = error.__cause__
-        if cause is None:
-            cause = error.__context__
-        error = cause
+        error = error.__context__
     if error is None or error.__traceback__ is None:
         return
     if _dist.world() > 1:
         # The end of any rank makes torchrun end the others, the debugger with them.
         say("--pdb is for one process: run `gradsurgeon replay BUNDLE --pdb` on the bundle instead")
         return
-    if error.diagnosis is not None and error.diagnosis.operation and models.debug is not None:
+    if getattr(error.diagnosis, "operation", "") and models.debug is not None:
         with ExitStack() as stack:
             for model in models.attached:
                 stack.enter_context(model.attachment.context.resting())

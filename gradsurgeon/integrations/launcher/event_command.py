@@ -1,5 +1,6 @@
 """`--on-event COMMAND`: a command of the user's shell gets each trap, spike and finding, and the end, as JSON."""
 
+import math
 import os
 import queue
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 from gradsurgeon.common.events import TRIPS, Event
 from gradsurgeon.integrations.launcher.messages import STATUS_FILE
@@ -24,92 +26,75 @@ LIMIT = 60.0
 MOST_WAITING = 100
 
 
-def document(event: Event, **more: object) -> bytes:
-    """Return an event as one line of JSON."""
-    values = {**asdict(event), **more}
-    return f"{json_text(values)}\n".encode()
-
-
 class EventCommand:
     """Starts the command for one event after the other, on a thread of its own. The training only queues them."""
 
     def __init__(self, settings: Settings, report: Callable[[str], None]) -> None:
-        self._command = settings.on_event
-        self._folder = settings.folder
+        self._settings = settings
+        # The script has not begun, and may change the directory.
+        self._folder = Path.cwd()
         self._report = report
-        self._waiting: queue.Queue[bytes | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        # When the commands of events that still wait at the end must be over, by the monotonic clock.
-        self._deadline: float | None = None
-        self._left_out = 0
+        # `None` ends the thread.
+        self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread()
+        # When the last command must be over, by the monotonic clock.
+        self._deadline = math.inf
         # The problems of the command, each once.
         self.failures: list[str] = []
 
     def event(self, event: Event) -> None:
-        if not self._command or event.kind not in TRIPS:
+        if not self._settings.on_event or event.kind not in TRIPS:
             return
         if self._waiting.qsize() >= MOST_WAITING:
-            self._left_out += 1
+            self._fail(f"more than {MOST_WAITING} events came at once, and some did not start it")
             return
-        self._waiting.put(document(event))
+        self._waiting.put(event)
         # A forked child has no thread. At the end of Python none can be started any more.
-        is_working = self._thread is not None and self._thread.is_alive()
-        if not is_working and self._deadline is None:
-            self._thread = threading.Thread(
-                target=self._work, name="gradsurgeon events", daemon=True
-            )
+        if not self._thread.is_alive() and self._deadline == math.inf:
+            self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the command has been started for all events so far, within the limit."""
-        if not self._command:
-            return
-        if self._deadline is None:
-            self._deadline = time.monotonic() + LIMIT
+        """Wait until the command was started for all events so far, within the limit."""
+        self._deadline = min(self._deadline, time.monotonic() + LIMIT)
         self._waiting.put(None)
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread.is_alive():
             self._thread.join()
         else:
             self._work()
-        if self._left_out:
-            self._fail(f"it was not started for {self._left_out:,} events, which came too fast")
-            self._left_out = 0
 
     def end(self, step: int, rank: int, error: BaseException | None) -> None:
-        """Start the command for the end of this process. Rank 0 tells a clean end, each rank its own error."""
+        """Start the command for the end of this process. Rank 0 reports a clean end, each rank its own error."""
         cause = cause_of_end(error)
-        if not self._command or (rank and not cause):
+        if not self._settings.on_event or (rank and not cause):
             return
         self.finish()
+        self._deadline = math.inf
         state, words = end_of_rank(RankEnd("finished", cause, None))
         end = Event("notice", str(cause.get("rule", "")), step, rank, "", words)
-        ended = {"state": state, "words": words, **cause}
-        self._run(document(end, kind="end", ended=ended), LIMIT)
+        self._run(
+            {**asdict(end), "kind": "end", "ended": {"state": state, "words": words, **cause}}
+        )
 
     def _work(self) -> None:
-        while True:
-            event = self._waiting.get()
-            if event is None:
-                return
-            limit = LIMIT
-            if self._deadline is not None:
-                limit = min(LIMIT, self._deadline - time.monotonic())
-            if limit > 0:
-                self._run(event, limit)
-            else:
-                self._left_out += 1
+        for event in iter(self._waiting.get, None):
+            self._run(asdict(event))
 
-    def _run(self, event: bytes, limit: float) -> None:
+    def _run(self, document: dict[str, object]) -> None:
+        limit = min(LIMIT, self._deadline - time.monotonic())
+        if limit < 0:
+            self._fail("it took too long, and some events did not start it")
+            return
         environment = without_rules(os.environ)
         environment.pop(STATUS_FILE, None)
         try:
             # Not a pipe: a worker that the script forks meanwhile would keep it open, and the command would wait for its end.
             with tempfile.TemporaryFile() as file:
-                file.write(event)
+                file.write(f"{json_text(document)}\n".encode())
                 file.seek(0)
                 # Its output must not get into what the script prints. Ctrl-C is for the script.
                 process = subprocess.Popen(  # noqa: S602 # the user asked for this command
-                    self._command,
+                    self._settings.on_event,
                     shell=True,
                     cwd=self._folder,
                     env=environment,
@@ -117,18 +102,16 @@ class EventCommand:
                     stdout=2,
                     start_new_session=True,
                 )
+            status = process.wait(limit)
         except OSError as error:
             self._fail(f"it cannot be started: {error.strerror}")
-            return
-        try:
-            process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             self._fail(f"it took more than {limit:.0f} seconds and was ended")
-            return
-        if process.returncode:
-            self._fail(f"it ended with status {process.returncode}")
+        else:
+            if status:
+                self._fail(f"it ended with status {status}")
 
     def _fail(self, problem: str) -> None:
         text = f"the command of --on-event: {problem}; training does not depend on it"

@@ -1,5 +1,7 @@
 """Wait for a script to import torch. Until then the launcher imports next to nothing."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import sys
@@ -16,8 +18,8 @@ from gradsurgeon.integrations.launcher.settings import Settings, from_environmen
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
 else:
-    # The import system needs no base class, and these classes import compression, random numbers and more.
-    Loader = MetaPathFinder = object
+    # The import system needs no base class, and this class imports compression, random numbers and more.
+    MetaPathFinder = object
 
 
 def start() -> None:
@@ -34,8 +36,10 @@ def _activate(settings: Settings) -> None:
         # Imported late, because this module imports the rest of the package, and torch.
         from gradsurgeon.integrations.launcher.training_detector import activate  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
+        from gradsurgeon.errors import reason_of  # noqa: PLC0415 # as above
+
         messages.explain()
-        messages.say(f"the script runs on without rules: {messages.first_line(error)}")
+        messages.say(f"the script runs on without rules: {reason_of(error)}")
     else:
         activate(settings)
 
@@ -61,30 +65,15 @@ class _Finder(MetaPathFinder):
         finally:
             self._is_searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._done)
+            # A method of this loader alone, until the loader executes the module.
+            vars(spec.loader)["exec_module"] = partial(self._execute, spec.loader)
         return spec
 
-    def _done(self) -> None:
-        self._imported()
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-
-class _Loader(Loader):
-    def __init__(self, loader: Loader, executed: Callable[[], None]) -> None:
-        self._loader = loader
-        self._executed = executed
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # Put back only our own entries: another loader may have wrapped this one.
-        if module.__spec__ is not None and module.__spec__.loader is self:
-            module.__spec__.loader = self._loader
-        if module.__loader__ is self:
-            module.__loader__ = self._loader
+    def _execute(self, loader: Loader, module: ModuleType) -> None:
+        del vars(loader)["exec_module"]
         # Nothing that torch and gradsurgeon build here ever becomes garbage.
         with _live.uncollected():
-            self._loader.exec_module(module)
-            self._executed()
+            loader.exec_module(module)
+            self._imported()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)

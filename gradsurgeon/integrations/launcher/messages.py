@@ -30,14 +30,6 @@ def say(text: str) -> None:
     to_stderr(f"gradsurgeon: {text}")
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error, or its type if it has no text."""
-    line = str(error).strip().partition("\n")[0]
-    if not line:
-        return type(error).__name__
-    return line
-
-
 def write(lines: Iterable[str], rank: int) -> None:
     text = "\n".join(lines)
     if rank != 0 or not text:

@@ -5,17 +5,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import api
+from gradsurgeon.common.diagnosis import BUILD
 from gradsurgeon.distributed.session_discovery import lacking
-from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
+from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable, reason_of
 from gradsurgeon.integrations.launcher.event_command import EventCommand
-from gradsurgeon.integrations.launcher.messages import explain, first_line, say, write
+from gradsurgeon.integrations.launcher.messages import explain, say, write
 from gradsurgeon.integrations.launcher.model_roots import module_ids, name_of, param_ids, roots_of
 from gradsurgeon.integrations.launcher.next_commands import model_spec
 from gradsurgeon.integrations.launcher.settings import Settings
@@ -154,12 +155,9 @@ class Models:
                 with self.guard:
                     self._attach_rules(root, None)
 
-    def _report(self, text: str) -> None:
+    def _report(self, text: str, spec: str = BUILD) -> None:
         if not self.at_end:
-            say_from_rank(text)
-
-    def _keep_debug(self, debug: Callable[[], object]) -> None:
-        self.debug = debug
+            say_from_rank(text.replace(BUILD, spec))
 
     def without_module(self) -> Iterator[str]:
         """Yield a line about the parameters that optimizers update and no module holds, if there are any."""
@@ -212,18 +210,19 @@ class Models:
 
     def _attach_rules(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
         explain()
+        spec = model_spec(root)
         options = SessionOptions(
             optimizers,
             start_step=self._replace_parts(root),
             beside=True,
             lenient=self.guard.lenient,
-            say=self._report,
+            say=partial(self._report, spec=spec),
             on_event=self.event_command.event,
         )
         if self.settings.observe:
             options = options._replace(mode="observe")
         if self.settings.pdb:
-            options = options._replace(on_failed_step=self._keep_debug)
+            options = options._replace(on_failed_step=partial(setattr, self, "debug"))
         manifest = planning.from_model(root)
         plan = planning.bind(self.rules, manifest, alone=False, lenient=self.guard.lenient)
         plan = replace(plan, title=self._title(name_of(root) or plan.manifest.origin))
@@ -232,9 +231,7 @@ class Models:
         self.rank = _dist.rank()
         owned = frozenset(param_ids(root))
         self.attached.append(
-            AttachedModel(
-                weakref.ref(root), attachment, record, attachment.step, owned, model_spec(root)
-            )
+            AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned, spec)
         )
         if len(self.attached) > 1:
             # Models of one script often have parameters of the same names.
@@ -293,8 +290,7 @@ class Models:
             try:
                 sinks[text] = at_place(text)
             except Exception as error:  # noqa: BLE001 # no error of a client stops the script
-                reason = first_line(error)
-                say(f"the script runs without the sink {printable(text)}: {printable(reason)}")
+                say(f"the script runs without the sink {printable(text)}: {reason_of(error)}")
         return sinks
 
     def _title(self, origin: str) -> str:

@@ -119,10 +119,11 @@ class ScriptEnd:
 
     def _note_failures(self) -> None:
         """Record what went wrong with the command that gets events, while records are open."""
-        self._models.event_command.finish()
+        command = self._models.event_command
+        command.finish()
         for model in self._models.attached[:1]:
-            for text in self._models.event_command.failures:
-                log = model.attachment.context.event_log
+            log = model.attachment.context.event_log
+            for text in command.failures:
                 log.notice_once(text, text, step=model.attachment.step)
 
     def _write_summaries(self) -> None:

@@ -27,7 +27,6 @@ class Settings:
     pdb: bool = False
     quiet: bool = False
     on_event: str = ""  # a command of the shell that gets each event
-    folder: str = ""  # where the script was launched; the command starts there
 
     @property
     def first_step(self) -> int:
@@ -49,10 +48,10 @@ class Settings:
 
 def without_rules(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command that is no part of the training."""
-    plain = dict(environment)
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    others = os.pathsep.join(path for path in paths if path != str(BOOTSTRAP))
+    plain = {**environment, "PYTHONPATH": others}
     plain.pop(OPTIONS, None)
-    paths = plain.get("PYTHONPATH", "").split(os.pathsep)
-    plain["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != str(BOOTSTRAP))
     return plain
 
 

@@ -1,6 +1,7 @@
 """The header and the summary of one model of a launched script, as lines."""
 
 import importlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,7 @@ def prepare() -> None:
 
 def header(plan: Plan, optimizers: Sequence[str], owned: int, start: int) -> Iterator[str]:
     """Yield the lines on a model and its rules; optimizers hold so many `owned` parameters of it."""
-    path = Path(plan.rules.file)
-    here = Path.cwd()
-    if path.is_relative_to(here):
-        path = path.relative_to(here)
+    path = os.path.relpath(plan.rules.file)
     facts = [
         count(len(plan.manifest.params), "parameter"),
         count(plan.manifest.elements, "element"),
@@ -46,7 +44,7 @@ def header(plan: Plan, optimizers: Sequence[str], owned: int, start: int) -> Ite
         facts.append(text)
     if start:
         facts.append(f"from step {start}")
-    yield f"gradsurgeon: {printable(str(path))} on {plan.subject} ({', '.join(facts)})"
+    yield f"gradsurgeon: {printable(path)} on {plan.subject} ({', '.join(facts)})"
     yield from grid([_row_of(rule, plan) for rule in plan.rules.rules])
     for text in plan.warnings:
         yield f"  note: {printable(text)}"
