@@ -71,7 +71,7 @@ DRAWN = st.lists(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=examples(300))
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(600))
 @given(given_rules=DRAWN, hook=st.booleans(), held=st.booleans())
 def test_the_chain_of_the_plan_is_what_ran(
     given_rules: list[dict[str, Any]], hook: bool, held: bool

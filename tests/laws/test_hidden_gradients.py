@@ -69,7 +69,7 @@ def test_scripts_do_what_they_do_by_hand(part: int) -> None:
     @settings(
         database=None,
         deadline=None,
-        max_examples=examples(150, long=True),
+        max_examples=examples(300, long=True),
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
     )
