@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from device_failures import captured, failed, failed_at_the_update, failed_under_apply
+from small import sgd
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -356,7 +357,7 @@ def weights_on_two_devices() -> Any:
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
     for number in (0, 2):
         move(model[number])
-    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    optimizer = sgd(model[3], 0.05)
     messages: list[str] = []
     check = {"id": "update", "action": "check-update", "params": "*"}
     with gradsurgeon.apply(

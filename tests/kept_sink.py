@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -83,7 +84,7 @@ def train(
 
 def frozen(model: nn.Module) -> torch.optim.SGD:
     """Return an optimizer that moves nothing."""
-    return torch.optim.SGD(model.parameters(), lr=0.0)
+    return sgd(model, 0.0)
 
 
 def step(model: nn.Module, optimizer: torch.optim.SGD, factor: float = 1.0) -> None:

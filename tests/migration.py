@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from commands import ROOT
 from models import data, same
+from small import weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -96,7 +97,7 @@ class Loop:
         with attached:
             for step in range(4):
                 self._step(model, optimizer, step)
-        return [p.detach().clone() for p in model.parameters()]
+        return weights_of(model)
 
     def _step(self, model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
         model.fault = self.fault if step == 1 else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from small import weights_of
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
@@ -252,7 +253,7 @@ def train(case: Case, model: nn.Module, steps: int = 6) -> list[Tensor]:
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return every number that an update could move."""
-    found = [param.detach().clone() for param in model.parameters()]
+    found = weights_of(model)
     for state in optimizer.state.values():
         found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
     return found

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gradsurgeon
+
 
 def rule_file(*rules: Mapping[str, Any], **common: Any) -> dict[str, Any]:
     """Return rules as a file has them.
@@ -33,3 +35,26 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
 def weights_of(model: nn.Module) -> list[Tensor]:
     """Return copies of all parameters."""
     return [param.detach().clone() for param in model.parameters()]
+
+
+def fired(session: gradsurgeon.Session) -> dict[str, int]:
+    """Return how often each rule has fired."""
+    return {rule: status.fired for rule, status in session.status().items()}
+
+
+def kinds_of(session: gradsurgeon.Session) -> list[str]:
+    """Return the kind of each event."""
+    return [event.kind for event in session.events]
+
+
+def events_of(session: gradsurgeon.Session, kind: str) -> list[gradsurgeon.Event]:
+    return [event for event in session.events if event.kind == kind]
+
+
+def messages(session: gradsurgeon.Session, kind: str) -> list[str]:
+    return [event.message for event in events_of(session, kind)]
+
+
+def steps_of(session: gradsurgeon.Session, name: str, *more: str, **rule: str) -> list[int]:
+    """Return the steps that the records of a tensor have."""
+    return [step for step, _ in session.history(name, *more, **rule)]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed.small import mine, shard, whole
 from ranks import Json
+from small import kinds_of, sgd
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -182,7 +183,7 @@ def used_by_one(params: str, then: str) -> Json:
 def local_updates() -> Json:
     """Step on gradients that were never reduced: the ranks are on their own, and none may wait."""
     model, called = make("DDP")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     session = gradsurgeon.apply(called, {"version": 1, "rules": [trap(then="skip-step")]})
     for step in range(3):
         optimizer.zero_grad()
@@ -202,7 +203,7 @@ def local_updates() -> Json:
 def scheduled() -> Json:
     """Let rank 1 leave out an update, so that its count lags and its rule rests where that of rank 0 trips."""
     model, called = make("DDP")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     rule = trap(then="skip-step", steps={"every": 2})
     session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]})
     moved = []
@@ -215,7 +216,7 @@ def scheduled() -> Json:
             optimizer.step()
         moved.append(before != [whole(param) for param in model.parameters()])
     session.remove()
-    return {"moved": moved, "events": [event.kind for event in session.events]}
+    return {"moved": moved, "events": kinds_of(session)}
 
 
 def own_spikes() -> Json:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from distributed.small import make, mine, shard, whole
 from ranks import Json
+from small import sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -62,7 +63,7 @@ def train(kind: str, what: str, *, hand: str) -> Json:
         called = DistributedDataParallel(model)
     rules = {"version": 1, "rules": RULES[what]}
     session = gradsurgeon.apply(called, rules) if hand == "rules" else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model, 0.5)
     for step in range(3):
         optimizer.zero_grad()
         called(mine(step)).square().mean().backward()

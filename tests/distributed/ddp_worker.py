@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed.small import data
 from ranks import Json
+from small import sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -109,7 +110,7 @@ def words(kind: str) -> Json:
     if "one process" not in kind:
         called = DistributedDataParallel(model)
     parts = 2 if "no_sync" in kind else 1
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}) as session:

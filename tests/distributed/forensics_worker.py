@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
+from small import messages, sgd
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -111,8 +112,8 @@ def train(
             except gradsurgeon.NonFiniteGradientError as caught:
                 error = str(caught)
                 break
-        told = [event.message for event in session.events if event.kind == "trap"]
-        notices = [event.message for event in session.events if event.kind == "notice"]
+        told = messages(session, "trap")
+        notices = messages(session, "notice")
     state = {name: _whole(tensor).tolist() for name, tensor in model.state_dict().items()}
     return {
         "told": told,
@@ -127,7 +128,7 @@ def scaled() -> list[str]:
     """Train under a scaler, with NaN in the batch of rank 1 in one step; return the notices."""
     model = Net(nn.Identity())
     called = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu")
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "warn"}
     with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer) as session:
@@ -139,7 +140,7 @@ def scaled() -> list[str]:
             scaler.scale(called(given).square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
-        return [event.message for event in session.events if event.kind == "notice"]
+        return messages(session, "notice")
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
+from small import sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -63,7 +64,7 @@ def groups() -> Json:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     called = DistributedDataParallel(net, process_group=pair)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     session, _ = apply(
         net, {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
     )

@@ -20,6 +20,7 @@ from distributed.rank_job import (
     net,
     passes,
 )
+from small import sgd, weights_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -205,7 +206,7 @@ def wrapped_anew(job: Job) -> None:
     model = net()
     model[0].requires_grad_(requires_grad=False)
     wrapper = DistributedDataParallel(model)
-    optimizer = SGD(model[2].parameters(), 0.1)
+    optimizer = sgd(model[2])
     job.watch(model, optimizer)
     fit(wrapper, optimizer, steps=10)
     model[0].requires_grad_(requires_grad=True)
@@ -231,7 +232,7 @@ def several_wrappers(job: Job) -> None:
     first = DistributedDataParallel(net(out=16))
     second = DistributedDataParallel(net(seed=1))
     model = nn.Sequential(first, second)
-    optimizers = SGD(first.parameters(), 0.1), SGD(second.parameters(), 0.1)
+    optimizers = sgd(first), sgd(second)
     job.watch(model, *optimizers)
     for step in passes(model, *optimizers):
         optimizers[0].step()
@@ -244,7 +245,7 @@ def two_players(job: Job) -> None:
     """The generator learns from a critic that is called around its wrapper."""
     maker = DistributedDataParallel(net(out=16))
     critic = DistributedDataParallel(net(seed=1, out=1))
-    makes, judges = SGD(maker.parameters(), 0.01), SGD(critic.parameters(), 0.01)
+    makes, judges = sgd(maker, 0.01), sgd(critic, 0.01)
     job.watch(nn.ModuleList([maker, critic]), makes, judges)
     for _ in range(STEPS):
         fake = maker(data())
@@ -393,10 +394,10 @@ def weights_averaged_after_lone_updates(job: Job) -> None:
 def inner_and_outer_updates(job: Job) -> None:
     """As in DiLoCo: ranks train alone, and an outer optimizer moves all by the mean of what they did."""
     model = net()
-    inner, outer = SGD(model.parameters(), 0.05), SGD(model.parameters(), 0.7, 0.9)
+    inner, outer = sgd(model, 0.05), SGD(model.parameters(), 0.7, 0.9)
     job.watch(model, inner, outer)
     for _ in range(8):
-        begin = [param.detach().clone() for param in model.parameters()]
+        begin = weights_of(model)
         fit(model, inner, steps=3)
         for param, weight in zip(model.parameters(), begin, strict=True):
             param.grad = weight - param.detach()

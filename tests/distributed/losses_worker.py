@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Json
 from several_losses import Checkpointed, Heads, flat_grads, rules, trunk_of, two
+from small import sgd, weights_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -73,7 +74,7 @@ def run(method: str, setup: str, *, ranks: int) -> Json:
     session = gradsurgeon.apply(model, rules(combine, {"action": "conflict"}))
     if ranks > 1:
         called = DistributedDataParallel(model, **SETUPS[setup])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     # What a rank draws by itself must make no difference.
     torch.manual_seed(dist.get_rank() + 1)
     with warnings.catch_warnings():
@@ -114,11 +115,11 @@ def micro_batches(batch: Tensor, count: int, ranks: int) -> list[tuple[Tensor, f
 def nan() -> Json:
     """Let a loss of one rank be NaN: all of them must see it, and leave the weights alone."""
     model = make()
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     called = DistributedDataParallel(model)
     file = rules({"action": "combine", "method": "pcgrad"})
     file["rules"].append({"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = gradsurgeon.apply(model, file)
     losses = two(called, data(0).chunk(2)[dist.get_rank()])
     if dist.get_rank() == 1:
@@ -218,7 +219,7 @@ def heads_sharded_later(what: Sequence[str]) -> Json:
     session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
     for part in what:
         fully_shard(model.get_submodule(part))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(3):

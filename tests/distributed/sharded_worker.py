@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed.small import Block, data, divide, make, mine, shard, whole
 from ranks import Json
+from small import fired, messages, sgd, steps_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +35,7 @@ def rules(*given: Json) -> Json:
 
 def steps(model: Any, batch: Callable[[int], Tensor], count: int = 3) -> torch.optim.Optimizer:
     """Train for some steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for step in range(count):
         optimizer.zero_grad()
         model(batch(step)).square().mean().backward()
@@ -169,7 +170,7 @@ def late() -> Json:
             ],
             "norms": session.history("0.weight"),
             "events": [(event.kind, event.name) for event in session.events],
-            "fired": {rule: status.fired for rule, status in session.status().items()},
+            "fired": fired(session),
         }
     after = [whole(param) for param in model.parameters()]
     found["moved"] = [one != other for one, other in zip(before, after, strict=True)]
@@ -233,13 +234,13 @@ def above_flat_parameters() -> list[str]:
     """Train a head on an encoder whose parameters are flat; return what checks of the head find."""
     encoder = FullyShardedDataParallel(make(), use_orig_params=True, device_id=torch.device("cpu"))
     head = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    optimizer = sgd(head)
     with gradsurgeon.apply(head, "gradsurgeon:debug@1", optimizer=optimizer) as session:
         for step in range(25):
             optimizer.zero_grad()
             head(encoder(mine(step))).square().mean().backward()
             optimizer.step()
-    return [event.message for event in session.events if event.kind == "check"]
+    return messages(session, "check")
 
 
 def tensor_parallel() -> Json:
@@ -273,7 +274,7 @@ def tensor_parallel() -> Json:
             model: Any = Block()
             if kind == "divided":
                 model = divide(model)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            optimizer = sgd(model, 0.5)
             with gradsurgeon.apply(model, text, optimizer=optimizer) as session:
                 for step in range(3):
                     optimizer.zero_grad()
@@ -311,7 +312,7 @@ def redundancy() -> Json:
         model = DistributedDataParallel(make())
         make_it: Any = ZeroRedundancyOptimizer if kind != "plain" else None
         optimizer = (
-            torch.optim.SGD(model.parameters(), lr=0.5)
+            sgd(model, 0.5)
             if make_it is None
             else make_it(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.5)
         )
@@ -326,7 +327,7 @@ def redundancy() -> Json:
         found[kind] = {"weights": [whole(param) for param in model.parameters()]}
         if session is not None:
             found[kind] |= {"step": session.step, "fired": session.status()["half"].fired}
-            found[kind]["logged"] = [step for step, _ in session.history("0.weight")]
+            found[kind]["logged"] = steps_of(session, "0.weight")
             session.remove()
     return found
 

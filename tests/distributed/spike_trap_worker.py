@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distributed.small import Block, data, divide, make, shard, whole
 from ranks import Json
 from running_bounds import ByHand
+from small import sgd
 from spikes import statistics_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -162,7 +163,7 @@ def outcome(
 
     Weights are those that are to stay alike on all ranks.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer)
     weights: list[Any] = []
     error: Json | None = None

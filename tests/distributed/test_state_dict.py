@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from ranks import Json
+from small import steps_of, weights_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -49,7 +50,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 def weights(model: nn.Module) -> list[Tensor]:
     """Return copies of the weights."""
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model)
 
 
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one() -> None:
@@ -67,7 +68,7 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one() -> None:
         assert session.step == 3
         train(model, optimizer, range(3, 6))
     assert session.events == []
-    assert [step for step, _ in session.history("0.weight")] == [3, 4, 5]
+    assert steps_of(session, "0.weight") == [3, 4, 5]
     session.remove()
     for one, other in zip(whole, weights(model), strict=True):
         assert torch.equal(one, other)
@@ -89,5 +90,5 @@ def test_a_step_of_the_script_at_a_learning_rate_of_zero_counts(rate: float | Te
     optimizer.param_groups[0]["lr"] = rate
     train(model, optimizer, range(1))
     assert session.step == 1
-    assert [step for step, _ in session.history("0.weight")] == [0]
+    assert steps_of(session, "0.weight") == [0]
     session.remove()

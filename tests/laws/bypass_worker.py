@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from small import sgd
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,7 @@ def trained(path: str, bypassed: int) -> list[dict[str, float]]:
         nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
     )
     wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     data = torch.Generator().manual_seed(dist.get_rank())
     norms = []
     with gradsurgeon.apply(wrapped, RULES, optimizer=optimizer, record=path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import data
 from pairs import singly
-from small import net, rule_file, sgd
+from small import messages, net, rule_file, sgd
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -100,7 +100,7 @@ def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: 
     model[0].requires_grad_(False)
     optimizer: torch.optim.Optimizer = sgd(model)
     if goes_on is one_more_group:
-        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        optimizer = sgd(model[2])
     with gradsurgeon.apply(model, rules(point, "0.*", steps={"from": 1})) as session:
         for _ in range(2):
             step(model, optimizer)
@@ -379,7 +379,7 @@ def test_a_rule_whose_parameters_are_gone_before_it_fired_is_mentioned_twice() -
         with pytest.warns(GradSurgeonWarning):
             for _ in range(5):
                 step(model, optimizer)
-    said = [event.message for event in session.events if event.kind == "never-fired"]
+    said = messages(session, "never-fired")
     cause = "the parameters the rule matched are gone from the model"
     assert f"was due in 3 steps and has not fired yet: {cause}" in [
         e.message for e in session.events
@@ -529,7 +529,7 @@ def small() -> Any:
 
 
 def train_once(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     optimizer.zero_grad()
     model(data(0, 5, 4)).square().mean().backward()
     optimizer.step()
@@ -604,7 +604,7 @@ def test_what_keeps_parameters_keeps_hooks_without_a_word(change: Any) -> None:
 
 def test_gradients_assigned_by_hand_are_seen_at_the_update_and_by_no_rule_at_backward() -> None:
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     norms = {"action": "norm-log", "params": "*"}
     more = [{"id": "late", "at": "step", **norms}, {"id": "early", **norms}]
     rules = rule_file(*ZERO["rules"], *more)
@@ -625,7 +625,7 @@ def test_gradients_assigned_by_hand_are_seen_at_the_update_and_by_no_rule_at_bac
 
 def test_a_trap_judges_its_own_tensors_of_gradients_assigned_by_hand() -> None:
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     trap = {"id": "trap", "action": "nan-trap", "params": "*.weight", "then": "skip-step"}
     rules = rule_file(trap, {"id": "n", "action": "norm-log", "params": "*"})
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:

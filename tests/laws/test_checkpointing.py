@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import data, same
 from pairs import singly
-from small import rule_file, sgd, weights_of
+from small import kinds_of, rule_file, sgd, steps_of, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -214,7 +214,7 @@ def test_parts_of_a_gradient_are_told_of_once(rule: dict[str, Any]) -> None:
     if rule is BOUND:
         assert 0.02 < largest(model) <= 0.04 + 1e-6
     if rule is SEEN:
-        assert [step for step, _ in session.history("shared.weight")] == [0, 1]
+        assert steps_of(session, "shared.weight") == [0, 1]
     if rule["action"] == "capture":
         found = [key for key in session.captured("it") if key[0] == "shared.weight"]
         assert [key[1:] for key in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -238,7 +238,7 @@ def test_what_means_the_same_in_parts_needs_no_word(
     model, session = run_twice(reentrant, **rule)
     plain, plain_session = run_twice(None, **rule)
     torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=1e-5, atol=1e-07)
-    assert [event.kind for event in session.events] == ["never-fired"] * ("steps" in rule)
+    assert kinds_of(session) == ["never-fired"] * ("steps" in rule)
     if rule["action"] == "norm-log":
         found, wanted = (one.history("shared.weight") for one in (session, plain_session))
         assert [step for step, _ in found] == [0, 1]

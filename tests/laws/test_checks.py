@@ -16,7 +16,7 @@ from laws.faulty_loops import FAULTY, STEPS, row
 from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fit, fitted, perceptron
 from pairs import slow
-from small import rule_file, sgd, weights_of
+from small import events_of, rule_file, sgd, weights_of
 from torch import nn
 from torch.optim import SGD
 
@@ -50,7 +50,7 @@ def told(training: Training, rules: dict[str, Any] = CHECKS) -> list[Event]:
     """Train under the checks; return their events."""
     with gradsurgeon.apply(training.model, rules, optimizer=training.optimizers or None) as session:
         training.loop()
-    return [event for event in session.events if event.kind == "check"]
+    return events_of(session, "check")
 
 
 def only(training: Training, rules: dict[str, Any] = CHECKS) -> Event:

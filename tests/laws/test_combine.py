@@ -29,7 +29,7 @@ from several_losses import (
     trunk_of,
     two,
 )
-from small import sgd
+from small import messages, sgd, steps_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -301,7 +301,7 @@ def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
     session = gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward({"seg": two(model, x)["seg"]})
     session.remove()
-    told = [event.message for event in session.events if event.kind == "never-fired"]
+    told = messages(session, "never-fired")
     assert told == ["no call of gradsurgeon.backward gave the loss depth"]
 
 
@@ -395,7 +395,7 @@ def test_gradients_accumulate_over_calls() -> None:
             gradsurgeon.backward(two(model, x))
     check(model, wanted)
     optimizer.step()
-    assert [step for step, _ in session.history("seg/depth", "cosine")] == [0, 0, 0]
+    assert steps_of(session, "seg/depth", "cosine") == [0, 0, 0]
 
 
 def test_records_and_rules_after_it_see_the_combined_gradient() -> None:

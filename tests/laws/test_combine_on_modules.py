@@ -15,7 +15,7 @@ import pytest
 import torch
 from pairs import singly
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
-from small import sgd, weights_of
+from small import sgd, steps_of, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -856,7 +856,7 @@ def test_every_other_step() -> None:
         loss(model(x)).backward()
         assert close(grads_of(model), wanted)
         optimizer.step()
-    assert [step for step, _ in session.history("seg_head", "weight")] == [0, 2]
+    assert steps_of(session, "seg_head", "weight") == [0, 2]
 
 
 def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
@@ -872,7 +872,7 @@ def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
         seg.step()
         if step == 3:
             depth.step()
-    assert [step for step, _ in session.history("seg_head", "weight")] == [0, 2]
+    assert steps_of(session, "seg_head", "weight") == [0, 2]
 
 
 # --- nothing is silent -----------------------------------------------------------------------------------------

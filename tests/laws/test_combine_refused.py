@@ -28,7 +28,7 @@ from several_losses import (
     trunk_of,
     two,
 )
-from small import sgd
+from small import messages, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -347,7 +347,7 @@ def test_a_rule_whose_losses_never_came_says_so() -> None:
                 sum(three(model, torch.randn(16, 6)).values()).backward()  # type: ignore[union-attr]
                 optimizer.step()
                 optimizer.zero_grad()
-    said = [event.message for event in session.events if event.kind == "never-fired"]
+    said = messages(session, "never-fired")
     assert said[0].endswith(
         "never fired: no gradsurgeon.backward gave the losses the rule names (seg, depth), or they reach no "
         "parameter it matched"

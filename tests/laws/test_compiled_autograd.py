@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 from models import data, same
 from pairs import slow
-from small import rule_file, sgd, weights_of
+from small import kinds_of, rule_file, sgd, steps_of, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -213,7 +213,7 @@ def test_a_trap_keeps_the_weights(way: str, trap: str, then: str) -> None:
             assert caught.value.rule == trap
         else:
             optimizer.step()
-            assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+            assert kinds_of(session) == ["trap", "skipped-step"]
     assert same(weights_of(model), before)
 
 
@@ -274,7 +274,7 @@ def test_a_parameter_that_gets_no_gradient_is_not_waited_for() -> None:
         with enabled():
             model(data(0, 5, 4)).sum().backward()
         # Before anything else happens the pass is over.
-        assert [step for step, _ in session.history("used.weight")] == [0]
+        assert steps_of(session, "used.weight") == [0]
 
 
 class Nothing(torch.autograd.Function):
@@ -300,7 +300,7 @@ def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
             with enabled():
                 loss.backward()
             optimizer.step()
-        assert [step for step, _ in session.history("used.weight")] == [0, 1]
+        assert steps_of(session, "used.weight") == [0, 1]
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_autograd_grad_is_left_alone() -> None:
             grads = torch.autograd.grad(loss, list(model.parameters()))
         assert all(grad.any() for grad in grads)
         assert session.status()["it"].fired == 0
-        assert [event.kind for event in session.events] == ["notice"]
+        assert kinds_of(session) == ["notice"]
         session.status()
         session.pause()
 
@@ -348,5 +348,5 @@ def test_a_pass_that_was_cut_short_is_none() -> None:
             handle.remove()
             model.zero_grad()
             go(model(data(1, 5, 4)).square().mean())
-            steps.append((session.step, [step for step, _ in session.history("2.weight")]))
+            steps.append((session.step, steps_of(session, "2.weight")))
     assert steps == [(1, [0]), (1, [0])]

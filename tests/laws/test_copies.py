@@ -22,7 +22,7 @@ from bounds import TIMEOUT
 from laws import spawned
 from models import data, same
 from pairs import singly
-from small import net, rule_file, sgd, weights_of
+from small import fired, net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
@@ -52,7 +52,7 @@ def rules(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train(model: Any, steps: int = 2) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for number in range(steps):
         optimizer.zero_grad()
         model(data(number, 5, 4)).square().mean().backward()
@@ -98,13 +98,13 @@ def test_a_copy_trains_as_if_there_were_no_rules(name: str, kind: str) -> None:
     model = net()
     with gradsurgeon.apply(model, rules(RULES[kind])) as session:
         train(model)
-        before = {rule: one.fired for rule, one in session.status().items()}
+        before = fired(session)
         made = COPIES[name](model)
         plain = net()
         plain.load_state_dict(model.state_dict())
         found, wanted = train(made, steps=3), train(plain, steps=3)
         assert same(found, wanted)
-        assert {rule: one.fired for rule, one in session.status().items()} == before
+        assert fired(session) == before
         assert session.step == 2
         for param in made.parameters():
             assert not param._backward_hooks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import net, rule_file, sgd
+from small import fired, net, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -44,7 +44,7 @@ def train(device: str) -> dict[str, Any]:
         return {
             "weights": [param.detach().cpu() for param in model.parameters()],
             "events": [(event.kind, event.step) for event in session.events],
-            "fired": {rule: status.fired for rule, status in session.status().items()},
+            "fired": fired(session),
             "changed": {rule: status.changed for rule, status in session.status().items()},
             "records": {
                 rule: [value for _, value in session.history("2.weight", rule=rule)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import messages, sgd
 from torch import nn
 
 import gradsurgeon
@@ -39,7 +40,7 @@ def told(
         warnings.simplefilter("always")
         with gradsurgeon.apply(model, text, **options) as session:
             train(model, x, optimizer, 6)
-    notices = [event.message for event in session.events if event.kind == "notice"]
+    notices = messages(session, "notice")
     return notices, [str(warning.message) for warning in caught]
 
 
@@ -132,7 +133,7 @@ def test_each_optimizer_is_asked_about_its_own_parameters() -> None:
     class Both:
         def __init__(self) -> None:
             self.parts = [
-                torch.optim.SGD(model[0].parameters(), lr=0.1),
+                sgd(model[0]),
                 torch.optim.Adam(model[2].parameters()),
             ]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from models import same
-from small import rule_file, sgd
+from small import kinds_of, messages, rule_file, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -631,7 +631,7 @@ def test_only_the_first_trip_of_a_rule_is_diagnosed() -> None:
             optimizer.zero_grad()
             mean(model(batch())).backward()
             optimizer.step()
-        traps = [event.message for event in session.events if event.kind == "trap"]
+        traps = messages(session, "trap")
         assert ["diagnosis" in text for text in traps] == [True, False, False]
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
@@ -687,7 +687,7 @@ def test_a_diagnosis_does_not_disturb_the_run(momentum: float) -> None:
                 assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
                 seen += [tensor.clone() for tensor in model.state_dict().values()]
                 seen += [torch.rand(1), torch.tensor(model.calls), torch.tensor(model.training)]
-            assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+            assert kinds_of(session) == ["trap", "skipped-step"]
         assert list(model.layers[0]._forward_hooks) == [hooked.id]
         return seen
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from laws.test_forensics import LOG, RULE, TRAP, Net, batch, brief, diagnosed, mean, stopped
 from pairs import singly
-from small import rule_file, sgd
+from small import messages, rule_file, sgd
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -381,7 +381,7 @@ def _moved(*, forensics: bool) -> list[Any]:
             optimizer.zero_grad()
             mean(model(batch())).backward()
             optimizer.step()
-        (message,) = [event.message for event in session.events if event.kind == "trap"]
+        (message,) = messages(session, "trap")
     # It runs as the third call would: what it has kept of Python has moved on, which is said.
     assert ("not reproduced" in message) is forensics
     tensors = [model.linear.weight, model.average, model.last]

@@ -13,7 +13,7 @@ import torch
 from laws.test_forensics import TRAP, diagnosed, mean
 from models import same
 from pairs import singly
-from small import rule_file, sgd
+from small import events_of, kinds_of, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -337,7 +337,7 @@ def test_the_event_of_a_spike_has_the_ids() -> None:
             optimizer.zero_grad()
             mean(model(zeros_at((9, 4)) * (1 if number < 4 else 1e4))).backward()
             optimizer.step()
-    (spike,) = [event for event in session.events if event.kind == "spike"]
+    (spike,) = events_of(session, "spike")
     assert spike.sample_ids == tuple((IDS + 4).tolist())
     assert spike.diagnosis is None
 
@@ -380,7 +380,7 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was() -> None:
         mean(model[2](x)).backward()
         before = [*(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
         optimizer.step()
-    assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+    assert kinds_of(session) == ["trap", "skipped-step"]
     assert same(weights, list(model.parameters()))
     assert same(before, [*model.buffers(), torch.get_rng_state()])
 

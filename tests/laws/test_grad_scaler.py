@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data, same
-from small import rule_file, sgd, weights_of
+from small import kinds_of, rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -133,7 +133,7 @@ def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: st
             train(model, optimizer, scaler, steps=1)
     assert (e.value.rule, e.value.step) == ("r0", 3)
     assert e.value.name == "2.bias"
-    assert [x.kind for x in session.events].count("scaler-skip") == 4
+    assert kinds_of(session).count("scaler-skip") == 4
 
 
 def test_a_scale_below_one_is_a_trap_at_once() -> None:
@@ -159,7 +159,7 @@ def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
             train(model, optimizer, scaler, steps=5)
         skip, trip = "scaler-skip", "trap"
         first = [skip, "notice", skip, skip, skip]
-        assert [e.kind for e in session.events] == first + [trip, skip] * 2 + [trip]
+        assert kinds_of(session) == first + [trip, skip] * 2 + [trip]
     assert len(told) == 1
     assert "\nthe GradScaler skips the update\n" in str(told[0].message)
 
@@ -180,12 +180,12 @@ def test_a_nan_that_no_loss_scale_can_mend_is_told_with_its_line() -> None:
     scaler = GradScaler("cpu", init_scale=2.0**127)
     with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         train(model, optimizer, scaler, steps=1)
-        assert [e.kind for e in session.events] == ["scaler-skip"], "an overflow"
+        assert kinds_of(session) == ["scaler-skip"], "an overflow"
         train(model, optimizer, scaler, steps=2)
         model.masked = True
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
             train(model, optimizer, scaler, steps=3)
-        kinds = [e.kind for e in session.events]
+        kinds = kinds_of(session)
         assert kinds == ["scaler-skip"] * 2 + ["notice"] + ["scaler-skip"] * 2
         assert session.status()["r0"].fired == 2
     (text,) = (str(one.message) for one in told)
@@ -205,7 +205,7 @@ def test_nan_in_the_input_of_the_model_is_told_at_the_first_skip(rows: slice) ->
         scaler.scale(model(x).sum()).backward()
         with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
             scaler.step(optimizer)
-        assert [event.kind for event in session.events] == ["scaler-skip", "notice"]
+        assert kinds_of(session) == ["scaler-skip", "notice"]
     assert "the input of the root (Sequential) was not finite when" in str(told[0].message)
 
 
@@ -215,7 +215,7 @@ def test_an_infinity_in_every_output_may_be_meant() -> None:
     with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         scaler.scale((model(data(0, 5, 4)) * 0).log().sum()).backward()
         scaler.step(optimizer)
-        assert [event.kind for event in session.events] == ["scaler-skip"]
+        assert kinds_of(session) == ["scaler-skip"]
 
 
 @pytest.mark.filterwarnings("ignore:step 2, rule r0. the GradScaler skips")
@@ -455,7 +455,7 @@ def test_scalers_that_scale_in_their_own_way_are_followed() -> None:
         for at in ("backward", "accumulated", "step"):
             assert session.latest("weight", rule=at) == pytest.approx(2**0.5)
         assert session.step == 3
-        assert [e.kind for e in session.events] == ["scaler-skip"]
+        assert kinds_of(session) == ["scaler-skip"]
     assert "__wrapped__" not in vars(vars(Doubling)["scale"])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import net, rule_file, sgd, weights_of
+from small import messages, net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -426,7 +426,7 @@ def test_a_diagnosis_tells_the_loss_and_the_learning_rate_before_the_step() -> N
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        (message,) = [event.message for event in session.events if event.kind == "trap"]
+        (message,) = messages(session, "trap")
     (before,) = [line for line in message.splitlines() if line.startswith("  before: ")]
     assert before == (
         f"  before: learning rate 0.05 since step 21; loss {losses[2]:.3g} to {losses[21]:.3g} in the 20 steps before"

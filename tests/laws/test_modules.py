@@ -17,7 +17,7 @@ import pytest
 import torch
 from models import data
 from pairs import pairwise
-from small import rule_file, sgd, weights_of
+from small import events_of, rule_file, sgd, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -708,7 +708,7 @@ def test_a_trap_misses_nothing_in_a_model_of_many_modules(
                 model(data(number, 5, 2))
         with pytest.warns(GradSurgeonWarning, match=f"{wrong}.*tensors are not finite"):
             optimizer.step()
-        (event,) = [event for event in session.events if event.kind == "trap"]
+        (event,) = events_of(session, "trap")
         assert event.name == str(place if tensor == "output" else place - 1)
 
 

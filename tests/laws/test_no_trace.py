@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from models import CASES, Mlp, Tied, same, train
+from small import sgd, steps_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -228,7 +229,7 @@ def test_a_model_that_is_dropped_is_freed_and_leaves_no_global_hook() -> None:
 
 def test_a_session_that_the_caller_drops_goes_on() -> None:
     model = CASES["mlp"].make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     gradsurgeon.apply(
         model, {"version": 1, "rules": [{"id": "z", "action": "zero", "params": "*", "at": "step"}]}
     )
@@ -296,7 +297,7 @@ def test_fifty_steps_with_dropout_and_batchnorm() -> None:
     assert isinstance(model, Mlp)
     assert [torch.equal(a, b) for a, b in zip(observed, plain, strict=True)] == [True] * len(plain)
     # Anybody who observes must have seen all steps.
-    assert [step for step, _ in session.history("fc1.weight", rule="norms")] == list(range(50))
+    assert steps_of(session, "fc1.weight", rule="norms") == list(range(50))
 
 
 @pytest.mark.parametrize("name", CASES)

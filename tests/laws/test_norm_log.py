@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from models import data
 from pairs import singly
-from small import rule_file, sgd
+from small import rule_file, sgd, steps_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -95,10 +95,8 @@ def test_norms_are_those_of_closures(width: int, tmp_path: Path) -> None:
             for records in (session, run):
                 history = records.history(name, rule=tensor.replace(".", "-"))
                 assert [value for _, value in history] == pytest.approx(norms, rel=1e-6)
-    assert [step for step, _ in session.history("rare", rule="output")] == [1, 3, 5]
-    assert [step for step, _ in session.history("cell", rule="output")] == [
-        step for step in range(6) for _ in range(3)
-    ]
+    assert steps_of(session, "rare", rule="output") == [1, 3, 5]
+    assert steps_of(session, "cell", rule="output") == [step for step in range(6) for _ in range(3)]
 
 
 def test_modules_that_run_together_share_a_row(tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]
         train(model, 4, steps=8)
     (rule,) = session.plan.rules.rules
     due = [step for step in range(8) if rule.steps.includes(step)]
-    assert [step for step, _ in session.history("1")] == due
+    assert steps_of(session, "1") == due
 
 
 def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> None:
@@ -161,9 +159,9 @@ def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> No
             for step in range(6):
                 (model["a"](data(step, 5, 4)) + model["b"](data(step, 5, 4))).sum().backward()
                 optimizer.step()
-    assert [step for step, _ in session.history("a")] == [2, 3]
+    assert steps_of(session, "a") == [2, 3]
     # The second optimizer is looked for after three steps of the first, and counts from 0.
-    assert [step for step, _ in session.history("b")] == [2, 2, 3]
+    assert steps_of(session, "b") == [2, 2, 3]
 
 
 def test_a_rule_that_rests_can_be_paused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import rule_file, sgd
+from small import rule_file, sgd, steps_of
 from torch import nn
 
 import gradsurgeon
@@ -169,8 +169,8 @@ def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient
     session.remove()
     assert session.events == []
     for name, _ in model.named_parameters():
-        assert [step for step, _ in session.history(name, rule="norms")] == [0, 1, 2, 3]
-        assert [step for step, _ in session.history(name, rule="early")] == [1, 2, 3]
+        assert steps_of(session, name, rule="norms") == [0, 1, 2, 3]
+        assert steps_of(session, name, rule="early") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("made", [0, 1], ids=["before training", "after the first update"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import rule_file
+from small import events_of, kinds_of, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -250,7 +250,7 @@ def test_one_optimizer_over_two_models() -> None:
         step()
         # A skipped step moves nothing that the optimizer owns, the other model included.
         assert (first.w.item(), second.w.item()) == before
-        assert [e.kind for e in one.events] == ["trap", "skipped-step"]
+        assert kinds_of(one) == ["trap", "skipped-step"]
         bad = False
         step()
         assert first.w.item() != before[0]
@@ -422,7 +422,7 @@ def test_hand_written_updates(in_place: bool) -> None:
     assert -model.w.item() == 6.0
     assert session.step == 3
     assert session.history("w") == [(0, 4.0), (1, 4.0), (2, 4.0)]
-    notices = [e for e in session.events if e.kind == "notice"]
+    notices = events_of(session, "notice")
     assert len(notices) == 1
     assert "no torch optimizer owns the parameters" in notices[0].message
 
@@ -488,7 +488,7 @@ def test_ticks_mark_the_steps() -> None:
             update_by_hand(model, in_place=False)
     assert -model.w.item() == 12.0
     assert session.history("w") == [(0, 8.0), (1, 8.0), (2, 8.0)]
-    assert [e for e in session.events if e.kind == "notice"] == []
+    assert events_of(session, "notice") == []
 
 
 def test_a_tick_after_an_undeclared_start_does_not_count_twice() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pairs import slow
 from running_bounds import AdaGC, Bound, ZClip, bound
-from small import rule_file, sgd
+from small import kinds_of, messages, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -92,7 +92,7 @@ def test_what_is_not_given_is_that_of_the_papers() -> None:
         assert number == [150.0]
         assert mean == pytest.approx([spelled_out.mean], rel=1e-5)
         assert spelled_out.passes(1000.0) < 1000.0
-        cut = [event.kind for event in session.events].count("spike")
+        cut = kinds_of(session).count("spike")
         assert session.status()["spikes"].changed == pytest.approx(cut / 150)
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_finite_never_enters(above: dict[str, float], then: str) -> 
     (one, _), (other, reached) = (trained(above, norms, then=then) for norms in (healthy, faulty))
     assert learnt(one) == learnt(other)
     assert sum(not math.isfinite(norm) for norm in reached) == 2 * len(healthy)
-    told = [event.message for event in other.events if event.kind == "notice"]
+    told = messages(other, "notice")
     assert any("not finite" in text for text in told) == (then == "clip")
 
 
@@ -196,7 +196,7 @@ def test_a_spike_that_is_skipped_does_not_enter(above: dict[str, float]) -> None
         trained(above, norms, then="skip-step") for norms in (calm, with_spikes)
     )
     assert learnt(one) == learnt(other)
-    kinds = [event.kind for event in other.events]
+    kinds = kinds_of(other)
     assert kinds == ["spike", "skipped-step"] * 2
     assert "the last trap tripped at step 31: rule spikes" in repr(other)
 

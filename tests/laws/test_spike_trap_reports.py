@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly, slow
-from small import rule_file, sgd
+from small import events_of, messages, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -235,7 +235,7 @@ def test_the_event_of_a_clip_over_all_says_how_far_it_cut() -> None:
                 size = 1e3 if (step, name) == (30, "3.0.weight") else 1.0
                 param.grad = torch.full_like(param, size)
             optimizer.step()
-    (spike,) = [event for event in session.events if event.kind == "spike"]
+    (spike,) = events_of(session, "spike")
     assert spike.message.startswith("over 10 gradients the norm 8e+03 is above")
 
 
@@ -267,7 +267,7 @@ def test_by_smallest_norms_no_origin_is_named() -> None:
                 x = torch.randn(64, 8)
                 ((model(x) - x).square().mean() * (1e4 if step == 30 else 1.0)).backward()
                 optimizer.step()
-        spikes = [event.message for event in session.events if event.kind == "spike"]
+        spikes = messages(session, "spike")
     assert spikes
     assert not [
         text for text in spikes if "came with the loss" in text or "the spike begins at" in text

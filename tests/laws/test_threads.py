@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from small import rule_file, sgd
+from small import fired, rule_file, sgd, steps_of
 from torch import nn
 
 import gradsurgeon
@@ -83,9 +83,9 @@ def train(seed: int, found: dict[int, Any]) -> None:
     found[seed] = {
         "weights": [param.tolist() for param in model.parameters()],
         "events": [(event.kind, event.step, event.rule) for event in session.events],
-        "norms": [step for step, _ in session.history("0.weight", rule="n")],
-        "passes": [step for step, _ in session.history("0.weight", rule="b")],
-        "fired": {rule: state.fired for rule, state in session.status().items()},
+        "norms": steps_of(session, "0.weight", rule="n"),
+        "passes": steps_of(session, "0.weight", rule="b"),
+        "fired": fired(session),
     }
     session.remove()
 
@@ -221,7 +221,7 @@ def test_the_gradients_that_another_thread_asks_for_are_not_mine() -> None:
     with gradsurgeon.apply(model, norms) as session:
         model[1](Ask.apply(model[0](torch.ones(1, 2)))).sum().backward()
         optimizer.step()
-        assert [step for step, _ in session.history("1.weight")] == [0]
+        assert steps_of(session, "1.weight") == [0]
 
 
 class SlowList(list[Any]):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import same
-from small import rule_file, sgd
+from small import rule_file, sgd, steps_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
@@ -176,7 +176,7 @@ def test_a_scaler_that_skips_leaves_no_record() -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert [step for step, _ in session.history("0.weight", "moved")] == [0, 2, 3]
+    assert steps_of(session, "0.weight", "moved") == [0, 2, 3]
     session.remove()
 
 

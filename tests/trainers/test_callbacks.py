@@ -18,6 +18,7 @@ from commands import ROOT, forked
 from lightning.pytorch.loggers.logger import Logger
 from models import data
 from ranks import run_ranks
+from small import sgd
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainers.own_warnings import OWN_WARNINGS
@@ -107,7 +108,7 @@ class Net(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return sgd(self)
 
 
 class Gan(Net):
@@ -125,7 +126,7 @@ class Gan(Net):
             own.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in self.net]
+        return [sgd(part) for part in self.net]
 
 
 class Kept(Logger):

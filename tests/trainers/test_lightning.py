@@ -15,6 +15,7 @@ import pytest
 import torch
 from models import data
 from pairs import slow
+from small import sgd, steps_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
@@ -187,8 +188,8 @@ def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
     with gradsurgeon.apply(model, {"version": 1, "rules": [norms]}) as session:
         fit(model, tmp_path)
         assert session.step == STEPS * PARTS
-    assert [step for step, _ in session.history("d.weight")] == list(range(8))
-    assert [step for step, _ in session.history("g.weight")] == list(range(4))
+    assert steps_of(session, "d.weight") == list(range(8))
+    assert steps_of(session, "g.weight") == list(range(4))
     assert session.events == []
 
 
@@ -199,7 +200,7 @@ def test_what_fabric_wraps_keeps_its_names() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     wrapped = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    optimizer = fabric.setup_optimizers(sgd(wrapped))
     rules = [{"id": "half", "action": "scale", "params": "0.*", "factor": 0.5, "at": "step"}]
     session = gradsurgeon.apply(wrapped, {"version": 1, "rules": rules})
     assert session.plan.manifest.origin == "Sequential"

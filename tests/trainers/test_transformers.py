@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
+from small import sgd, steps_of
 from torch import Tensor, nn
 from trainers import by_hand
 from trainers.by_hand import CLIP, PARTS, RULES, STEPS, Hand
@@ -80,7 +81,7 @@ def losses() -> Sequence[Sequence[by_hand.Micro]]:
 
 def hand_written(hand: Hand, **options: Any) -> by_hand.End:
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = sgd(model, LR)
     return by_hand.train(model, optimizer, losses(), hand, **options)
 
 
@@ -142,7 +143,7 @@ def test_bf16_and_the_default_optimizers(optim: str, tmp_path: Path) -> None:
     (notice,) = session.events
     assert (notice.kind, notice.rule) == ("notice", "half")
     assert "AdamW divides each gradient by its running size" in notice.message
-    assert [s for s, _ in session.history(LOGGED, rule="clipped")] == list(range(STEPS))
+    assert steps_of(session, LOGGED, rule="clipped") == list(range(STEPS))
     clipped = [norm for _, norm in session.history(LOGGED, rule="clipped")]
     halved = [norm for _, norm in session.history(LOGGED, rule="halved")]
     assert clipped == pytest.approx(seen.clipped, rel=1e-5)

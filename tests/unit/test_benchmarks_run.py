@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import sgd
 
 import gradsurgeon
 from benchmarks import (
@@ -117,7 +118,7 @@ def test_all_ways_of_a_job_do_the_same(job: like_for_like.Job) -> None:
             continue
         task = SMALL.build("cpu")
         # Of one seed: the same gradients for all.
-        task.optimizer = torch.optim.SGD(task.model.parameters(), lr=1.0)
+        task.optimizer = sgd(task.model, 1.0)
         before = [param.detach().clone() for param in task.params]
         step_of(task, attach(task))()
         after = task.params

@@ -15,6 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from models import data
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -150,7 +151,7 @@ def test_of_many_channels_the_first_are_drawn_and_the_last_call() -> None:
 
 def test_steps_are_chosen(model: Net) -> None:
     rules = {"version": 1, "rules": [{**MAPS, "steps": {"every": 2}}]}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, rules) as session:
         for _ in range(4):
             model(IMAGES).sum().backward()

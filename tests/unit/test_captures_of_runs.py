@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import call_here, environment
 from models import data
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -142,7 +143,7 @@ def test_a_tensor_that_is_divided_over_ranks_is_told_of(tmp_path: Path) -> None:
 
 def test_of_each_tensor_the_newest_step_and_last_call(tmp_path: Path) -> None:
     model = Tagging()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, {"version": 1, "rules": [TAGS]}, record=tmp_path / "run"):
         for step in range(3):
             names = ["x", "x"] if step == 2 else ["x", "early"]

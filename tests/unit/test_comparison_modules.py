@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -25,7 +26,7 @@ class Shifted(nn.Module):
 def record(path: Path, shift: float) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Shifted(shift), nn.Linear(8, 8))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     with torch.no_grad():
         model[0].bias.add_(1000)  # type: ignore[operator]
     with gradsurgeon.apply(model, "gradsurgeon:fingerprint@1", optimizer=optimizer, record=path):

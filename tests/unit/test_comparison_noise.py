@@ -12,6 +12,7 @@ import comparison_trainings as parting
 import pytest
 import torch
 from comparison_nets import Convolutions, Transformer
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -127,7 +128,7 @@ def small(path: pathlib.Path, **options: Any) -> pathlib.Path:
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     rules = options.get("rules", parting.PACK)
     data = torch.randn(3, 8, 4) + options.get("shift", 0.0)
     with gradsurgeon.apply(model, rules, optimizer=optimizer, record=path):

@@ -14,6 +14,7 @@ import torch
 from kernels import OtherKernels
 from pairs import slow
 from public_trainings import FAULTS, HARMLESS, PACK, TRAININGS, Recording, Trial, noisy
+from small import sgd
 
 import gradsurgeon
 from gradsurgeon.cli import main
@@ -189,7 +190,7 @@ class Branches(torch.nn.Module):
 def branches(path: Path, *, detached: bool, twice: bool = False, weight: float = 1.0) -> Path:
     torch.manual_seed(0)
     model = Branches(detached=detached, twice=twice, weight=weight)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, PACK, optimizer=optimizer, record=path):
         for _ in range(2):
             optimizer.zero_grad()

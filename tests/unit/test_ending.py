@@ -15,6 +15,7 @@ import torch
 from commands import call_here
 from html_views import Page
 from runs import another_process, meta, write
+from small import sgd
 from torch import nn
 
 import gradsurgeon
@@ -34,7 +35,7 @@ NO_END = r"broken: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:
 def train(path: Path, *rules: dict[str, Any], broken: int | None = None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     given = {"version": 1, "rules": list(rules)}
     with gradsurgeon.apply(model, given, optimizer=optimizer, record=path):
         for step in range(6):
@@ -104,7 +105,7 @@ def test_an_exception_of_the_script(tmp_path: Path) -> None:
 
 def test_an_exception_in_a_step(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
 
     def fail(*_: object) -> None:
         raise MemoryError
@@ -132,7 +133,7 @@ def test_a_training_after_a_caught_exception_has_ended(tmp_path: Path) -> None:
 
 def _raise_after_training(path: Path) -> None:
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     try:
         int("no number")
     except ValueError:
@@ -225,7 +226,7 @@ def gan(path: Path) -> Iterator[gradsurgeon.Session]:
     """Train the two models of a GAN; the last pass of the generator leaves gradients in the other one."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
-    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in ("d", "g")}
+    optimizers = {name: sgd(model[name], 0.001) for name in ("d", "g")}
     with gradsurgeon.apply(
         model, RULES, optimizer=list(optimizers.values()), record=path
     ) as session:

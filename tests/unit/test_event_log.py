@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from small import events_of, kinds_of, sgd
 from torch import nn
 
 import gradsurgeon
@@ -33,7 +34,7 @@ def make() -> EventLog:
 def train(then: str, steps: int, **options: object) -> gradsurgeon.Session:
     """Let a trap trip in every step."""
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     rule = {"id": "guard", "action": "nan-trap", "params": "*", "then": then, **options}
     with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
         for _ in range(steps):
@@ -130,7 +131,7 @@ def test_what_a_handler_raises_spoils_no_decision(
     logger = logging.getLogger("gradsurgeon")
     monkeypatch.setattr(logger, by, [gone if by == "handlers" else gone.emit])
     session = train("skip-step", 3)
-    assert [event.kind for event in session.events] == ["trap", "skipped-step"] * 3
+    assert kinds_of(session) == ["trap", "skipped-step"] * 3
     assert "ConnectionError: the server of logs is gone" in capsys.readouterr().err
 
 
@@ -170,7 +171,7 @@ def test_routine_events_make_room_for_traps(few_events: int) -> None:
     kept = [event.message for event in journal.events]
     assert {"the first", "trap 0", "skip 0"} <= set(kept)
     assert sum(message.startswith("trap") for message in kept) == few_events + 1
-    notices = [event for event in journal.events if event.kind == "notice"]
+    notices = events_of(journal, "notice")
     assert len(notices) == 2
     assert notices[1].message.startswith("more than 100 events repeat others: the oldest")
     # A run keeps every trap, and so many of the rest.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import WITHOUT_TORCH, call
 from pydantic import field_validator, model_validator
+from small import fired, sgd, weights_of
 
 import gradsurgeon
 from gradsurgeon import actions
@@ -130,7 +131,7 @@ class TestReview:
 
 
 def train(model: torch.nn.Module, rules: Any, **options: Any) -> gradsurgeon.Session:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = gradsurgeon.apply(model, rules, optimizer=optimizer, **options)
     for step in range(3):
         optimizer.zero_grad()
@@ -149,7 +150,7 @@ class TestTraining:
         held = model.fc2.weight.detach().clone()
         session = train(model, RULES, record=tmp_path / "run")
         grads = {name: param.grad for name, param in model.named_parameters()}
-        assert {rule: one.fired for rule, one in session.status().items()} == {
+        assert fired(session) == {
             "flipped": 6,
             "sizes": 18,
             "named": 18,
@@ -218,8 +219,8 @@ rules:
 
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
-        before = [param.detach().clone() for param in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = weights_of(model)
+        optimizer = sgd(model)
         trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
         unit = {"id": "unit", "action": "normalize", "params": "*", "at": "step"}
         rules = {"version": 1, "rules": [trap, unit]}
@@ -247,7 +248,7 @@ rules:
 
         model = torch.nn.Linear(4, 1)
         rule = Half(id="half", params=("*",), at="backward")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         warned = nullcontext() if is_linear else pytest.warns(gradsurgeon.GradSurgeonWarning)
         with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session, warned:
             for _ in range(2):
@@ -266,7 +267,7 @@ rules:
                 param.grad = torch.ones_like(param)
             optimizer.step()  # nothing is beyond the limit
             assert session.events == []
-            moved = [param.detach().clone() for param in model.parameters()]
+            moved = weights_of(model)
             assert model.fc1.bias.grad is not None
             model.fc1.bias.grad[1] = -7.0
             optimizer.step()

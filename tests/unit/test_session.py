@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data
+from small import sgd, steps_of
 from torch import nn
 
 import gradsurgeon
@@ -28,7 +29,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) ->
 
 def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, sgd(model)
 
 
 def test_the_norm_of_one_weight_right_after_one_backward_with_no_optimizer_in_sight() -> None:
@@ -54,7 +55,7 @@ def session_with_records() -> Session:
 
 def test_records_by_name_rule_and_statistic() -> None:
     session = session_with_records()
-    assert [at for at, _ in session.history("1.weight")] == [0, 1, 2]
+    assert steps_of(session, "1.weight") == [0, 1, 2]
     assert session.latest("1.weight") == session.history("1.weight")[-1][1]
     assert session.latest("0.weight", rule="final") == session.latest("0.weight", rule="norms")
     assert len(session.history("0.weight", "max")) == 3
@@ -127,7 +128,7 @@ def test_a_rule_that_never_fires_is_mentioned_at_the_third_step_with_the_cause()
 def test_a_rule_that_first_fires_late_has_fired() -> None:
     body, a, b = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 1)
     model = nn.ModuleDict({"body": body, "a": a, "b": b})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     late = {**NORMS, "id": "late", "params": "b.*"}
     with (
         gradsurgeon.apply(model, rules(late)) as session,
@@ -176,7 +177,7 @@ def test_frozen_for_good_is_a_cause_of_its_own() -> None:
 def test_a_rule_whose_parameters_no_optimizer_owns() -> None:
     # The optimizer over everything would be found, even though nobody uses it.
     model = make()[0]
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = sgd(model[0])
     late = {"id": "late", "action": "zero", "at": "step", "params": "1.*"}
     first = {"id": "first", "action": "zero", "at": "step", "params": "0.bias"}
     with (
@@ -189,7 +190,7 @@ def test_a_rule_whose_parameters_no_optimizer_owns() -> None:
 
 def test_an_optimizer_of_another_model_is_said_to_be_one() -> None:
     model, _ = make()
-    other = torch.optim.SGD(make()[0].parameters(), lr=0.1)
+    other = sgd(make()[0])
     late = {"id": "late", "action": "zero", "at": "step"}
     with pytest.warns(GradSurgeonWarning, match=r"optimizer SGD holds no parameter of the model"):
         gradsurgeon.apply(model, rules(late), optimizer=other).remove()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from small import sgd
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -35,7 +36,7 @@ def make() -> nn.Sequential:
 
 
 def train(model: nn.Module, batches: Any = None) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for batch in data(3, STEPS, 5, 4) if batches is None else batches:
         optimizer.zero_grad()
         model(batch).square().mean().backward()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import call_here
 from kept_sink import Kept
+from small import events_of, sgd
 from torch import nn
 
 import gradsurgeon
@@ -36,7 +37,7 @@ def train(then: str, **options: Any) -> gradsurgeon.Session:
     rule = {"id": "long", "action": "length-trap", "params": "weight", "limit": 50.0, "then": then}
     norms = {"id": "norms", "action": "norm-log", "params": "*"}
     rules = {"version": 1, "rules": [rule, norms]}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     with gradsurgeon.apply(model, rules, optimizer=optimizer, **options) as session:
         for step in range(5):
             optimizer.zero_grad()
@@ -75,7 +76,7 @@ def test_its_events_reach_sinks_session_and_report() -> None:
     sink = Kept()
     with pytest.warns(gradsurgeon.GradSurgeonWarning):
         session = train("warn", sinks=[sink])
-    (event,) = [event for event in session.events if event.kind == "check"]
+    (event,) = events_of(session, "check")
     assert (event.rule, event.step, event.name) == ("long", 2, "weight")
     assert "the last trap tripped at step 2: rule long on weight" in repr(session)
     assert "gradsurgeon/events/check/message" in [name for _, name, _ in sink.texts]
