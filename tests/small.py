@@ -37,24 +37,24 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-def fired(session: gradsurgeon.Session) -> dict[str, int]:
+def fired(session: Any) -> dict[str, int]:
     """Return how often each rule has fired."""
     return {rule: status.fired for rule, status in session.status().items()}
 
 
-def kinds_of(session: gradsurgeon.Session) -> list[str]:
-    """Return the kind of each event."""
-    return [event.kind for event in session.events]
+def kinds_of(told: Any) -> list[str]:
+    """Return the kind of each event of a session or a run."""
+    return [event.kind for event in told.events]
 
 
-def events_of(session: gradsurgeon.Session, kind: str) -> list[gradsurgeon.Event]:
-    return [event for event in session.events if event.kind == kind]
+def events_of(told: Any, kind: str) -> list[gradsurgeon.Event]:
+    return [event for event in told.events if event.kind == kind]
 
 
-def messages(session: gradsurgeon.Session, kind: str) -> list[str]:
-    return [event.message for event in events_of(session, kind)]
+def messages(told: Any, kind: str) -> list[str]:
+    return [event.message for event in events_of(told, kind)]
 
 
-def steps_of(session: gradsurgeon.Session, name: str, *more: str, **rule: str) -> list[int]:
+def steps_of(session: Any, name: str, *more: str, **rule: str) -> list[int]:
     """Return the steps that the records of a tensor have."""
     return [step for step, _ in session.history(name, *more, **rule)]

@@ -158,43 +158,6 @@ class TestPlan:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == known.stdout
 
-    def test_the_documented_form_of_json(self, written: Path) -> None:
-        arguments = ("plan", "rules.yaml", "--params", "params.json", "--format", "json")
-        found = json.loads(call_here(*arguments, cwd=written).stdout)
-        assert list(found) == ["version", "model", "rules", "chains", "warnings"]
-        assert found["version"] == 1
-        assert found["model"] == {"params": 19, "elements": 320}
-        keys = [
-            "id",
-            "action",
-            "tensor",
-            "point",
-            "hook",
-            "params",
-            "modules",
-            "elements",
-            "warnings",
-        ]
-        assert all(list(rule) == keys for rule in found["rules"])
-        rules = {rule["id"]: rule for rule in found["rules"]}
-        assert rules["own"] == {
-            "id": "own",
-            "action": "zero",
-            "tensor": "grad",
-            "point": "step",
-            "hook": "step pre-hook",
-            "params": ["norm.bias"],
-            "modules": [],
-            "elements": 4,
-            "warnings": [
-                "all matched parameters have `requires_grad` off: the rule acts once it is on",
-                "zero is not freeze: weight decay and momentum still move the weight",
-            ],
-        }
-        assert rules["shared"]["modules"] == ["layers.0.norm"]
-        assert found["chains"]["norm.bias"] == ["norms", "own"]
-        assert found["chains"]["hidden grad"] == ["tags"]
-
     def test_weights_name_parameters_as_well(self, written: Path) -> None:
         header = json.dumps({"fc.bias": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}})
         raw = len(header).to_bytes(8, "little") + header.encode() + bytes(12)

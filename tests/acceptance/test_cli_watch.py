@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import select
-import shutil
 import subprocess
 import sys
 import termios
@@ -242,20 +241,6 @@ class TestElsewhere:
         done = call("watch", "train.py", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("gradsurgeon: train.py: cannot be opened as a run")
-
-    def test_runs_inside_are_named(self, tmp_path: Path) -> None:
-        write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()
-        done = call("watch", "runs", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.endswith("; runs inside: runs/first one\n")
-
-    def test_damaged_files(self, writer: RunWriter, tmp_path: Path) -> None:
-        writer.close()
-        shutil.copytree(tmp_path / "run", tmp_path / "other")
-        (tmp_path / "other" / "rank-0.db").write_bytes(b"\x1b" * 1000)
-        done = call("watch", "other", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("gradsurgeon: other/rank-0.db: cannot be read")
 
     @pytest.mark.parametrize("every", ["0.1", "-1", "nan", "inf", "often"])
     def test_odd_numbers_of_seconds(self, tmp_path: Path, every: str) -> None:
