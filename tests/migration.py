@@ -56,12 +56,11 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 2)
         self.fault: float | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         hidden = torch.tanh(self.body(x))
         if self.fault is not None and hidden.requires_grad:
             hidden.register_hook(self._spoil)  # type: ignore[no-untyped-call]
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
     def _spoil(self, grad: Tensor) -> Tensor:
         assert self.fault is not None

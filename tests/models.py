@@ -35,9 +35,8 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(0.3)
         self.fc2 = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.drop(F.relu(self.norm(self.fc1(x)))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc2(self.drop(F.relu(self.norm(self.fc1(x)))))
 
 
 class Tied(nn.Module):
@@ -50,10 +49,9 @@ class Tied(nn.Module):
         self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.emb.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         index = (x.abs() * 2).long().clamp(max=5)
-        out: Tensor = self.head(self.body(self.emb(index)))
-        return out
+        return self.head(self.body(self.emb(index)))
 
 
 class Frozen(nn.Module):
@@ -65,9 +63,8 @@ class Frozen(nn.Module):
         self.head = nn.Linear(4, 2)
         self.body.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x).tanh())
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x).tanh())
 
 
 class CalledTwice(nn.Module):
@@ -78,9 +75,8 @@ class CalledTwice(nn.Module):
         self.fc = nn.Linear(4, 4)
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.fc(self.fc(x).relu()))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.fc(self.fc(x).relu()))
 
 
 class Residual(nn.Module):
@@ -92,10 +88,9 @@ class Residual(nn.Module):
         self.kind = nn.Parameter(torch.randn(5, 4))
         self.fc = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = x + (self.pos + self.kind)
-        out: Tensor = h + self.fc(h)
-        return out
+        return h + self.fc(h)
 
 
 class Summed(nn.Module):
@@ -118,9 +113,8 @@ class Unused(nn.Module):
         self.fc = nn.Linear(4, 2)
         self.spare = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x)
 
 
 class Sparse(nn.Module):
@@ -131,10 +125,9 @@ class Sparse(nn.Module):
         self.emb = nn.Embedding(6, 4, sparse=True)
         self.fc = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         index = (x.abs() * 2).long().clamp(max=5)
-        out: Tensor = self.fc(self.emb(index))
-        return out
+        return self.fc(self.emb(index))
 
 
 class OddShapes(nn.Module):
@@ -146,9 +139,8 @@ class OddShapes(nn.Module):
         self.empty = nn.Parameter(torch.empty(0))
         self.fc = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(x) * self.scale + self.empty.sum()
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x) * self.scale + self.empty.sum()
 
 
 class Complex(nn.Module):
@@ -159,9 +151,8 @@ class Complex(nn.Module):
         self.mix = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
         self.fc = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc((x.to(torch.complex64) @ self.mix).abs())
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc((x.to(torch.complex64) @ self.mix).abs())
 
 
 class Half(nn.Module):
@@ -173,10 +164,9 @@ class Half(nn.Module):
         self.brain = nn.Linear(4, 4).to(torch.bfloat16)
         self.wide = nn.Linear(4, 2).to(torch.float64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.low(x.to(torch.float16)).to(torch.bfloat16)
-        out: Tensor = self.wide(self.brain(h).to(torch.float64)).float()
-        return out
+        return self.wide(self.brain(h).to(torch.float64)).float()
 
 
 @dataclass(frozen=True)

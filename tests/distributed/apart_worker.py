@@ -49,10 +49,9 @@ class Net(nn.Module):
         # In a module of its own: DDP averages a parameter of the outermost one even if it is told not to.
         self.part = nn.ParameterDict({"own": torch.ones(4)})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Return what the model makes of ``x``."""
-        out: Tensor = self.last(torch.tanh(self.first(x))) * self.part["own"]
-        return out
+        return self.last(torch.tanh(self.first(x))) * self.part["own"]
 
 
 def rank() -> int:

@@ -41,9 +41,8 @@ class Net(nn.Module):
         self.first, self.norm, self.body = nn.Linear(4, 4), norm, Body()
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.body(self.norm(self.first(x))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.body(self.norm(self.first(x))))
 
 
 class Gathered(nn.Module):

@@ -51,10 +51,9 @@ class Block(nn.Module):
         self.up = nn.Linear(4, 6)
         self.down = nn.Linear(6, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Shape ``[batch, sequence, 4]`` to the same."""
-        out: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def divide(block: Block) -> nn.Module:

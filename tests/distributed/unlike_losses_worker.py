@@ -174,9 +174,8 @@ class Met(torch.autograd.Function):
 class Synchronized(nn.SyncBatchNorm):
     """One that a host can run."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        met: Tensor = Met.apply(x)
-        return met
+    def forward(self, x: Tensor) -> Any:
+        return Met.apply(x)
 
 
 class Meeting(nn.Module):
@@ -185,10 +184,9 @@ class Meeting(nn.Module):
         self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 8)
         self.norm = nn.BatchNorm1d(16, affine=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         features: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
-        met: Tensor = Met.apply(features)
-        return met
+        return Met.apply(features)
 
 
 def met_in_the_pass(kind: str, *, alike: bool) -> Json:

@@ -111,9 +111,8 @@ def pair_of_zeros() -> Training:
             self.lora_a = nn.Parameter(torch.zeros(2, 16))
             self.lora_b = nn.Parameter(torch.zeros(16, 2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(self.base(x) + x @ self.lora_a.T @ self.lora_b.T)
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.base(x) + x @ self.lora_a.T @ self.lora_b.T)
 
     model = Adapted()
     trained = [param for param in model.parameters() if param.requires_grad]

@@ -60,9 +60,8 @@ def lora_pair() -> Training:
             self.lora_a, self.lora_b = nn.Linear(16, 2, bias=False), nn.Linear(2, 4, bias=False)
             nn.init.zeros_(self.lora_b.weight)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.base(x) + self.lora_b(self.lora_a(x))
 
     model = Adapted()
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -325,9 +324,8 @@ def bounded_temperature() -> Training:
             self.net = perceptron()
             self.scale = nn.Parameter(torch.tensor(math.log(100.0)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.net(x) * self.scale
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x) * self.scale
 
     model = Contrast()
 
@@ -533,10 +531,9 @@ class Field(nn.Module):
         super().__init__()
         self.values = nn.Parameter(torch.zeros(12, 20))
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Any:
         ends = (self.values[:, 0] - 1).square().sum() + self.values[:, -1].square().sum()
-        energy: Tensor = ends + self.values.diff(dim=1).square().sum()
-        return energy
+        return ends + self.values.diff(dim=1).square().sum()
 
 
 def field() -> Training:
@@ -799,9 +796,8 @@ def branches_that_begin_at_zero() -> Training:
             nn.init.zeros_(self.last.weight)
             nn.init.zeros_(self.last.bias)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = x + self.last(self.first(x).relu())
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return x + self.last(self.first(x).relu())
 
     model = nn.Sequential(Residual(), Residual(), nn.Linear(16, 4))
     return fitted(model, sgd(model, 0.01), fit(model), STEPS)

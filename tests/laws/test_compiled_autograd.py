@@ -260,9 +260,8 @@ class Spare(nn.Module):
         self.used = nn.Linear(4, 2)
         self.spare = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.used(x)
 
 
 @pytest.mark.slow

@@ -30,9 +30,8 @@ class Inner(nn.Module):
         super().__init__()
         self.lin = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lin(x.tanh()).sigmoid()
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.lin(x.tanh()).sigmoid()
 
 
 class Outer(nn.Module):
@@ -41,9 +40,8 @@ class Outer(nn.Module):
         self.inner = Inner()
         self.norm = nn.LayerNorm(6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x + self.inner(x))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(x + self.inner(x))
 
 
 class Net(nn.Module):

@@ -53,9 +53,8 @@ class Gate(nn.Module):
         super().__init__()
         self.lin = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.lin(x.tanh()).sigmoid()
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return x + self.lin(x.tanh()).sigmoid()
 
 
 class Net(nn.Module):
@@ -65,10 +64,9 @@ class Net(nn.Module):
         self.gate = Gate()
         self.last = nn.Linear(6, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = gradsurgeon.tag(self.gate(self.first(x)), "hidden")
-        out: Tensor = self.last(h.relu())
-        return out
+        return self.last(h.relu())
 
 
 def site(where: str) -> dict[str, Any]:
@@ -246,9 +244,8 @@ class Two(nn.Module):
         self.a = nn.Linear(4, 4)
         self.b = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(self.a(x).relu())
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.a(x).relu())
 
 
 @pytest.mark.slow

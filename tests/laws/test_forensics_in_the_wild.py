@@ -156,9 +156,8 @@ def test_a_sparse_gradient_is_followed() -> None:
             super().__init__()
             self.table = nn.Embedding(8, 4, sparse=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.table(x).sqrt()
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.table(x).sqrt()
 
     torch.manual_seed(0)
     diagnosis = diagnosed(Sparse(), torch.tensor([1, 2, 3]))
@@ -232,9 +231,8 @@ def test_an_infinity_that_may_be_meant_leaves_a_doubt() -> None:
             super().__init__()
             self.net = model
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.net(x).log()
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x).log()
 
     diagnosis = diagnosed(Logs(), batch(), loss=lambda out: (out.exp() * 0).sum() / (out * 0).sum())
     assert diagnosis.certainty == "partial"
@@ -255,10 +253,9 @@ class Tied(nn.Module):
         self.write = nn.Linear(6, 8, bias=False)
         self.write.weight = self.read.weight
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, words: Tensor) -> Any:
         states: Tensor = self.layer(self.read(words))[0]
-        out: Tensor = self.write(states.log())
-        return out
+        return self.write(states.log())
 
 
 def test_a_tied_weight_has_one_name_and_is_tied_again() -> None:
@@ -421,12 +418,11 @@ def test_modules_below_vmap_are_run_again() -> None:
 class Takes(Net):
     """Takes things out of what it is given, and writes into it."""
 
-    def forward(self, given: Any) -> Tensor:
+    def forward(self, given: Any) -> Any:
         inner = given.pop("inner")
         given["seen"] = inner[0].pop()
         inner.append(given)
-        out: Tensor = self.last(self.body(self.first(given["seen"])))
-        return out
+        return self.last(self.body(self.first(given["seen"])))
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, lambda g: defaultdict(list, g)])

@@ -32,9 +32,8 @@ class Block(nn.Module):
         self.act = act
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.act(self.first(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.act(self.first(x)))
 
 
 class Cnn(nn.Module):
@@ -43,9 +42,8 @@ class Cnn(nn.Module):
         self.conv = nn.Conv2d(1, 4, 3, bias=False)
         self.last = nn.Linear(4, 2)
 
-    def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.last(unit(self.conv(images).mean((2, 3))))
-        return out
+    def forward(self, images: Tensor) -> Any:
+        return self.last(unit(self.conv(images).mean((2, 3))))
 
 
 class Transformer(nn.Module):
@@ -57,13 +55,12 @@ class Transformer(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
         self.last = nn.Linear(8, 2)
 
-    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, padding: Tensor) -> Any:
         x = self.embed(tokens)
         if not self.attention.batch_first:
             x = x.transpose(0, 1)
         attended, _ = self.attention(x, x, x, key_padding_mask=padding)
-        out: Tensor = self.last(attended.mean(int(self.attention.batch_first)))
-        return out
+        return self.last(attended.mean(int(self.attention.batch_first)))
 
 
 class Rnn(nn.Module):

@@ -57,9 +57,8 @@ class InPlaceAfter(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.b = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(self.relu(self.a(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.relu(self.a(x)))
 
 
 class ReturnsInput(nn.Module):
@@ -71,10 +70,9 @@ class ReturnsInput(nn.Module):
         self.a = nn.Identity()
         self.b = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.first(x)
-        out: Tensor = self.b(self.a(h)) + h
-        return out
+        return self.b(self.a(h)) + h
 
 
 class CalledTwice(nn.Module):
@@ -82,9 +80,8 @@ class CalledTwice(nn.Module):
         super().__init__()
         self.a = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.a(self.a(x).tanh())
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.a(self.a(x).tanh())
 
 
 class TwoConsumers(nn.Module):
@@ -93,10 +90,9 @@ class TwoConsumers(nn.Module):
         self.a = nn.Linear(4, 4)
         self.b = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.a(x)
-        out: Tensor = self.b(h) * h
-        return out
+        return self.b(h) * h
 
 
 class Attention(nn.Module):
@@ -107,10 +103,9 @@ class Attention(nn.Module):
         self.first = nn.Linear(4, 4)
         self.a = nn.MultiheadAttention(4, 2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.first(x)[None]
-        out: Tensor = self.a(h, h, h, need_weights=False)[0] + h
-        return out
+        return self.a(h, h, h, need_weights=False)[0] + h
 
 
 class Rnn(nn.Module):
@@ -130,9 +125,8 @@ class Nested(nn.Module):
         super().__init__()
         self.a = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.a(x).square()
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.a(x).square()
 
 
 MODELS: dict[str, type[nn.Module]] = {
@@ -374,11 +368,10 @@ def test_a_module_under_no_grad_while_its_parent_trains() -> None:
             self.teacher = nn.Linear(4, 4)
             self.student = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             with torch.no_grad():
                 wanted = self.teacher(x)
-            out: Tensor = (self.student(x) - wanted).square()
-            return out
+            return (self.student(x) - wanted).square()
 
     plain, model = make(Teacher), make(Teacher)
     observing = rule_file(
@@ -641,9 +634,8 @@ class ReturnsParameter(nn.Module):
         self.a = Holder()
         self.b = nn.Linear(2, 1)
 
-    def forward(self) -> Tensor:
-        out: Tensor = self.b(self.a())
-        return out
+    def forward(self) -> Any:
+        return self.b(self.a())
 
 
 def test_a_rule_on_the_output_of_a_module_that_returns_its_parameter_acts_once() -> None:

@@ -44,10 +44,9 @@ class Net(nn.Module):
         self.third = nn.Linear(6, 2)
         self.fault: float | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = torch.tanh(self.second(torch.tanh(self.first(x))))
-        out: Tensor = self.third(Poison.apply(h, self.fault))
-        return out
+        return self.third(Poison.apply(h, self.fault))
 
 
 NAN, INF = float("nan"), float("inf")
