@@ -16,7 +16,7 @@ from gradsurgeon.cli.review import formats, lint
 from gradsurgeon.errors import Problem
 
 CASES = pathlib.Path(__file__).parent / "cases"
-# Part of the examples that is tried: a tenth in the quick suite, half in CI.
+# Part of the examples that is tried: a tenth in the quick suite.
 SHARE = float(os.environ.get("GRADSURGEON_TEST_SHARE", "1"))
 QUICK = 0.1
 

@@ -129,13 +129,6 @@ def editor() -> Iterator[Editor]:
 
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)
-def test_every_pack_names_the_schema_beside_it(pack: Path) -> None:
-    first = pack.read_text(encoding="utf-8").partition("\n")[0]
-    assert first == "# yaml-language-server: $schema=./rules.schema.json"
-    assert (pack.parent / "rules.schema.json").is_file()
-
-
-@pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)
 def test_an_editor_has_nothing_to_say_of_a_pack(editor: Editor, pack: Path) -> None:
     assert editor.problems(pack) == []
 

@@ -47,7 +47,8 @@ def known_rules() -> dict[str, list[dict[str, Any]]]:
         given = [example.options for example in action.EXAMPLES]
         found[name] = [{"id": "a", "action": name, "params": "*", **options} for options in given]
     for file in GOOD:
-        for rule in source.read(file).data.get("rules", []):
+        document: Any = source.read(file).data
+        for rule in document.get("rules", []):
             found[rule["action"]].append(rule)
     return found
 

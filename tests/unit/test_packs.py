@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,6 @@ class TestLock:
             name, _, version = spec.partition("@")
             file = name if int(version) == newest[name] else spec
             assert packs.published()[spec].path.name == f"{file}.yaml"
-
-    def test_the_wheel_carries_the_packs(self) -> None:
-        settings = tomllib.loads(Path(packs.folder().parent, "pyproject.toml").read_text())
-        wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
-        assert wheel["force-include"] == {"rules": "gradsurgeon/rules"}
 
     def test_the_packs_of_an_installed_package_come_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
