@@ -120,15 +120,6 @@ class TestParams:
         assert (done.returncode, done.stdout) == (2, "")
         assert "gradsurgeon: cannot write no/params.json: No such file" in done.stderr
 
-    def test_a_file_of_another_kind_is_not_replaced(self, here: Path) -> None:
-        mine = '{"learning_rate": 0.1}'
-        (here / "params.json").write_text(mine)
-        done = call_here("params", "--model", "net:small", "-o", "params.json", cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "params.json: is there already and is no params.json; name another" in done.stderr
-        assert (here / "params.json").read_text() == mine
-        assert sorted(path.name for path in here.glob("params*")) == ["params.json"]
-
     def test_devices_are_written_to_and_not_replaced(self, here: Path) -> None:
         done = call("params", "--model", "net:small", "-o", "/dev/stdout", cwd=here)
         assert json.loads(done.stdout)["origin"] == "Transformer"

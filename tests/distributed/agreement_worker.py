@@ -180,26 +180,6 @@ def used_by_one(params: str, then: str) -> Json:
     return outcome(model, called, trap(then=then) | {"params": params}, backward)
 
 
-def local_updates() -> Json:
-    """Step on gradients that were never reduced: the ranks are on their own, and none may wait."""
-    model, called = make("DDP")
-    optimizer = sgd(model, 0.05)
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [trap(then="skip-step")]})
-    for step in range(3):
-        optimizer.zero_grad()
-        with called.no_sync():
-            out = called(mine(step))
-            if step == 1 and dist.get_rank() == 1:
-                out.register_hook(spoil_row(0))
-            out.square().mean().backward()
-            optimizer.step()
-    session.remove()
-    return {
-        "events": [(event.kind, event.step, event.name) for event in session.events],
-        "texts": [event.message for event in session.events],
-    }
-
-
 def scheduled() -> Json:
     """Let rank 1 leave out an update, so that its count lags and its rule rests where that of rank 0 trips."""
     model, called = make("DDP")
@@ -263,7 +243,6 @@ def main() -> Json:
             found[f"piece {faulty} {then}"] = in_pieces(then, faulty)
     for params in ("side.*", "*"):
         found[f"used by one, {params}"] = used_by_one(params, "raise")
-    found["local updates"] = local_updates()
     found["scheduled"] = scheduled()
     found["own spikes"] = own_spikes()
     found["uneven"] = uneven()

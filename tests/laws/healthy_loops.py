@@ -307,14 +307,6 @@ def zero_head() -> Training:
     return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS)
 
 
-def tied() -> Training:
-    """One tensor serves as embedding and as head."""
-    embed, head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
-    head.weight = embed.weight
-    model = nn.Sequential(embed, head)
-    return fitted(model, sgd(model), _next_words(model, 30), STEPS)
-
-
 def bounded_temperature() -> Training:
     """A learnt temperature sits at its upper bound, to which the script clamps it after each update."""
 
@@ -354,25 +346,6 @@ def divided_while_scaled() -> Training:
         _scale_gradients(model, 1 / 4)
 
     return scaled(4, 1024.0, before, STEPS)
-
-
-def closures() -> Training:
-    """LBFGS evaluates its closure many times within one update."""
-    model = nn.Linear(16, 4)
-    optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    loss_at = fit(model)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_at(0)
-        loss.backward()
-        return loss
-
-    def loop() -> None:
-        for _ in range(40):
-            optimizer.step(closure)
-
-    return Training(model, [optimizer], loop)
 
 
 def skipped_batches() -> Training:
@@ -423,20 +396,6 @@ def gradient_momentum() -> Training:
             optimizer.step()
 
     return Training(model, [optimizer], loop)
-
-
-def unfreezing_by_stages() -> Training:
-    """The body is unfrozen half way and given to the optimizer then."""
-    body, head = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
-    model = nn.Sequential(body, nn.Tanh(), head)
-    optimizer = sgd(head, 0.01)
-
-    def after(step: int) -> None:
-        if step == STEPS // 2:
-            body.requires_grad_(True)
-            optimizer.add_param_group({"params": body.parameters()})
-
-    return fitted(model, optimizer, fit(model), STEPS, after=after)
 
 
 def points_of_a_derivative() -> Training:
@@ -649,21 +608,6 @@ def rare_updates() -> Training:
                 rarely.step()
 
     return Training(model, [often, rarely], loop)
-
-
-def complex_weights() -> Training:
-    """A complex gradient has a size, and torch warns of one that is made real without it."""
-    model = nn.Linear(16, 4, dtype=torch.complex64)
-    optimizer = Adam(model.parameters(), lr=1e-2)
-
-    def loop() -> None:
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            x = torch.randn(8, 16, dtype=torch.complex64)
-            (model(x) - x[:, :4]).abs().square().mean().backward()
-            optimizer.step()
-
-    return Training(model, [optimizer], loop)
 
 
 def idle_heads() -> Training:

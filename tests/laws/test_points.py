@@ -208,28 +208,6 @@ def test_a_step_that_has_moved_weights_raises_and_says_so(then: str) -> None:
 # --- several optimizers, several models -----------------------------------------------------------
 
 
-def test_gan_like_two_optimizers_have_two_clocks() -> None:
-    model = Weight("g", "d")
-    g_optimizer = torch.optim.SGD([model.g], lr=1.0)
-    d_optimizer = torch.optim.SGD([model.d], lr=1.0)
-    early = {"id": "early", "action": "zero", "at": "step", "steps": {"to": 2}}
-    with gradsurgeon.apply(model, rule_file(early, NORMS, params="*")) as session:
-        for step in range(4):
-            for _ in range(2):  # the discriminator steps twice as often
-                d_optimizer.zero_grad()
-                (model.d * 1.0 + model.g * 0.0).sum().backward()
-                d_optimizer.step()
-            g_optimizer.zero_grad()
-            (model.d * 3.0 + model.g * 2.0).sum().backward()
-            g_optimizer.step()
-            assert session.step == 2 * (step + 1)
-    assert -model.d.item() == 8 - 2
-    assert -model.g.item() == 2.0 * (4 - 2)
-    # The pass for the generator comes after the step of the discriminator: it feeds the next one.
-    assert session.history("d")[:3] == [(0, 1.0), (1, 1.0), (2, 1.0)]
-    assert session.history("g") == [(0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0)]
-
-
 def test_one_optimizer_over_two_models() -> None:
     first, second = Weight(), Weight()
     optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.1)
@@ -570,29 +548,11 @@ def test_an_optimizer_made_after_the_first_backward_says_what_its_first_update_g
 # --- the clock ------------------------------------------------------------------------------------
 
 
-def test_pause_and_resume_keep_the_clock() -> None:
-    model = Weight()
-    optimizer = sgd(model)
-    moved = []
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS)) as session:
-        for step in range(4):
-            if step == 1:
-                session.pause()
-            if step == 3:
-                session.resume()
-            optimizer.zero_grad()
-            before = model.w.item()
-            model.w.sum().backward()
-            optimizer.step()
-            moved.append(before - model.w.item())
-        assert session.step == 4
-    assert moved == [0.5, 1.0, 1.0, 0.5]
-    assert session.history("w") == [(0, 1.0), (3, 1.0)]
-
-
-def test_updates_by_hand_are_counted_while_the_rules_pause() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_pause_and_resume_keep_the_clock(by_hand: bool) -> None:
     model, moved = Weight(), []
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS), optimizer=None) as session:
+    optimizer = None if by_hand else sgd(model)
+    with gradsurgeon.apply(model, rule_file(HALF, NORMS), optimizer=optimizer) as session:
         for step in range(5):
             if step == 2:
                 session.pause()
@@ -600,7 +560,11 @@ def test_updates_by_hand_are_counted_while_the_rules_pause() -> None:
                 session.resume()
             before = model.w.item()
             model.w.sum().backward()
-            update_by_hand(model, in_place=False)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                update_by_hand(model, in_place=False)
             moved.append(before - model.w.item())
         assert session.step == 5
     assert moved == [0.5, 0.5, 1.0, 1.0, 0.5]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,16 +38,9 @@ QUICK = {
 def _way(how: str) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    ways: dict[str, Callable[[], Any]] = {
-        "other kernels": OtherKernels,
-        "convolutions by torch alone": lambda: torch.backends.mkldnn.flags(enabled=False),
-    }
     try:
-        with warnings.catch_warnings():
-            # Setting the flags of oneDNN warns of its option for Intel GPUs.
-            warnings.filterwarnings("ignore", "TF32 acceleration")
-            with ways.get(how, contextlib.nullcontext)():
-                yield
+        with OtherKernels() if how == "other kernels" else contextlib.nullcontext():
+            yield
     finally:
         torch.set_num_threads(before)
 
