@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import mine, shard, whole
+from distributed.batches import mine, shard, whole
 from ranks import Json
 from small import kinds_of, sgd
 from torch import Tensor, nn

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import whole
+from distributed.batches import whole
 from ranks import Json
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from distributed.small import make, mine, shard, whole
+from distributed.batches import make, mine, shard, whole
 from ranks import Json
 from small import sgd
 from torch import Tensor, nn

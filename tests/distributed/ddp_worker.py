@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import data
+from distributed.batches import data
 from ranks import Json
 from small import sgd
 from torch import Tensor, nn

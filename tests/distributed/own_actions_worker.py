@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import own_actions  # noqa: F401 # for its actions
 import torch
+from distributed.batches import data, make, mine, shard, whole
 from distributed.sharded_worker import rules, steps
-from distributed.small import data, make, mine, shard, whole
 from ranks import Json
 from small import events_of, fired
 from torch.nn.parallel import DistributedDataParallel

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import Block, data, divide, make, mine, shard, whole
+from distributed.batches import Block, data, divide, make, mine, shard, whole
 from ranks import Json
 from small import fired, messages, sgd, steps_of
 from torch import Tensor, nn

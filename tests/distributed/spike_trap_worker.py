@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import Block, data, divide, make, shard, whole
+from distributed.batches import Block, data, divide, make, shard, whole
 from ranks import Json
 from running_bounds import ByHand
 from small import sgd
