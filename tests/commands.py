@@ -154,3 +154,13 @@ def write_rules(folder: pathlib.Path) -> None:
     (folder / "warned.yaml").write_text(CLEAN.replace("norm-log", "scale, factor: 0"))
     (folder / "wrong.yaml").write_text(CLEAN.replace("norm-log", "norm-lg"))
     (folder / "astray.yaml").write_text(CLEAN.replace('"*"', '"head.*"'))
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> None:
+    """Show that a command could not do what it was asked for, and printed nothing."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+
+
+def quiet(done: subprocess.CompletedProcess[str]) -> None:
+    """Show that a command has done what it was asked for, and had nothing to say of it."""
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

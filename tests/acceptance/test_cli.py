@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import CLEAN, LINTED, WITHOUT_TORCH, call, environment, write_rules
+from commands import CLEAN, LINTED, WITHOUT_TORCH, call, environment, quiet, write_rules
 
 from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS
@@ -156,7 +156,7 @@ class TestTheRest:
             "assert not {'torch', 'pydantic', 'yaml'} & set(sys.modules)"
         )
         done = call(cwd=tmp_path, code=code)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert done.stdout.startswith("usage: gradsurgeon [-h] [--version] COMMAND ...")
 
     def test_the_version(self, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import guide
 import pytest
-from commands import forked
+from commands import forked, quiet
 
 from gradsurgeon.actions import ACTIONS
 
@@ -29,7 +29,7 @@ def newcomer(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_script_does_what_its_comments_say(newcomer: Path) -> None:
     done = forked("train.py", cwd=newcomer)
-    assert (done.returncode, done.stderr) == (0, "")
+    quiet(done)
     history, status = done.stdout.splitlines()
     assert history.startswith("[(0, ")
     assert "matched=4, fired=400" in status

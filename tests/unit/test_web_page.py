@@ -169,17 +169,6 @@ def test_events_of_successive_steps_are_one_mark_of_each_kind(tmp_path: Path) ->
     assert _run(tmp_path / "run")["marks"] == expected
 
 
-def test_traps_and_findings_are_counted_apart(tmp_path: Path) -> None:
-    writer = write(tmp_path / "run", {"a": [1.0]})
-    for step in (3, 4):
-        writer.event(Event("trap", "no-nan", step, 0, "a", "NaN"))
-    writer.event(Event("check", "updates", 2, 0, "a", "never moves"))
-    writer.close()
-    ended = _run(tmp_path / "run")["ended"]
-    assert (ended["trips"], ended["findings"]) == (2, 1)
-    assert ended["words"] == "ended, traps tripped in 2 steps, checks found 1 fault"
-
-
 def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a", "b", "c")))
     for step in range(20):
@@ -314,10 +303,3 @@ def test_a_step_that_is_nan_on_all_ranks_makes_them_no_different(tmp_path: Path)
         ("loss, rank 0", [1.0]),
         ("loss, rank 1", [2.0]),
     ]
-
-
-def test_the_models_of_a_script_are_on_one_page(tmp_path: Path) -> None:
-    write(tmp_path / "run", {"g": [1.0, 2.0]}).close()
-    write(tmp_path / "run" / "Critic", {"d": [1.0, 2.0]}).close()
-    done = call_here("report", "run", "--html", "page.html", cwd=tmp_path)
-    assert (done.returncode, done.stdout[:18]) == (0, "page.html: 2 runs;")
