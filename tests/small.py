@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def rule_file(*rules: Mapping[str, Any], **common: Any) -> dict[str, Any]:
 def net() -> Any:
     """Return two layers, with the same weights each time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net(4, 6, 2)
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
@@ -58,3 +59,20 @@ def messages(told: Any, kind: str) -> list[str]:
 def steps_of(session: Any, name: str, *more: str, **rule: str) -> list[int]:
     """Return the steps that the records of a tensor have."""
     return [step for step, _ in session.history(name, *more, **rule)]
+
+
+def tanh_net(width: int, hidden: int, out: int) -> nn.Sequential:
+    """Return two layers with a tanh between them."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, out))
+
+
+def linears(*widths: int) -> nn.Sequential:
+    """Return layers one after the other, from width to width."""
+    return nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise(widths)))
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Take a plain step of training."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()

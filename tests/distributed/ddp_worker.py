@@ -66,7 +66,7 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def run(*, ranks: int, rank: int, when: str, options: Json, parts: int = 1) -> Json:
+def run(*, ranks: int, rank: int, when: str, options: Json, parts: int = 1) -> Any:
     """Train, and return what was recorded; in one step the data of the last rank has a NaN."""
     model = make()
     wrapped: Any = model
