@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from small import sgd
+from small import rule_file, sgd, take_step, tanh_net
 from torch import Tensor, nn
 
 import gradsurgeon
 
 STEPS = 30
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
-ONLY_NORMS: dict[str, Any] = {"version": 1, "rules": [NORMS]}
+ONLY_NORMS: dict[str, Any] = rule_file(NORMS)
 TRAP = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
 
 
@@ -59,7 +59,7 @@ def fail() -> None:
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return tanh_net(3, 4, 2)
 
 
 def train(
@@ -88,6 +88,4 @@ def frozen(model: nn.Module) -> torch.optim.SGD:
 
 
 def step(model: nn.Module, optimizer: torch.optim.SGD, factor: float = 1.0) -> None:
-    optimizer.zero_grad()
-    (model(torch.ones(5, 3)).sum() * factor).backward()
-    optimizer.step()
+    take_step(optimizer, model(torch.ones(5, 3)).sum() * factor)

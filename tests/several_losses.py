@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import tanh_net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,6 +41,11 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         features = self.trunk(x)
         return self.seg(features), self.depth(features)
+
+
+def heads() -> tuple[Heads, Tensor]:
+    """Return a model with two heads and a batch."""
+    return Heads(), torch.randn(5, 6)
 
 
 class Overlapping(nn.Module):
@@ -138,7 +144,7 @@ class InPlace(nn.Module):
 
 
 TRUNKS: Mapping[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8)),
+    "mlp": lambda: tanh_net(6, 16, 8),
     "checkpoint": Checkpointed,
     "lstm": Recurrent,
     "transformer": Attending,

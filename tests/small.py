@@ -71,7 +71,7 @@ def linears(*widths: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise(widths)))
 
 
-def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+def take_step(optimizer: torch.optim.Optimizer, loss: Any) -> None:
     """Take a plain step of training."""
     optimizer.zero_grad()
     loss.backward()

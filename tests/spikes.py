@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import data
 from running_bounds import ByHand
+from small import tanh_net
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -33,7 +34,7 @@ RULES = [
 
 def make() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net(4, 6, 2)
 
 
 def backward(model: Any, step: int, parts: int = 1) -> None:

@@ -14,7 +14,7 @@ import torch
 from migration import Net, agree, row
 from models import data
 from running_bounds import ByHand
-from small import sgd, weights_of
+from small import sgd, take_step, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -39,9 +39,7 @@ def test_wandb_watches_the_same_numbers(tmp_path: Path) -> None:
     with gradsurgeon.apply(model, one.rules) as session:
         for step in range(10):
             model.fault = float("inf") if step == 9 else None
-            optimizer.zero_grad()
-            model(data(step, 5, 4)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(data(step, 5, 4)).square().mean())
             run.log({"step": step})
             if step in (3, 4, 9):
                 watched[step] = {name: _histogram(run, name) for name in names}

@@ -16,8 +16,7 @@ import pytest
 import torch
 from bounds import TIMEOUT
 from commands import environment
-from small import kinds_of, sgd
-from torch import nn
+from small import kinds_of, rule_file, sgd, take_step, tanh_net
 
 import gradsurgeon
 from gradsurgeon import sinks
@@ -35,13 +34,10 @@ pytestmark = [
 
 STEPS, BAD = 40, 25
 TOTAL, TRAP = "gradsurgeon/norms/total", "gradsurgeon/events/trap"
-RULES = {
-    "version": 1,
-    "rules": [
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+RULES = rule_file(
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +67,14 @@ def all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(*given: sinks.Sink) -> gradsurgeon.Session:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = tanh_net(4, 8, 2)
     optimizer = sgd(model)
     with gradsurgeon.apply(model, RULES, sinks=given) as session:
         for step in range(STEPS):
             x = torch.randn(16, 4)
             if step == BAD:
                 x[0, 0] = float("nan")
-            optimizer.zero_grad()
-            (model(x) - x[:, :2]).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, (model(x) - x[:, :2]).square().mean())
     assert kinds_of(session) == ["trap", "skipped-step"]
     return session
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed.batches import mine, shard, whole
 from ranks import Json
-from small import kinds_of, sgd
+from small import kinds_of, rule_file, sgd, tanh_net
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,7 @@ STEPS = 5
 def make(kind: str) -> tuple[nn.Sequential, Any]:
     """Return a model of four rows per layer and what the script calls."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = tanh_net(4, 4, 4)
     if kind == "DDP":
         return model, DistributedDataParallel(model)
     if kind == "FSDP2":
@@ -54,7 +54,7 @@ def outcome(model: nn.Module, root: nn.Module, rule: Json, backward: Callable[[i
         backward: makes the gradients of a step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    session = gradsurgeon.apply(root, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(root, rule_file(rule))
     weights = []
     error = None
     for step in range(STEPS):
@@ -185,7 +185,7 @@ def scheduled() -> Json:
     model, called = make("DDP")
     optimizer = sgd(model, 0.05)
     rule = trap(then="skip-step", steps={"every": 2})
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(called, rule_file(rule))
     moved = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -217,7 +217,7 @@ def own_spikes() -> Json:
 def uneven() -> Json:
     """Train under `Join`."""
     _, called = make("DDP")
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [trap()]})
+    session = gradsurgeon.apply(called, rule_file(trap()))
     text = ""
     try:
         with Join([called]):

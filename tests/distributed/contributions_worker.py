@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from distributed.batches import make, mine, shard, whole
 from ranks import Json
-from small import sgd
+from small import sgd, take_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -65,9 +65,7 @@ def train(kind: str, what: str, *, hand: str) -> Json:
     session = gradsurgeon.apply(called, rules) if hand == "rules" else None
     optimizer = sgd(model, 0.5)
     for step in range(3):
-        optimizer.zero_grad()
-        called(mine(step)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, called(mine(step)).square().mean())
     if session is not None:
         name = "0.weight" if what == "backward" else "0"
         norms = [value for _, value in session.history(name, rule="n")]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed.batches import data
 from ranks import Json
-from small import sgd
+from small import rule_file, sgd, tanh_net
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -19,15 +19,12 @@ import gradsurgeon
 
 STEPS = 4
 FAULT = 2
-RULES: Json = {
-    "version": 1,
-    "rules": [
-        {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.02, "max": 0.02},
-        {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"},
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+RULES: Json = rule_file(
+    {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.02, "max": 0.02},
+    {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+)
 BOUND: Json = {"id": "r", "action": "clamp", "params": "*", "at": "backward", "max": 0.02}
 # What is said of a rule at `backward`: the rule, and the parameters that DDP is told to leave alone.
 WORDS: dict[str, tuple[Json, list[str]]] = {
@@ -63,7 +60,7 @@ NORMS: dict[str, tuple[Json, list[str]]] = {
 def make() -> nn.Module:
     """Return the model with the same weights each time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net(4, 6, 2)
 
 
 def run(*, ranks: int, rank: int, when: str, options: Json, parts: int = 1) -> Any:
@@ -103,7 +100,7 @@ def words(kind: str) -> Json:
     optimizer = sgd(model, 0.05)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}) as session:
+        with gradsurgeon.apply(called, rule_file(rule)) as session:
             for step in range(STEPS):
                 optimizer.zero_grad()
                 mine = data(step).chunk(2)[dist.get_rank()].chunk(parts)

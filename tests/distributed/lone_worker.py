@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from small import sgd
+from small import sgd, take_step
 from torch import nn
 
 import gradsurgeon
@@ -42,9 +42,7 @@ await_end_of_rank_0("before the session")
 session = gradsurgeon.apply(model, "gradsurgeon:debug@1", optimizer=optimizer)
 await_end_of_rank_0("before the first update")
 for step in range(STEPS):
-    optimizer.zero_grad()
-    model(torch.randn(8, 16)).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(torch.randn(8, 16)).square().mean())
     if step == 3:
         await_end_of_rank_0("after some updates")
 session.remove()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Json
 from several_losses import Checkpointed, Heads, flat_grads, rules, trunk_of, two
-from small import sgd, weights_of
+from small import rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -190,7 +190,7 @@ def on_features(setup: str) -> Json:
     """Combine what the heads send back to their features, each rank by itself; return what all of them got."""
     model = make()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
-    session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(model, rule_file(rule))
     called: Any = model
     if setup == "FSDP2":
         fully_shard(model.trunk)
@@ -216,7 +216,7 @@ def heads_sharded_later(what: Sequence[str]) -> Json:
     """Shard parts after a rule is on what heads send back; return how often it has fired in three passes, and what is said."""
     model = make().float()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
-    session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(model, rule_file(rule))
     for part in what:
         fully_shard(model.get_submodule(part))
     optimizer = sgd(model)

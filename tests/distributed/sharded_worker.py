@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed.batches import Block, data, divide, make, mine, shard, whole
 from ranks import Json
-from small import fired, messages, sgd, steps_of
+from small import fired, messages, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -37,9 +37,7 @@ def steps(model: Any, batch: Callable[[int], Tensor], count: int = 3) -> torch.o
     """Train for some steps."""
     optimizer = sgd(model)
     for step in range(count):
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(batch(step)).square().mean())
     return optimizer
 
 
@@ -237,9 +235,7 @@ def above_flat_parameters() -> list[str]:
     optimizer = sgd(head)
     with gradsurgeon.apply(head, "gradsurgeon:debug@1", optimizer=optimizer) as session:
         for step in range(25):
-            optimizer.zero_grad()
-            head(encoder(mine(step))).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, head(encoder(mine(step))).square().mean())
     return messages(session, "check")
 
 
@@ -321,9 +317,7 @@ def redundancy() -> Json:
             given = optimizer if kind == "named" else None
             session = gradsurgeon.apply(model, rules(half, early, out, LOG), optimizer=given)
         for step in range(3):
-            optimizer.zero_grad()
-            model(mine(step)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(mine(step)).square().mean())
         found[kind] = {"weights": [whole(param) for param in model.parameters()]}
         if session is not None:
             found[kind] |= {"step": session.step, "fired": session.status()["half"].fired}

@@ -8,33 +8,30 @@ import warnings
 import pytest
 import torch
 from ranks import Json
-from small import steps_of, weights_of
+from small import rule_file, steps_of, tanh_net, weights_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gradsurgeon
 
-RULES: Json = {
-    "version": 1,
-    "rules": [
-        {
-            "id": "bound",
-            "action": "clamp",
-            "params": "*",
-            "at": "step",
-            "min": -1e-3,
-            "max": 1e-3,
-            "steps": {"from": 4},
-        },
-        {"id": "log", "action": "norm-log", "params": "*", "at": "step"},
-    ],
-}
+RULES: Json = rule_file(
+    {
+        "id": "bound",
+        "action": "clamp",
+        "params": "*",
+        "at": "step",
+        "min": -1e-3,
+        "max": 1e-3,
+        "steps": {"from": 4},
+    },
+    {"id": "log", "action": "norm-log", "params": "*", "at": "step"},
+)
 
 
 def fresh(start: int) -> tuple[nn.Sequential, torch.optim.AdamW, gradsurgeon.Session]:
     """Return a model, an optimizer without state, and rules that begin at a step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = tanh_net(4, 8, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, gradsurgeon.apply(model, RULES, start_step=start)
 

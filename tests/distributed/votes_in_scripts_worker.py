@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
-from small import kinds_of, sgd
+from small import kinds_of, linears, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -27,7 +27,7 @@ NAN = float("nan")
 def trap(**options: Any) -> Json:
     """Return a rule set with one trap."""
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    return {"version": 1, "rules": [{**rule, "forensics": False, **options}]}
+    return rule_file({**rule, "forensics": False, **options})
 
 
 class Script:
@@ -35,7 +35,7 @@ class Script:
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
-        self.net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.net: Any = linears(4, 4, 4)
         self.net[0].own = nn.Parameter(torch.ones(4))
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.net, ["0.own"])
         self.ddp = DistributedDataParallel(self.net)
@@ -211,9 +211,7 @@ def beside_a_thread() -> Json:
     other.join()
     began = time.monotonic()
     for step in range(4):
-        optimizer.zero_grad()
-        ddp(dist.get_rank() == 0 or step % 2 == 0).sum().backward()
-        optimizer.step()
+        take_step(optimizer, ddp(dist.get_rank() == 0 or step % 2 == 0).sum())
     took = time.monotonic() - began
     events = kinds_of(session)
     session.remove()

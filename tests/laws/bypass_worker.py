@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small import sgd
+from small import rule_file, sgd
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +16,7 @@ from worker import work
 import gradsurgeon
 
 STEPS, BYPASSED = 30, 7
-RULES = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
+RULES = rule_file({"id": "norms", "action": "norm-log", "params": "*"})
 
 
 def trained(path: str, bypassed: int) -> list[dict[str, float]]:

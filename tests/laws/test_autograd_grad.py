@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import data
 from pairs import singly
-from small import net, rule_file, sgd
+from small import net, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
@@ -276,9 +276,7 @@ def test_gradient_penalty_beside_an_optimizer_needs_no_ticks() -> None:
     with gradsurgeon.apply(model, rule_file(early)) as session:
         for _ in range(2):
             other_tensors(model)
-            optimizer.zero_grad()
-            model(X).square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(X).square().sum())
     assert session.events == []
 
 

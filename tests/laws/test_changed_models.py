@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import data
 from pairs import singly
-from small import messages, net, rule_file, sgd
+from small import linears, messages, net, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -504,14 +504,12 @@ ZERO: dict[str, Any] = rule_file({"id": "zero", "action": "zero", "params": "*.w
 
 def small() -> Any:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    return linears(4, 3, 2)
 
 
 def train_once(model: nn.Module) -> None:
     optimizer = sgd(model)
-    optimizer.zero_grad()
-    model(data(0, 5, 4)).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(data(0, 5, 4)).square().mean())
 
 
 def acts(model: Any) -> bool:

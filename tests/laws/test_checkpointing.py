@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import data, same
 from pairs import singly
-from small import kinds_of, rule_file, sgd, steps_of, weights_of
+from small import kinds_of, rule_file, sgd, steps_of, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -171,9 +171,7 @@ def run_twice(reentrant: bool | None, **rule: Any) -> tuple[Twice, gradsurgeon.S
     rules = rule_file({"id": "it", "params": "*", **rule})
     with gradsurgeon.apply(model, rules) as session:
         for number in range(2):
-            optimizer.zero_grad()
-            (model(data(number, 5, 4)).square().mean() * 5).backward()
-            optimizer.step()
+            take_step(optimizer, model(data(number, 5, 4)).square().mean() * 5)
     return model, session
 
 
@@ -295,9 +293,7 @@ def test_a_block_without_trainable_parameters_is_watched(
         optimizer = torch.optim.SGD(trainable, lr=0.05)
         session = gradsurgeon.apply(model, rule_file(*rules)) if rules else None
         for number in range(3):
-            optimizer.zero_grad()
-            model(data(number, 5, 4)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(data(number, 5, 4)).square().mean())
         found.append(weights_of(model))
         if session is not None:
             assert session.events == []
@@ -342,9 +338,7 @@ def test_what_a_loss_has_packed_is_unpacked_by_the_backward_pass_alone(how: str)
         optimizer = sgd(model)
         session = gradsurgeon.apply(model, "gradsurgeon:debug@1") if watched else None
         for step in range(2):
-            optimizer.zero_grad()
-            packed(model(data(step, 3, 4)), torch.ones(3, 2)).backward()
-            optimizer.step()
+            take_step(optimizer, packed(model(data(step, 3, 4)), torch.ones(3, 2)))
         if session is not None:
             session.remove()
         return list(runs)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import kinds_of, rule_file, steps_of, weights_of
+from small import kinds_of, rule_file, steps_of, tanh_net, weights_of
 from torch import nn
 
 import gradsurgeon
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning"
 
 def two_layers() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    return tanh_net(4, 4, 2)
 
 
 def backward(model: Any, number: int, spoilt: str = "") -> None:

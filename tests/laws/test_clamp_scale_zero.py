@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import CASES, Case, same
 from pairs import singly
-from small import rule_file, sgd
+from small import rule_file, sgd, tanh_net
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -214,7 +214,7 @@ def test_an_optimizer_of_second_order_gets_the_hessian_that_an_edit_by_hand_leav
 
     def train(*, by_rule: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        model = tanh_net(3, 4, 1)
         optimizer, x = SecondOrder(model.parameters(), lr=0.1), torch.randn(2, 3)
         if by_rule:
             gradsurgeon.apply(model, rules(options, "step"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import CASES, data
 from pairs import singly
-from small import kinds_of, rule_file, sgd
+from small import kinds_of, rule_file, sgd, take_step, tanh_net
 from torch import nn
 
 import gradsurgeon
@@ -21,15 +21,13 @@ from gradsurgeon.tensors import _numbers
 
 def make() -> Any:
     torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net(4, 6, 2)
 
 
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, number: int, scale: float = 1.0
 ) -> None:
-    optimizer.zero_grad()
-    (model(data(number, 5, 4)).square().mean() * scale).backward()
-    optimizer.step()
+    take_step(optimizer, model(data(number, 5, 4)).square().mean() * scale)
 
 
 # --- freeze ---------------------------------------------------------------------------------------

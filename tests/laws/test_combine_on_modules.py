@@ -15,7 +15,7 @@ import pytest
 import torch
 from pairs import singly
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
-from small import sgd, steps_of, weights_of
+from small import sgd, steps_of, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -887,9 +887,7 @@ def why(session: gradsurgeon.Session, rule: str = "combine") -> str:
 def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
     optimizer = sgd(model, 0.01)
     for _ in range(steps):
-        optimizer.zero_grad()
-        run().backward()
-        optimizer.step()
+        take_step(optimizer, run())
 
 
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")

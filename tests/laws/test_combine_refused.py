@@ -23,6 +23,7 @@ from several_losses import (
     Heads,
     flat_grads,
     grads_of,
+    heads,
     jacobian,
     rules,
     trunk_of,
@@ -117,7 +118,7 @@ def test_a_sparse_gradient_before_anything_has_accumulated() -> None:
 
 
 def test_losses_of_a_graph_that_is_gone_say_what_torch_says() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     gradsurgeon.apply(model, rules(COMBINE))
     losses = two(model, x)
     gradsurgeon.backward(losses)
@@ -128,7 +129,7 @@ def test_losses_of_a_graph_that_is_gone_say_what_torch_says() -> None:
 def test_weights_that_cannot_be_had_leave_the_sum_and_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     expected = copy.deepcopy(model)
     sum(two(expected, x).values()).backward()  # type: ignore[union-attr]
     gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
@@ -171,7 +172,7 @@ def test_a_compiled_model_works_or_is_refused_by_name(what: str, kept: bool) -> 
     from torch._functorch import config
 
     torch._dynamo.reset()
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     matrix = jacobian(two(model, x), trunk_of(model))
     aggregation = pytest.importorskip("torchjd.aggregation")
     wanted = aggregation.MGDA()(matrix)
@@ -202,14 +203,14 @@ def test_a_compiled_model_works_or_is_refused_by_name(what: str, kept: bool) -> 
 
 def test_create_graph_in_the_script_goes_on_working() -> None:
     """The pass itself makes no graph: what needs one is a loss of its own."""
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     gradsurgeon.apply(model, rules(COMBINE))
     gradsurgeon.backward(two(model, x))
     assert all(param.grad is None or not param.grad.requires_grad for param in model.parameters())
 
 
 def test_an_exception_in_a_hook_leaves_the_hooks_as_they_were() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     weight = model.trunk[0].weight
     weight.register_hook(lambda grad: grad)
     hooks = dict(weight._backward_hooks)  # nobody else tells

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import data
 from pairs import slow
-from small import net, rule_file
+from small import net, rule_file, take_step
 from torch import Tensor
 
 import gradsurgeon
@@ -43,9 +43,7 @@ def run(way: str, rules: Any = RULES) -> tuple[list[Tensor], list[tuple[int, flo
     optimizer = torch.optim.SGD(params, lr=0.3)
     frames = []
     for step in range(4):
-        optimizer.zero_grad()
-        called(data(step, 5, 4)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, called(data(step, 5, 4)).square().mean())
         frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert frames[0] == frames[-1], "recompiled from step to step"
     with session:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 from models import data, same
-from small import rule_file, sgd, weights_of
+from small import rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -148,9 +148,7 @@ def run(setup: str, backend: str = "eager", *, acting: bool = True) -> Outcome:
     optimizer = torch.optim.SGD(params, lr=0.3)
     frames = []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss(data(step, 5, 4)).backward()
-        optimizer.step()
+        take_step(optimizer, loss(data(step, 5, 4)))
         frames.append(count("unique_graphs"))
     with session:
         names = {where: ["hidden"] if where in TAGS else ["gate", "gate.lin"] for where in SITES}

@@ -22,7 +22,7 @@ from bounds import TIMEOUT
 from laws import spawned
 from models import data, same
 from pairs import singly
-from small import fired, net, rule_file, sgd, weights_of
+from small import fired, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
@@ -54,9 +54,7 @@ def rules(entries: list[dict[str, Any]]) -> dict[str, Any]:
 def train(model: Any, steps: int = 2) -> list[Tensor]:
     optimizer = sgd(model)
     for number in range(steps):
-        optimizer.zero_grad()
-        model(data(number, 5, 4)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(number, 5, 4)).square().mean())
     return weights_of(model)
 
 
@@ -321,9 +319,7 @@ def test_a_model_as_argument_of_a_spawned_process_comes_without_rules() -> None:
 
 
 def step(model: Any, optimizer: Any, x: Tensor | None = None) -> None:
-    optimizer.zero_grad()
-    model(data(0, 5, 4) if x is None else x).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(data(0, 5, 4) if x is None else x).square().mean())
 
 
 def by_training(model: Any, session: Any) -> None:

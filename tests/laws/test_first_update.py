@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import messages, sgd
+from small import messages, sgd, take_step, tanh_net
 from torch import nn
 
 import gradsurgeon
@@ -21,14 +21,12 @@ HAS_MADE = "AdamW has made 3 updates already, and steps count from 0 here"
 
 def model_and_data() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(16, 4)
+    return tanh_net(4, 3, 1), torch.randn(16, 4)
 
 
 def train(model: nn.Module, x: torch.Tensor, optimizer: Any, steps: int = 3) -> None:
     for _ in range(steps):
-        optimizer.zero_grad()
-        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, (model(x) - x.sum(1, keepdim=True)).square().mean())
 
 
 def told(
@@ -127,7 +125,7 @@ def test_a_scale_that_acts_under_adam_is_not_told(rule: str) -> None:
 
 
 def test_each_optimizer_is_asked_about_its_own_parameters() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    model = tanh_net(4, 3, 1)
     x = torch.randn(16, 4)
 
     class Both:

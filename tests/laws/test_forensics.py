@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from models import same
-from small import kinds_of, messages, rule_file, sgd
+from small import kinds_of, messages, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -626,9 +626,7 @@ def test_only_the_first_trip_of_a_rule_is_diagnosed() -> None:
     rules = rule_file({**RULE, "then": "skip-step"})
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         for _ in range(3):
-            optimizer.zero_grad()
-            mean(model(batch())).backward()
-            optimizer.step()
+            take_step(optimizer, mean(model(batch())))
         traps = messages(session, "trap")
         assert ["diagnosis" in text for text in traps] == [True, False, False]
         assert not model._forward_hooks

@@ -14,7 +14,7 @@ import pytest
 import torch
 from laws.test_forensics import LOG, RULE, TRAP, Net, batch, brief, diagnosed, mean, stopped
 from pairs import singly
-from small import messages, rule_file, sgd
+from small import linears, messages, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -65,9 +65,7 @@ def test_healthy_training_goes_on(case: str) -> None:
     optimizer = sgd(model)
     with gradsurgeon.apply(model, TRAP, optimizer=optimizer):
         for number in range(3):
-            optimizer.zero_grad()
-            mean(model(batch(number))).backward()
-            optimizer.step()
+            take_step(optimizer, mean(model(batch(number))))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -205,9 +203,7 @@ def test_a_micro_batch_whose_gradients_were_cleared_is_not_to_blame() -> None:
     optimizer = sgd(model)
     with stopped(model) as diagnoses:
         mean(model(bad)).backward()
-        optimizer.zero_grad()
-        mean(model(batch())).backward()
-        optimizer.step()
+        take_step(optimizer, mean(model(batch())))
     assert (diagnoses[0].operation, diagnoses[0].micro_batch) == ("aten.div", 2)
 
 
@@ -375,9 +371,7 @@ def _moved(*, forensics: bool) -> list[Any]:
     rule = {**RULE, "then": "skip-step", "forensics": forensics}
     with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer) as session:
         for _ in range(4):
-            optimizer.zero_grad()
-            mean(model(batch())).backward()
-            optimizer.step()
+            take_step(optimizer, mean(model(batch())))
         (message,) = messages(session, "trap")
     # It runs as the third call would: what it has kept of Python has moved on, which is said.
     assert ("not reproduced" in message) is forensics
@@ -525,7 +519,7 @@ def test_a_step_that_feeds_several_optimizers_is_run_again_for_each(
 
 @pytest.mark.parametrize("several", [False, True])
 def test_calls_are_let_go_of_at_the_next_call(several: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = linears(4, 4, 2)
     parts = model if several else [model]
     optimizers = [sgd(part) for part in parts]
     kept: list[bool] = []

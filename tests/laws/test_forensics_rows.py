@@ -13,7 +13,7 @@ import torch
 from laws.test_forensics import TRAP, diagnosed, mean
 from models import same
 from pairs import singly
-from small import events_of, kinds_of, rule_file, sgd
+from small import events_of, kinds_of, rule_file, sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -331,9 +331,7 @@ def test_the_event_of_a_spike_has_the_ids() -> None:
     ) as session:
         for number in range(5):
             gradsurgeon.tag(IDS + number, "sample_ids")
-            optimizer.zero_grad()
-            mean(model(zeros_at((9, 4)) * (1 if number < 4 else 1e4))).backward()
-            optimizer.step()
+            take_step(optimizer, mean(model(zeros_at((9, 4)) * (1 if number < 4 else 10000.0))))
     (spike,) = events_of(session, "spike")
     assert spike.sample_ids == tuple((IDS + 4).tolist())
     assert spike.diagnosis is None
@@ -355,9 +353,7 @@ def test_healthy_training_with_ids_is_bit_identical(
         for _ in range(3):
             if tagged:
                 gradsurgeon.tag(torch.arange(shape[0]), "sample_ids")
-            optimizer.zero_grad()
-            mean(model(torch.randn(shape))).backward()
-            optimizer.step()
+            take_step(optimizer, mean(model(torch.randn(shape))))
         gradsurgeon.remove(model)
         results.append([*model.state_dict().values(), torch.get_rng_state()])
     assert same(*results)

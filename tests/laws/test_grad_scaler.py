@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data, same
-from small import kinds_of, rule_file, sgd, weights_of
+from small import kinds_of, linears, rule_file, sgd, tanh_net, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +21,7 @@ KINDS = ["SGD", "SGD fused", "AdamW", "AdamW fused"]
 
 def make(kind: str = "SGD", lr: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = tanh_net(4, 6, 2)
     name, *fused = kind.split()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=lr, fused=bool(fused))
     return model, optimizer
@@ -291,7 +291,7 @@ def test_a_trap_that_has_given_up_because_of_a_scaler_has_no_patience_left() -> 
 
 
 def test_a_scaler_that_skips_for_other_parameters_leaves_the_row_of_a_trap_alone() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = linears(2, 2, 1)
     rule = {"id": "t", "action": "nan-trap", "params": "0.*", "then": "skip-step"}
     faults = ["nan", "other", "other", "nan"]
     results = steps_under_a_scaler(model, {**rule, "give_up_after": 2}, faults)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import messages, net, rule_file, sgd, weights_of
+from small import messages, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -272,9 +272,7 @@ def built_anew(model: nn.Module) -> Curves:
     for _ in range(STEPS):
         optimizer = sgd(model)
         loss = loss_of(model)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take_step(optimizer, loss)
         losses.append(loss.item())
     return {"loss": losses}
 

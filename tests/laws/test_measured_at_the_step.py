@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
-from small import rule_file, sgd
+from small import linears, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -185,7 +185,7 @@ def test_accumulation_is_told_from_passes_that_are_cleared(
 
 
 def test_a_layer_that_is_exchanged_is_under_its_rules_in_its_first_step() -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model: Any = linears(4, 4, 1)
     zero = {"id": "zero", "action": "zero", "params": "0.*"}
     with gradsurgeon.apply(model, rule_file(zero)) as session:
         model[0] = nn.Linear(4, 4)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from models import data
 from pairs import pairwise
-from small import events_of, rule_file, sgd, weights_of
+from small import events_of, linears, rule_file, sgd, take_step, tanh_net, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -554,20 +554,16 @@ def test_a_validation_forward_that_feeds_no_update_is_no_trap() -> None:
 
 
 def test_a_trap_on_output_gradients_skips_the_step() -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model: Any = linears(4, 4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     skip = trap(tensor="output.grad", then="skip-step")
     with gradsurgeon.apply(model, skip) as session:
         model(data(0, 5, 4)).sum().backward()
         optimizer.step()
         before = weights_of(model)
-        optimizer.zero_grad()
-        (model(data(0, 5, 4)) * NAN).sum().backward()
-        optimizer.step()
+        take_step(optimizer, (model(data(0, 5, 4)) * NAN).sum())
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        optimizer.zero_grad()
-        model(data(0, 5, 4)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(0, 5, 4)).sum())
         assert not torch.equal(before[0], model[0].weight)
     assert [(e.kind, e.step, e.name) for e in session.events] == [
         ("trap", 1, "1"),
@@ -708,7 +704,7 @@ def test_a_trap_misses_nothing_in_a_model_of_many_modules(
 def test_threads_that_share_a_model_lose_no_count(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = tanh_net(4, 4, 2)
     entries = (
         capture("*", "output", max_bytes=10**9),
         {"action": "norm-log", "modules": "*", "tensor": "output.grad", "stats": ["l2", "mean"]},
@@ -775,7 +771,7 @@ def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> No
 
 
 def test_a_module_that_is_replaced_without_a_registration_is_told_of_in_the_end() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = tanh_net(4, 4, 2)
     optimizer = sgd(model[0])
     with gradsurgeon.apply(model, rule_file(capture("1", "output"))) as session:
         for step in range(3):
@@ -804,7 +800,7 @@ def nan_at(step: int, number: int) -> Tensor:
 def test_a_trap_on_a_value_that_needs_no_gradient_stops_the_update(
     then: str, modules: str, tensor: str, frozen: bool
 ) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = tanh_net(4, 4, 2)
     model[0].requires_grad_(not frozen)
     optimizer = sgd(model[2])
     rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor, "then": then}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from models import data
 from pairs import singly
-from small import rule_file, sgd, steps_of
+from small import linears, rule_file, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -58,9 +58,7 @@ def logging(tensor: str, **more: Any) -> dict[str, Any]:
 def train(model: nn.Module, width: int, steps: int = 6) -> None:
     optimizer = sgd(model, 0.01)
     for step in range(steps):
-        optimizer.zero_grad()
-        model(data(step, 40, width)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(step, 40, width)).square().mean())
 
 
 def by_hand(width: int) -> dict[tuple[str, str], list[float]]:
@@ -127,7 +125,7 @@ def test_an_export_has_each_value_once(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MOST_PENDING", 8)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = linears(4, 4, 4)
     with gradsurgeon.apply(model, rule_file(logging("output"))) as session:
         norms = [model[0](data(step, 5, 4)).norm().item() for step in range(20)]
         assert len(session._attachment.context.recorder._pending) < 8
@@ -142,7 +140,7 @@ def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyP
     tensor=["output", "input", "output.grad", "input.grad"],
 )
 def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = linears(4, 4, 4)
     with gradsurgeon.apply(model, rule_file(logging(tensor, steps=steps))) as session:
         train(model, 4, steps=8)
     (rule,) = session.plan.rules.rules

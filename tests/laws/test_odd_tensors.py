@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import sgd
+from small import sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -51,9 +51,7 @@ def test_training_goes_on_under_fingerprints_and_noise(kind: str) -> None:
         optimizer = sgd(model)
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             for _ in range(2):
-                optimizer.zero_grad()
-                model(torch.full((3, 4), 0.3)).square().mean().backward()
-                optimizer.step()
+                take_step(optimizer, model(torch.full((3, 4), 0.3)).square().mean())
             assert session.latest("head", "projection_1", rule="fingerprint-outputs")
         return model.taker.weight.detach()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import data, same
-from small import fired, net, rule_file, sgd, weights_of
+from small import fired, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -62,9 +62,7 @@ def outside(rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Sess
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rule_file(*rules)) as session:
         for step in range(STEPS):
-            optimizer.zero_grad()
-            model(data(step, 5, 4)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(data(step, 5, 4)).square().mean())
     return [param.detach() for param in model.parameters()], session
 
 

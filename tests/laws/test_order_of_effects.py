@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from small import rule_file, sgd
+from small import rule_file, sgd, take_step
 from torch import nn
 
 import gradsurgeon
@@ -46,8 +46,6 @@ def test_hooks_of_the_script_act_in_the_order_in_which_they_came() -> None:
         for step in range(2):
             if step == 1:
                 optimizer.register_step_pre_hook(lambda *_: note("step, after"))
-            optimizer.zero_grad()
-            model.weight.sum().backward()
-            optimizer.step()
+            take_step(optimizer, model.weight.sum())
     first = [("backward, before", 1.0), ("backward, after", 2.0), ("step, before", 2.0)]
     assert seen == [*first, *first, ("step, after", 4.0)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import events_of, kinds_of, rule_file
+from small import events_of, kinds_of, rule_file, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -214,9 +214,7 @@ def test_one_optimizer_over_two_models() -> None:
     bad = False
 
     def step() -> None:
-        optimizer.zero_grad()
-        (first.w * (float("nan") if bad else 1.0) + second.w).sum().backward()
-        optimizer.step()
+        take_step(optimizer, (first.w * (float("nan") if bad else 1.0) + second.w).sum())
 
     with (
         gradsurgeon.apply(first, rule_file(SKIP)) as one,
@@ -243,9 +241,7 @@ def test_a_rebuilt_optimizer_goes_on_with_the_clock() -> None:
         for _ in range(2):
             optimizer = sgd(model)
             for _ in range(2):
-                optimizer.zero_grad()
-                model.w.sum().backward()
-                optimizer.step()
+                take_step(optimizer, model.w.sum())
     assert session.step == 4
     assert -model.w.item() == 0.5 * 3 + 1.0
 
@@ -280,9 +276,7 @@ def test_a_parameter_group_that_is_added_later_belongs_to_the_optimizer() -> Non
         (model.a + model.b).sum().backward()
         optimizer.step()
         optimizer.add_param_group({"params": [model.b]})
-        optimizer.zero_grad()
-        (model.a + model.b).sum().backward()
-        optimizer.step()
+        take_step(optimizer, (model.a + model.b).sum())
     assert (-model.a.item(), -model.b.item()) == (1.0, 0.5)
 
 
@@ -299,9 +293,7 @@ def test_a_step_within_a_step_is_one_step() -> None:
     optimizer = Outer(model.parameters(), lr=1.0)
     with gradsurgeon.apply(model, rule_file(HALF)) as session:
         for _ in range(2):
-            optimizer.zero_grad()
-            (model.w * 4.0).sum().backward()
-            optimizer.step()
+            take_step(optimizer, (model.w * 4.0).sum())
         assert session.step == 2
     assert -model.w.item() == 4.0
 
@@ -363,9 +355,7 @@ def test_a_step_that_raises_is_an_attempt_and_the_next_one_acts() -> None:
         with pytest.raises(MemoryError):
             optimizer.step()
         fail = False
-        optimizer.zero_grad()
-        model.w.sum().backward()
-        optimizer.step()
+        take_step(optimizer, model.w.sum())
         handle.remove()
         assert session.step == 2
     assert -model.w.item() == 0.5

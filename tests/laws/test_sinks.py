@@ -53,14 +53,6 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
     assert session.events == []
 
 
-def test_one_pattern_may_be_a_text() -> None:
-    sink = Kept()
-    sink.names = "2.*"  # type: ignore[assignment]
-    train(sink)
-    named = {name for name in sink.curves if name.endswith("/l2")}
-    assert named == {"gradsurgeon/norms/2.weight/l2", "gradsurgeon/norms/2.bias/l2"}
-
-
 def test_tensors_get_curves_only_where_they_are_asked_for() -> None:
     sink = Kept(names=["2.*"])
     _, session = train(sink)

@@ -189,19 +189,6 @@ def test_a_step_that_another_trap_skips_does_not_enter(above: dict[str, float]) 
 
 
 @FORMS
-def test_a_spike_that_is_skipped_does_not_enter(above: dict[str, float]) -> None:
-    calm = [1 + 0.1 * math.sin(step) for step in range(40)]
-    with_spikes = [*calm[:30], 50.0, 60.0, *calm[30:]]
-    (one, _), (other, _) = (
-        trained(above, norms, then="skip-step") for norms in (calm, with_spikes)
-    )
-    assert learnt(one) == learnt(other)
-    kinds = kinds_of(other)
-    assert kinds == ["spike", "skipped-step"] * 2
-    assert "the last trap tripped at step 31: rule spikes" in repr(other)
-
-
-@FORMS
 def test_outside_of_its_steps_nothing_is_learnt(above: dict[str, float]) -> None:
     norms = series()
     session, reached = trained(above, norms, steps={"from": 10, "to": 50, "every": 2})

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from small import fired, rule_file, sgd, steps_of
+from small import fired, linears, rule_file, sgd, steps_of
 from torch import nn
 
 import gradsurgeon
@@ -215,7 +215,7 @@ def test_the_gradients_that_another_thread_asks_for_are_not_mine() -> None:
             thread.join()
             return grads[0]
 
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = linears(2, 2, 1)
     optimizer = sgd(model)
     norms = rule_file(RULES["rules"][2])
     with gradsurgeon.apply(model, norms) as session:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import same
-from small import rule_file, sgd, steps_of
+from small import rule_file, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
@@ -258,9 +258,7 @@ def test_a_large_parameter_is_sampled(sparse: bool) -> None:
     session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
     for _ in range(2):
         old = weight.detach().clone()
-        optimizer.zero_grad()
-        model(torch.arange(0, 5000, 4)).square().sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.arange(0, 5000, 4)).square().sum())
     expected = by_hand(old, weight.detach())
     found = {stat: session.latest("table.weight", stat, rule="updates") for stat in OF_UPDATE}
     assert expected["moved"] == 0.25

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -42,7 +43,7 @@ class Hand:
     def rules(self) -> dict[str, Any]:
         """Return a rule file with the rule and a log that must not be moved by it."""
         rule = {"id": "it", **self.rule}
-        return {"version": 1, "rules": [rule, {"id": "norms", "action": "norm-log", "params": "*"}]}
+        return rule_file(rule, {"id": "norms", "action": "norm-log", "params": "*"})
 
 
 def _bounded(grads: Grads) -> None:
@@ -194,7 +195,7 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
 def trap(then: str) -> dict[str, Any]:
     """Return a rule file with a trap on everything."""
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
-    return {"version": 1, "rules": [rule]}
+    return rule_file(rule)
 
 
 class Poison(torch.autograd.Function):

@@ -18,7 +18,7 @@ from commands import ROOT, forked
 from lightning.pytorch.loggers.logger import Logger
 from models import data
 from ranks import run_ranks
-from small import sgd
+from small import linears, sgd
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainers.own_warnings import OWN_WARNINGS
@@ -97,7 +97,7 @@ class Net(lightning.LightningModule):
     def __init__(self, *, bad: int = -1, broken: int = -1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.net = linears(4, 3, 1)
         self._bad, self._broken = bad, broken
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -348,7 +348,7 @@ class Reader(nn.Module):
     def __init__(self, *, bad: int = -1, broken: int = -1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.net = linears(4, 3, 1)
         self.calls, self.bad, self.broken = 0, bad, broken
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import lightning
 import pytest
 import torch
+from small import rule_file, tanh_net
 from torch import Tensor, nn
 from trainers.own_warnings import OWN_WARNINGS
 from transformers import Trainer, TrainingArguments
@@ -17,17 +18,14 @@ from gradsurgeon.integrations import LightningCallback, TransformersCallback
 
 pytestmark = [pytest.mark.slow, *OWN_WARNINGS]
 
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {
-            "id": "spikes",
-            "action": "spike-trap",
-            "params": "*",
-            "above": {"sigmas": 1.5, "beta": 0.8, "warmup": 4},
-        }
-    ],
-}
+RULES: dict[str, Any] = rule_file(
+    {
+        "id": "spikes",
+        "action": "spike-trap",
+        "params": "*",
+        "above": {"sigmas": 1.5, "beta": 0.8, "warmup": 4},
+    }
+)
 STEPS, BROKEN_OFF = 16, 9
 
 
@@ -40,7 +38,7 @@ def loss_of(net: nn.Module, step: int) -> Tensor:
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    return tanh_net(4, 3, 1)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:

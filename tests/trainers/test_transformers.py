@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
-from small import sgd, steps_of
+from small import rule_file, sgd, steps_of
 from torch import Tensor, nn
 from trainers import by_hand
 from trainers.by_hand import CLIP, PARTS, RULES, STEPS, Hand
@@ -123,15 +123,12 @@ def watching(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_bf16_and_the_default_optimizers(optim: str, tmp_path: Path) -> None:
-    rules = {
-        "version": 1,
-        "rules": [
-            {"id": "clipped", "action": "norm-log", "at": "step", "params": LOGGED},
-            {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "*"},
-            {"id": "halved", "action": "norm-log", "at": "step", "params": LOGGED},
-            {"id": "trap", "action": "nan-trap", "params": "*"},
-        ],
-    }
+    rules = rule_file(
+        {"id": "clipped", "action": "norm-log", "at": "step", "params": LOGGED},
+        {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "*"},
+        {"id": "halved", "action": "norm-log", "at": "step", "params": LOGGED},
+        {"id": "trap", "action": "nan-trap", "params": "*"},
+    )
     model = make()
     seen = watching(model)
     with gradsurgeon.apply(model, rules) as session:

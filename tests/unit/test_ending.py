@@ -15,7 +15,7 @@ import torch
 from commands import call_here
 from html_views import Page
 from runs import another_process, meta, write
-from small import sgd
+from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -28,7 +28,7 @@ from gradsurgeon.report.web_page import page_data
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 TRAP = {"id": "no-nan", "action": "nan-trap", "params": "*", "forensics": False}
-RULES = {"version": 1, "rules": [NORMS]}
+RULES = rule_file(NORMS)
 NO_END = r"broken: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing"
 
 

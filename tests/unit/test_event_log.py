@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from small import events_of, kinds_of, sgd
+from small import events_of, kinds_of, rule_file, sgd, take_step
 from torch import nn
 
 import gradsurgeon
@@ -36,11 +36,9 @@ def train(then: str, steps: int, **options: object) -> gradsurgeon.Session:
     model = nn.Linear(2, 1)
     optimizer = sgd(model)
     rule = {"id": "guard", "action": "nan-trap", "params": "*", "then": then, **options}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         for _ in range(steps):
-            optimizer.zero_grad()
-            (model(torch.ones(1, 2)) * NAN).sum().backward()
-            optimizer.step()
+            take_step(optimizer, (model(torch.ones(1, 2)) * NAN).sum())
     return session
 
 
@@ -184,7 +182,7 @@ def test_routine_events_make_room_for_traps(few_events: int) -> None:
 def test_the_error_of_a_trap_is_its_own_however_many_events_there_were() -> None:
     model = nn.Linear(2, 1, bias=False)
     rule = {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    rules = {"version": 1, "rules": [{**rule, "give_up_after": 1000}]}
+    rules = rule_file({**rule, "give_up_after": 1000})
     session = gradsurgeon.apply(model, rules)
     for step in range(150):
         model.weight.grad = None

@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import WITHOUT_TORCH, call
 from pydantic import field_validator, model_validator
-from small import fired, sgd, weights_of
+from small import fired, rule_file, sgd, weights_of
 
 import gradsurgeon
 from gradsurgeon import actions
@@ -223,7 +223,7 @@ rules:
         optimizer = sgd(model)
         trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
         unit = {"id": "unit", "action": "normalize", "params": "*", "at": "step"}
-        rules = {"version": 1, "rules": [trap, unit]}
+        rules = rule_file(trap, unit)
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             (model(torch.randn(8, 4)) * 0).sum().backward()  # no gradient has a length
             optimizer.step()
@@ -261,7 +261,7 @@ rules:
         model = models.Mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         rule = {"id": "trap", "action": "size-trap", "params": "fc1.*", "limit": 5.0}
-        rules = {"version": 1, "rules": [{**rule, "then": "skip-step"}]}
+        rules = rule_file({**rule, "then": "skip-step"})
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
@@ -289,7 +289,7 @@ rules:
         with pytest.raises(
             gradsurgeon.BindError, match=r"rule trap: .*alone, not `linf`; use `params`"
         ):
-            gradsurgeon.apply(models.Mlp(), {"version": 1, "rules": [rule]})
+            gradsurgeon.apply(models.Mlp(), rule_file(rule))
 
 
 @pytest.mark.usefixtures("own")
@@ -301,7 +301,7 @@ def test_what_is_wrong_inside_an_option_of_any_type_is_told() -> None:
 
     rule = {"id": "it", "action": "listed", "params": "*", "names": [1], "size": 1.5}
     with pytest.raises(gradsurgeon.RuleFileError) as caught:
-        gradsurgeon.load({"version": 1, "rules": [rule]})
+        gradsurgeon.load(rule_file(rule))
     places = {str(one.place) for one in caught.value.problems}
     assert "<dict> rules[0].names[0]" in places
     assert len(places) > 1
@@ -331,7 +331,7 @@ def test_what_a_validator_of_the_user_says_has_a_place(number: int, place: str) 
 
     rule = {"id": "it", "action": "picky", "params": "*", "number": number}
     with pytest.raises(gradsurgeon.RuleFileError) as caught:
-        gradsurgeon.load({"version": 1, "rules": [rule]})
+        gradsurgeon.load(rule_file(rule))
     (problem,) = caught.value.problems
     assert str(problem.place) == place
     assert "not that number" in problem.message

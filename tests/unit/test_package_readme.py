@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import kinds_of, sgd
+from small import kinds_of, sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -155,9 +155,7 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
     with seen["apply"].during(apply) as session:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(x).sum())
         optimizer.zero_grad()
         seen["backward"].during(model(x).sum().backward)
         seen["step"].during(optimizer.step)

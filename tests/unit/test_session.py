@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data
-from small import sgd, steps_of
+from small import linears, sgd, steps_of, take_step
 from torch import nn
 
 import gradsurgeon
@@ -22,13 +22,11 @@ NORMS = {"id": "norms", "action": "norm-log"}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
-    optimizer.zero_grad()
-    model(data(number, 5, 4)).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(data(number, 5, 4)).square().mean())
 
 
 def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model = linears(4, 3, 2)
     return model, sgd(model)
 
 
@@ -137,9 +135,7 @@ def test_a_rule_that_first_fires_late_has_fired() -> None:
         ),
     ):
         for number in range(10):
-            optimizer.zero_grad()
-            (a if number < 5 else b)(body(data(number, 2, 3))).sum().backward()
-            optimizer.step()
+            take_step(optimizer, (a if number < 5 else b)(body(data(number, 2, 3))).sum())
     assert session.status()["late"].fired == 10
     assert [(e.kind, e.rule, e.step) for e in session.events] == [("notice", "late", 2)]
 

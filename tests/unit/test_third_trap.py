@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import call_here
 from kept_sink import Kept
-from small import events_of, sgd
+from small import events_of, rule_file, sgd, take_step
 from torch import nn
 
 import gradsurgeon
@@ -36,13 +36,11 @@ def train(then: str, **options: Any) -> gradsurgeon.Session:
     model = nn.Linear(3, 1)
     rule = {"id": "long", "action": "length-trap", "params": "weight", "limit": 50.0, "then": then}
     norms = {"id": "norms", "action": "norm-log", "params": "*"}
-    rules = {"version": 1, "rules": [rule, norms]}
+    rules = rule_file(rule, norms)
     optimizer = sgd(model, 0.01)
     with gradsurgeon.apply(model, rules, optimizer=optimizer, **options) as session:
         for step in range(5):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3) * (100.0 if step == 2 else 1.0)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(2, 3) * (100.0 if step == 2 else 1.0)).sum())
     return session
 
 
