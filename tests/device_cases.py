@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from device_failures import captured, failed, failed_at_the_update, failed_under_apply
+from ranks import Json
 from small import sgd
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +39,7 @@ from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 warnings.simplefilter("ignore")
-ALL: list[dict[str, Any]] = [
+ALL: list[Json] = [
     {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
     {"id": "norms", "action": "norm-log", "params": "*"},
@@ -52,7 +53,7 @@ ALL: list[dict[str, Any]] = [
 ]
 
 
-def rules(*ids: str) -> dict[str, Any]:
+def rules(*ids: str) -> Json:
     return {"version": 1, "rules": [rule for rule in ALL if not ids or rule["id"] in ids]}
 
 
@@ -79,7 +80,7 @@ def plain(tensor: torch.Tensor) -> list[Any]:
     return found
 
 
-def train(*, on_device: bool, scaled: bool = False) -> dict[str, Any]:
+def train(*, on_device: bool, scaled: bool = False) -> Json:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     if on_device:
@@ -110,11 +111,11 @@ def train(*, on_device: bool, scaled: bool = False) -> dict[str, Any]:
         }
 
 
-def same_as_on_the_host() -> dict[str, Any]:
+def same_as_on_the_host() -> Json:
     return {"host": train(on_device=False), "device": train(on_device=True)}
 
 
-def of_losses(*, on_device: bool) -> dict[str, Any]:
+def of_losses(*, on_device: bool) -> Json:
     """Combine the gradients of scaled losses by a method that goes by how large they are."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
@@ -136,7 +137,7 @@ def of_losses(*, on_device: bool) -> dict[str, Any]:
     }
 
 
-def losses() -> dict[str, Any]:
+def losses() -> Json:
     return {"host": of_losses(on_device=False), "device": of_losses(on_device=True)}
 
 
@@ -157,7 +158,7 @@ class Branches(nn.Module):
         return [x.sum(), y.sum()]
 
 
-def two_threads() -> dict[str, Any]:
+def two_threads() -> Json:
     sys.setswitchinterval(1e-6)
     begins = Controller.backward_started
 
@@ -166,7 +167,7 @@ def two_threads() -> dict[str, Any]:
         begins(self, graph)
 
     Controller.backward_started = slowly  # type: ignore[method-assign]
-    found: dict[str, Any] = {"events": [], "steps": [], "rows": []}
+    found: Json = {"events": [], "steps": [], "rows": []}
     for _ in range(6):
         model = Branches()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
@@ -226,7 +227,7 @@ def host_reads() -> dict[str, int]:
     }
 
 
-def half_precision() -> dict[str, Any]:
+def half_precision() -> Json:
     found = {}
     for cast in (False, True):
         torch.manual_seed(0)
@@ -310,7 +311,7 @@ def norms() -> dict[str, list[list[float]]]:
     }
 
 
-EVERY: list[dict[str, Any]] = [
+EVERY: list[Json] = [
     {"action": "clamp", "min": -1e-3, "max": 1e-3, "at": "step"},
     {"action": "scale", "factor": 0.3, "at": "step"},
     {"action": "zero", "at": "step"},
@@ -394,7 +395,7 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    told: dict[str, Any] = {}
+    told: Json = {}
     with Factories():
         for case in CASES:
             try:

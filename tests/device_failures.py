@@ -6,10 +6,10 @@ The cases belong to `device_cases.py`, which runs them in a process of its own.
 from __future__ import annotations
 
 import tempfile
-from typing import Any
 
 import torch
 from pack_trainings import launched
+from ranks import Json
 from torch import nn
 
 import gradsurgeon
@@ -33,7 +33,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def captured() -> dict[str, Any]:
+def captured() -> Json:
     """Run a pack where a graph is captured: a read by the host would end the capture."""
     reads: list[int] = []
 
@@ -63,7 +63,7 @@ class Failing:
         watchers.remove(self)
 
 
-def failed(where: str = "forward") -> dict[str, Any]:
+def failed(where: str = "forward") -> Json:
     """End a script under a pack by a device that fails in its forward pass, or right before an update."""
     failing = Failing()
 
@@ -88,11 +88,11 @@ def failed(where: str = "forward") -> dict[str, Any]:
     return {"lines": done.lines, "steps": steps, "ended": ended}
 
 
-def failed_at_the_update() -> dict[str, Any]:
+def failed_at_the_update() -> Json:
     return failed("update")
 
 
-def failed_under_apply() -> dict[str, Any]:
+def failed_under_apply() -> Json:
     """Leave a session by the error of a device: its end raises no other one."""
     model, optimizer = on_device()
     try:

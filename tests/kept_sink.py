@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from ranks import Json
 from small import rule_file, sgd, take_step, tanh_net
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ import gradsurgeon
 
 STEPS = 30
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
-ONLY_NORMS: dict[str, Any] = rule_file(NORMS)
+ONLY_NORMS: Json = rule_file(NORMS)
 TRAP = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
 
 
@@ -64,7 +65,7 @@ def make() -> nn.Sequential:
 
 def train(
     *sinks: Any,
-    rules: Sequence[dict[str, Any]] = (NORMS, TRAP),
+    rules: Sequence[Json] = (NORMS, TRAP),
     bad: int | None = None,
     record: Any = None,
 ) -> tuple[list[Tensor], gradsurgeon.Session]:

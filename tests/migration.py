@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from commands import ROOT
 from models import data, same
+from ranks import Json
 from small import weights_of
 from torch import Tensor, nn
 
@@ -78,7 +79,7 @@ class Loop:
     passes: int = 1
     fault: float | None = None
     scaler: torch.amp.GradScaler | None = None
-    names: dict[str, Any] = field(default_factory=dict)
+    names: Json = field(default_factory=dict)
     grads: list[Tensor | None] = field(default_factory=list)
 
     def run(self, rules: str | None = None) -> list[Tensor]:

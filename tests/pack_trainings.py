@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from models import data
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
@@ -52,7 +53,7 @@ class Launched:
 
 def launched(
     train: Train,
-    rules: str | list[dict[str, Any]] = DEBUG,
+    rules: str | list[Json] = DEBUG,
     *,
     record: str = "",
     watch: Callable[[], AbstractContextManager[None]] = nullcontext,

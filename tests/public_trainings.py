@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from ranks import Json
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ PACK = "gradsurgeon:fingerprint@1"
 STEPS = 4
 
 
-def noisy(seed: int, eps: float) -> dict[str, Any]:
+def noisy(seed: int, eps: float) -> Json:
     """Return the rules of a noise run, as `gradsurgeon run --perturb` makes them."""
     noise = {"action": "perturb", "modules": "*", "where": {"owns_params": True}, "eps": eps}
     rules = [
@@ -164,7 +165,7 @@ def words(recording: Recording) -> None:
     model = Lstm()
     if how == "dropout left out":
         model.drop.p = 0.0
-    options: dict[str, Any] = {"foreach": False} if how == "optimizer tensor by tensor" else {}
+    options: Json = {"foreach": False} if how == "optimizer tensor by tensor" else {}
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, **options)
     data = torch.Generator().manual_seed(1)
     state = None

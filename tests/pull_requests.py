@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
 
 from bounds import TIMEOUT
 from commands import CLEAN, ROOT, environment, git
+from ranks import Json
 
 ACTION = ROOT / ".github" / "actions" / "review"
 WRONG = CLEAN.replace("norm-log", "norm-lg")
@@ -44,7 +44,7 @@ class GitHub:
 
     url: str = ""
     readonly: bool = False
-    comments: list[dict[str, Any]] = field(default_factory=list)
+    comments: list[Json] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     given: list[str | None] = field(default_factory=list)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from commands import environment
+from ranks import Json
 
 from gradsurgeon.records.store import Key, Part, Records, database
 from gradsurgeon.records.store.writer import RunWriter
@@ -20,7 +21,7 @@ from gradsurgeon.records.store.writer import RunWriter
 KEY = Key("norms", "l2", "accumulated", ("a.weight", "a.bias"))
 
 
-def shown(records: Records) -> dict[str, Any]:
+def shown(records: Records) -> Json:
     """Return what a `Report` takes of the records of a session."""
     return {"series": [Part(one, {}) for one in records], "dropped": records.dropped}
 
@@ -38,7 +39,7 @@ def listing(path: pathlib.Path) -> list[str]:
 JOB = {"host": "here", "parent": "7", "launch": "here/29500/none", "attempt": "0"}
 
 
-def meta(names: Sequence[str] = KEY.names, **more: Any) -> dict[str, Any]:
+def meta(names: Sequence[str] = KEY.names, **more: Any) -> Json:
     """Return what `run.json` says of a run with one rule on some parameters."""
     return {
         "gradsurgeon": "0.1.0",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from small import tanh_net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from gradsurgeon.actions._methods import METHODS
 
 # Of the methods that must be given some.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Json] = {
     "cagrad": {"c": 0.5},
     "fairgrad": {"alpha": 1.0},
 }
 # The method whose weights are known without a computation: with `alpha: 0` it averages.
-AVERAGE: dict[str, Any] = {"method": "fairgrad", "alpha": 0}
+AVERAGE: Json = {"method": "fairgrad", "alpha": 0}
 
 Losses = Callable[[nn.Module, Tensor], dict[str, Tensor]]
 
@@ -153,7 +154,7 @@ TRUNKS: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
-def rules(*given: Mapping[str, Any]) -> dict[str, Any]:
+def rules(*given: Mapping[str, Any]) -> Json:
     """Return a rule file of rules on the losses `seg` and `depth` and on the trunk, unless they say otherwise."""
     common = {"losses": ["seg", "depth"], "params": "trunk.*"}
     return {"version": 1, "rules": [{"id": rule["action"], **common, **rule} for rule in given]}

@@ -7,12 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from ranks import Json
 from torch import Tensor, nn
 
 import gradsurgeon
 
 
-def rule_file(*rules: Mapping[str, Any], **common: Any) -> dict[str, Any]:
+def rule_file(*rules: Mapping[str, Any], **common: Any) -> Json:
     """Return rules as a file has them.
 
     Args:

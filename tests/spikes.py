@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from ranks import Json
 from running_bounds import ByHand
 from small import tanh_net
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from gradsurgeon.runtime.spike_effect import SpikeEffect
 
 # What the loss of each step is multiplied by.
 FACTORS = (1, 1.2, 0.9, 1.1, 1, 30, 1, 1.1, 0.9, 50, 0.8, 1.3, 1, 7, 1)
-ABOVE: dict[str, dict[str, Any]] = {
+ABOVE: dict[str, Json] = {
     "sigmas": {"sigmas": 2.5, "beta": 0.9, "warmup": 4},
     "times": {"times": 1.05, "beta": 0.9, "warmup": 4},
 }
@@ -43,13 +44,13 @@ def backward(model: Any, step: int, parts: int = 1) -> None:
         (model(part).square().mean() * FACTORS[step] / parts).backward()
 
 
-def spike_trap(above: str, per: str, then: str, **options: Any) -> dict[str, Any]:
+def spike_trap(above: str, per: str, then: str, **options: Any) -> Json:
     rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": ABOVE[above]}
     patience = {"give_up_after": 99} if then == "skip-step" else {}
     return {**rule, "per": per, "then": then, **patience, **options}
 
 
-def rules(*given: dict[str, Any]) -> dict[str, Any]:
+def rules(*given: Json) -> Json:
     return {"version": 1, "rules": list(given)}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from commands import ROOT, WITHOUT_TORCH, call, quiet
+from ranks import Json
 
 from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, TARGETS, check_rule
@@ -67,12 +68,12 @@ class TestSchema:
     }
 
     @pytest.fixture
-    def found(self, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    def found(self, capsys: pytest.CaptureFixture[str]) -> Json:
         assert cli.main(["schema"]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        found: Json = json.loads(capsys.readouterr().out)
         return found
 
-    def test_the_tensors_of_each_kind_of_target(self, found: dict[str, Any]) -> None:
+    def test_the_tensors_of_each_kind_of_target(self, found: Json) -> None:
         words, path = found["$defs"]["zero"]["properties"]["tensor"]["anyOf"]
         for kind in TARGETS:
             for text in words["enum"]:
@@ -85,7 +86,7 @@ class TestSchema:
         for text in ("outputs", "output[-1]", "output..x", "grad[0]"):
             assert not re.search(path["pattern"], text)
 
-    def test_includes(self, found: dict[str, Any]) -> None:
+    def test_includes(self, found: Json) -> None:
         names, path = found["properties"]["include"]["items"]["anyOf"]
         assert "gradsurgeon:nan-trap@1" in names["enum"]
         assert [
@@ -94,7 +95,7 @@ class TestSchema:
             if re.search(path["pattern"], entry)
         ] == ["a.yaml", "a/b.yml"]
 
-    def test_every_mapping_is_closed_and_nothing_may_be_null(self, found: dict[str, Any]) -> None:
+    def test_every_mapping_is_closed_and_nothing_may_be_null(self, found: Json) -> None:
         def walk(value: object) -> None:
             if isinstance(value, dict):
                 assert value.get("type") != "null"

@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import WITHOUT_TORCH, call, environment, quiet, refused
+from ranks import Json
 from runs import listing, meta, values, write
 
 from gradsurgeon import Event
@@ -43,7 +43,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lines(text: str) -> list[dict[str, Any]]:
+def lines(text: str) -> list[Json]:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 

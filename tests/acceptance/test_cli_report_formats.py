@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from commands import WITHOUT_TORCH, call, call_here, quiet, refused
+from ranks import Json
 from runs import meta, values, write
 
 from gradsurgeon import Diagnosis, Event, open_run
@@ -185,7 +186,7 @@ class TestJSON:
         fill(tmp_path / "run", trap(11), SKIP)
         found = self.read(tmp_path)
         norms = found.pop("norms")
-        nothing: dict[str, Any] = {"diagnosis": None, "sample_ids": []}
+        nothing: Json = {"diagnosis": None, "sample_ids": []}
         assert found == {
             "version": 1,
             "title": "rules.yaml on Net",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from migration import Net, agree, row
 from models import data
+from ranks import Json
 from running_bounds import ByHand
 from small import sgd, take_step, weights_of
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ def stopped(act: Callable[[Tensor], Tensor], *, code: str = "", rules: str = "")
     return -1, None
 
 
-def _debugger() -> dict[str, Any]:
+def _debugger() -> Json:
     from transformers.debug_utils import DebugUnderflowOverflow
 
     return {"DebugUnderflowOverflow": DebugUnderflowOverflow}

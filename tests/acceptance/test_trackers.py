@@ -16,6 +16,7 @@ import pytest
 import torch
 from bounds import TIMEOUT
 from commands import environment
+from ranks import Json
 from small import kinds_of, rule_file, sgd, take_step, tanh_net
 
 import gradsurgeon
@@ -215,7 +216,7 @@ def test_wandb(tmp_path: Path) -> None:
     session = train(sink)
     sink.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     metrics = {}
     # The process of the client writes the last block after it has said that it is done.
     end = time.monotonic() + TIMEOUT

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import Json
 from small import rule_file, sgd
 from torch import nn
 from torch.nn import functional
@@ -46,7 +46,7 @@ def trained(path: str, bypassed: int) -> list[dict[str, float]]:
     return norms
 
 
-def find() -> dict[str, Any]:
+def find() -> Json:
     healthy, bypassed = sys.argv[2:]
     return {"healthy": trained(healthy, STEPS), "bypassed": trained(bypassed, BYPASSED)}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -454,7 +455,7 @@ def schedule_that_ends() -> Training:
 def group_that_waits() -> Training:
     """One group has a learning rate of 0 until the script sets one."""
     model = perceptron()
-    groups: list[dict[str, Any]] = [
+    groups: list[Json] = [
         {"params": [*model[0].parameters()], "lr": 0.0},
         {"params": [*model[2].parameters(), *model[4].parameters()]},
     ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
 from pairs import pairwise
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 
@@ -111,7 +111,7 @@ def test_every_action_has_examples_of_the_kind_its_role_wants() -> None:
 
 # What combines the gradients of losses does nothing to one alone: its laws stand in `test_combine`.
 EDITING = [name for name, rule in ACTIONS.items() if issubclass(rule, EditRule)]
-NASTY: dict[str, Any] = {
+NASTY: Json = {
     "empty": torch.empty(0),
     "0-dim": torch.tensor(3.5),
     "zeros": torch.zeros(4),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import data
 from pairs import singly
+from ranks import Json
 from small import linears, messages, net, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -19,7 +20,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import gradsurgeon
 from gradsurgeon import BindError, GradSurgeonWarning
 
-POINTS: dict[str, dict[str, Any]] = {
+POINTS: dict[str, Json] = {
     "zero, backward": {"action": "zero"},
     "zero, step": {"action": "zero", "at": "step"},
     "norm-log, backward": {"action": "norm-log", "at": "backward"},
@@ -31,7 +32,7 @@ POINTS: dict[str, dict[str, Any]] = {
 POINT = pytest.mark.parametrize("point", POINTS)
 
 
-def rules(point: str, params: str = "*", **more: Any) -> dict[str, Any]:
+def rules(point: str, params: str = "*", **more: Any) -> Json:
     return rule_file({"id": "it", "params": params, **POINTS[point], **more})
 
 
@@ -271,7 +272,7 @@ def test_what_is_taken_out_is_lost() -> None:
     ],
     ids=str,
 )
-def test_checks_go_on_without_what_is_taken_out(check: dict[str, Any]) -> None:
+def test_checks_go_on_without_what_is_taken_out(check: Json) -> None:
     model = net()
     optimizer = sgd(model)
     document = rule_file({"id": "it", "params": "*", **check})
@@ -424,7 +425,7 @@ def test_a_weight_that_is_untied_later_is_said_to_be_new() -> None:
 
 # --- modules --------------------------------------------------------------------------------------
 
-SITES: dict[str, dict[str, Any]] = {
+SITES: dict[str, Json] = {
     "zero output.grad": {"action": "zero", "tensor": "output.grad"},
     "zero input.grad": {"action": "zero", "tensor": "input.grad"},
     "norm-log output": {"action": "norm-log", "tensor": "output"},
@@ -499,7 +500,7 @@ def test_what_changes_while_rules_rest_is_known_when_they_are_due(point: str, ch
 # -------------------------------------------------------------------------------------------------
 
 
-ZERO: dict[str, Any] = rule_file({"id": "zero", "action": "zero", "params": "*.weight"})
+ZERO: Json = rule_file({"id": "zero", "action": "zero", "params": "*.weight"})
 
 
 def small() -> Any:

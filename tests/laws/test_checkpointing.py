@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import data, same
 from pairs import singly
+from ranks import Json
 from small import kinds_of, rule_file, sgd, steps_of, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -48,7 +49,7 @@ class Net(nn.Module):
         return self.last(self.block(self.b, self.block(self.a, self.first(x))))
 
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {
         "id": "bound",
         "action": "clamp",
@@ -194,7 +195,7 @@ def largest(model: Twice) -> float:
     [BOUND, {"action": "clip-norm", "max_norm": 0.02}, SEEN, {"action": "capture"}],
     ids=["clamp", "clip-norm", "norm-log", "capture"],
 )
-def test_parts_of_a_gradient_are_told_of_once(rule: dict[str, Any]) -> None:
+def test_parts_of_a_gradient_are_told_of_once(rule: Json) -> None:
     said = "rule it: gets parts of a gradient, never their sum"
     with pytest.warns(gradsurgeon.GradSurgeonWarning, match=said) as warned:
         model, session = run_twice(True, **rule, at="backward")
@@ -228,9 +229,7 @@ def test_parts_of_a_gradient_are_told_of_once(rule: dict[str, Any]) -> None:
     ],
     ids=["linear", "at step", "used once", "not due", "accumulated"],
 )
-def test_what_means_the_same_in_parts_needs_no_word(
-    reentrant: bool | None, rule: dict[str, Any]
-) -> None:
+def test_what_means_the_same_in_parts_needs_no_word(reentrant: bool | None, rule: Json) -> None:
     model, session = run_twice(reentrant, **rule)
     plain, plain_session = run_twice(None, **rule)
     torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=1e-5, atol=1e-07)

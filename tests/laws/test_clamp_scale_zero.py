@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import CASES, Case, same
 from pairs import singly
+from ranks import Json
 from small import rule_file, sgd, tanh_net
 from torch import Tensor, nn
 
@@ -314,14 +315,14 @@ def test_a_float32_gradient_counts_as_changed_by_its_own_dtype() -> None:
 
 
 LARGE = 5000  # more elements than are looked at together with those of other gradients
-CLAMP: dict[str, Any] = {"action": "clamp", "min": -1.0, "max": 1.0}
+CLAMP: Json = {"action": "clamp", "min": -1.0, "max": 1.0}
 
 
 @pytest.mark.parametrize("rule", [CLAMP, {"action": "scale", "factor": 0.5}, {"action": "zero"}])
 @pytest.mark.parametrize("last", [0.0, 0.5, 2.0, math.nan, math.inf])
 @pytest.mark.parametrize("sizes", [(1, 64), (LARGE, 64), (LARGE, 2**18), (64, LARGE, 0, 1)])
 def test_observed_gradients_count_as_changed_by_any_of_their_elements(
-    rule: dict[str, Any], last: float, sizes: tuple[int, ...]
+    rule: Json, last: float, sizes: tuple[int, ...]
 ) -> None:
     # Only the last element of the first gradient can change.
     grads = [torch.zeros(size) for size in sizes]
@@ -345,7 +346,7 @@ def test_observed_gradients_count_as_changed_by_any_of_their_elements(
     assert any(differing) == edits(rule, last)
 
 
-def edits(rule: dict[str, Any], last: float) -> bool:
+def edits(rule: Json, last: float) -> bool:
     """Return whether a rule changes a number, by plain arithmetic."""
     if rule["action"] == "clamp":
         return last > 1.0
@@ -358,7 +359,7 @@ def edits(rule: dict[str, Any], last: float) -> bool:
 # -------------------------------------------------------------------------------------------------
 
 
-HALF: dict[str, Any] = {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "a"}
+HALF: Json = {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "a"}
 
 
 class Two(nn.Module):
@@ -414,7 +415,7 @@ def test_a_gradient_that_the_script_holds_a_view_of() -> None:
         ({"action": "clip-norm", "max_norm": 3.0}, True),
     ],
 )
-def test_what_a_clip_leaves_alone_is_not_written(rule: dict[str, Any], *, written: bool) -> None:
+def test_what_a_clip_leaves_alone_is_not_written(rule: Json, *, written: bool) -> None:
     model = Two()
     optimizer = sgd(model, 0.0)
     rules = rule_file({"id": "rule", "params": "*", "at": "step", **rule})

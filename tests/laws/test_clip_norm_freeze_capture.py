@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import CASES, data
 from pairs import singly
+from ranks import Json
 from small import kinds_of, rule_file, sgd, take_step, tanh_net
 from torch import nn
 
@@ -171,7 +172,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [4, 2000, 2**18]
 
 
-def rule(**options: Any) -> dict[str, Any]:
+def rule(**options: Any) -> Json:
     return rule_file({"id": "r", "params": "*", **options})
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from pairs import singly
+from ranks import Json
 from several_losses import (
     AVERAGE,
     OPTIONS,
@@ -111,7 +112,7 @@ def same(left: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> boo
 def test_nothing_changes_without_a_rule_that_combines(trunk: str, armed: str) -> None:
     model, x = Heads(TRUNKS[trunk]()), torch.randn(5, 6)
     other, after = plainly(model, x)
-    rule: dict[str, Any] = {"action": "combine", "method": "pcgrad", "id": "rule"}
+    rule: Json = {"action": "combine", "method": "pcgrad", "id": "rule"}
     if armed == "conflict":
         rule = {"action": "conflict", "id": "rule"}
     elif armed == "other losses":
@@ -570,7 +571,7 @@ def test_half_precision_parameters_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rule", [{"action": "conflict"}, MGDA])
-def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: dict[str, Any]) -> None:
+def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: Json) -> None:
     model, x = Heads().double(), torch.randn(5, 6).double()
     other = (torch.randn(3, requires_grad=True) * 2).tanh()
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
+from ranks import Json
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
 from small import sgd, steps_of, take_step, weights_of
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ def plain(model: Any, x: Tensor) -> dict[str, Tensor]:
     return grads
 
 
-def armed(model: nn.Module, *given: dict[str, Any], **options: Any) -> gradsurgeon.Session:
+def armed(model: nn.Module, *given: Json, **options: Any) -> gradsurgeon.Session:
     return gradsurgeon.apply(model, rules(*given), **options)
 
 
@@ -119,9 +120,7 @@ def test_the_gradients_of_these_tests_conflict() -> None:
     ],
     ids=["conflict", "observed pcgrad", "observed mgda"],
 )
-def test_what_does_not_act_leaves_every_bit(
-    rule: dict[str, Any], mode: Any, dtype: torch.dtype
-) -> None:
+def test_what_does_not_act_leaves_every_bit(rule: Json, mode: Any, dtype: torch.dtype) -> None:
     for model in (TwoHeads(), TwoHeads(nn.Sequential(nn.Dropout(), nn.Linear(16, 3)))):
         model.to(dtype)
         x = torch.randn(5, 6).to(dtype)
@@ -579,7 +578,7 @@ def test_separate_passes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", [CONFLICT, PCGRAD], ids=["conflict", "observed"])
-def test_separate_passes_are_told_of_where_a_rule_only_looks_on(rule: dict[str, Any]) -> None:
+def test_separate_passes_are_told_of_where_a_rule_only_looks_on(rule: Json) -> None:
     model, x = two_heads()
     other = copy.deepcopy(model)
     armed(model, rule, mode="observe")

@@ -8,13 +8,14 @@ import pytest
 import torch
 from models import data
 from pairs import slow
+from ranks import Json
 from small import net, rule_file, take_step
 from torch import Tensor
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "early", "action": "clamp", "params": "0.*", "at": "backward", "max": 0.05},
     {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.1, "per": "rule"},
     {"id": "norms", "action": "norm-log", "params": "*"},

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 from models import data, same
 from pairs import slow
+from ranks import Json
 from small import kinds_of, rule_file, sgd, steps_of, weights_of
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ BOUNDS |= {"input": (-0.7, 0.7), "output": (-0.4, 0.4)}
 SIDES = ["output.grad", "input.grad", "output", "input"]
 
 
-def rules() -> Iterator[dict[str, Any]]:
+def rules() -> Iterator[Json]:
     yield {"id": "clamp-backward", "action": "clamp", "at": "backward", "params": "*", "max": 0.02}
     yield {"id": "clip-step", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"}
     for point in POINTS:

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 from models import data
 from pairs import slow
+from ranks import Json
 from small import kinds_of, rule_file
 from torch import Tensor, nn
 
@@ -59,7 +60,7 @@ class Net(nn.Module):
         return out * 3
 
 
-def on(modules: Any, **options: Any) -> dict[str, Any]:
+def on(modules: Any, **options: Any) -> Json:
     return {
         "id": "it", "action": "scale", "factor": 0.5, "modules": modules, "tensor": "output", **options
     }  # fmt: skip
@@ -178,9 +179,7 @@ def test_a_rule_outside_one_whole_graph_is_not(where: str) -> None:
 
 @pytest.mark.parametrize("rule", [on("outer.norm"), TAGGED], ids=["module", "tag"])
 @pytest.mark.parametrize("when", ["after apply", "around the model"])
-def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
-    when: str, rule: dict[str, Any]
-) -> None:
+def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(when: str, rule: Json) -> None:
     model = Net()
     with gradsurgeon.apply(model, rule_file(rule, PARAMS)) as session:
         called = model if when == "after apply" else functools.partial(model)
@@ -238,7 +237,7 @@ def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
 @pytest.mark.parametrize(
     "rules", [rule_file(PARAMS), rule_file(TAGGED)], ids=["parameters", "tags"]
 )
-def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -> None:
+def test_compiled_code_stays_where_guards_see_the_rules(rules: Json) -> None:
     model = Net()
     compiled: Any = torch.compile(model, backend="eager")
     bare = compiled(data(0, 5, 4))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 from models import data, same
+from ranks import Json
 from small import rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 
@@ -69,13 +70,13 @@ class Net(nn.Module):
         return self.last(h.relu())
 
 
-def site(where: str) -> dict[str, Any]:
+def site(where: str) -> Json:
     if where in TAGS:
         return {"tensors": "hidden", "tensor": where.removeprefix("tag.")}
     return {"modules": ["gate", "gate.lin"], "tensor": where}
 
 
-def rule(where: str, action: str, **options: Any) -> dict[str, Any]:
+def rule(where: str, action: str, **options: Any) -> Json:
     bounds = {"min": -BOUNDS[where], "max": BOUNDS[where]} if action == "clamp" else {}
     return {"id": name(where, action), "action": action, **site(where), **bounds, **options}
 

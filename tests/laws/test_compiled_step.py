@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 from models import data, same
+from ranks import Json
 from small import kinds_of, net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ import gradsurgeon
 from gradsurgeon import NonFiniteGradientError, RuleStatus
 
 STEPS = 4
-RULES: list[dict[str, Any]] = [
+RULES: list[Json] = [
     {"id": "clamp-backward", "action": "clamp", "at": "backward", "params": "0.*", "max": 0.02},
     {"id": "norm-log-accumulated", "action": "norm-log", "params": "*"},
     {"id": "clip-step", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"},
@@ -38,7 +39,7 @@ RULES: list[dict[str, Any]] = [
 WHAT = ["opt.step", "a function that steps", "the train step", "the model and the train step"]
 WHEN = ["before", "after", "after the first call"]
 SETUPS = [f"{what}, {when}" for what in WHAT for when in WHEN]
-OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "AdamW": {"eps": 1e-2}}
+OPTIMIZERS: dict[str, Json] = {"SGD": {"momentum": 0.9}, "AdamW": {"eps": 1e-2}}
 
 # As in the tests of rules on modules: torch warns about its own doing.
 pytestmark = [

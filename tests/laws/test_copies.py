@@ -22,6 +22,7 @@ from bounds import TIMEOUT
 from laws import spawned
 from models import data, same
 from pairs import singly
+from ranks import Json
 from small import fired, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -31,14 +32,14 @@ import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 from gradsurgeon.runtime import SessionOptions, registry
 
-PARAMS: list[dict[str, Any]] = [
+PARAMS: list[Json] = [
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*"},
     {"id": "bound", "action": "clamp", "at": "step", "min": -0.1, "max": 0.1, "params": "*"},
     {"id": "norms", "action": "norm-log", "params": "*"},
     {"id": "trap", "action": "nan-trap", "then": "skip-step", "params": "*"},
     {"id": "spikes", "action": "spike-trap", "above": {"times": 9}, "params": "*"},
 ]
-MODULES: list[dict[str, Any]] = [
+MODULES: list[Json] = [
     {"id": "out", "action": "scale", "factor": 0.5, "modules": "0", "tensor": "output.grad"},
     {"id": "value", "action": "clamp", "max": 0.1, "modules": "0", "tensor": "output"},
     {"id": "in", "action": "norm-log", "modules": "2", "tensor": "input.grad"},
@@ -47,7 +48,7 @@ MODULES: list[dict[str, Any]] = [
 RULES = {"params": PARAMS, "modules": MODULES, "params and modules": [*PARAMS, *MODULES]}
 
 
-def rules(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def rules(entries: list[Json]) -> Json:
     return rule_file(*entries)
 
 
@@ -148,7 +149,7 @@ TABLES = (
 )
 
 
-def tables(model: Any) -> dict[str, tuple[type, list[Any], dict[str, Any]]]:
+def tables(model: Any) -> dict[str, tuple[type, list[Any], Json]]:
     """What stands in the tables of hooks: their type, their entries, and what is on themselves."""
     return {
         f"{name}.{table}": (type(found), list(found.values()), vars(found))
@@ -453,7 +454,7 @@ def test_a_session_that_nobody_keeps_ends_with_its_model(tmp_path: Path) -> None
 
 def in_a_container(parts: Mapping[str, Any], **options: Any) -> gradsurgeon.Session:
     """Apply rules to several models in a container that is made for that alone."""
-    given: list[dict[str, Any]] = [
+    given: list[Json] = [
         {"id": "still", "action": "zero", "params": "first.*", "at": "step"},
         {"id": "norms", "action": "norm-log", "params": "*"},
         {
@@ -619,7 +620,7 @@ def test_a_part_that_has_lost_a_parameter_itself_is_told_of_it() -> None:
 @GONE
 @pytest.mark.parametrize("kept", ["embedding", "head"])
 def test_a_tied_weight_is_found_in_the_part_that_is_left(kept: str) -> None:
-    parts: dict[str, Any] = {"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)}
+    parts: Json = {"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)}
     parts["head"].weight = parts["embedding"].weight
     model = nn.ModuleDict(parts)
     rule = {"id": "ten", "action": "scale", "params": "*", "at": "backward", "factor": 10.0}

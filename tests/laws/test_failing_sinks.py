@@ -13,6 +13,7 @@ import pytest
 import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, step, train
 from pairs import singly
+from ranks import Json
 from small import kinds_of, rule_file, sgd
 
 import gradsurgeon
@@ -28,7 +29,7 @@ def test_one_that_fails_is_an_event_and_training_is_the_same(
     tmp_path: Any, method: str, *, recorded: bool
 ) -> None:
     alone, _ = train()
-    does: dict[str, Any] = {method: fail}
+    does: Json = {method: fail}
     broken, fine = Kept(**does), Kept()
     with pytest.warns(GradSurgeonWarning, match="the sink Kept has failed: .*No space left"):
         weights, session = train(broken, fine, record=tmp_path / "run" if recorded else None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from small import messages, sgd, take_step, tanh_net
 from torch import nn
 
@@ -93,7 +94,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("at", ["backward", "step"])
 def test_a_scale_is_told_exactly_where_it_changes_nothing(
-    name: str, options: dict[str, Any], at: str
+    name: str, options: Json, at: str
 ) -> None:
     def trained(factor: float) -> tuple[torch.Tensor, list[str]]:
         model, x = model_and_data()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from models import same
+from ranks import Json
 from small import kinds_of, messages, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,7 @@ import gradsurgeon
 from gradsurgeon import Diagnosis, NonFiniteGradientError
 
 INF = float("inf")
-RULE: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*"}
+RULE: Json = {"id": "trap", "action": "nan-trap", "params": "*"}
 TRAP = rule_file(RULE)
 # In brief: what a logarithm of a negative number does in the body of `Net`.
 LOG = ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics")

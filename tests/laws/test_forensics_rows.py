@@ -13,6 +13,7 @@ import torch
 from laws.test_forensics import TRAP, diagnosed, mean
 from models import same
 from pairs import singly
+from ranks import Json
 from small import events_of, kinds_of, rule_file, sgd, take_step
 from torch import Tensor, nn
 
@@ -378,7 +379,7 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was() -> None:
     assert same(before, [*model.buffers(), torch.get_rng_state()])
 
 
-KEYS: dict[str, Any] = {
+KEYS: Json = {
     "certainty": "reproduced",
     "reasons": [],
     "headline": "NaN born in the forward pass of the root (Block): aten.div",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data, same
+from ranks import Json
 from small import kinds_of, linears, rule_file, sgd, tanh_net, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -253,7 +254,7 @@ def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -
             scaler.step(optimizer)
 
 
-def steps_under_a_scaler(model: nn.Module, rule: dict[str, Any], faults: list[str]) -> list[str]:
+def steps_under_a_scaler(model: nn.Module, rule: Json, faults: list[str]) -> list[str]:
     """Take a step for each fault: "overflow" in all parameters, "other" in the last, "nan" by hand."""
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
@@ -330,7 +331,7 @@ def norm_of(model: nn.Module) -> float:
 @pytest.mark.parametrize("foreign", [False, True], ids=["alone", "beside a scaled model"])
 def test_the_scaler_of_another_model_is_none_of_its_business(
     foreign: bool,
-    beside: dict[str, Any],
+    beside: Json,
 ) -> None:
     other, other_optimizer = make()
     model, optimizer = make()

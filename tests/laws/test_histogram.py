@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kept_sink import Kept
+from ranks import Json
 from small import rule_file, sgd
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ def test_long_tensors_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert measure.statistic("histogram", tensor).tolist() == counted(tensor)
 
 
-def train(*rules: dict[str, Any], steps: int = 3, **options: Any) -> tuple[Any, list[list[float]]]:
+def train(*rules: Json, steps: int = 3, **options: Any) -> tuple[Any, list[list[float]]]:
     """Train with rules; return the session, and the histograms of the gradients of a weight by hand."""
     torch.manual_seed(0)
     first = nn.Linear(4, 3)

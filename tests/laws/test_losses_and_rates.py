@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from small import messages, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,7 @@ from gradsurgeon.report import summary
 from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.web_page import page_data
 
-NORMS: dict[str, Any] = {"id": "norms", "action": "norm-log", "params": "*"}
+NORMS: Json = {"id": "norms", "action": "norm-log", "params": "*"}
 RULES = rule_file(NORMS)
 STEPS = 3
 X = torch.linspace(-1, 1, 32).reshape(8, 4)

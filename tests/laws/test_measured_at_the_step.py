@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
+from ranks import Json
 from small import linears, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
-NORMS: dict[str, Any] = {"id": "seen", "action": "norm-log", "params": "*"}
-AT_STEP: dict[str, Any] = {"id": "log", "action": "norm-log", "params": "*", "at": "step"}
-CLIP: dict[str, Any] = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0}
-TRAP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*"}
+NORMS: Json = {"id": "seen", "action": "norm-log", "params": "*"}
+AT_STEP: Json = {"id": "log", "action": "norm-log", "params": "*", "at": "step"}
+CLIP: Json = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0}
+TRAP: Json = {"id": "trap", "action": "nan-trap", "params": "*"}
 
 
 def by_data(param: Tensor, factor: float) -> None:
@@ -96,7 +97,7 @@ def test_a_trap_sees_what_is_written_past_torch(way: Callable[[Tensor, float], N
 
 @pytest.mark.parametrize("kind", ["clamp", "clip-norm", "nan-trap"])
 def test_a_paused_session_does_nothing_at_a_tick(kind: str) -> None:
-    options: dict[str, Any] = {
+    options: Json = {
         "clamp": {"at": "step", "min": -1e-4, "max": 1e-4},
         "clip-norm": {"max_norm": 1e-4},
         "nan-trap": {},

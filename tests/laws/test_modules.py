@@ -17,6 +17,7 @@ import pytest
 import torch
 from models import data
 from pairs import pairwise
+from ranks import Json
 from small import events_of, linears, rule_file, sgd, take_step, tanh_net, weights_of
 from torch import Tensor, nn
 
@@ -27,11 +28,11 @@ from gradsurgeon.runtime import trap_effects
 NAN = float("nan")
 
 
-def capture(modules: str, tensor: str, **more: Any) -> dict[str, Any]:
+def capture(modules: str, tensor: str, **more: Any) -> Json:
     return {"action": "capture", "modules": modules, "tensor": tensor, **more}
 
 
-def scale(modules: str, tensor: str, factor: float = 0.5, **more: Any) -> dict[str, Any]:
+def scale(modules: str, tensor: str, factor: float = 0.5, **more: Any) -> Json:
     entry = {"action": "scale", "modules": modules, "tensor": tensor, "factor": factor}
     return {**entry, **more}
 
@@ -515,7 +516,7 @@ def test_a_module_rule_that_never_fires_says_why() -> None:
 # --- traps ----------------------------------------------------------------------------------------
 
 
-def trap(**more: Any) -> dict[str, Any]:
+def trap(**more: Any) -> Json:
     return rule_file({"action": "nan-trap", "modules": "*", **more})
 
 
@@ -732,7 +733,7 @@ LOGGED = {"action": "norm-log", "modules": "0", "tensor": "output"}
 @pytest.mark.parametrize("rule", [scale("0", "output"), capture("0", "output"), LOGGED])
 @pytest.mark.parametrize("how", ["meta", "export"])
 def test_tensors_without_numbers_are_left_alone(
-    how: str, rule: dict[str, Any], request: pytest.FixtureRequest
+    how: str, rule: Json, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(torch.compiler.reset)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data, memory, same
+from ranks import Json
 from small import events_of, kinds_of, rule_file, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
@@ -53,7 +54,7 @@ NAN, INF = float("nan"), float("inf")
 ORDER = ["third.bias", "third.weight", "second.bias", "second.weight", "first.bias", "first.weight"]
 
 
-def trap(**options: Any) -> dict[str, Any]:
+def trap(**options: Any) -> Json:
     rule = {"id": "trap", "action": "nan-trap", "params": "*", **options}
     return rule_file(rule)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from models import data
 from pairs import singly
+from ranks import Json
 from small import linears, rule_file, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,7 +47,7 @@ class Busy(nn.Module):
         return x.mul_(0.5)
 
 
-def logging(tensor: str, **more: Any) -> dict[str, Any]:
+def logging(tensor: str, **more: Any) -> Json:
     return {
         "id": tensor.replace(".", "-"),
         "action": "norm-log",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from small import kinds_of, rule_file
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ NAN = float("nan")
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 
 
-def trap(then: str) -> dict[str, Any]:
+def trap(then: str) -> Json:
     return {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
 
 

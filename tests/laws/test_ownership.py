@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from ranks import Json
 from small import linears, rule_file, sgd, steps_of, take_step, tanh_net
 from torch import nn
 
@@ -14,7 +15,7 @@ import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
 
 NAN = float("nan")
-SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+SKIP: Json = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
 
 
 def halves() -> Any:
@@ -34,7 +35,7 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
 ) -> None:
     model: Any = halves()
     optimizer = sgd(model["a"])
-    options: dict[str, Any] = {"optimizer": optimizer} if named else {}
+    options: Json = {"optimizer": optimizer} if named else {}
     with gradsurgeon.apply(model, rule_file(SKIP), **options) as session:
         loss(model["a"]).backward()
         optimizer.step()
@@ -269,7 +270,7 @@ def test_an_optimizer_around_another_one_edits_once() -> None:
 def test_a_row_of_zeros_is_no_gradient_that_was_updated_from_twice() -> None:
     model = nn.Embedding(4, 3)
     optimizer = sgd(model)
-    edits: list[dict[str, Any]] = [
+    edits: list[Json] = [
         {"id": "zero", "action": "zero", "at": "step"},
         {"id": "bound", "action": "clamp", "at": "step", "min": 0},
         {"id": "half", "action": "scale", "at": "step", "factor": 0.5},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from ranks import Json
 from small import events_of, kinds_of, rule_file, take_step
 from torch import Tensor, nn
 
@@ -34,8 +35,8 @@ class Weight(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(1)))
 
 
-HALF: dict[str, Any] = {"id": "half", "action": "scale", "params": "*", "factor": 0.5, "at": "step"}
-BOUND: dict[str, Any] = {
+HALF: Json = {"id": "half", "action": "scale", "params": "*", "factor": 0.5, "at": "step"}
+BOUND: Json = {
     "id": "bound",
     "action": "clamp",
     "params": "*",
@@ -43,8 +44,8 @@ BOUND: dict[str, Any] = {
     "max": 2.5,
     "at": "step",
 }
-NORMS: dict[str, Any] = {"id": "norms", "action": "norm-log", "params": "*"}
-SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+NORMS: Json = {"id": "norms", "action": "norm-log", "params": "*"}
+SKIP: Json = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
 
 
 def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import slow
+from ranks import Json
 from running_bounds import AdaGC, Bound, ZClip, bound
 from small import kinds_of, messages, rule_file, sgd
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class Leaves(nn.Module):
         sum((w * grad).sum() for w, grad in used).backward()
 
 
-def rule(above: dict[str, float], **options: Any) -> dict[str, Any]:
+def rule(above: dict[str, float], **options: Any) -> Json:
     return {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, **options}
 
 
@@ -102,7 +103,7 @@ def test_what_is_not_given_is_that_of_the_papers() -> None:
 def trained(
     above: dict[str, float],
     norms: Sequence[float],
-    *more: dict[str, Any],
+    *more: Json,
     mode: Any = "act",
     **options: Any,
 ) -> tuple[gradsurgeon.Session, list[float]]:
@@ -282,7 +283,7 @@ def rebuilt(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def part(several: Sequence[dict[str, Any]], first: int, last: int, state: Any) -> Any:
+def part(several: Sequence[Json], first: int, last: int, state: Any) -> Any:
     """Train for some of 60 steps, from what an earlier part has left; return what is left."""
     model = Leaves(5, 6)
     optimizers = [torch.optim.AdamW([w], lr=1e-2) for w in model.w]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly, slow
+from ranks import Json
 from small import events_of, messages, rule_file, sgd
 from torch import nn
 
@@ -19,7 +20,7 @@ from gradsurgeon.actions.spike_trap import Above
 GUARD = {"id": "guard", "action": "nan-trap", "params": "*"}
 
 
-def spike_trap(**options: Any) -> dict[str, Any]:
+def spike_trap(**options: Any) -> Json:
     above = {"sigmas": 50.0, "warmup": 20}
     rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, "then": "raise"}
     return {**rule, **options}
@@ -41,7 +42,7 @@ def _tenfold(_module: nn.Module, into: Any, _out: Any) -> Any:
 def report(
     model: nn.Module,
     backward: Callable[[bool], None],
-    *rules: dict[str, Any],
+    *rules: Json,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> list[str]:
     """Train until a trap raises in update 30, for whose pass ``backward`` is told so; return the lines of the report."""
@@ -99,7 +100,7 @@ def stopped(
 
 
 @pytest.mark.parametrize("above", [{"sigmas": 50.0}, {"times": 50.0, "warmup": 20}])
-def test_report_says_from_how_few_updates_the_statistic_is_known(above: dict[str, Any]) -> None:
+def test_report_says_from_how_few_updates_the_statistic_is_known(above: Json) -> None:
     spike = next(line for line in stopped("loss", above=above) if "running mean" in line)
     assert "known from 30 updates so far" in spike
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from ranks import Json
 from small import fired, linears, rule_file, sgd, steps_of
 from torch import nn
 
@@ -16,7 +17,7 @@ from gradsurgeon.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "clamp", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
     {"id": "n", "action": "norm-log", "params": "*"},
     {"id": "b", "action": "norm-log", "params": "*", "at": "backward"},

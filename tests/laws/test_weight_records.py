@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import same
+from ranks import Json
 from small import rule_file, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
@@ -20,7 +21,7 @@ from gradsurgeon.runtime.weight_effects import SAMPLE
 
 STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
 OF_UPDATE = [*STATS, "ratio", "moved"]
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": STATS},
     {
         "id": "updates",
@@ -50,7 +51,7 @@ class Sharpness(torch.optim.Optimizer):
             param.sub_(param.grad, alpha=0.1)
 
 
-def with_rule(**rule: Any) -> dict[str, Any]:
+def with_rule(**rule: Any) -> Json:
     return {**RULES, "rules": [*RULES["rules"], rule]}
 
 
@@ -84,7 +85,7 @@ Seen = dict[int, dict[str, tuple[Tensor, Tensor]]]
 def trained(
     model: nn.Module,
     optimizer: Optimizer,
-    rules: dict[str, Any] = RULES,
+    rules: Json = RULES,
     *,
     steps: int = 4,
     bad: int | None = None,
@@ -208,7 +209,7 @@ def test_rules_act_in_their_steps_only() -> None:
 
 
 def test_nothing_changes_for_the_training() -> None:
-    def weights(rules: dict[str, Any]) -> list[Tensor]:
+    def weights(rules: Json) -> list[Tensor]:
         model = net()
         optimizer = AdamW(model.parameters(), lr=0.1)
         session, _ = trained(model, optimizer, rules)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -39,7 +40,7 @@ class Training:
     model: nn.Module
     optimizers: list[Optimizer]
     loop: Callable[[], None]
-    rules: tuple[dict[str, Any], ...] = (NORMS,)
+    rules: tuple[Json, ...] = (NORMS,)
     norms: list[dict[str, float]] = field(default_factory=list)
 
     def of(self, name: str) -> list[float]:
@@ -59,7 +60,7 @@ def fitted(
     *,
     before: Callable[[int], None] = lambda _step: None,
     after: Callable[[int], None] = lambda _step: None,
-    rules: tuple[dict[str, Any], ...] = (NORMS,),
+    rules: tuple[Json, ...] = (NORMS,),
 ) -> Training:
     """Return a training of the plain sort: one loss, one backward pass and one update per step.
 
@@ -454,7 +455,7 @@ class Characters(nn.Module):
 
 
 def transformer(
-    blocks: int = 2, steps: int = 120, rules: tuple[dict[str, Any], ...] = (NORMS, OUTPUTS)
+    blocks: int = 2, steps: int = 120, rules: tuple[Json, ...] = (NORMS, OUTPUTS)
 ) -> Training:
     """A transformer on characters: embeddings, norms and layers differ in size, and none of them is broken."""
     alphabet = sorted(set(TEXT))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from small import rule_file
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ Micro = Callable[[nn.Module], Tensor]
 class Hand:
     """One rule, and the same thing by hand."""
 
-    rule: dict[str, Any]
+    rule: Json
     # On the contribution of one backward pass, by a hook of torch.
     contribution: Callable[[Tensor], Tensor] | None = None
     # On the gradient of the output of the module that holds the parameters.
@@ -40,7 +41,7 @@ class Hand:
     final: Callable[[Grads], None] | None = None
     frozen: Callable[[int], bool] = lambda _: False
 
-    def rules(self) -> dict[str, Any]:
+    def rules(self) -> Json:
         """Return a rule file with the rule and a log that must not be moved by it."""
         rule = {"id": "it", **self.rule}
         return rule_file(rule, {"id": "norms", "action": "norm-log", "params": "*"})
@@ -192,7 +193,7 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-def trap(then: str) -> dict[str, Any]:
+def trap(then: str) -> Json:
     """Return a rule file with a trap on everything."""
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
     return rule_file(rule)

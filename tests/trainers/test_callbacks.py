@@ -17,7 +17,7 @@ import torch
 from commands import ROOT, forked
 from lightning.pytorch.loggers.logger import Logger
 from models import data
-from ranks import run_ranks
+from ranks import Json, run_ranks
 from small import linears, sgd
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -42,7 +42,7 @@ NET = ("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias")
 BOTH = pytest.mark.parametrize("callback", [LightningCallback, TransformersCallback])
 
 
-def rules(*given: dict[str, Any]) -> dict[str, Any]:
+def rules(*given: Json) -> Json:
     return {"version": 1, "rules": list(given or [NORMS])}
 
 
@@ -514,13 +514,13 @@ class TestTransformers:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
     worker = Path(__file__).with_name("callbacks_worker.py")
     return run_ranks(worker, tmp_path_factory.mktemp("ranks") / "seen")
 
 
 @pytest.mark.parametrize("kind", ["lightning", "transformers"])
-def test_two_ranks(kind: str, two_ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks(kind: str, two_ranks: list[Json]) -> None:
     first, second = (rank[kind] for rank in two_ranks)
     assert first["history"] == pytest.approx(second["history"])
     assert len(first["history"]) == STEPS

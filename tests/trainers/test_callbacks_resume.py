@@ -8,6 +8,7 @@ from typing import Any, cast
 import lightning
 import pytest
 import torch
+from ranks import Json
 from small import rule_file, tanh_net
 from torch import Tensor, nn
 from trainers.own_warnings import OWN_WARNINGS
@@ -18,7 +19,7 @@ from gradsurgeon.integrations import LightningCallback, TransformersCallback
 
 pytestmark = [pytest.mark.slow, *OWN_WARNINGS]
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {
         "id": "spikes",
         "action": "spike-trap",
@@ -271,11 +272,11 @@ class TestTransformers:
     def test_the_best_model_at_the_end_is_no_matter_of_the_rules(self, tmp_path: Path) -> None:
         callback = TransformersCallback(RULES)
         # The one metric that a model without labels has.
-        best: dict[str, Any] = {
+        best: Json = {
             "load_best_model_at_end": True,
             "metric_for_best_model": "eval_runtime",
         }
-        evaluated: dict[str, Any] = {
+        evaluated: Json = {
             "eval_strategy": "steps",
             "eval_steps": BROKEN_OFF,
             "save_total_limit": 1,

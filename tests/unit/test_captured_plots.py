@@ -15,6 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from models import data
+from ranks import Json
 from small import rule_file, sgd
 from torch import Tensor, nn
 
@@ -107,7 +108,7 @@ def test_the_guide_computes_a_grad_cam(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cam.yaml").write_text(rules.replace("layer4", "conv2"), encoding="utf-8")
     model = Net()
-    known: dict[str, Any] = {
+    known: Json = {
         "gradsurgeon": gradsurgeon,
         "model": model,
         "image": IMAGES[:1],

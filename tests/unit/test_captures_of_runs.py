@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import call_here, environment
 from models import data
+from ranks import Json
 from small import rule_file, sgd
 from torch import Tensor, nn
 
@@ -51,7 +52,7 @@ def read(path: Path) -> list[Any]:
     return entries
 
 
-def kept(path: Path, tensors: Mapping[str, Tensor], **rule: Any) -> dict[str, Any]:
+def kept(path: Path, tensors: Mapping[str, Tensor], **rule: Any) -> Json:
     """Return by name what a run holds of tensors that were seen in one step."""
     model = Tagging()
     with gradsurgeon.apply(model, rule_file({**TAGS, **rule}), optimizer=[], record=path):

@@ -12,6 +12,7 @@ import comparison_trainings as parting
 import pytest
 import torch
 from comparison_nets import Convolutions, Transformer
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 
@@ -145,7 +146,7 @@ def small(path: pathlib.Path, **options: Any) -> pathlib.Path:
     return path
 
 
-def log(id_: str, **more: Any) -> dict[str, Any]:
+def log(id_: str, **more: Any) -> Json:
     stats = ["l2", "numel", "projection"]
     return {"id": id_, "action": "norm-log", "params": "*", "stats": stats, **more}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from ranks import Json
 
 from gradsurgeon.actions import ACTIONS, TARGETS, check_rule
 from gradsurgeon.actions._base import POINTS
@@ -40,9 +41,9 @@ def test_it_takes_what_the_reader_takes(file: Path) -> None:
     assert not list(CHECK.iter_errors(source.read(file).data))
 
 
-def known_rules() -> dict[str, list[dict[str, Any]]]:
+def known_rules() -> dict[str, list[Json]]:
     """Return rules of each action, of its examples and of the good files."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[Json]] = {}
     for name, action in ACTIONS.items():
         given = [example.options for example in action.EXAMPLES]
         found[name] = [{"id": "a", "action": name, "params": "*", **options} for options in given]
@@ -58,7 +59,7 @@ VALUES = {key: value for rules in KNOWN.values() for rule in rules for key, valu
 TENSORS = ["grad", "output", "input.grad", "value", "update", "output[0].grad", "grad[0]"]
 
 
-def near(rule: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def near(rule: Json) -> Iterator[Json]:
     """Yield a rule without each of its keys, with each key of another, and with every kind of target."""
     for key in rule:
         yield {other: value for other, value in rule.items() if other != key}

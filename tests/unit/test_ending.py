@@ -8,12 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from commands import call_here
 from html_views import Page
+from ranks import Json
 from runs import another_process, meta, write
 from small import rule_file, sgd
 from torch import nn
@@ -32,7 +32,7 @@ RULES = rule_file(NORMS)
 NO_END = r"broken: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing"
 
 
-def train(path: Path, *rules: dict[str, Any], broken: int | None = None) -> None:
+def train(path: Path, *rules: Json, broken: int | None = None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = sgd(model)
@@ -50,9 +50,9 @@ def head(path: Path) -> list[str]:
         return from_run(run).head
 
 
-def ended(path: Path) -> dict[str, Any]:
+def ended(path: Path) -> Json:
     with gradsurgeon.open_run(path) as run:
-        found: dict[str, Any] = to_dict(from_run(run))["ended"]
+        found: Json = to_dict(from_run(run))["ended"]
     return found
 
 

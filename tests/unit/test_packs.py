@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from ranks import Json
 
 import gradsurgeon
 from gradsurgeon.language import packs
@@ -18,7 +18,7 @@ FILES = sorted(packs.folder().glob("*.yaml"))
 SPECS = sorted(packs.published())
 
 
-def included(*specs: str) -> dict[str, Any]:
+def included(*specs: str) -> Json:
     return {"version": 1, "include": [f"gradsurgeon:{spec}" for spec in specs]}
 
 

@@ -14,6 +14,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from ranks import Json
 from runs import KEY, meta, values, write
 
 import gradsurgeon
@@ -48,7 +49,7 @@ def axes_of(figure: Figure) -> Axes:
     return figure.axes[0]
 
 
-def lines(figure: Figure) -> dict[str, Any]:
+def lines(figure: Figure) -> Json:
     """Return the norms that are drawn as lines, by label."""
     return {
         str(line.get_label()): (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data
+from ranks import Json
 from small import linears, sgd, steps_of, take_step
 from torch import nn
 
@@ -14,7 +15,7 @@ import gradsurgeon
 from gradsurgeon import GradSurgeonWarning, RecordError, Session
 
 
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
+def rules(*entries: Json) -> Json:
     return {"version": 1, "rules": [{"params": "*", **entry} for entry in entries]}
 
 
@@ -235,7 +236,7 @@ def test_an_end_without_a_step_that_is_meant_or_explained_warns_of_nothing() -> 
         ({"start_step": True}, "start_step is a number of steps, 0 or more, not True"),
     ],
 )
-def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_arguments_that_make_no_sense(options: Json, message: str) -> None:
     model, _ = make()
     with pytest.raises(ValueError, match=message):
         gradsurgeon.apply(model, rules(NORMS), **options)

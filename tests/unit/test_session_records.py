@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data
+from ranks import Json
 from small import kinds_of, linears, rule_file, sgd
 from torch import nn
 
@@ -15,7 +16,7 @@ import gradsurgeon
 from gradsurgeon import RecordError
 from gradsurgeon.records.store import Records
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "norms", "action": "norm-log", "params": "*", "stats": ["l2", "linf"]},
     {"id": "acts", "action": "norm-log", "modules": "0", "tensor": "output"},
     {"id": "bound", "action": "clamp", "params": "*.weight", "at": "step", "max": 1e-3},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from ranks import Json
 from small import linears, rule_file, sgd, take_step
 from torch import nn
 from torch.utils.data import DataLoader
@@ -20,7 +21,7 @@ from gradsurgeon import GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.records import recorder
 from gradsurgeon.runtime import session_state
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "spikes", "action": "spike-trap", "params": "*", "above": {"sigmas": 2.5}},
     {"id": "norms", "action": "norm-log", "params": "*"},
 )

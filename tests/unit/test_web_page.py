@@ -8,10 +8,10 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import call_here
+from ranks import Json
 from runs import meta, values, write
 
 from gradsurgeon.cli import watch
@@ -24,7 +24,7 @@ from gradsurgeon.report.web_page import BEGINNING, line, page_data, web_page, wr
 HOSTILE = "</script><img src=x onerror=alert(1)>.weight"
 
 
-def _page(*paths: Path) -> tuple[str, dict[str, Any]]:
+def _page(*paths: Path) -> tuple[str, Json]:
     runs = [open_run(path) for path in paths]
     page = web_page([page_data(run) for run in runs])
     for run in runs:
@@ -34,10 +34,10 @@ def _page(*paths: Path) -> tuple[str, dict[str, Any]]:
     return page, json.loads(data[1])
 
 
-def _run(path: Path) -> dict[str, Any]:
+def _run(path: Path) -> Json:
     """Return what the page of one run holds."""
     (run,) = _page(path)[1]["runs"]
-    found: dict[str, Any] = run
+    found: Json = run
     return found
 
 
