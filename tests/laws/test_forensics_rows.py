@@ -361,7 +361,6 @@ def test_healthy_training_with_ids_is_bit_identical(
 
 
 def test_a_step_that_is_skipped_leaves_everything_as_it_was() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), Block(unit))
     optimizer = sgd(model)
     rules = rule_file({"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"})

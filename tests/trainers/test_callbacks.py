@@ -232,14 +232,6 @@ class TestLightning:
         with pytest.warns(GradSurgeonWarning, match=r'names="net.7.\*" matches no tensor'):
             Fit(astray, tmp_path).run(Net())
 
-    def test_with_accumulation_it_logs_once_for_each_step(self, tmp_path: Path) -> None:
-        callback = LightningCallback(rules())
-        fit = Fit(callback, tmp_path, accumulate_grad_batches=4, log_every_n_steps=2, max_steps=3)
-        kept = fit.run(Net())
-        session: Any = callback.session
-        assert kept.having(TOTAL) == pytest.approx({s: total(session, s) for s in (1, 2)})
-        assert kept.having("loss").keys() == {1}
-
     def test_after_a_checkpoint_the_steps_go_on(self, tmp_path: Path) -> None:
         first = LightningCallback(rules())
         fit = Fit(first, tmp_path, max_steps=2)
@@ -264,16 +256,6 @@ class TestLightning:
         second = LightningCallback(rules({**NORMS, "at": "step"}))
         Fit(second, tmp_path, max_steps=12).run(Gan(), ckpt_path=str(tmp_path / "last.ckpt"))
         assert [steps_of(second.session, name) for name in NET] == [[4, 5]] * 4
-
-    def test_optimizers_that_take_turns_have_a_name_each(self, tmp_path: Path) -> None:
-        callback = LightningCallback(rules({**NORMS, "at": "step"}))
-        kept = Fit(callback, tmp_path, max_steps=-1, max_epochs=1).run(Gan(every=3))
-        session: Any = callback.session
-        batches = range(2 * STEPS)
-        often = {step: total(session, step, NET[:2]) for step in batches}
-        assert kept.having(TOTAL) == pytest.approx(often)
-        seldom = {step: total(session, step // 3, NET[2:]) for step in batches[::3]}
-        assert kept.having("gradsurgeon/norms/part-2/total") == pytest.approx(seldom)
 
     def test_an_error_in_training_takes_the_rules_off(self, tmp_path: Path) -> None:
         model, callback = Net(broken=3), LightningCallback(rules())

@@ -125,7 +125,6 @@ class TestModels:
         assert found.first == ()
 
     def test_a_folder_that_a_person_made_is_no_model(self, made: Make, tmp_path: Path) -> None:
-        torch.manual_seed(0)
         public_trainings.codes(Recording(tmp_path / "a"))
         torch.manual_seed(0)
         public_trainings.codes(Recording(tmp_path / "a" / "noise", rules=noisy(0, 1e-6)))

@@ -145,7 +145,6 @@ def train(model: torch.nn.Module, rules: Any, **options: Any) -> gradsurgeon.Ses
 class TestTraining:
     @pytest.mark.slow
     def test_each_kind_does_what_it_is_for(self, tmp_path: Path) -> None:
-        torch.manual_seed(0)
         model = models.Mlp()
         held = model.fc2.weight.detach().clone()
         session = train(model, RULES, record=tmp_path / "run")
@@ -257,7 +256,6 @@ rules:
         assert len(session.events) == (0 if is_linear else 1)
 
     def test_a_trap_by_another_statistic_decides_before_the_update(self) -> None:
-        torch.manual_seed(0)
         model = models.Mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         rule = {"id": "trap", "action": "size-trap", "params": "fc1.*", "limit": 5.0}

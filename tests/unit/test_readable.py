@@ -98,7 +98,6 @@ def test_of_a_distributed_tensor_the_part_of_this_rank_is_read(mesh: Any) -> Non
 
 @pytest.mark.parametrize("partial", [True, False])
 def test_the_default_pack_takes_a_loss_that_is_distributed(mesh: Any, *, partial: bool) -> None:
-    torch.manual_seed(0)
     model = linears(4, 4, 2)
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel(use_local_output=False)}
     parallelize_module(model, mesh, plan)

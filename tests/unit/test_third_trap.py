@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import call_here
 from kept_sink import Kept
-from small import events_of, rule_file, sgd, take_step
+from small import events_of, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -40,7 +40,9 @@ def train(then: str, **options: Any) -> gradsurgeon.Session:
     optimizer = sgd(model, 0.01)
     with gradsurgeon.apply(model, rules, optimizer=optimizer, **options) as session:
         for step in range(5):
-            take_step(optimizer, model(torch.ones(2, 3) * (100.0 if step == 2 else 1.0)).sum())
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * (100.0 if step == 2 else 1.0)).sum().backward()
+            optimizer.step()
     return session
 
 
