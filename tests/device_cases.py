@@ -19,7 +19,7 @@ import torch
 from device_failures import captured, failed, failed_at_the_update, failed_under_apply
 from ranks import Json
 from small import sgd
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsurgeon
@@ -66,7 +66,7 @@ class CudaCasts(TorchDispatchMode):
         narrow = (torch.float16, torch.bfloat16)
         if func in (aten.mul_.Tensor, aten.div_.Tensor, aten.mul.Tensor, aten.div.Tensor):
             left, right = args
-            alone = isinstance(right, torch.Tensor) and right.ndim == 0
+            alone = isinstance(right, Tensor) and right.ndim == 0
             if alone and left.ndim and left.dtype in narrow and right.dtype == torch.float32:
                 args = (left, right.to(left.dtype))
         if func is aten._foreach_mul_.Tensor and args[0][0].dtype in narrow:
@@ -74,7 +74,7 @@ class CudaCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def plain(tensor: torch.Tensor) -> list[Any]:
+def plain(tensor: Tensor) -> list[Any]:
     raw: Any = tensor.detach()
     found: list[Any] = (raw.raw if isinstance(raw, Toy) else raw).tolist()
     return found
@@ -150,7 +150,7 @@ class Branches(nn.Module):
         self.device = nn.ModuleList([nn.Linear(4, 4) for _ in range(20)])
         move(self.device)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
         for layer in self.host:
             x = layer(x)
         for layer in self.device:

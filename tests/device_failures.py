@@ -10,7 +10,7 @@ import tempfile
 import torch
 from pack_trainings import launched
 from ranks import Json
-from torch import nn
+from torch import Tensor, nn
 
 import gradsurgeon
 from benchmarks.operations import counting
@@ -37,7 +37,7 @@ def captured() -> Json:
     """Run a pack where a graph is captured: a read by the host would end the capture."""
     reads: list[int] = []
 
-    def train() -> list[torch.Tensor]:
+    def train() -> list[Tensor]:
         model, optimizer = on_device()
         for number in range(5):
             _torch.is_capturing = lambda number=number: number == 3  # type: ignore[misc]
@@ -67,7 +67,7 @@ def failed(where: str = "forward") -> Json:
     """End a script under a pack by a device that fails in its forward pass, or right before an update."""
     failing = Failing()
 
-    def train() -> list[torch.Tensor]:
+    def train() -> list[Tensor]:
         model, optimizer = on_device()
         for _ in range(70):
             step(model, optimizer)

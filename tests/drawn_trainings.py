@@ -380,7 +380,7 @@ def check(found: Outcome, expected: Outcome) -> None:
             close(state[of], value, of)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+def close(found: Tensor, expected: Tensor, what: object) -> None:
     torch.testing.assert_close(
         found, expected, rtol=2e-4, atol=1e-6, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )

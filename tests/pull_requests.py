@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 from bounds import TIMEOUT
 from commands import CLEAN, ROOT, environment, git
@@ -135,12 +135,12 @@ def _served(handler: type[BaseHTTPRequestHandler], state: GitHub) -> Iterator[No
 class Job:
     """A checkout of a pull request and what a job leaves behind."""
 
-    folder: pathlib.Path
+    folder: Path
     github: GitHub
     base: str = ""
 
     @property
-    def checkout(self) -> pathlib.Path:
+    def checkout(self) -> Path:
         return self.folder / "checkout"
 
     def write(self, files: dict[str, str]) -> None:
@@ -193,7 +193,7 @@ class Job:
 
 
 @contextmanager
-def pull_request(folder: pathlib.Path) -> Iterator[Job]:
+def pull_request(folder: Path) -> Iterator[Job]:
     """Yield a pull request whose base has one clean rule file."""
     with api() as github:
         one = Job(folder, github)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import subprocess
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ def values(*numbers: float) -> bytes:
     return array("f", numbers).tobytes()
 
 
-def listing(path: pathlib.Path) -> list[str]:
+def listing(path: Path) -> list[str]:
     """Return the names of what lies in a directory."""
     return sorted(entry.name for entry in path.iterdir())
 
@@ -58,7 +58,7 @@ def meta(names: Sequence[str] = KEY.names, **more: Any) -> Json:
 
 
 def write(
-    path: pathlib.Path,
+    path: Path,
     histories: Mapping[str, Sequence[float | None]],
     *,
     rank: int = 0,
@@ -79,7 +79,7 @@ def refuse_wal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write without shared memory between processes: as some file systems do, that refuses WAL."""
     connect = database.connect
 
-    def without_memory(path: pathlib.Path, patience: float, options: str = "") -> Any:
+    def without_memory(path: Path, patience: float, options: str = "") -> Any:
         of_records = path.suffix == ".db" and not options
         return connect(path, patience, "?vfs=unix-none" if of_records else options)
 

@@ -13,7 +13,7 @@ from running_bounds import ByHand
 from small import tanh_net
 from torch import Tensor, nn
 
-import gradsurgeon
+from gradsurgeon import Session
 from gradsurgeon.runtime.running_norms import RunningStatistic
 from gradsurgeon.runtime.spike_effect import SpikeEffect
 
@@ -58,7 +58,7 @@ def grads(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def learnt(session: gradsurgeon.Session) -> dict[str, list[float]]:
+def learnt(session: Session) -> dict[str, list[float]]:
     """Return what is kept of each norm, the number of updates and their mean first, by name."""
     names = [param.name for param in session.plan.manifest.params]
     found = {}
@@ -69,14 +69,14 @@ def learnt(session: gradsurgeon.Session) -> dict[str, list[float]]:
     return found
 
 
-def statistics_of(session: gradsurgeon.Session) -> list[RunningStatistic]:
+def statistics_of(session: Session) -> list[RunningStatistic]:
     """Return what the rules of a session keep, each once."""
     traps = session._attachment.controller.effects.traps
     spikes = [trap for trap in traps if isinstance(trap, SpikeEffect)]
     return [one for trap in spikes for one in dict.fromkeys(trap.statistics.values())]
 
 
-def same_as(hand: ByHand, session: gradsurgeon.Session, rel: float = 1e-5) -> None:
+def same_as(hand: ByHand, session: Session, rel: float = 1e-5) -> None:
     """Compare what was learnt: how many updates have entered, and their mean."""
     found = learnt(session)
     wanted = {name: bound for name, bound in hand.bounds.items() if bound.number}

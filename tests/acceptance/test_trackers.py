@@ -20,7 +20,7 @@ from ranks import Json
 from small import kinds_of, rule_file, sgd, take_step, tanh_net
 
 import gradsurgeon
-from gradsurgeon import sinks
+from gradsurgeon import Session, sinks
 from gradsurgeon.records import delivery
 
 pytestmark = [
@@ -66,7 +66,7 @@ def all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "_MOST_ROWS", 600)
 
 
-def train(*given: sinks.Sink) -> gradsurgeon.Session:
+def train(*given: sinks.Sink) -> Session:
     torch.manual_seed(0)
     model = tanh_net(4, 8, 2)
     optimizer = sgd(model)
@@ -80,7 +80,7 @@ def train(*given: sinks.Sink) -> gradsurgeon.Session:
     return session
 
 
-def whole(session: gradsurgeon.Session) -> dict[int, float]:
+def whole(session: Session) -> dict[int, float]:
     """Return the norm over all parameters in the steps in which it is finite."""
     names = [param.name for param in session.plan.manifest.params]
     rows = zip(*(session.history(name) for name in names), strict=True)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonError
 
 FAULT = 2
 STEPS = 5
@@ -209,7 +210,7 @@ def own_spikes() -> Json:
     options = {"above": above, "then": "skip-step"}
     try:
         outcome(model, called, rule | options, lambda step: called(mine(step)).sum().backward())
-    except gradsurgeon.GradSurgeonError as caught:
+    except GradSurgeonError as caught:
         return {"text": str(caught)}
     return {"text": ""}
 
@@ -222,7 +223,7 @@ def uneven() -> Json:
     try:
         with Join([called]):
             called(mine(0)).sum().backward()
-    except gradsurgeon.GradSurgeonError as caught:
+    except GradSurgeonError as caught:
         text = str(caught)
     session.remove()
     return {"text": text}

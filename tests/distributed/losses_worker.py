@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonError
 from gradsurgeon.actions._methods import Weigher
 
 STEPS, WORLD = 3, 2
@@ -147,7 +148,7 @@ def refused(kind: str) -> str:
         parallelize_module(model, mesh, {"trunk.0": ColwiseParallel()})
     try:
         gradsurgeon.apply(called, rules({"action": "combine", "method": "mgda"}))
-    except gradsurgeon.GradSurgeonError as error:
+    except GradSurgeonError as error:
         return str(error)
     return "nothing"
 
@@ -162,7 +163,7 @@ def late() -> str:
         warnings.simplefilter("ignore")
         try:
             gradsurgeon.backward(two(model, data(0).float()))
-        except gradsurgeon.GradSurgeonError as error:
+        except GradSurgeonError as error:
             said = str(error)
         session.remove()
     return said
@@ -178,7 +179,7 @@ def unlike(what: str) -> str:
     gradsurgeon.apply(called, rules(rule), mode=mode)
     try:
         gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
-    except gradsurgeon.GradSurgeonError as error:
+    except GradSurgeonError as error:
         return str(error)
     return "nothing"
 
@@ -259,7 +260,7 @@ def unlike_pass(what: str) -> Json:
                         gradsurgeon.backward({"seg": losses["seg"], "deep": losses["depth"]})
                     else:
                         gradsurgeon.backward(losses)
-                except gradsurgeon.GradSurgeonError as error:
+                except GradSurgeonError as error:
                     refused.append(str(error))
                     break
             session.resume()
@@ -301,7 +302,7 @@ def reentrant() -> str:
     called = DistributedDataParallel(model)
     try:
         gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
-    except gradsurgeon.GradSurgeonError as error:
+    except GradSurgeonError as error:
         return str(error)
     return ""
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.records import shared_rows
 from gradsurgeon.tensors.statistics import columns_of
 
@@ -163,8 +164,7 @@ def late() -> Json:
             "warnings": [
                 str(one.message)
                 for one in caught
-                if "gradsurgeon" in one.filename
-                or issubclass(one.category, gradsurgeon.GradSurgeonWarning)
+                if "gradsurgeon" in one.filename or issubclass(one.category, GradSurgeonWarning)
             ],
             "norms": session.history("0.weight"),
             "events": [(event.kind, event.name) for event in session.events],
@@ -194,7 +194,7 @@ def after_a_first_step() -> list[str]:
     return [
         str(warning.message)
         for warning in caught
-        if issubclass(warning.category, gradsurgeon.GradSurgeonWarning)
+        if issubclass(warning.category, GradSurgeonWarning)
     ]
 
 

@@ -13,6 +13,7 @@ from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import Session
 from gradsurgeon.actions import ACTIONS, ByNorm, Edit, EditRule, Example, LossRule, Rule
 
 CASES = [
@@ -37,9 +38,7 @@ def build(name: str, example: Example, point: str) -> Rule:
     return ACTIONS[name].model_validate(options)
 
 
-def run_losses(
-    rule: Rule, losses: Mapping[str, Tensor]
-) -> tuple[One, gradsurgeon.Session, Exception | None]:
+def run_losses(rule: Rule, losses: Mapping[str, Tensor]) -> tuple[One, Session, Exception | None]:
     model = One(next(iter(losses.values())))
     optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session:
@@ -48,7 +47,7 @@ def run_losses(
     return model, session, None
 
 
-def run(rule: Rule, grad: Tensor) -> tuple[One, gradsurgeon.Session, Exception | None]:
+def run(rule: Rule, grad: Tensor) -> tuple[One, Session, Exception | None]:
     model = One(grad)
     optimizer = sgd(model, 0.0)
     error = None

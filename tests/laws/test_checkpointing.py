@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon import NonFiniteGradientError
+from gradsurgeon import NonFiniteGradientError, Session
 
 KINDS = [None, True, False]
 IDS = ["none", "reentrant", "not reentrant"]
@@ -74,7 +74,7 @@ RULES: Json = rule_file(
 )
 
 
-def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, gradsurgeon.Session]:
+def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, Session]:
     torch.manual_seed(6)
     model = Net(reentrant, whole=whole)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -165,7 +165,7 @@ class Twice(nn.Module):
         return self.last(x)
 
 
-def run_twice(reentrant: bool | None, **rule: Any) -> tuple[Twice, gradsurgeon.Session]:
+def run_twice(reentrant: bool | None, **rule: Any) -> tuple[Twice, Session]:
     torch.manual_seed(6)
     model = Twice(reentrant)
     optimizer = sgd(model, 0.05)

@@ -16,6 +16,7 @@ from small import rule_file, sgd, tanh_net
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import BindError
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -103,7 +104,7 @@ def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
 def test_same_bits_as_by_hand_on_complex_numbers(name: str, edit: str, at: str) -> None:
     case, (options, _) = CASES[name], EDITS[edit]
     if edit.startswith("clamp"):
-        with pytest.raises(gradsurgeon.BindError, match=r"rule it: complex numbers have no order"):
+        with pytest.raises(BindError, match=r"rule it: complex numbers have no order"):
             gradsurgeon.apply(case.make(), rules(options, at))
     else:
         as_by_hand(case, edit, at)
@@ -261,7 +262,7 @@ def test_a_bound_on_sparse_contributions_tells_that_they_are_summed() -> None:
 def test_a_sparse_gradient_that_would_become_dense_is_refused() -> None:
     case = CASES["sparse"]
     options: dict[str, object] = {"action": "clamp", "min": 0.5}
-    with pytest.raises(gradsurgeon.BindError, match=r"1 parameters are sparse \(emb.weight\)"):
+    with pytest.raises(BindError, match=r"1 parameters are sparse \(emb.weight\)"):
         gradsurgeon.apply(case.make(), rules(options, "step"))
 
 

@@ -35,6 +35,7 @@ from small import messages, sgd, steps_of
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.actions._methods import METHODS
 from gradsurgeon.tensors import inner_products
 
@@ -278,7 +279,7 @@ def test_a_misspelt_loss_is_said_at_once() -> None:
         model, rules({"action": "combine", "method": "mgda", "losses": ["seg", "dept"]})
     )
     with pytest.warns(
-        gradsurgeon.GradSurgeonWarning,
+        GradSurgeonWarning,
         match=r"no loss is called dept: .*`depth`",
     ):
         gradsurgeon.backward(two(model, x))
@@ -316,7 +317,7 @@ def test_a_plain_backward_pass_is_said_at_once() -> None:
     model, x = heads()
     gradsurgeon.apply(model, rules(MGDA))
     with pytest.warns(
-        gradsurgeon.GradSurgeonWarning,
+        GradSurgeonWarning,
         match=r"reached trunk.0.weight without .*gradsurgeon.backward",
     ):
         two(model, x)["seg"].backward()
@@ -395,9 +396,7 @@ def test_gradients_accumulate_over_calls() -> None:
     wanted = torch.stack([of_torchjd("mgda", model, x) for x in batches]).sum(0)
     optimizer = sgd(model, 0.0)
     session = gradsurgeon.apply(model, rules(MGDA, {"action": "conflict"}))
-    with pytest.warns(
-        gradsurgeon.GradSurgeonWarning, match="combines the losses of each backward pass"
-    ):
+    with pytest.warns(GradSurgeonWarning, match="combines the losses of each backward pass"):
         for x in batches:
             gradsurgeon.backward(two(model, x))
     check(model, wanted)
@@ -588,12 +587,12 @@ def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: Json) -> Non
         return hidden.grad.clone(), other.grad.clone()
 
     plain, apart = kept(lambda losses: (losses["seg"] + losses["depth"]).backward())
-    original = torch.Tensor.retain_grad
+    original = Tensor.retain_grad
     with gradsurgeon.apply(model, rules({**rule, "params": "trunk.*"})):
         found, apart_too = kept(gradsurgeon.backward)
     torch.testing.assert_close(found, plain)
     torch.testing.assert_close(apart_too, 2 * apart)
-    assert torch.Tensor.retain_grad is original
+    assert Tensor.retain_grad is original
 
 
 def test_it_leaves_no_trace() -> None:

@@ -40,7 +40,7 @@ from two_heads import (
 )
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonError, GradSurgeonWarning
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning, Session
 from gradsurgeon.actions._methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("doubles")
@@ -83,7 +83,7 @@ def plain(model: Any, x: Tensor) -> dict[str, Tensor]:
     return grads
 
 
-def armed(model: nn.Module, *given: Json, **options: Any) -> gradsurgeon.Session:
+def armed(model: nn.Module, *given: Json, **options: Any) -> Session:
     return gradsurgeon.apply(model, rules(*given), **options)
 
 
@@ -877,7 +877,7 @@ def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
 # --- nothing is silent -----------------------------------------------------------------------------------------
 
 
-def why(session: gradsurgeon.Session, rule: str = "combine") -> str:
+def why(session: Session, rule: str = "combine") -> str:
     session.remove()
     (event,) = [one for one in session.events if one.kind == "never-fired" and one.rule == rule]
     return event.message

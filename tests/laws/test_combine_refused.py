@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
-import pathlib
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon import BindError, GradSurgeonError
+from gradsurgeon import BindError, GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.report import summary
 from gradsurgeon.report.json_form import to_dict
 
@@ -140,7 +140,7 @@ def test_weights_that_cannot_be_had_leave_the_sum_and_say_so(
     import torchjd.linalg
 
     monkeypatch.setattr(torchjd.linalg.QuadprogProjector, "_project_weight_vector", fail)
-    with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"Failed to solve .* plain sum"):
+    with pytest.warns(GradSurgeonWarning, match=r"Failed to solve .* plain sum"):
         gradsurgeon.backward(two(model, x))
     torch.testing.assert_close(flat_grads(trunk_of(model)), flat_grads(trunk_of(expected)))
 
@@ -251,7 +251,7 @@ def three(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def train(
-    path: pathlib.Path | None, *sinks: Any, per: str = "rule"
+    path: Path | None, *sinks: Any, per: str = "rule"
 ) -> tuple[gradsurgeon.Session, list[Tensor]]:
     """Train with the rules on losses; return the session, and the Jacobian of each step on the trunk."""
     torch.manual_seed(0)
@@ -281,7 +281,7 @@ def cosines(jacobians: list[Tensor], first: str, second: str) -> list[float]:
     return [value for value in found if not math.isnan(value)]
 
 
-def test_a_report_has_the_numbers_of_the_training(tmp_path: pathlib.Path) -> None:
+def test_a_report_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     session, jacobians = train(tmp_path / "run")
     done = call_here("report", "run", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -313,7 +313,7 @@ def test_a_report_has_the_numbers_of_the_training(tmp_path: pathlib.Path) -> Non
         assert one["losses"] == other["losses"] != []
 
 
-def test_parts_are_the_parameters(tmp_path: pathlib.Path) -> None:
+def test_parts_are_the_parameters(tmp_path: Path) -> None:
     train(tmp_path / "run", per="parameter")
     with gradsurgeon.open_run(tmp_path / "run") as run:
         found = [one.name for one in summary(run).losses if one.stat == "cosine"]
@@ -342,7 +342,7 @@ def test_a_rule_whose_losses_never_came_says_so() -> None:
     model = Heads()
     optimizer = sgd(model, 0.02)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
+        warnings.simplefilter("ignore", GradSurgeonWarning)
         with gradsurgeon.apply(model, rules({"action": "conflict", "id": "tasks"})) as session:
             for _ in range(12):
                 sum(three(model, torch.randn(16, 6)).values()).backward()  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 import gradsurgeon
-from gradsurgeon import NonFiniteGradientError
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning, NonFiniteGradientError, Session
 from gradsurgeon.runtime import SessionOptions, registry
 
 PARAMS: list[Json] = [
@@ -242,7 +242,7 @@ class Keeps(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 2)
         entry = [{**MODULES[0], "modules": "fc"}, PARAMS[2]]
-        self.session: gradsurgeon.Session | None = gradsurgeon.apply(self, rules(entry))
+        self.session: Session | None = gradsurgeon.apply(self, rules(entry))
 
     def forward(self, x: Tensor) -> Any:
         return self.fc(x)
@@ -452,7 +452,7 @@ def test_a_session_that_nobody_keeps_ends_with_its_model(tmp_path: Path) -> None
     assert not registry._watching
 
 
-def in_a_container(parts: Mapping[str, Any], **options: Any) -> gradsurgeon.Session:
+def in_a_container(parts: Mapping[str, Any], **options: Any) -> Session:
     """Apply rules to several models in a container that is made for that alone."""
     given: list[Json] = [
         {"id": "still", "action": "zero", "params": "first.*", "at": "step"},
@@ -481,7 +481,7 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
             del session
         before = weights_of(first)
         with pytest.warns(
-            gradsurgeon.GradSurgeonWarning,
+            GradSurgeonWarning,
             match="is gone, but parts of it live on: keep a reference to it",
         ):
             train(first)
@@ -502,9 +502,7 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
 def test_a_container_that_is_made_once_more_has_the_rules_of_the_first_one() -> None:
     parts = {"first": net(), "second": net()}
     in_a_container(parts)
-    with pytest.raises(
-        gradsurgeon.GradSurgeonError, match="already applied to this model or its modules"
-    ):
+    with pytest.raises(GradSurgeonError, match="already applied to this model or its modules"):
         in_a_container(parts)
     session = in_a_container(parts, replace=True)
     train(parts["second"])
@@ -520,7 +518,7 @@ def test_containers_that_share_a_part_act_on_it_once() -> None:
     for number, head in enumerate(heads):
         rule = {"id": "scaled", "action": "scale", "params": "shared.*", "factor": 10.0 + number}
         parts = nn.ModuleDict({"shared": shared, "head": head})
-        with pytest.raises(gradsurgeon.GradSurgeonError) if number else contextlib.nullcontext():
+        with pytest.raises(GradSurgeonError) if number else contextlib.nullcontext():
             gradsurgeon.apply(parts, rules([rule]))
         if number:
             gradsurgeon.apply(parts, rules([rule]), replace=True)
@@ -609,9 +607,7 @@ def test_a_part_that_has_lost_a_parameter_itself_is_told_of_it() -> None:
     del model
     gc.collect()
     rest.bias = None
-    with pytest.warns(
-        gradsurgeon.GradSurgeonWarning, match="0.bias was replaced, renamed, taken out"
-    ):
+    with pytest.warns(GradSurgeonWarning, match="0.bias was replaced, renamed, taken out"):
         train(rest)
     assert [event.name for event in session.events if event.kind == "hook-lost"] == ["0.bias"]
     session.remove()

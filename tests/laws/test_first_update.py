@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import Json
 from small import messages, sgd, take_step, tanh_net
-from torch import nn
+from torch import Tensor, nn
 
 import gradsurgeon
 
@@ -20,18 +20,18 @@ SPIKES = "{id: spikes, action: spike-trap, params: '*', above: {sigmas: 2.5}}"
 HAS_MADE = "AdamW has made 3 updates already, and steps count from 0 here"
 
 
-def model_and_data() -> tuple[nn.Module, torch.Tensor]:
+def model_and_data() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return tanh_net(4, 3, 1), torch.randn(16, 4)
 
 
-def train(model: nn.Module, x: torch.Tensor, optimizer: Any, steps: int = 3) -> None:
+def train(model: nn.Module, x: Tensor, optimizer: Any, steps: int = 3) -> None:
     for _ in range(steps):
         take_step(optimizer, (model(x) - x.sum(1, keepdim=True)).square().mean())
 
 
 def told(
-    rules: str, optimizer: Any, model: nn.Module, x: torch.Tensor, **options: Any
+    rules: str, optimizer: Any, model: nn.Module, x: Tensor, **options: Any
 ) -> tuple[list[str], list[str]]:
     """Return the notices of a session, and the texts of the warnings."""
     text = f"version: 1\nrules:\n  - {rules}\n"
@@ -96,7 +96,7 @@ OPTIMIZERS = [
 def test_a_scale_is_told_exactly_where_it_changes_nothing(
     name: str, options: Json, at: str
 ) -> None:
-    def trained(factor: float) -> tuple[torch.Tensor, list[str]]:
+    def trained(factor: float) -> tuple[Tensor, list[str]]:
         model, x = model_and_data()
         before = nn.utils.parameters_to_vector(model.parameters()).detach()
         optimizer = getattr(torch.optim, name)(model.parameters(), **options)

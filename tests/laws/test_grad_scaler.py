@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon import BindError, NonFiniteGradientError
+from gradsurgeon import BindError, GradSurgeonWarning, NonFiniteGradientError
 
 KINDS = ["SGD", "SGD fused", "AdamW", "AdamW fused"]
 
@@ -123,9 +123,7 @@ def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: st
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with gradsurgeon.apply(model, rule_file(trap, params="*")) as session:
-        with pytest.warns(
-            gradsurgeon.GradSurgeonWarning, match="the weight 0.weight was not finite"
-        ):
+        with pytest.warns(GradSurgeonWarning, match="the weight 0.weight was not finite"):
             train(model, optimizer, scaler, steps=1)
         train(model, optimizer, scaler, steps=2)
         with pytest.raises(
@@ -154,9 +152,9 @@ def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with gradsurgeon.apply(model, rule_file(trap, params="*")) as session:
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend"):
+        with pytest.warns(GradSurgeonWarning, match="no loss scale can mend"):
             train(model, optimizer, scaler, steps=1)
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="its scale is below 1") as told:
+        with pytest.warns(GradSurgeonWarning, match="its scale is below 1") as told:
             train(model, optimizer, scaler, steps=5)
         skip, trip = "scaler-skip", "trap"
         first = [skip, "notice", skip, skip, skip]
@@ -184,7 +182,7 @@ def test_a_nan_that_no_loss_scale_can_mend_is_told_with_its_line() -> None:
         assert kinds_of(session) == ["scaler-skip"], "an overflow"
         train(model, optimizer, scaler, steps=2)
         model.masked = True
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
+        with pytest.warns(GradSurgeonWarning, match="no loss scale can mend") as told:
             train(model, optimizer, scaler, steps=3)
         kinds = kinds_of(session)
         assert kinds == ["scaler-skip"] * 2 + ["notice"] + ["scaler-skip"] * 2
@@ -204,7 +202,7 @@ def test_nan_in_the_input_of_the_model_is_told_at_the_first_skip(rows: slice) ->
     x[rows, 1] = float("nan")
     with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         scaler.scale(model(x).sum()).backward()
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
+        with pytest.warns(GradSurgeonWarning, match="no loss scale can mend") as told:
             scaler.step(optimizer)
         assert kinds_of(session) == ["scaler-skip", "notice"]
     assert "the input of the root (Sequential) was not finite when" in str(told[0].message)
@@ -275,7 +273,7 @@ def steps_under_a_scaler(model: nn.Module, rule: Json, faults: list[str]) -> lis
             try:
                 scaler.step(optimizer)
                 results.append("went on")
-            except gradsurgeon.NonFiniteGradientError as error:
+            except NonFiniteGradientError as error:
                 results.append(str(error))
             scaler.update()
     return results

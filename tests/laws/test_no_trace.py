@@ -14,6 +14,7 @@ from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
+from gradsurgeon import BindError, GradSurgeonError
 
 EVERYTHING = """
 version: 1
@@ -118,7 +119,7 @@ def test_a_failing_apply_changes_nothing(broken: str) -> None:
     model = CASES["frozen"].make()
     optimizer = CASES["frozen"].optimizer(model)
     before = trace(model, optimizer)
-    with pytest.raises(gradsurgeon.GradSurgeonError, match=r"^[12] problem"):
+    with pytest.raises(GradSurgeonError, match=r"^[12] problem"):
         gradsurgeon.apply(model, broken, optimizer=optimizer)
     assert trace(model, optimizer) == before
 
@@ -132,7 +133,7 @@ def test_a_hook_that_torch_refuses_takes_the_others_down_with_it() -> None:
     made = (torch.ones(3, requires_grad=True) * 2).requires_grad_(True)
     model.norm._parameters["made"] = made
     try:
-        with pytest.raises(gradsurgeon.BindError, match="leaf"):
+        with pytest.raises(BindError, match="leaf"):
             gradsurgeon.apply(model, EVERYTHING, optimizer=optimizer)
     finally:
         del model.norm._parameters["made"]
@@ -153,12 +154,12 @@ def test_parameters_that_can_never_have_a_gradient_are_borne() -> None:
 def test_a_second_apply_needs_replace() -> None:
     model = CASES["mlp"].make()
     first = gradsurgeon.apply(model, EVERYTHING)
-    with pytest.raises(gradsurgeon.GradSurgeonError, match=r"already applied .* replace=True"):
+    with pytest.raises(GradSurgeonError, match=r"already applied .* replace=True"):
         gradsurgeon.apply(model, EVERYTHING)
     second = gradsurgeon.apply(model, EVERYTHING, replace=True)
     assert first is not second
     assert len(model.fc1.weight._backward_hooks) == 1
-    with pytest.raises(gradsurgeon.BindError, match="no parameter of the model matches"):
+    with pytest.raises(BindError, match="no parameter of the model matches"):
         gradsurgeon.apply(model, EVERYTHING.replace('"*"', '"x"'), replace=True)
     train(CASES["mlp"], model, steps=1)
     assert second.status()["norms"].fired == 6

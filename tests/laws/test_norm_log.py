@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.cli import main
 from gradsurgeon.records import recorder
 
@@ -245,7 +246,7 @@ def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
         {"id": "plain", "action": "norm-log", "modules": "*", "tensor": "output"},
     ]
     session = gradsurgeon.apply(model, rule_file(*entries))
-    with pytest.warns(gradsurgeon.GradSurgeonWarning, match="left 1 alone: complex numbers"):
+    with pytest.warns(GradSurgeonWarning, match="left 1 alone: complex numbers"):
         out = model(data(0, 3, 4))
         out.abs().sum().backward()
     warned = {rule: bool(status.warnings) for rule, status in session.status().items()}
@@ -281,7 +282,7 @@ def test_what_is_divided_over_ranks_is_not_measured_and_named(tmp_path: Path) ->
         trap = {"id": "trap", "action": "nan-trap", "modules": "1", "tensor": "output"}
         optimizer = sgd(model, 0.01)
         session = gradsurgeon.apply(model, rule_file(logging("output"), trap), optimizer=optimizer)
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="sharded over ranks"):
+        with pytest.warns(GradSurgeonWarning, match="sharded over ranks"):
             model(data(0, 2, 3)).to_local().sum().backward()
         optimizer.step()
         assert len(session.history("0")) == 1

@@ -11,6 +11,7 @@ from small import sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 
 
 class Given(nn.Module):
@@ -58,7 +59,7 @@ def test_training_goes_on_under_fingerprints_and_noise(kind: str) -> None:
     noise = {"id": "noise", "action": "perturb", "modules": "*", "tensor": "input", "eps": 1e-6}
     noisy = {"version": 1, "include": ["gradsurgeon:fingerprint@1"], "rules": [noise]}
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", gradsurgeon.GradSurgeonWarning)
+        warnings.simplefilter("always", GradSurgeonWarning)
         plain = trained("gradsurgeon:fingerprint@1")
         assert torch.allclose(trained(noisy), plain)
     said = [
@@ -75,6 +76,6 @@ def test_an_encoder_with_its_fast_path_is_evaluated() -> None:
     encoder = nn.TransformerEncoder(layer, 2).eval()
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
+        warnings.simplefilter("ignore", GradSurgeonWarning)
         with torch.no_grad(), gradsurgeon.apply(encoder, "gradsurgeon:fingerprint@1"):
             assert encoder(torch.randn(2, 5, 8), src_key_padding_mask=padding).isfinite().all()

@@ -12,7 +12,7 @@ from small import fired, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon import BindError
+from gradsurgeon import BindError, Session
 
 STEPS = 3
 RULES: list[Json] = [
@@ -44,7 +44,7 @@ def step_inside(model: nn.Module) -> None:
         param.register_post_accumulate_grad_hook(hook)
 
 
-def inside(order: str, rules: list[Json]) -> tuple[list[Tensor], gradsurgeon.Session]:
+def inside(order: str, rules: list[Json]) -> tuple[list[Tensor], Session]:
     model = net()
     given = rule_file(*rules)
     if order == "apply first":
@@ -58,7 +58,7 @@ def inside(order: str, rules: list[Json]) -> tuple[list[Tensor], gradsurgeon.Ses
     return [param.detach() for param in model.parameters()], session
 
 
-def outside(rules: list[Json]) -> tuple[list[Tensor], gradsurgeon.Session]:
+def outside(rules: list[Json]) -> tuple[list[Tensor], Session]:
     model = net()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rule_file(*rules)) as session:

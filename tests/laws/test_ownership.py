@@ -9,7 +9,7 @@ import torch
 from models import data
 from ranks import Json
 from small import linears, rule_file, sgd, steps_of, take_step, tanh_net
-from torch import nn
+from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
@@ -23,8 +23,8 @@ def halves() -> Any:
     return nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("a", "b")})
 
 
-def loss(layer: nn.Module, factor: float = 1.0) -> torch.Tensor:
-    out: torch.Tensor = (layer(torch.ones(1, 2)) * factor).sum()
+def loss(layer: nn.Module, factor: float = 1.0) -> Tensor:
+    out: Tensor = (layer(torch.ones(1, 2)) * factor).sum()
     return out
 
 
@@ -154,7 +154,7 @@ def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient
     model(data(0, 3, 4)).square().sum().backward()
     norms = {"id": "norms", "action": "norm-log"}
     early = {"id": "early", "action": "norm-log", "at": "backward"}
-    held: dict[torch.Tensor, torch.optim.Optimizer] = {}
+    held: dict[Tensor, torch.optim.Optimizer] = {}
     for param in model.parameters():
         held[param] = torch.optim.SGD([param], lr=0.1)
         if len(held) == 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
+from gradsurgeon import RuleFileError
 from gradsurgeon.actions import Edit
 
 
@@ -120,13 +121,13 @@ def test_a_checkpointed_block_is_recomputed_with_noise_and_trains() -> None:
 def test_bad_options_are_refused(option: Json, problem: str) -> None:
     given = rules(1e-6)
     given["rules"][0] |= option
-    with pytest.raises(gradsurgeon.RuleFileError, match=problem):
+    with pytest.raises(RuleFileError, match=problem):
         gradsurgeon.load(given)
 
 
 def test_parameters_own_no_parameters() -> None:
     rule = {"id": "log", "action": "norm-log", "params": "*", "where": {"owns_params": True}}
-    with pytest.raises(gradsurgeon.RuleFileError, match="`owns_params` is no condition on params"):
+    with pytest.raises(RuleFileError, match="`owns_params` is no condition on params"):
         gradsurgeon.load(rule_file(rule))
 
 

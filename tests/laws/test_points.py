@@ -442,7 +442,7 @@ def test_a_trap_judges_a_second_pass_by_hand_as_well() -> None:
         (model.w * 4.0).sum().backward()
         update_by_hand(model, in_place=False)
         (model.w * 4.0).sum().backward()
-        with pytest.raises(gradsurgeon.NonFiniteGradientError, match=r"^step 2, rule trap: 1 of 1"):
+        with pytest.raises(NonFiniteGradientError, match=r"^step 2, rule trap: 1 of 1"):
             (model.w * float("nan")).sum().backward()
 
 
@@ -486,7 +486,7 @@ def test_a_tick_says_whether_to_update() -> None:
 def test_a_first_tick_says_whether_a_trap_stopped_the_pass_before_it(then: str) -> None:
     model = Weight()
     with gradsurgeon.apply(model, rule_file({**SKIP, "then": then})) as session:
-        with pytest.raises(gradsurgeon.NonFiniteGradientError):
+        with pytest.raises(NonFiniteGradientError):
             (model.w * float("nan")).sum().backward()
         assert session.tick() is False
         model.w.grad = None
@@ -499,9 +499,7 @@ def test_skip_step_without_optimizer_raises_rather_than_pretend() -> None:
     with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         model.w.sum().backward()
         model.w.grad = None
-        with pytest.raises(
-            gradsurgeon.NonFiniteGradientError, match=r"step 1, rule trap: 1 of 1"
-        ) as caught:
+        with pytest.raises(NonFiniteGradientError, match=r"step 1, rule trap: 1 of 1") as caught:
             (model.w * float("inf")).sum().backward()
     assert "`then: skip-step` cannot hide gradients from a manual update" in str(caught.value)
     assert (caught.value.rule, caught.value.step, caught.value.name) == ("trap", 1, "w")
@@ -568,7 +566,7 @@ def test_what_came_before_rules_that_begin_inside_a_pass_is_no_part_of_the_next_
     sessions: list[gradsurgeon.Session] = []
     norms = rule_file({**NORMS, "at": "backward"})
 
-    def begin(_: torch.Tensor) -> None:
+    def begin(_: Tensor) -> None:
         if not sessions:
             sessions.append(gradsurgeon.apply(model, norms))
 

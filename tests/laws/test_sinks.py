@@ -16,7 +16,7 @@ from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonWarning
+from gradsurgeon import BindError, GradSurgeonWarning
 from gradsurgeon.records import delivery
 
 
@@ -264,7 +264,7 @@ def test_rules_that_replace_others_go_on_with_their_curves() -> None:
 def test_a_session_that_is_refused_has_written_nothing() -> None:
     sink = Kept()
     sanitize = {"id": "clean", "action": "sanitize", "params": "*"}
-    with pytest.raises(gradsurgeon.BindError):
+    with pytest.raises(BindError):
         gradsurgeon.apply(
             make(),
             rule_file(sanitize),
@@ -280,7 +280,7 @@ def test_a_session_that_does_not_begin_leaves_it_open() -> None:
     model = make()
     with gradsurgeon.apply(model, ONLY_NORMS):
         before = threading.active_count()
-        with pytest.raises(gradsurgeon.BindError):
+        with pytest.raises(BindError):
             gradsurgeon.apply(
                 model,
                 rule_file({**NORMS, "params": "nowhere"}),

@@ -18,6 +18,7 @@ from small import kinds_of, messages, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import GradientSpikeError, GradSurgeonWarning, Session
 
 ZCLIP = {"sigmas": 2.5, "beta": 0.9, "warmup": 10}
 ADAGC = {"times": 1.5, "beta": 0.9, "warmup": 10}
@@ -76,7 +77,7 @@ def grad_norm(param: nn.Parameter) -> float:
     return float(param.grad.double().norm())
 
 
-def learnt(session: gradsurgeon.Session, of: str = "spikes") -> list[Any]:
+def learnt(session: Session, of: str = "spikes") -> list[Any]:
     parts = session.state_dict()["rules"][of]["statistics"]
     return [part["kept"].tolist() for part in parts]
 
@@ -106,7 +107,7 @@ def trained(
     *more: Json,
     mode: Any = "act",
     **options: Any,
-) -> tuple[gradsurgeon.Session, list[float]]:
+) -> tuple[Session, list[float]]:
     """Train with gradients of some norms; return the norms that reached the update."""
     model = Leaves(5, 6)
     optimizer = sgd(model, 0.0)
@@ -118,7 +119,7 @@ def trained(
             model, rule_file(*more, rule(above, **options)), mode=mode, optimizer=optimizer
         ) as session,
     ):
-        warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
+        warnings.simplefilter("ignore", GradSurgeonWarning)
         for norm in norms:
             optimizer.zero_grad()
             model.give([norm * part for part in unit])
@@ -261,14 +262,14 @@ def test_a_spike_in_the_first_of_two_passes_is_reported(guarded: bool) -> None:
             model.give([None, torch.ones(6)])
             if step < 20:
                 optimizer.step()
-        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+        with pytest.raises(GradientSpikeError) as caught:
             optimizer.step()
     assert caught.value.name == "w.0"
 
 
 def test_it_gives_up_after_so_many_in_a_row() -> None:
     norms = [1 + 0.1 * math.sin(step) for step in range(30)] + [50.0] * 10
-    with pytest.raises(gradsurgeon.GradientSpikeError, match="giving up: tripped 3 times in a row"):
+    with pytest.raises(GradientSpikeError, match="giving up: tripped 3 times in a row"):
         trained(ZCLIP, norms, then="skip-step", give_up_after=3)
 
 
@@ -347,7 +348,7 @@ def test_a_state_of_other_rules_and_parameters_is_told_apart_by_name() -> None:
     model = Leaves(5, 6, 7)
     others = rule_file(rule(ADAGC, per="parameter"), {**rule(ZCLIP), "id": "new"})
     with gradsurgeon.apply(model, others) as other:
-        with pytest.warns(gradsurgeon.GradSurgeonWarning) as told:
+        with pytest.warns(GradSurgeonWarning) as told:
             other.load_state_dict(state)
         texts = [str(one.message) for one in told]
     assert len(texts) == 3
@@ -363,7 +364,7 @@ def test_a_rule_that_only_the_state_knows_is_told_in_letters_that_show() -> None
     state = session.state_dict()
     state["rules"]["\x1b[31mred"] = state["rules"].pop("spikes")
     other = gradsurgeon.apply(Leaves(5, 6), rule_file(rule(ZCLIP)))
-    with pytest.warns(gradsurgeon.GradSurgeonWarning) as told:
+    with pytest.warns(GradSurgeonWarning) as told:
         other.load_state_dict(state)
     text = "".join(str(one.message) for one in told)
     assert "\\x1b[31mred" in text
@@ -412,6 +413,6 @@ def test_a_rule_on_other_parameters_is_told_of(per: str, before: str, after: str
         state = session.state_dict()
     changed = {**rule(ZCLIP, per=per), "params": after}
     with gradsurgeon.apply(model, rule_file(changed), replace=True, optimizer=optimizer) as other:
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"other parameters .*\(w\.1\)"):
+        with pytest.warns(GradSurgeonWarning, match=r"other parameters .*\(w\.1\)"):
             other.load_state_dict(state)
         assert len(learnt(other)) == (0 if per == "rule" else 1)

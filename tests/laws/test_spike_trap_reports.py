@@ -15,6 +15,7 @@ from small import events_of, messages, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
+from gradsurgeon import GradientSpikeError
 from gradsurgeon.actions.spike_trap import Above
 
 GUARD = {"id": "guard", "action": "nan-trap", "params": "*"}
@@ -57,7 +58,7 @@ def report(
         model.zero_grad()
         backward(True)
         weights = [param.clone() for param in model.parameters()]
-        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+        with pytest.raises(GradientSpikeError) as caught:
             for stepper in steppers:
                 stepper.step()
     if len(steppers) == 1:
@@ -250,7 +251,7 @@ def test_a_rebuilt_optimizer_goes_on_with_the_row_of_trips() -> None:
             param.weight.grad = torch.randn(1, 4) * (1e6 if step >= 30 else 1)
             optimizer.step()
         param.weight.grad = torch.randn(1, 4) * 1e6
-        with pytest.raises(gradsurgeon.GradientSpikeError, match="tripped 4 times in a row"):
+        with pytest.raises(GradientSpikeError, match="tripped 4 times in a row"):
             sgd(param, 0.0).step()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import Json
 from small import fired, linears, rule_file, sgd, steps_of
-from torch import nn
+from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon.runtime import registry
@@ -120,7 +120,7 @@ def test_hooks_stay_where_they_are_while_another_thread_steps() -> None:
         assert list(hooks) == before
 
 
-_GRAD: Any = torch.Tensor.grad
+_GRAD: Any = Tensor.grad
 
 
 class Told(nn.Parameter):
@@ -175,11 +175,11 @@ def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
 
     class Wait(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
             inside.set()
             go_on.wait(60)
             return grads[0]
@@ -205,11 +205,11 @@ def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
 def test_the_gradients_that_another_thread_asks_for_are_not_mine() -> None:
     class Ask(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
             x = torch.ones(1, requires_grad=True)
             thread = threading.Thread(target=lambda: torch.autograd.grad(x * 2, x))
             thread.start()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
 import gradsurgeon
+from gradsurgeon import Session
 from gradsurgeon.report import summary
 from gradsurgeon.runtime.weight_effects import SAMPLE
 
@@ -90,7 +91,7 @@ def trained(
     steps: int = 4,
     bad: int | None = None,
     **options: Any,
-) -> tuple[gradsurgeon.Session, Seen]:
+) -> tuple[Session, Seen]:
     """Train; return the session, and the weights before and after each update."""
     seen: Seen = {}
     session = gradsurgeon.apply(model, rules, optimizer=optimizer, **options)
@@ -116,7 +117,7 @@ def trained(
     return session, seen
 
 
-def check(session: gradsurgeon.Session, seen: Seen) -> None:
+def check(session: Session, seen: Seen) -> None:
     """Hold all records against copies by hand."""
     names = list(next(iter(seen.values())))
     for name in names:

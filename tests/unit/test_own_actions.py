@@ -16,9 +16,10 @@ import torch
 from commands import WITHOUT_TORCH, call
 from pydantic import field_validator, model_validator
 from small import fired, rule_file, sgd, weights_of
+from torch import Tensor
 
 import gradsurgeon
-from gradsurgeon import actions
+from gradsurgeon import RuleFileError, actions
 from gradsurgeon.language import planning
 from gradsurgeon.language.planning import manifest_file
 from gradsurgeon.tensors import statistics
@@ -185,10 +186,10 @@ rules:
 """
 
         class Net(torch.nn.Sequential):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x: Tensor) -> Tensor:
                 return gradsurgeon.tag(super().forward(x), "hidden")
 
-        def gradient(given: str) -> torch.Tensor:
+        def gradient(given: str) -> Tensor:
             torch.manual_seed(0)
             model = Net(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
             session = train(model, given)
@@ -207,10 +208,10 @@ rules:
             action: Literal["normalize"] = "normalize"
 
             def compile(self) -> gradsurgeon.Edit:
-                def apply(grad: torch.Tensor) -> torch.Tensor:
+                def apply(grad: Tensor) -> Tensor:
                     return torch.div(grad, torch.linalg.vector_norm(grad))
 
-                def apply_(grads: Sequence[torch.Tensor]) -> None:
+                def apply_(grads: Sequence[Tensor]) -> None:
                     for grad in grads:
                         grad.copy_(apply(grad))
 
@@ -239,7 +240,7 @@ rules:
             linear: ClassVar[bool] = is_linear
 
             def compile(self) -> gradsurgeon.Edit:
-                def apply_(grads: Sequence[torch.Tensor]) -> None:
+                def apply_(grads: Sequence[Tensor]) -> None:
                     for grad in grads:
                         grad.mul_(0.5)
 
@@ -298,7 +299,7 @@ def test_what_is_wrong_inside_an_option_of_any_type_is_told() -> None:
         size: int | str = 1
 
     rule = {"id": "it", "action": "listed", "params": "*", "names": [1], "size": 1.5}
-    with pytest.raises(gradsurgeon.RuleFileError) as caught:
+    with pytest.raises(RuleFileError) as caught:
         gradsurgeon.load(rule_file(rule))
     places = {str(one.place) for one in caught.value.problems}
     assert "<dict> rules[0].names[0]" in places
@@ -328,7 +329,7 @@ def test_what_a_validator_of_the_user_says_has_a_place(number: int, place: str) 
             return self
 
     rule = {"id": "it", "action": "picky", "params": "*", "number": number}
-    with pytest.raises(gradsurgeon.RuleFileError) as caught:
+    with pytest.raises(RuleFileError) as caught:
         gradsurgeon.load(rule_file(rule))
     (problem,) = caught.value.problems
     assert str(problem.place) == place

@@ -22,7 +22,7 @@ from gradsurgeon.tensors.readable import readable
 dist: Any = torch.distributed
 
 
-class Tagged(torch.Tensor):
+class Tagged(Tensor):
     """A subclass of a script, with numbers of its own."""
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonError, GradSurgeonWarning
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning, Session
 from gradsurgeon.records import recorder
 from gradsurgeon.runtime import session_state
 
@@ -39,7 +39,7 @@ def train(model: nn.Module, batches: Any = None) -> None:
         take_step(optimizer, model(batch).square().mean())
 
 
-def trained(**options: Any) -> gradsurgeon.Session:
+def trained(**options: Any) -> Session:
     model = make()
     with gradsurgeon.apply(model, RULES, **options) as session:
         train(model)
@@ -55,7 +55,7 @@ def same(one: Any, other: Any) -> bool:
     return files[0] == files[1]
 
 
-def controller(session: gradsurgeon.Session) -> Any:
+def controller(session: Session) -> Any:
     return session._attachment.controller
 
 

@@ -18,7 +18,7 @@ from small import events_of, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import TrapError
+from gradsurgeon import GradSurgeonWarning, TrapError
 from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.integrations.launcher import debugger
 from gradsurgeon.integrations.launcher.models import Models
@@ -48,7 +48,7 @@ def train(then: str, **options: Any) -> gradsurgeon.Session:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with pytest.warns(gradsurgeon.GradSurgeonWarning):
+    with pytest.warns(GradSurgeonWarning):
         train("warn", record=tmp_path / "run")
     return tmp_path / "run"
 
@@ -74,7 +74,7 @@ def test_its_error_is_a_trap_error_that_the_debugger_opens_for(
 
 def test_its_events_reach_sinks_session_and_report() -> None:
     sink = Kept()
-    with pytest.warns(gradsurgeon.GradSurgeonWarning):
+    with pytest.warns(GradSurgeonWarning):
         session = train("warn", sinks=[sink])
     (event,) = events_of(session, "check")
     assert (event.rule, event.step, event.name) == ("long", 2, "weight")
