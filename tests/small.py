@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from ranks import Json
 from torch import Tensor, nn
@@ -77,3 +78,10 @@ def take_step(optimizer: torch.optim.Optimizer, loss: Any) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def hold_rows(found: Any, wanted: Any, rel: float = 1e-4) -> None:
+    """Compare records: their steps are the same, and their numbers up to rounding."""
+    assert [step for step, _ in found] == [step for step, _ in wanted]
+    numbers = [number for _, number in wanted]
+    assert [number for _, number in found] == pytest.approx(numbers, rel=rel, nan_ok=True)

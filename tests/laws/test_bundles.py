@@ -24,6 +24,7 @@ from torch import nn
 import gradsurgeon
 from gradsurgeon import Diagnosis, GradSurgeonError, NonFiniteGradientError
 
+Made = tuple[NonFiniteGradientError, Path]
 TRAP = {"id": "trap", "action": "nan-trap", "params": "*"}
 MODEL = """
 import torch
@@ -87,7 +88,7 @@ def on_paper(values: Any) -> Any:
 
 
 @pytest.fixture
-def made(net: Any, tmp_path: Path) -> tuple[NonFiniteGradientError, Path]:
+def made(net: Any, tmp_path: Path) -> Made:
     error = fail(
         net.build(), record=tmp_path / "run", more=[(1, "text", None, {"x": torch.ones(2)})]
     )
@@ -95,9 +96,7 @@ def made(net: Any, tmp_path: Path) -> tuple[NonFiniteGradientError, Path]:
     return error, Path(error.bundle)
 
 
-def test_it_lies_in_the_run_and_is_diagnosed_alike(
-    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path
-) -> None:
+def test_it_lies_in_the_run_and_is_diagnosed_alike(net: Any, made: Made, tmp_path: Path) -> None:
     error, place = made
     assert place == tmp_path / "run" / f"trap-step{error.step}-rank0"
     assert sorted(file.name for file in place.iterdir()) == ["step.json", "step.pt"]
@@ -133,7 +132,7 @@ def test_without_a_run_it_is_written_where_the_rule_asks_for_it(
 
 
 @pytest.mark.slow
-def test_the_command_says_the_same(home: Path, made: tuple[NonFiniteGradientError, Path]) -> None:
+def test_the_command_says_the_same(home: Path, made: Made) -> None:
     error, place = made
     command = [sys.executable, "-m", "gradsurgeon", "replay", str(place), "--model", "net:build"]
     done = subprocess.run(
@@ -145,9 +144,7 @@ def test_the_command_says_the_same(home: Path, made: tuple[NonFiniteGradientErro
 
 
 @pytest.mark.slow
-def test_the_debugger_stands_where_it_was_born(
-    home: Path, made: tuple[NonFiniteGradientError, Path]
-) -> None:
+def test_the_debugger_stands_where_it_was_born(home: Path, made: Made) -> None:
     _, place = made
     command = [sys.executable, "-m", "gradsurgeon", "replay", str(place), "--model", "net:build"]
     done = subprocess.run(
@@ -168,9 +165,7 @@ def test_the_debugger_stands_where_it_was_born(
 
 
 @pytest.mark.parametrize("build", ["wider", None])
-def test_another_model_is_told(
-    net: Any, made: tuple[NonFiniteGradientError, Path], build: str | None
-) -> None:
+def test_another_model_is_told(net: Any, made: Made, build: str | None) -> None:
     model = nn.Linear(2, 2) if build is None else getattr(net, build)()
     again = gradsurgeon.replay(made[1], model)
     assert again.certainty != "reproduced"
@@ -178,9 +173,7 @@ def test_another_model_is_told(
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "noise", "empty"])
-def test_what_is_damaged_is_refused(
-    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, damage: str
-) -> None:
+def test_what_is_damaged_is_refused(net: Any, made: Made, tmp_path: Path, damage: str) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     whole = (place / "step.pt").read_bytes()
     if damage == "gone":
@@ -200,7 +193,7 @@ def rewrite(place: Path, **values: Any) -> None:
 
 @pytest.mark.parametrize("number", [1, 3, "\x1b[31m"])
 def test_a_bundle_of_another_format_is_refused(
-    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, number: object
+    net: Any, made: Made, tmp_path: Path, number: object
 ) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     rewrite(place, format=number)
@@ -208,7 +201,7 @@ def test_a_bundle_of_another_format_is_refused(
         gradsurgeon.replay(place, net.build())
 
 
-def test_the_json_is_for_people(net: Any, made: tuple[NonFiniteGradientError, Path]) -> None:
+def test_the_json_is_for_people(net: Any, made: Made) -> None:
     error, place = made
     told = json.loads((place / "step.json").read_text())
     assert (told["step"], told["rank"], sorted(told["bad"])) == (
@@ -221,9 +214,7 @@ def test_the_json_is_for_people(net: Any, made: tuple[NonFiniteGradientError, Pa
     assert {**told["diagnosis"], "bundle": str(place)} == on_paper(error.diagnosis.to_json())
 
 
-def test_memory_stays_in_the_order_of_the_file(
-    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path
-) -> None:
+def test_memory_stays_in_the_order_of_the_file(net: Any, made: Made, tmp_path: Path) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     document = torch.load(place / "step.pt", weights_only=True)
     call = document["calls"][0]
@@ -257,7 +248,7 @@ def test_memory_stays_in_the_order_of_the_file(
     value=[{"a": 1}, [[]], "x", -1, None],
 )
 def test_hostile_entries_end_in_an_error_or_a_diagnosis(
-    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, key: str, value: Any
+    net: Any, made: Made, tmp_path: Path, key: str, value: Any
 ) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     rewrite(place, **{key: value})
@@ -327,7 +318,7 @@ def test_tensors_that_share_memory_are_written(net: Any, tmp_path: Path) -> None
     assert again.certainty == "reproduced"
 
 
-def test_a_session_of_the_model_rests(net: Any, made: tuple[NonFiniteGradientError, Path]) -> None:
+def test_a_session_of_the_model_rests(net: Any, made: Made) -> None:
     model = net.build()
     rule = {"id": "zero", "action": "zero", "modules": "first", "tensor": "output"}
     with gradsurgeon.apply(model, rule_file(rule)) as session:
@@ -359,9 +350,7 @@ def test_layouts_of_inputs_are_kept(net: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["pipe", "folder of a run"])
-def test_what_is_no_bundle(
-    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, what: str
-) -> None:
+def test_what_is_no_bundle(net: Any, made: Made, tmp_path: Path, what: str) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     if what == "folder of a run":
         place = made[1].parent
@@ -373,7 +362,7 @@ def test_what_is_no_bundle(
 
 
 @pytest.mark.slow
-def test_a_device_that_is_not_there(home: Path, made: tuple[NonFiniteGradientError, Path]) -> None:
+def test_a_device_that_is_not_there(home: Path, made: Made) -> None:
     command = [sys.executable, "-m", "gradsurgeon", "replay", str(made[1]), "--model", "net:build"]
     done = subprocess.run(
         [*command, "--device", "nowhere\x1b"], cwd=home, capture_output=True, text=True, check=False
@@ -388,7 +377,7 @@ _OTHER = "this may not be the model of the bundle: its modules differ"
 
 @pytest.mark.parametrize("other", ["class", "layer", "child"])
 def test_a_model_of_the_same_shapes_and_other_modules_is_doubted(
-    net: Any, made: tuple[NonFiniteGradientError, Path], other: str
+    net: Any, made: Made, other: str
 ) -> None:
     model = net.build()
     if other == "class":
@@ -402,9 +391,7 @@ def test_a_model_of_the_same_shapes_and_other_modules_is_doubted(
     assert again.reasons[0] == _OTHER
 
 
-def test_a_bundle_that_tells_no_modules_is_doubted(
-    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path
-) -> None:
+def test_a_bundle_that_tells_no_modules_is_doubted(net: Any, made: Made, tmp_path: Path) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     for tree in (None, {"": "Net"}):
         rewrite(place, trees={".": tree})

@@ -13,7 +13,7 @@ import torch
 from models import data
 from pairs import singly
 from ranks import Json
-from small import linears, messages, net, rule_file, sgd, take_step
+from small import fired, linears, messages, net, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -53,10 +53,6 @@ def told(session: Any, warned: Any) -> list[tuple[str, str, str]]:
     return [(event.kind, event.rule, event.name) for event in session.events]
 
 
-def lengths(session: Any) -> dict[str, int]:
-    return {rule: one.fired for rule, one in session.status().items()}
-
-
 # --- lazy and frozen ------------------------------------------------------------------------------
 
 
@@ -69,7 +65,7 @@ def test_lazy_modules_are_refused_and_bind_after_a_forward_pass(point: str) -> N
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point)) as session:
         step(model, optimizer)
-        assert lengths(session)["it"] == (1 if point == "nan-trap" else 4)
+        assert fired(session)["it"] == (1 if point == "nan-trap" else 4)
     assert session.events == []
 
 
@@ -105,7 +101,7 @@ def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: 
     with gradsurgeon.apply(model, rules(point, "0.*", steps={"from": 1})) as session:
         for _ in range(2):
             step(model, optimizer)
-        assert lengths(session)["it"] == 0
+        assert fired(session)["it"] == 0
         model[0].requires_grad_(True)
         optimizer = goes_on(model, optimizer)
         for _ in range(2):
@@ -113,7 +109,7 @@ def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: 
             step(model, optimizer)
         if point in ("zero, backward", "zero, step", "freeze, step"):
             assert torch.equal(before, model[0].weight)
-        assert lengths(session)["it"] == (2 if point == "nan-trap" else 4)
+        assert fired(session)["it"] == (2 if point == "nan-trap" else 4)
         assert session.step == 4
     assert session.events == []
 
@@ -127,7 +123,7 @@ def test_what_changes_before_the_first_update_comes_under_the_rules(change: str,
     with gradsurgeon.apply(model, rule_file(zero)) as session:
         {"replaced": replaced, "assigned": assigned, "wrapped": adapted}[change](model)
         train_once(model)
-        assert lengths(session)["it"] == 2
+        assert fired(session)["it"] == 2
         assert not any(
             param.grad.any() for name, param in model.named_parameters() if "weight" in name
         )
@@ -160,7 +156,7 @@ def test_a_parameter_that_gets_another_name_loses_its_rules(point: str, change: 
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point, "0.weight")) as session:
         step(model, optimizer)
-        fired = lengths(session)["it"]
+        count = fired(session)["it"]
         change(model)
         with pytest.warns(
             GradSurgeonWarning, match=r"0\.weight was replaced, renamed, .* again with replace=True"
@@ -168,7 +164,7 @@ def test_a_parameter_that_gets_another_name_loses_its_rules(point: str, change: 
             step(model, optimizer)
         assert told(session, warned) == [("hook-lost", "", "0.weight")]
         step(model, optimizer)
-        assert lengths(session)["it"] == fired
+        assert fired(session)["it"] == count
     assert len(session.events) == 1
 
 
@@ -178,11 +174,11 @@ def test_another_dtype_is_no_news(point: str, dtype: torch.dtype) -> None:
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point)) as session:
         step(model, optimizer)
-        fired = lengths(session)["it"]
+        count = fired(session)["it"]
         model.to(dtype)
         for number in range(2, 5):
             step(model, optimizer)
-            assert lengths(session)["it"] == number * fired
+            assert fired(session)["it"] == number * count
     assert session.events == []
 
 
@@ -197,7 +193,7 @@ def test_no_rule_acts_on_a_replaced_head_until_rules_are_applied_again(
     optimizer: torch.optim.Optimizer = sgd(model)
     session = gradsurgeon.apply(model, rules(point, "2.*"))
     step(model, optimizer)
-    fired = lengths(session)["it"]
+    count = fired(session)["it"]
     model[2] = nn.Linear(6, 5)
     optimizer = goes_on(model, optimizer)
     with pytest.warns(
@@ -208,14 +204,14 @@ def test_no_rule_acts_on_a_replaced_head_until_rules_are_applied_again(
             step(model, optimizer)
             assert not torch.equal(before, model[2].weight)
     assert told(session, warned) == [("hook-lost", "", "2.weight"), ("hook-lost", "", "2.bias")]
-    assert lengths(session)["it"] == fired
+    assert fired(session)["it"] == count
     with gradsurgeon.apply(model, rules(point, "2.*"), replace=True) as again:
         for _ in range(3):
             before = model[2].weight.detach().clone()
             step(model, optimizer)
             if point in ("zero, backward", "zero, step", "freeze, step"):
                 assert torch.equal(before, model[2].weight)
-        assert lengths(again)["it"] == (3 if point == "nan-trap" else 6)
+        assert fired(again)["it"] == (3 if point == "nan-trap" else 6)
     assert again.events == []
 
 
@@ -246,7 +242,7 @@ def test_a_replaced_parameter_without_rules_is_no_news() -> None:
         optimizer = sgd(model)
         for _ in range(3):
             step(model, optimizer)
-        assert lengths(session)["it"] == 8
+        assert fired(session)["it"] == 8
     assert session.events == []
 
 
@@ -311,7 +307,7 @@ def test_adapters_are_said_not_to_be_under_the_rules(
     optimizer: torch.optim.Optimizer = sgd(model)
     with gradsurgeon.apply(model, rules(point)) as session:
         step(model, optimizer)
-        fired = lengths(session)["it"]
+        count = fired(session)["it"]
         model[0].requires_grad_(not frozen)
         model[0] = Adapted(model[0])
         optimizer = goes_on(model, optimizer)
@@ -326,7 +322,7 @@ def test_adapters_are_said_not_to_be_under_the_rules(
             step(model, optimizer)
         # The layer has other names now, and its rules act on.
         share = 1 if point == "nan-trap" or not frozen else 0.5
-        assert lengths(session)["it"] == fired + 4 * fired * share
+        assert fired(session)["it"] == count + 4 * count * share
     assert len(session.events) == 1
 
 
@@ -443,14 +439,14 @@ def test_hooks_on_a_module_that_is_replaced_come_back(site: str) -> None:
         old = model[2]
         model[2] = nn.Linear(6, 5)
         optimizer = sgd(model)
-        fired = lengths(session)["it"]
+        count = fired(session)["it"]
         with pytest.warns(GradSurgeonWarning) as warned:
             step(model, optimizer)
         assert ("hook-rearmed", "", "2") in told(session, warned)
         assert not old._forward_hooks
         assert not old._forward_pre_hooks
         for number in range(1, 4):
-            assert lengths(session)["it"] == fired + number
+            assert fired(session)["it"] == count + number
             step(model, optimizer)
     assert not model[2]._forward_hooks
     assert not model[2]._forward_pre_hooks

@@ -20,6 +20,7 @@ from pairs import pairwise
 from ranks import Json
 from small import events_of, linears, rule_file, sgd, take_step, tanh_net, weights_of
 from torch import Tensor, nn
+from two_heads import grads_of, same
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
@@ -40,10 +41,6 @@ def scale(modules: str, tensor: str, factor: float = 0.5, **more: Any) -> Json:
 def only(session: gradsurgeon.Session, rule: str = "r0") -> Tensor:
     (found,) = session.captured(rule).values()
     return found
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 # --- models that break hooks ----------------------------------------------------------------------
@@ -148,11 +145,7 @@ def make(kind: type[nn.Module]) -> Any:
 
 def run(model: nn.Module) -> dict[str, Tensor]:
     model(data(0, 5, 4)).square().sum().backward()
-    return grads(model)
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+    return grads_of(model)
 
 
 class Halve(torch.autograd.Function):
