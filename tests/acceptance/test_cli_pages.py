@@ -15,6 +15,7 @@ from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, TARGETS, check_rule
 from gradsurgeon.actions._fields import parse_tensor
 from gradsurgeon.cli.review.checks import CHECKS, READING_CHECKS
+from gradsurgeon.cli.schema import rule_schema
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
@@ -44,10 +45,16 @@ class TestExplain:
         self, name: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.main(["explain", name]) == 0
-        shown = capsys.readouterr().out.partition("**Options of every rule.**")[0].split("\n\n")
+        page = capsys.readouterr().out
+        shown = page.partition("**Options of every rule.**")[0].split("\n\n")
         assert len(shown) > 3
         for part in shown[1:]:
             assert "".join(part.split()) in REFERENCE
+        lines = re.findall(r"^(?!\||  ).*", page, re.MULTILINE)
+        assert max(map(len, lines)) <= 100
+        if name in ACTIONS:
+            options = rule_schema(ACTIONS[name])["properties"].keys() - {"action"}
+            assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == options
 
     def test_an_unknown_check(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["explain", "scale-by-zer"]) == 2
