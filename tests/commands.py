@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import pathlib
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 from unittest import mock
 
@@ -19,7 +19,7 @@ from bounds import TIMEOUT
 
 from gradsurgeon import cli
 
-ROOT = pathlib.Path(cli.__file__).parent.parent.parent
+ROOT = Path(cli.__file__).parent.parent.parent
 
 # Torch that cannot be imported, and a word at the end on whether anything tried.
 WITHOUT_TORCH = """
@@ -44,7 +44,7 @@ EDITS = CLEAN + '  - {id: no-bias, action: zero, params: "*.bias"}\n'
 
 def call(
     *arguments: str,
-    cwd: pathlib.Path,
+    cwd: Path,
     code: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
@@ -71,7 +71,7 @@ def call(
     )
 
 
-def forked(*words: str, cwd: pathlib.Path, **env: str) -> subprocess.CompletedProcess[str]:
+def forked(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Do in a fork of a Python that has imported torch what `python` does with these words."""
     done = forks.start(words, cwd=cwd, env={**environment(), **env}).wait(TIMEOUT)
     out, err = (
@@ -81,9 +81,9 @@ def forked(*words: str, cwd: pathlib.Path, **env: str) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(words, done.returncode, out, err)
 
 
-def call_here(*arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
+def call_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Do in this process, which has imported torch already, what `call` does in one of its own."""
-    known, before = set(sys.modules), pathlib.Path.cwd()
+    known, before = set(sys.modules), Path.cwd()
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
         tempfile.TemporaryFile("w+", encoding="utf-8") as err,
@@ -125,7 +125,7 @@ def _instead(name: str, stream: IO[str]) -> Iterator[None]:
         os.close(own)
 
 
-def git(folder: pathlib.Path, *arguments: str) -> str:
+def git(folder: Path, *arguments: str) -> str:
     """Run git as somebody who has configured nothing; return what it prints."""
     fixed = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false")
     done = subprocess.run(
@@ -147,10 +147,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, **fixed}
 
 
-def write_rules(folder: pathlib.Path) -> None:
+def write_rules(folder: Path) -> None:
     """Write rule files: clean, with a warning, with an error, and for another model."""
     (folder / "clean.yaml").write_text(CLEAN)
     (folder / "edits.yaml").write_text(EDITS)
     (folder / "warned.yaml").write_text(CLEAN.replace("norm-log", "scale, factor: 0"))
     (folder / "wrong.yaml").write_text(CLEAN.replace("norm-log", "norm-lg"))
     (folder / "astray.yaml").write_text(CLEAN.replace('"*"', '"head.*"'))
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> None:
+    """Show that a command could not do what it was asked for, and printed nothing."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+
+
+def quiet(done: subprocess.CompletedProcess[str]) -> None:
+    """Show that a command has done what it was asked for, and had nothing to say of it."""
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

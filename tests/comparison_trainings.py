@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from comparison_nets import Convolutions, Transformer
+from ranks import Json
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,10 +33,10 @@ class Training:
     decay_all: bool = False
     skipped: str = ""
     weight: float = 1.0
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
     data: Callable[[Tensor], Tensor] = lambda x: x
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[Json]:
         params = [p for name, p in self.model.named_parameters() if name != self.skipped]
         flat = [p for p in params if p.dim() < 2]
         return [
@@ -214,7 +215,7 @@ def train(
     return path
 
 
-def _noisy(seed: int) -> dict[str, Any]:
+def _noisy(seed: int) -> Json:
     """Return the rules of a noise run, as `gradsurgeon run --perturb` makes them."""
     noise = {"action": "perturb", "modules": "*", "where": {"owns_params": True}, "eps": EPS}
     tensors = {"noise-in": "input", "noise-back": "output.grad"}
@@ -222,9 +223,7 @@ def _noisy(seed: int) -> dict[str, Any]:
     return {"version": 1, "include": [PACK], "rules": rules}
 
 
-def compared(
-    folder: Path, kind: type[nn.Module], seed: int, changes: Mapping[str, Change]
-) -> dict[str, Any]:
+def compared(folder: Path, kind: type[nn.Module], seed: int, changes: Mapping[str, Change]) -> Json:
     """Return the comparison of each change with the same training without it."""
     reference = train(folder / "reference", kind, seed)
     noise = [train(folder / f"noise{one}", kind, seed, noise=one) for one in range(1, NOISE + 1)]

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from device_failures import captured, failed, failed_at_the_update, failed_under_apply
-from torch import nn
+from ranks import Json
+from small import sgd
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsurgeon
@@ -37,7 +39,7 @@ from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 warnings.simplefilter("ignore")
-ALL: list[dict[str, Any]] = [
+ALL: list[Json] = [
     {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
     {"id": "norms", "action": "norm-log", "params": "*"},
@@ -51,7 +53,7 @@ ALL: list[dict[str, Any]] = [
 ]
 
 
-def rules(*ids: str) -> dict[str, Any]:
+def rules(*ids: str) -> Json:
     return {"version": 1, "rules": [rule for rule in ALL if not ids or rule["id"] in ids]}
 
 
@@ -64,7 +66,7 @@ class CudaCasts(TorchDispatchMode):
         narrow = (torch.float16, torch.bfloat16)
         if func in (aten.mul_.Tensor, aten.div_.Tensor, aten.mul.Tensor, aten.div.Tensor):
             left, right = args
-            alone = isinstance(right, torch.Tensor) and right.ndim == 0
+            alone = isinstance(right, Tensor) and right.ndim == 0
             if alone and left.ndim and left.dtype in narrow and right.dtype == torch.float32:
                 args = (left, right.to(left.dtype))
         if func is aten._foreach_mul_.Tensor and args[0][0].dtype in narrow:
@@ -72,13 +74,13 @@ class CudaCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def plain(tensor: torch.Tensor) -> list[Any]:
+def plain(tensor: Tensor) -> list[Any]:
     raw: Any = tensor.detach()
     found: list[Any] = (raw.raw if isinstance(raw, Toy) else raw).tolist()
     return found
 
 
-def train(*, on_device: bool, scaled: bool = False) -> dict[str, Any]:
+def train(*, on_device: bool, scaled: bool = False) -> Json:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     if on_device:
@@ -109,11 +111,11 @@ def train(*, on_device: bool, scaled: bool = False) -> dict[str, Any]:
         }
 
 
-def same_as_on_the_host() -> dict[str, Any]:
+def same_as_on_the_host() -> Json:
     return {"host": train(on_device=False), "device": train(on_device=True)}
 
 
-def of_losses(*, on_device: bool) -> dict[str, Any]:
+def of_losses(*, on_device: bool) -> Json:
     """Combine the gradients of scaled losses by a method that goes by how large they are."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
@@ -135,7 +137,7 @@ def of_losses(*, on_device: bool) -> dict[str, Any]:
     }
 
 
-def losses() -> dict[str, Any]:
+def losses() -> Json:
     return {"host": of_losses(on_device=False), "device": of_losses(on_device=True)}
 
 
@@ -148,7 +150,7 @@ class Branches(nn.Module):
         self.device = nn.ModuleList([nn.Linear(4, 4) for _ in range(20)])
         move(self.device)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
         for layer in self.host:
             x = layer(x)
         for layer in self.device:
@@ -156,7 +158,7 @@ class Branches(nn.Module):
         return [x.sum(), y.sum()]
 
 
-def two_threads() -> dict[str, Any]:
+def two_threads() -> Json:
     sys.setswitchinterval(1e-6)
     begins = Controller.backward_started
 
@@ -165,7 +167,7 @@ def two_threads() -> dict[str, Any]:
         begins(self, graph)
 
     Controller.backward_started = slowly  # type: ignore[method-assign]
-    found: dict[str, Any] = {"events": [], "steps": [], "rows": []}
+    found: Json = {"events": [], "steps": [], "rows": []}
     for _ in range(6):
         model = Branches()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
@@ -225,7 +227,7 @@ def host_reads() -> dict[str, int]:
     }
 
 
-def half_precision() -> dict[str, Any]:
+def half_precision() -> Json:
     found = {}
     for cast in (False, True):
         torch.manual_seed(0)
@@ -309,7 +311,7 @@ def norms() -> dict[str, list[list[float]]]:
     }
 
 
-EVERY: list[dict[str, Any]] = [
+EVERY: list[Json] = [
     {"action": "clamp", "min": -1e-3, "max": 1e-3, "at": "step"},
     {"action": "scale", "factor": 0.3, "at": "step"},
     {"action": "zero", "at": "step"},
@@ -356,7 +358,7 @@ def weights_on_two_devices() -> Any:
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
     for number in (0, 2):
         move(model[number])
-    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    optimizer = sgd(model[3], 0.05)
     messages: list[str] = []
     check = {"id": "update", "action": "check-update", "params": "*"}
     with gradsurgeon.apply(
@@ -393,7 +395,7 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    told: dict[str, Any] = {}
+    told: Json = {}
     with Factories():
         for case in CASES:
             try:

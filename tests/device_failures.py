@@ -6,11 +6,11 @@ The cases belong to `device_cases.py`, which runs them in a process of its own.
 from __future__ import annotations
 
 import tempfile
-from typing import Any
 
 import torch
 from pack_trainings import launched
-from torch import nn
+from ranks import Json
+from torch import Tensor, nn
 
 import gradsurgeon
 from benchmarks.operations import counting
@@ -33,11 +33,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def captured() -> dict[str, Any]:
+def captured() -> Json:
     """Run a pack where a graph is captured: a read by the host would end the capture."""
     reads: list[int] = []
 
-    def train() -> list[torch.Tensor]:
+    def train() -> list[Tensor]:
         model, optimizer = on_device()
         for number in range(5):
             _torch.is_capturing = lambda number=number: number == 3  # type: ignore[misc]
@@ -63,11 +63,11 @@ class Failing:
         watchers.remove(self)
 
 
-def failed(where: str = "forward") -> dict[str, Any]:
+def failed(where: str = "forward") -> Json:
     """End a script under a pack by a device that fails in its forward pass, or right before an update."""
     failing = Failing()
 
-    def train() -> list[torch.Tensor]:
+    def train() -> list[Tensor]:
         model, optimizer = on_device()
         for _ in range(70):
             step(model, optimizer)
@@ -88,11 +88,11 @@ def failed(where: str = "forward") -> dict[str, Any]:
     return {"lines": done.lines, "steps": steps, "ended": ended}
 
 
-def failed_at_the_update() -> dict[str, Any]:
+def failed_at_the_update() -> Json:
     return failed("update")
 
 
-def failed_under_apply() -> dict[str, Any]:
+def failed_under_apply() -> Json:
     """Leave a session by the error of a device: its end raises no other one."""
     model, optimizer = on_device()
     try:

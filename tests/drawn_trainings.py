@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from oracle import Interpreter, Stopped, matched
+from ranks import Json
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -110,7 +111,7 @@ def untrained() -> Net:
 
 
 @cache  # hypothesis checks each strategy that is made anew
-def rule_files(*, scaled: bool = False) -> st.SearchStrategy[list[dict[str, Any]]]:
+def rule_files(*, scaled: bool = False) -> st.SearchStrategy[list[Json]]:
     number = st.sampled_from([0.05, 0.2, 0.5, 2.0, 5.0])
     names = st.one_of(
         st.sampled_from(PATTERNS),
@@ -161,7 +162,7 @@ def rule_files(*, scaled: bool = False) -> st.SearchStrategy[list[dict[str, Any]
 
 
 @st.composite
-def trainings(draw: st.DrawFn, ranks: int = 1) -> tuple[list[dict[str, Any]], Training]:
+def trainings(draw: st.DrawFn, ranks: int = 1) -> tuple[list[Json], Training]:
     def pick(*of: Any) -> Any:
         return draw(st.sampled_from(of))
 
@@ -379,7 +380,7 @@ def check(found: Outcome, expected: Outcome) -> None:
             close(state[of], value, of)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+def close(found: Tensor, expected: Tensor, what: object) -> None:
     torch.testing.assert_close(
         found, expected, rtol=2e-4, atol=1e-6, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )

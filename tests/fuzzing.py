@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import shutil
 import unicodedata
+from pathlib import Path
 
 from bounds import within
 from hypothesis import HealthCheck, Phase, settings
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from gradsurgeon.cli.review import formats, lint
 from gradsurgeon.errors import Problem
 
-CASES = pathlib.Path(__file__).parent / "cases"
-# Part of the examples that is tried: a tenth in the quick suite, half in CI.
+CASES = Path(__file__).parent / "cases"
+# Part of the examples that is tried: a tenth in the quick suite.
 SHARE = float(os.environ.get("GRADSURGEON_TEST_SHARE", "1"))
 QUICK = 0.1
 
@@ -47,12 +47,12 @@ SETTINGS = settings(
 SHAPES = st.tuples(st.booleans(), st.sampled_from(["\n", "\r\n"]), st.sampled_from(["", "\ufeff"]))
 
 
-def copied(to: pathlib.Path) -> pathlib.Path:
+def copied(to: Path) -> Path:
     """Return a copy of the bad cases, in which what they include can be found."""
-    return pathlib.Path(shutil.copytree(CASES / "schema" / "bad", to / "bad"))
+    return Path(shutil.copytree(CASES / "schema" / "bad", to / "bad"))
 
 
-def answered(file: pathlib.Path) -> list[Problem]:
+def answered(file: Path) -> list[Problem]:
     """Return the problems of a file, which can be written in every form and stand in their lines."""
     try:
         with within(SECONDS):
@@ -69,7 +69,7 @@ def answered(file: pathlib.Path) -> list[Problem]:
     return problems
 
 
-def written(file: pathlib.Path) -> list[Problem]:
+def written(file: Path) -> list[Problem]:
     """Return the problems of a file, which can be written in every form."""
     problems = lint(str(file))
     for form in ("full", "concise"):
@@ -82,7 +82,7 @@ def written(file: pathlib.Path) -> list[Problem]:
     return problems
 
 
-def in_their_lines(problems: list[Problem], file: pathlib.Path) -> None:
+def in_their_lines(problems: list[Problem], file: Path) -> None:
     """Show that places lie in the text, and that the line they show is the line they name."""
     lines: dict[str, list[str]] = {}
     for problem in problems:
@@ -90,7 +90,7 @@ def in_their_lines(problems: list[Problem], file: pathlib.Path) -> None:
         if problem.check == "unreadable-file" or place.file.startswith("gradsurgeon:"):
             continue
         if place.file not in lines:
-            text = pathlib.Path(place.file).read_bytes().decode("utf-8-sig", "replace")
+            text = Path(place.file).read_bytes().decode("utf-8-sig", "replace")
             lines[place.file] = text.removeprefix("\ufeff").split("\n")
         line = lines[place.file][place.line - 1].removesuffix("\r")
         assert place.line_text == line, problem

@@ -25,11 +25,10 @@ class Net(nn.Module):
         self.head = nn.Linear(16, 20)
         self.power = power
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: torch.Tensor) -> Any:
         x = self.norm(self.embed(words))
         scores = self.query(x) @ self.key(x).transpose(1, 2) / 16**self.power
-        found: torch.Tensor = self.head(scores.softmax(-1) @ x)
-        return found
+        return self.head(scores.softmax(-1) @ x)
 
 
 def record(path: Path, rules: Any = PACK, power: float = 0.5) -> Path:

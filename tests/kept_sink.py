@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from ranks import Json
+from small import rule_file, sgd, take_step, tanh_net
 from torch import Tensor, nn
 
 import gradsurgeon
 
 STEPS = 30
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
-ONLY_NORMS: dict[str, Any] = {"version": 1, "rules": [NORMS]}
+ONLY_NORMS: Json = rule_file(NORMS)
 TRAP = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
 
 
@@ -58,12 +60,12 @@ def fail() -> None:
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return tanh_net(3, 4, 2)
 
 
 def train(
     *sinks: Any,
-    rules: Sequence[dict[str, Any]] = (NORMS, TRAP),
+    rules: Sequence[Json] = (NORMS, TRAP),
     bad: int | None = None,
     record: Any = None,
 ) -> tuple[list[Tensor], gradsurgeon.Session]:
@@ -83,10 +85,8 @@ def train(
 
 def frozen(model: nn.Module) -> torch.optim.SGD:
     """Return an optimizer that moves nothing."""
-    return torch.optim.SGD(model.parameters(), lr=0.0)
+    return sgd(model, 0.0)
 
 
 def step(model: nn.Module, optimizer: torch.optim.SGD, factor: float = 1.0) -> None:
-    optimizer.zero_grad()
-    (model(torch.ones(5, 3)).sum() * factor).backward()
-    optimizer.step()
+    take_step(optimizer, model(torch.ones(5, 3)).sum() * factor)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from commands import ROOT
 from models import data, same
+from ranks import Json
+from small import weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -55,12 +57,11 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 2)
         self.fault: float | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         hidden = torch.tanh(self.body(x))
         if self.fault is not None and hidden.requires_grad:
             hidden.register_hook(self._spoil)  # type: ignore[no-untyped-call]
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
     def _spoil(self, grad: Tensor) -> Tensor:
         assert self.fault is not None
@@ -78,7 +79,7 @@ class Loop:
     passes: int = 1
     fault: float | None = None
     scaler: torch.amp.GradScaler | None = None
-    names: dict[str, Any] = field(default_factory=dict)
+    names: Json = field(default_factory=dict)
     grads: list[Tensor | None] = field(default_factory=list)
 
     def run(self, rules: str | None = None) -> list[Tensor]:
@@ -96,7 +97,7 @@ class Loop:
         with attached:
             for step in range(4):
                 self._step(model, optimizer, step)
-        return [p.detach().clone() for p in model.parameters()]
+        return weights_of(model)
 
     def _step(self, model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
         model.fault = self.fault if step == 1 else None

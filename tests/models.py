@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from small import weights_of
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
@@ -34,9 +35,8 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(0.3)
         self.fc2 = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.drop(F.relu(self.norm(self.fc1(x)))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc2(self.drop(F.relu(self.norm(self.fc1(x)))))
 
 
 class Tied(nn.Module):
@@ -49,10 +49,9 @@ class Tied(nn.Module):
         self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.emb.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         index = (x.abs() * 2).long().clamp(max=5)
-        out: Tensor = self.head(self.body(self.emb(index)))
-        return out
+        return self.head(self.body(self.emb(index)))
 
 
 class Frozen(nn.Module):
@@ -64,9 +63,8 @@ class Frozen(nn.Module):
         self.head = nn.Linear(4, 2)
         self.body.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x).tanh())
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x).tanh())
 
 
 class CalledTwice(nn.Module):
@@ -77,9 +75,8 @@ class CalledTwice(nn.Module):
         self.fc = nn.Linear(4, 4)
         self.head = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.fc(self.fc(x).relu()))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.fc(self.fc(x).relu()))
 
 
 class Residual(nn.Module):
@@ -91,10 +88,9 @@ class Residual(nn.Module):
         self.kind = nn.Parameter(torch.randn(5, 4))
         self.fc = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = x + (self.pos + self.kind)
-        out: Tensor = h + self.fc(h)
-        return out
+        return h + self.fc(h)
 
 
 class Summed(nn.Module):
@@ -117,9 +113,8 @@ class Unused(nn.Module):
         self.fc = nn.Linear(4, 2)
         self.spare = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x)
 
 
 class Sparse(nn.Module):
@@ -130,10 +125,9 @@ class Sparse(nn.Module):
         self.emb = nn.Embedding(6, 4, sparse=True)
         self.fc = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         index = (x.abs() * 2).long().clamp(max=5)
-        out: Tensor = self.fc(self.emb(index))
-        return out
+        return self.fc(self.emb(index))
 
 
 class OddShapes(nn.Module):
@@ -145,9 +139,8 @@ class OddShapes(nn.Module):
         self.empty = nn.Parameter(torch.empty(0))
         self.fc = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(x) * self.scale + self.empty.sum()
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x) * self.scale + self.empty.sum()
 
 
 class Complex(nn.Module):
@@ -158,9 +151,8 @@ class Complex(nn.Module):
         self.mix = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
         self.fc = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc((x.to(torch.complex64) @ self.mix).abs())
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc((x.to(torch.complex64) @ self.mix).abs())
 
 
 class Half(nn.Module):
@@ -172,10 +164,9 @@ class Half(nn.Module):
         self.brain = nn.Linear(4, 4).to(torch.bfloat16)
         self.wide = nn.Linear(4, 2).to(torch.float64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.low(x.to(torch.float16)).to(torch.bfloat16)
-        out: Tensor = self.wide(self.brain(h).to(torch.float64)).float()
-        return out
+        return self.wide(self.brain(h).to(torch.float64)).float()
 
 
 @dataclass(frozen=True)
@@ -252,7 +243,7 @@ def train(case: Case, model: nn.Module, steps: int = 6) -> list[Tensor]:
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return every number that an update could move."""
-    found = [param.detach().clone() for param in model.parameters()]
+    found = weights_of(model)
     for state in optimizer.state.values():
         found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
     return found

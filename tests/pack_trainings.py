@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from models import data
+from ranks import Json
+from small import sgd
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 from torch.utils.checkpoint import checkpoint
@@ -51,7 +53,7 @@ class Launched:
 
 def launched(
     train: Train,
-    rules: str | list[dict[str, Any]] = DEBUG,
+    rules: str | list[Json] = DEBUG,
     *,
     record: str = "",
     watch: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -123,7 +125,7 @@ def plain() -> Sequence[Tensor]:
 
 def with_a_nan() -> Sequence[Tensor]:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     for step in range(4):
         optimizer.zero_grad()
         loss = loss_of(model, step)
@@ -135,7 +137,7 @@ def with_a_nan() -> Sequence[Tensor]:
 def scaled() -> Sequence[Tensor]:
     """A loss scale, with an overflow in the third step, and a clip in the last one."""
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):
         optimizer.zero_grad()
@@ -172,7 +174,7 @@ def by_hand(factor: float = 1.0, *, clears: bool = True) -> Sequence[Tensor]:
     """Updates without an optimizer: that of a part, which is gone, has shown the part to the launcher."""
     torch.manual_seed(0)
     first = nn.Linear(4, 6)
-    torch.optim.SGD(first.parameters(), lr=0.1)
+    sgd(first)
     model = nn.Sequential(first, nn.Tanh(), nn.Linear(6, 2))
     for step in range(4):
         (loss_of(model, step) * (factor if step == 2 else 1.0)).backward()
@@ -229,7 +231,7 @@ def changed() -> Sequence[Tensor]:
     """The script replaces a parameter and a layer, and swaps another parameter."""
     model: Any = net()
     swap: Any = torch.utils.swap_tensors
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for step in range(5):
         if step == 1:
             model[3].weight = nn.Parameter(model[3].weight.detach().clone())
@@ -263,7 +265,7 @@ class Heads(nn.Module):
 def two_heads(*, apart: bool = False) -> Sequence[Tensor]:
     """Two losses on one trunk, in one backward pass or in two."""
     model: Any = Heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for step in range(3):
         optimizer.zero_grad()
         one, other = model(torch.tensor([step, 1, 2]))
@@ -289,15 +291,14 @@ class LooksUp(nn.Module):
         self.table = nn.Parameter(torch.randn(6, 4))
         self.plain = nn.Linear(4, 2)
 
-    def forward(self, index: Tensor) -> Tensor:
+    def forward(self, index: Tensor) -> Any:
         rows: Tensor = F.embedding(index, self.table, sparse=True)
-        out: Tensor = self.plain(rows)
-        return out
+        return self.plain(rows)
 
 
 def looks_up() -> Sequence[Tensor]:
     model: Any = LooksUp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for step in range(3):
         optimizer.zero_grad()
         model(torch.tensor([step, 1, 2])).square().mean().backward()
@@ -308,7 +309,7 @@ def looks_up() -> Sequence[Tensor]:
 def captured() -> Sequence[Tensor]:
     """A CUDA graph is captured in the third step, as torch would tell of it."""
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     asked = _torch.is_capturing
     try:
         for step in range(5):
@@ -324,7 +325,7 @@ def captured() -> Sequence[Tensor]:
 def no_leaf() -> Sequence[Tensor]:
     """One of the parameters was computed, which only `Module.__setattr__` refuses."""
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     made = nn.Parameter(torch.ones(2))
     model._parameters["made"] = made * 2.0  # type: ignore[assignment]
     for step in range(3):

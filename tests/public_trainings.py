@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from ranks import Json
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ PACK = "gradsurgeon:fingerprint@1"
 STEPS = 4
 
 
-def noisy(seed: int, eps: float) -> dict[str, Any]:
+def noisy(seed: int, eps: float) -> Json:
     """Return the rules of a noise run, as `gradsurgeon run --perturb` makes them."""
     noise = {"action": "perturb", "modules": "*", "where": {"owns_params": True}, "eps": eps}
     rules = [
@@ -46,53 +47,6 @@ class Recording:
                     gradsurgeon.apply(model, self.rules, optimizer=optimizer, record=place)
                 )
             yield
-
-
-class Cell(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
-
-    def forward(self, x: Tensor) -> Any:
-        y = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(self.bn2(self.conv2(y)) + x)
-
-
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.cells = nn.Sequential(Cell(8), Cell(8))
-        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.pool(self.cells(self.stem(x)))
-        return self.fc(x.mean((2, 3)))
-
-
-def images(recording: Recording) -> None:
-    """Train a residual network on images, as of CIFAR."""
-    how = recording.how
-    model = ResNet()
-    if how == "channels last":
-        for param in model.parameters():
-            if param.dim() == 4:
-                param.data = param.data.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=5e-4)
-    data = torch.Generator().manual_seed(1)
-    with recording.of((model, optimizer)):
-        for step in range(STEPS):
-            x = (torch.rand(12, 3, 12, 12, generator=data) - 0.5) / 0.25
-            y = torch.randint(0, 10, (12,), generator=data)
-            if how == "channels last":
-                x = x.to(memory_format=torch.channels_last)
-            if how == "batch norm in evaluation mode" and step == 1:
-                model.get_submodule("cells.1.bn2").eval()
-            optimizer.zero_grad()
-            loss: Any = functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
 
 
 class Attention(nn.Module):
@@ -211,7 +165,7 @@ def words(recording: Recording) -> None:
     model = Lstm()
     if how == "dropout left out":
         model.drop.p = 0.0
-    options: dict[str, Any] = {"foreach": False} if how == "optimizer tensor by tensor" else {}
+    options: Json = {"foreach": False} if how == "optimizer tensor by tensor" else {}
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, **options)
     data = torch.Generator().manual_seed(1)
     state = None
@@ -323,11 +277,8 @@ class Trial(NamedTuple):
     place: tuple[str, ...] = ()
 
 
-TRAININGS = {one.__name__: one for one in (images, language, mixed, words, codes, pictures)}
+TRAININGS = {one.__name__: one for one in (language, mixed, words, codes, pictures)}
 HARMLESS = (
-    Trial("images", "channels last"),
-    Trial("images", "other kernels"),
-    Trial("images", "convolutions by torch alone"),
     Trial("language", "one product for q, k and v"),
     Trial("language", "head by a function"),
     Trial("language", "checkpoints"),
@@ -344,7 +295,6 @@ HARMLESS = (
     Trial("pictures", "other kernels"),
 )
 FAULTS = (
-    Trial("images", "batch norm in evaluation mode", ("forward", "output of cells.1.bn2")),
     Trial("language", "another weight decay", ("update", "weight wte.weight after the update")),
     Trial("language", "accumulated, not divided", ("gradient", "")),
     Trial("language", "schedule begins a step late", ("update", "weight wte.weight after the update")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -12,10 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from pathlib import Path
 
 from bounds import TIMEOUT
 from commands import CLEAN, ROOT, environment, git
+from ranks import Json
 
 ACTION = ROOT / ".github" / "actions" / "review"
 WRONG = CLEAN.replace("norm-log", "norm-lg")
@@ -44,7 +44,7 @@ class GitHub:
 
     url: str = ""
     readonly: bool = False
-    comments: list[dict[str, Any]] = field(default_factory=list)
+    comments: list[Json] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     given: list[str | None] = field(default_factory=list)
 
@@ -135,12 +135,12 @@ def _served(handler: type[BaseHTTPRequestHandler], state: GitHub) -> Iterator[No
 class Job:
     """A checkout of a pull request and what a job leaves behind."""
 
-    folder: pathlib.Path
+    folder: Path
     github: GitHub
     base: str = ""
 
     @property
-    def checkout(self) -> pathlib.Path:
+    def checkout(self) -> Path:
         return self.folder / "checkout"
 
     def write(self, files: dict[str, str]) -> None:
@@ -193,7 +193,7 @@ class Job:
 
 
 @contextmanager
-def pull_request(folder: pathlib.Path) -> Iterator[Job]:
+def pull_request(folder: Path) -> Iterator[Job]:
     """Yield a pull request whose base has one clean rule file."""
     with api() as github:
         one = Job(folder, github)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import subprocess
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import environment
+from ranks import Json
 
 from gradsurgeon.records.store import Key, Part, Records, database
 from gradsurgeon.records.store.writer import RunWriter
@@ -20,7 +21,7 @@ from gradsurgeon.records.store.writer import RunWriter
 KEY = Key("norms", "l2", "accumulated", ("a.weight", "a.bias"))
 
 
-def shown(records: Records) -> dict[str, Any]:
+def shown(records: Records) -> Json:
     """Return what a `Report` takes of the records of a session."""
     return {"series": [Part(one, {}) for one in records], "dropped": records.dropped}
 
@@ -29,7 +30,7 @@ def values(*numbers: float) -> bytes:
     return array("f", numbers).tobytes()
 
 
-def listing(path: pathlib.Path) -> list[str]:
+def listing(path: Path) -> list[str]:
     """Return the names of what lies in a directory."""
     return sorted(entry.name for entry in path.iterdir())
 
@@ -38,7 +39,7 @@ def listing(path: pathlib.Path) -> list[str]:
 JOB = {"host": "here", "parent": "7", "launch": "here/29500/none", "attempt": "0"}
 
 
-def meta(names: Sequence[str] = KEY.names, **more: Any) -> dict[str, Any]:
+def meta(names: Sequence[str] = KEY.names, **more: Any) -> Json:
     """Return what `run.json` says of a run with one rule on some parameters."""
     return {
         "gradsurgeon": "0.1.0",
@@ -57,7 +58,7 @@ def meta(names: Sequence[str] = KEY.names, **more: Any) -> dict[str, Any]:
 
 
 def write(
-    path: pathlib.Path,
+    path: Path,
     histories: Mapping[str, Sequence[float | None]],
     *,
     rank: int = 0,
@@ -78,7 +79,7 @@ def refuse_wal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write without shared memory between processes: as some file systems do, that refuses WAL."""
     connect = database.connect
 
-    def without_memory(path: pathlib.Path, patience: float, options: str = "") -> Any:
+    def without_memory(path: Path, patience: float, options: str = "") -> Any:
         of_records = path.suffix == ".db" and not options
         return connect(path, patience, "?vfs=unix-none" if of_records else options)
 

@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Json
+from small import tanh_net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradsurgeon.actions._methods import METHODS
 
 # Of the methods that must be given some.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Json] = {
     "cagrad": {"c": 0.5},
     "fairgrad": {"alpha": 1.0},
 }
 # The method whose weights are known without a computation: with `alpha: 0` it averages.
-AVERAGE: dict[str, Any] = {"method": "fairgrad", "alpha": 0}
+AVERAGE: Json = {"method": "fairgrad", "alpha": 0}
 
 Losses = Callable[[nn.Module, Tensor], dict[str, Tensor]]
 
@@ -40,6 +42,11 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         features = self.trunk(x)
         return self.seg(features), self.depth(features)
+
+
+def heads() -> tuple[Heads, Tensor]:
+    """Return a model with two heads and a batch."""
+    return Heads(), torch.randn(5, 6)
 
 
 class Overlapping(nn.Module):
@@ -138,7 +145,7 @@ class InPlace(nn.Module):
 
 
 TRUNKS: Mapping[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8)),
+    "mlp": lambda: tanh_net(6, 16, 8),
     "checkpoint": Checkpointed,
     "lstm": Recurrent,
     "transformer": Attending,
@@ -147,7 +154,7 @@ TRUNKS: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
-def rules(*given: Mapping[str, Any]) -> dict[str, Any]:
+def rules(*given: Mapping[str, Any]) -> Json:
     """Return a rule file of rules on the losses `seg` and `depth` and on the trunk, unless they say otherwise."""
     common = {"losses": ["seg", "depth"], "params": "trunk.*"}
     return {"version": 1, "rules": [{"id": rule["action"], **common, **rule} for rule in given]}

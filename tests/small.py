@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
+from ranks import Json
 from torch import Tensor, nn
 
+import gradsurgeon
 
-def rule_file(*rules: Mapping[str, Any], **common: Any) -> dict[str, Any]:
+
+def rule_file(*rules: Mapping[str, Any], **common: Any) -> Json:
     """Return rules as a file has them.
 
     Args:
@@ -23,7 +28,7 @@ def rule_file(*rules: Mapping[str, Any], **common: Any) -> dict[str, Any]:
 def net() -> Any:
     """Return two layers, with the same weights each time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net(4, 6, 2)
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
@@ -33,3 +38,50 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
 def weights_of(model: nn.Module) -> list[Tensor]:
     """Return copies of all parameters."""
     return [param.detach().clone() for param in model.parameters()]
+
+
+def fired(session: Any) -> dict[str, int]:
+    """Return how often each rule has fired."""
+    return {rule: status.fired for rule, status in session.status().items()}
+
+
+def kinds_of(told: Any) -> list[str]:
+    """Return the kind of each event of a session or a run."""
+    return [event.kind for event in told.events]
+
+
+def events_of(told: Any, kind: str) -> list[gradsurgeon.Event]:
+    return [event for event in told.events if event.kind == kind]
+
+
+def messages(told: Any, kind: str) -> list[str]:
+    return [event.message for event in events_of(told, kind)]
+
+
+def steps_of(session: Any, name: str, *more: str, **rule: str) -> list[int]:
+    """Return the steps that the records of a tensor have."""
+    return [step for step, _ in session.history(name, *more, **rule)]
+
+
+def tanh_net(width: int, hidden: int, out: int) -> nn.Sequential:
+    """Return two layers with a tanh between them."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, out))
+
+
+def linears(*widths: int) -> nn.Sequential:
+    """Return layers one after the other, from width to width."""
+    return nn.Sequential(*(nn.Linear(one, other) for one, other in pairwise(widths)))
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    """Take a plain step of training."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def hold_rows(found: Any, wanted: Any, rel: float = 1e-4) -> None:
+    """Compare records: their steps are the same, and their numbers up to rounding."""
+    assert [step for step, _ in found] == [step for step, _ in wanted]
+    numbers = [number for _, number in wanted]
+    assert [number for _, number in found] == pytest.approx(numbers, rel=rel, nan_ok=True)

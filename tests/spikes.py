@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from ranks import Json
 from running_bounds import ByHand
+from small import tanh_net
 from torch import Tensor, nn
 
-import gradsurgeon
+from gradsurgeon import Session
 from gradsurgeon.runtime.running_norms import RunningStatistic
 from gradsurgeon.runtime.spike_effect import SpikeEffect
 
 # What the loss of each step is multiplied by.
 FACTORS = (1, 1.2, 0.9, 1.1, 1, 30, 1, 1.1, 0.9, 50, 0.8, 1.3, 1, 7, 1)
-ABOVE: dict[str, dict[str, Any]] = {
+ABOVE: dict[str, Json] = {
     "sigmas": {"sigmas": 2.5, "beta": 0.9, "warmup": 4},
     "times": {"times": 1.05, "beta": 0.9, "warmup": 4},
 }
@@ -33,7 +35,7 @@ RULES = [
 
 def make() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net(4, 6, 2)
 
 
 def backward(model: Any, step: int, parts: int = 1) -> None:
@@ -42,13 +44,13 @@ def backward(model: Any, step: int, parts: int = 1) -> None:
         (model(part).square().mean() * FACTORS[step] / parts).backward()
 
 
-def spike_trap(above: str, per: str, then: str, **options: Any) -> dict[str, Any]:
+def spike_trap(above: str, per: str, then: str, **options: Any) -> Json:
     rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": ABOVE[above]}
     patience = {"give_up_after": 99} if then == "skip-step" else {}
     return {**rule, "per": per, "then": then, **patience, **options}
 
 
-def rules(*given: dict[str, Any]) -> dict[str, Any]:
+def rules(*given: Json) -> Json:
     return {"version": 1, "rules": list(given)}
 
 
@@ -56,7 +58,7 @@ def grads(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def learnt(session: gradsurgeon.Session) -> dict[str, list[float]]:
+def learnt(session: Session) -> dict[str, list[float]]:
     """Return what is kept of each norm, the number of updates and their mean first, by name."""
     names = [param.name for param in session.plan.manifest.params]
     found = {}
@@ -67,14 +69,14 @@ def learnt(session: gradsurgeon.Session) -> dict[str, list[float]]:
     return found
 
 
-def statistics_of(session: gradsurgeon.Session) -> list[RunningStatistic]:
+def statistics_of(session: Session) -> list[RunningStatistic]:
     """Return what the rules of a session keep, each once."""
     traps = session._attachment.controller.effects.traps
     spikes = [trap for trap in traps if isinstance(trap, SpikeEffect)]
     return [one for trap in spikes for one in dict.fromkeys(trap.statistics.values())]
 
 
-def same_as(hand: ByHand, session: gradsurgeon.Session, rel: float = 1e-5) -> None:
+def same_as(hand: ByHand, session: Session, rel: float = 1e-5) -> None:
     """Compare what was learnt: how many updates have entered, and their mean."""
     found = learnt(session)
     wanted = {name: bound for name, bound in hand.bounds.items() if bound.number}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from ranks import Json
 from torch import Tensor, nn
 
 HEADS = ["seg_head", "depth_head"]
@@ -76,7 +77,7 @@ def jacobian(parts: Sequence[Tensor], features: Tensor) -> Tensor:
     return torch.stack([row.flatten() for row in rows])
 
 
-def rules(*given: dict[str, Any]) -> dict[str, Any]:
+def rules(*given: Json) -> Json:
     common = {"modules": HEADS, "tensor": "input.grad"}
     return {"version": 1, "rules": [{"id": rule["action"], **common, **rule} for rule in given]}
 

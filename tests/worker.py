@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from ranks import Json
 
 
-def work(find: Callable[[], dict[str, Any]]) -> NoReturn:
+def work(find: Callable[[], Json]) -> NoReturn:
     """Write down what this rank finds, to the file named on the command line with the rank as its ending.
 
     Args:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import CLEAN, LINTED, WITHOUT_TORCH, call, environment, write_rules
+from commands import CLEAN, LINTED, WITHOUT_TORCH, call, environment, quiet, write_rules
 
 from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS
@@ -29,32 +28,6 @@ def here(tmp_path: Path) -> Path:
 
 
 class TestLint:
-    def test_fourteen_mistakes_in_one_run(self, tmp_path: Path) -> None:
-        (tmp_path / "rules.yaml").write_bytes(FOURTEEN.read_bytes())
-        done = call("lint", "rules.yaml", "--format", "concise", cwd=tmp_path)
-        assert done.returncode == 1
-        found = re.findall(
-            r"^rules\.yaml:(\d+):(\d+): error: .* \[(.*)\]$", done.stdout, re.MULTILINE
-        )
-        assert [(int(line), int(col), check) for line, col, check in found] == [
-            (5, 13, "unknown-action"),
-            (8, 9, "bad-value"),
-            (12, 5, "missing-key"),
-            (20, 5, "unknown-key"),
-            (25, 9, "bad-value"),
-            (26, 10, "bad-value"),
-            (29, 9, "duplicate-rule-id"),
-            (31, 13, "bad-pattern"),
-            (32, 13, "wrong-type"),
-            (34, 5, "missing-key"),
-            (36, 17, "bad-value"),
-            (41, 15, "wrong-type"),
-            (42, 28, "bad-value"),
-            (43, 13, "wrong-type"),
-        ]
-        assert len(done.stdout.splitlines()) == 14
-        assert done.stderr == "rules.yaml: 14 errors\n"
-
     def test_fourteen_mistakes_as_json_name_the_same(self, tmp_path: Path) -> None:
         (tmp_path / "rules.yaml").write_bytes(FOURTEEN.read_bytes())
         text = call("lint", "rules.yaml", "--format", "concise", cwd=tmp_path).stdout
@@ -183,7 +156,7 @@ class TestTheRest:
             "assert not {'torch', 'pydantic', 'yaml'} & set(sys.modules)"
         )
         done = call(cwd=tmp_path, code=code)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert done.stdout.startswith("usage: gradsurgeon [-h] [--version] COMMAND ...")
 
     def test_the_version(self, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import WITHOUT_TORCH, call, git
+from commands import WITHOUT_TORCH, call, git, quiet, refused
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
@@ -75,7 +75,7 @@ class TestOutput:
     @pytest.mark.parametrize("form", FORMS)
     def test_of_the_worked_example(self, form: str) -> None:
         done = call("diff", *SIDES, "--format", form, cwd=CASES, code=WITHOUT_TORCH)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert done.stdout == (CASES / f"expected.{FORMS[form]}").read_text(encoding="utf-8")
 
     def test_text_is_what_it_prints_unasked(self) -> None:
@@ -103,19 +103,6 @@ class TestOutput:
         assert first <= set(found)
         assert {"id", "fields", "params_before", "params_after"} <= set(found["changed"][0])
 
-    def test_names_of_weights_do(self, here: Path) -> None:
-        header = json.dumps(
-            {"embed.weight": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}
-        )
-        raw = len(header).to_bytes(8, "little") + header.encode() + bytes(12)
-        (here / "model.safetensors").write_bytes(raw)
-        arguments = ("old.yaml", "new.yaml", "--params", "model.safetensors", "--format", "json")
-        done = call("diff", *arguments, cwd=here, code=WITHOUT_TORCH)
-        assert (done.returncode, done.stderr) == (0, "")
-        found = json.loads(done.stdout)
-        assert found["model"] == {"params": 1, "elements": 3}
-        assert found["lost_protection"] == ["embed.weight"]
-
 
 REWRITTEN = """# the same, written by somebody else
 rules:
@@ -140,25 +127,15 @@ class TestExitCodes:
     def test_another_writing_is_no_difference(self, here: Path) -> None:
         (here / "new.yaml").write_text(REWRITTEN)
         done = call("diff", *SIDES, "--exit-code", cwd=here)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert done.stdout.splitlines()[1:] == ["no difference in effect"]
-
-    def test_an_order_that_no_tensor_sees_is_none_either(self, here: Path) -> None:
-        rules = '  - {id: a, action: zero, params: "embed.*"}\n'
-        more = '  - {id: b, action: zero, params: "head.*"}\n'
-        (here / "old.yaml").write_text(f"version: 1\nrules:\n{rules}{more}")
-        (here / "new.yaml").write_text(f"version: 1\nrules:\n{more}{rules}")
-        done = call("diff", *SIDES, "--exit-code", cwd=here)
-        assert done.returncode == 0
-        note = "note: the rules are in another order in the file"
-        assert note in done.stdout
 
     def test_every_problem_of_a_side(self, here: Path) -> None:
         (here / "old.yaml").write_text(
             'version: 1\nrules:\n  - {id: a, action: zer, params: "*"}\n  - {id: b, action: zero}\n'
         )
         done = call("diff", *SIDES, "--exit-code", cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         for place in ("old.yaml:3:21: error", "old.yaml:4:"):
             assert place in done.stderr
 
@@ -167,12 +144,12 @@ class TestExitCodes:
     )
     def test_a_file_that_is_not_there(self, here: Path, old: str, new: str) -> None:
         done = call("diff", old, new, "--params", "params.json", cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert done.stderr.count("gone.yaml:1:1: error: cannot read the file") == 1
 
     def test_names_that_are_not_there(self, here: Path) -> None:
         done = call("diff", "old.yaml", "new.yaml", "--params", "gone.json", cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert "gone.json: error: cannot read the file" in done.stderr
 
     def test_a_model_is_not_built_for_wrong_rules(self, here: Path) -> None:
@@ -221,17 +198,6 @@ class TestCommits:
         sides = ("HEAD:rules.yaml", "main:rules.yaml")
         assert not self.diff(repository, *sides, "--exit-code")["in_effect"]
 
-    def test_an_include_that_is_gone(self, repository: Path) -> None:
-        (repository / "rules.yaml").write_text(part("own", "embed.*"))
-        (repository / "part.yaml").unlink()
-        found = self.diff(repository, "HEAD:rules.yaml", "rules.yaml")
-        assert [one["id"] for one in found["removed"]] == ["part"]
-        (repository / "rules.yaml").write_text(part("own", "embed.*", "part.yaml"))
-        arguments = ("HEAD:rules.yaml", "rules.yaml", "--params", "params.json")
-        done = call("diff", *arguments, cwd=repository)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "rules.yaml:2:11: error: " in done.stderr
-
     @pytest.mark.parametrize(
         ("old", "reason"),
         [
@@ -243,7 +209,7 @@ class TestCommits:
     def test_what_no_commit_has(self, repository: Path, old: str, reason: str) -> None:
         (repository / "later.yaml").write_text(part("own", "embed.*"))
         done = call("diff", old, "later.yaml", "--params", "params.json", cwd=repository)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert reason in done.stderr
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import WITHOUT_TORCH, call, call_here, write_rules
+from commands import WITHOUT_TORCH, call, call_here, quiet, refused, write_rules
 
 pytestmark = pytest.mark.slow
 
@@ -117,17 +117,8 @@ class TestParams:
 
     def test_a_file_that_cannot_be_written_leaves_nothing(self, here: Path) -> None:
         done = call_here("params", "--model", "net:small", "-o", "no/params.json", cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert "gradsurgeon: cannot write no/params.json: No such file" in done.stderr
-
-    def test_a_file_of_another_kind_is_not_replaced(self, here: Path) -> None:
-        mine = '{"learning_rate": 0.1}'
-        (here / "params.json").write_text(mine)
-        done = call_here("params", "--model", "net:small", "-o", "params.json", cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "params.json: is there already and is no params.json; name another" in done.stderr
-        assert (here / "params.json").read_text() == mine
-        assert sorted(path.name for path in here.glob("params*")) == ["params.json"]
 
     def test_devices_are_written_to_and_not_replaced(self, here: Path) -> None:
         done = call("params", "--model", "net:small", "-o", "/dev/stdout", cwd=here)
@@ -143,7 +134,7 @@ class TestParams:
     )
     def test_what_it_cannot_do(self, here: Path, arguments: tuple[str, ...], reason: str) -> None:
         done = call_here("params", *arguments, cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert reason in done.stderr
 
 
@@ -155,45 +146,8 @@ class TestPlan:
         done = call(
             "plan", "rules.yaml", "--params", "params.json", *end, cwd=written, code=WITHOUT_TORCH
         )
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert done.stdout == known.stdout
-
-    def test_the_documented_form_of_json(self, written: Path) -> None:
-        arguments = ("plan", "rules.yaml", "--params", "params.json", "--format", "json")
-        found = json.loads(call_here(*arguments, cwd=written).stdout)
-        assert list(found) == ["version", "model", "rules", "chains", "warnings"]
-        assert found["version"] == 1
-        assert found["model"] == {"params": 19, "elements": 320}
-        keys = [
-            "id",
-            "action",
-            "tensor",
-            "point",
-            "hook",
-            "params",
-            "modules",
-            "elements",
-            "warnings",
-        ]
-        assert all(list(rule) == keys for rule in found["rules"])
-        rules = {rule["id"]: rule for rule in found["rules"]}
-        assert rules["own"] == {
-            "id": "own",
-            "action": "zero",
-            "tensor": "grad",
-            "point": "step",
-            "hook": "step pre-hook",
-            "params": ["norm.bias"],
-            "modules": [],
-            "elements": 4,
-            "warnings": [
-                "all matched parameters have `requires_grad` off: the rule acts once it is on",
-                "zero is not freeze: weight decay and momentum still move the weight",
-            ],
-        }
-        assert rules["shared"]["modules"] == ["layers.0.norm"]
-        assert found["chains"]["norm.bias"] == ["norms", "own"]
-        assert found["chains"]["hidden grad"] == ["tags"]
 
     def test_weights_name_parameters_as_well(self, written: Path) -> None:
         header = json.dumps({"fc.bias": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}})
@@ -220,11 +174,11 @@ class TestPlan:
     @pytest.mark.parametrize("sources", [(), ("--params", "params.json", "--model", "net:small")])
     def test_one_source_of_names_exactly(self, written: Path, sources: tuple[str, ...]) -> None:
         done = call_here("plan", "clean.yaml", *sources, cwd=written)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert "--model" in done.stderr
 
     def test_a_wrong_manifest_is_no_fault_of_the_rules(self, written: Path) -> None:
         (written / "params.json").write_text('{"version": 1, "params": 3}')
         done = call_here("plan", "clean.yaml", "--params", "params.json", cwd=written)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert "params.json: error: missing key `origin`" in done.stderr

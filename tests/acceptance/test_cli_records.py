@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import WITHOUT_TORCH, call, environment
+from commands import WITHOUT_TORCH, call, environment, quiet, refused
+from ranks import Json
 from runs import listing, meta, values, write
 
 from gradsurgeon import Event
@@ -43,7 +43,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lines(text: str) -> list[dict[str, Any]]:
+def lines(text: str) -> list[Json]:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
@@ -53,7 +53,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 class TestReport:
     def test_it_says_what_happened(self, here: Path) -> None:
         done = call("report", "run", cwd=here, code=WITHOUT_TORCH)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert done.stdout.startswith(
             "look: bad (and 1 other fault)\nended, traps tripped in 1 step\n"
             "summary: rules.yaml on Net: steps 0..2, 1 event (1 trap); 2 ranks"
@@ -63,18 +63,18 @@ class TestReport:
 
     def test_escapes_where_blocks_cannot_be_shown(self, here: Path) -> None:
         done = call("report", "run", cwd=here, env={"PYTHONIOENCODING": "ascii"})
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert r"\u2717" in done.stdout
 
     @pytest.mark.parametrize("command", [("report",), ("export", "--format", "csv")])
     def test_no_run(self, here: Path, command: tuple[str, ...]) -> None:
         done = call(command[0], "nowhere", *command[1:], cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert done.stderr.startswith("gradsurgeon: nowhere: cannot be opened as a run: No such")
         (here / "run" / "rank-1.db").write_bytes(b"\x1b" * 1000)
         done = call(command[0], "run", *command[1:], cwd=here)
         # What lacks a rank would look whole.
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert "rank-1.db: cannot be read" in done.stderr
 
     def test_a_run_that_is_still_being_written(self, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ class TestReport:
         (here / "run" / "out").symlink_to(here / "outside")
         (here / "run" / "root").symlink_to("/")
         done = call("report", "run", cwd=here)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert "\n2 runs inside run, of other models or processes:\n" in done.stdout
         assert "\n  gradsurgeon report run/broken\n" in done.stdout
         assert "\n  gradsurgeon report run/process-2/Net-2\n" in done.stdout
@@ -110,7 +110,7 @@ class TestReport:
                 Path("a").mkdir()
                 patch.chdir("a")
         done = call("report", "run", cwd=here)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         assert "non-finite: 1 parameter, first at step 1: w" in done.stdout
         subprocess.run(["rm", "-rf", str(here / "run" / "a")], check=True)  # pytest would recurse
 
@@ -118,7 +118,7 @@ class TestReport:
 class TestExport:
     def test_csv(self, here: Path) -> None:
         done = call("export", "run", "--format", "csv", cwd=here, code=WITHOUT_TORCH)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         rows = list(csv.DictReader(io.StringIO(done.stdout)))
         assert len(rows) == 12
         assert done.stdout.splitlines()[:4] == [
@@ -158,21 +158,6 @@ class TestExport:
             "sample_ids": [],
         }
 
-    @pytest.mark.parametrize(
-        ("options", "count"),
-        [
-            (("--stat", "max"), 2),
-            (("--stat", "l2", "--name", "b"), 4),
-            (("--name", "?"), 12),
-            (("--name", "re:w|x"), 8),
-            (("--rule", "norms"), 12),
-        ],
-    )
-    def test_parts(self, here: Path, options: tuple[str, ...], count: int) -> None:
-        done = call("export", "run", "--format", "csv", *options, cwd=here)
-        assert done.returncode == 0
-        assert len(done.stdout.splitlines()) == 1 + count
-
     def test_events_go_by_rule_and_name(self, here: Path) -> None:
         done = call("export", "run", "--format", "jsonl", "--name", "b", cwd=here)
         assert {one["type"] for one in lines(done.stdout)} == {"value"}
@@ -198,19 +183,13 @@ class TestExport:
         (here / "link.csv").symlink_to("run/rank-1.db")
         before = listing(here / "run")
         done = call("export", "run", "--format", "csv", *options, cwd=here)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert message in done.stderr
         assert "internal error" not in done.stderr
         assert listing(here / "run") == before
         assert (here / "train.py").read_text() == "print('hours of work')\n"
         with open_run(here / "run") as run:
             assert run.latest("b") == 1e6
-
-    def test_into_a_file(self, here: Path) -> None:
-        shown = call("export", "run", "--format", "csv", cwd=here).stdout
-        done = call("export", "run", "--format", "csv", "-o", "out.csv", cwd=here)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-        assert (here / "out.csv").read_text() == shown
 
     def test_the_log_of_a_run_that_is_being_written_is_left_alone(self, tmp_path: Path) -> None:
         writer = write(tmp_path / "run", {"w": [1.0, 2.0]})
@@ -228,7 +207,7 @@ class TestExport:
         out = here / "out"
         for stat in ("l2", "max"):
             done = call("export", "run", "--format", format_, "-o", "out", "--stat", stat, cwd=here)
-            assert (done.returncode, done.stderr) == (0, "")
+            quiet(done)
             assert f"{stat}" in out.read_text()
         assert "l2" not in out.read_text()
         out.chmod(0o640)
@@ -238,27 +217,21 @@ class TestExport:
         assert (out.read_bytes(), out.stat().st_mode & 0o777) == (before, 0o640)
         assert listing(here) == ["out", "run"]
 
-    def test_texts_are_escaped_and_never_formulas(self, tmp_path: Path) -> None:
-        writer = RunWriter(tmp_path / "run", meta=meta((EVIL,)))
-        writer.add(Key("norms", "l2", "step", (EVIL,)), 0, values(-1.5))
-        writer.close()
-        text = call("export", "run", "--format", "csv", cwd=tmp_path).stdout
-        assert not {"\x1b", "\x7f", "\u202e"} & set(text)
-        (row,) = csv.DictReader(io.StringIO(text, newline=""))
-        shown = EVIL.replace("\\", r"\\").replace("\n", r"\n").replace("\x1b", r"\x1b")
-        shown = shown.replace("\x7f", r"\x7f").replace("\u202e", r"\u202e")
-        assert (row["name"], row["value"]) == (f"'{shown}", "-1.5")
-        text = call("export", "run", "--format", "jsonl", cwd=tmp_path).stdout
-        assert not {"\x1b", "\x7f", "\u202e"} & set(text)
-        assert lines(text)[0]["name"] == EVIL
-
     @pytest.mark.parametrize("name", [EVIL, "'w", "@w", "a\\n", "grö\u202eße", "plain.weight"])
     def test_a_name_can_be_had_back_from_csv(self, tmp_path: Path, name: str) -> None:
         writer = RunWriter(tmp_path / "run", meta=meta((name,)))
         writer.add(Key("norms", "l2", "step", (name,)), 0, values(-1.5))
         writer.close()
-        text = call("export", "run", "--format", "csv", cwd=tmp_path).stdout
+        text, plain = (
+            call("export", "run", "--format", form, cwd=tmp_path).stdout
+            for form in ("csv", "jsonl")
+        )
+        assert not {"\x1b", "\x7f", "\u202e"} & set(text + plain)
+        assert lines(plain)[0]["name"] == name
         (row,) = csv.DictReader(io.StringIO(text, newline=""))
+        # No table takes it for a formula.
+        assert row["name"][0] not in "=@"
+        assert row["value"] == "-1.5"
         found = re.sub(
             r"\\(\\|n|x..|u....)",
             lambda escape: ast.literal_eval(f'"{escape[0]}"'),

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import select
-import shutil
 import subprocess
 import sys
 import termios
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from bounds import TIMEOUT
-from commands import WITHOUT_TORCH, call, environment
+from commands import WITHOUT_TORCH, call, environment, quiet, refused
 from runs import another_process, values, write
 
 from gradsurgeon import Event
@@ -210,7 +209,7 @@ class TestElsewhere:
         with another_process(WRITES_FOR_EVER, str(tmp_path / "run")) as process:
             threading.Timer(8.0, process.kill).start()
             done = call("watch", "run", "--every", "0.3", cwd=tmp_path, code=WITHOUT_TORCH)
-        assert (done.returncode, done.stderr) == (0, "")
+        quiet(done)
         *lines, last, _summary = done.stdout.splitlines()
         assert re.fullmatch(
             r"broken: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing",
@@ -240,25 +239,11 @@ class TestElsewhere:
     def test_a_file_is_no_run_to_wait_for(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
         done = call("watch", "train.py", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert done.stderr.startswith("gradsurgeon: train.py: cannot be opened as a run")
-
-    def test_runs_inside_are_named(self, tmp_path: Path) -> None:
-        write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()
-        done = call("watch", "runs", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.endswith("; runs inside: runs/first one\n")
-
-    def test_damaged_files(self, writer: RunWriter, tmp_path: Path) -> None:
-        writer.close()
-        shutil.copytree(tmp_path / "run", tmp_path / "other")
-        (tmp_path / "other" / "rank-0.db").write_bytes(b"\x1b" * 1000)
-        done = call("watch", "other", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("gradsurgeon: other/rank-0.db: cannot be read")
 
     @pytest.mark.parametrize("every", ["0.1", "-1", "nan", "inf", "often"])
     def test_odd_numbers_of_seconds(self, tmp_path: Path, every: str) -> None:
         done = call("watch", "run", f"--every={every}", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
+        refused(done)
         assert f"argument --every: {every!r} is no number of at least 0.2" in done.stderr

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from commands import ROOT, pasted
+from ranks import Json
 
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.cli.schema import rule_schema
@@ -30,11 +31,11 @@ class Editor:
         self,
         process: subprocess.Popen[bytes],
         folder: Path | None = None,
-        schemas: dict[str, Any] | None = None,
+        schemas: Json | None = None,
     ) -> None:
         self._in, self._out = process.stdin, process.stdout
         self._asked = 0
-        start: dict[str, Any] = {"capabilities": {}, "processId": None}
+        start: Json = {"capabilities": {}, "processId": None}
         if folder is not None:
             start["rootUri"] = folder.as_uri()
         self._send(id=0, method="initialize", params=start)
@@ -82,7 +83,7 @@ class Editor:
                 return message["result"]
             self._answer(message)
 
-    def _answer(self, message: dict[str, Any]) -> None:
+    def _answer(self, message: Json) -> None:
         """Tell the server its settings where it asks for them, and of all else that there is nothing."""
         result = None
         if message.get("method") == "workspace/configuration":
@@ -97,14 +98,14 @@ class Editor:
         self._in.write(b"Content-Length: %d\r\n\r\n%b" % (len(raw), raw))
         self._in.flush()
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> Json:
         assert self._out is not None
         length = 0
         while line := self._out.readline().strip():
             name, _, value = line.partition(b":")
             length = int(value) if name.lower() == b"content-length" else length
         assert length, "the server has gone"
-        found: dict[str, Any] = json.loads(self._out.read(length))
+        found: Json = json.loads(self._out.read(length))
         return found
 
 
@@ -126,13 +127,6 @@ def opened(*settings: Any) -> Iterator[Editor]:
 def editor() -> Iterator[Editor]:
     with opened() as one:
         yield one
-
-
-@pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)
-def test_every_pack_names_the_schema_beside_it(pack: Path) -> None:
-    first = pack.read_text(encoding="utf-8").partition("\n")[0]
-    assert first == "# yaml-language-server: $schema=./rules.schema.json"
-    assert (pack.parent / "rules.schema.json").is_file()
 
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)

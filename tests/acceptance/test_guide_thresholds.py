@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import guide
 import pytest
 import torch
 import yaml
+from ranks import Json
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_a_quantile_of_a_healthy_run_is_a_threshold(
     rule, _ = (yaml.safe_load(block)["rules"][0] for block in guide.blocks(page, "yaml"))
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
-    known: dict[str, Any] = {}
+    known: Json = {}
     exec(train, known)
     exec(read_norms, known)
     printed = capsys.readouterr().out

@@ -14,6 +14,7 @@ import pytest
 import torch
 from migration import TABLE, Loop, Net, agree, row
 from models import data, same
+from small import sgd
 from torch import nn
 
 import gradsurgeon
@@ -128,7 +129,7 @@ def test_freeze_leaves_the_gradient_to_be_recorded() -> None:
     one = row("p.requires_grad_(False)")
     log = '  - {id: norms, action: norm-log, params: "body.*"}\n'
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, one.rules + log) as session:
         model(data(0, 5, 4)).sum().backward()
         optimizer.step()
@@ -151,7 +152,7 @@ def test_a_norm_that_is_not_finite_spreads_by_the_function_only(fault: float) ->
     ends = []
     for by_rule in (False, True):
         model = nn.Linear(2, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         attached: Any = gradsurgeon.apply(model, one.rules) if by_rule else contextlib.nullcontext()
         with warnings.catch_warnings(), attached as session:
             warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)

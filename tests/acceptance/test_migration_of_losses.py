@@ -6,6 +6,7 @@ import pytest
 import torch
 from migration import Net, agree, row
 from models import data
+from small import sgd, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -31,7 +32,7 @@ class TwoHeads(Net):
 def train(code: str = "", rules: str = "") -> list[Tensor]:
     """Return the weights after some updates, of a script with a line of the table or with its rules."""
     model = TwoHeads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = gradsurgeon.apply(model, rules, optimizer=optimizer) if rules else None
     for step in range(UPDATES):
         optimizer.zero_grad()
@@ -51,7 +52,7 @@ def train(code: str = "", rules: str = "") -> list[Tensor]:
     if session is not None:
         assert any(value != 1.0 for _, value in session.history("seg", "weight"))
         session.remove()
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model)
 
 
 def by_hand(code: str, model: TwoHeads, seg: Tensor, depth: Tensor) -> None:

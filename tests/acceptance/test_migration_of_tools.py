@@ -13,7 +13,9 @@ import pytest
 import torch
 from migration import Net, agree, row
 from models import data
+from ranks import Json
 from running_bounds import ByHand
+from small import sgd, take_step, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -33,14 +35,12 @@ def test_wandb_watches_the_same_numbers(tmp_path: Path) -> None:
     settings = wandb.Settings(silent=True, console="off")
     run = wandb.init(mode="offline", dir=tmp_path, project="x", settings=settings)
     exec(one.code, {"wandb": wandb, "model": model})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     names = dict(model.named_parameters())
     with gradsurgeon.apply(model, one.rules) as session:
         for step in range(10):
             model.fault = float("inf") if step == 9 else None
-            optimizer.zero_grad()
-            model(data(step, 5, 4)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(data(step, 5, 4)).square().mean())
             run.log({"step": step})
             if step in (3, 4, 9):
                 watched[step] = {name: _histogram(run, name) for name in names}
@@ -85,7 +85,7 @@ def stopped(act: Callable[[Tensor], Tensor], *, code: str = "", rules: str = "")
     """Return the step at which training stops, which goes wrong in the third, and the error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), Cliff(torch.tanh), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     attached: Any = gradsurgeon.apply(model, rules) if rules else contextlib.nullcontext()
     with torch.autograd.set_detect_anomaly(False), attached:  # which ends what the code begins
         exec(code, {"torch": torch, "model": model, **_debugger()})
@@ -100,7 +100,7 @@ def stopped(act: Callable[[Tensor], Tensor], *, code: str = "", rules: str = "")
     return -1, None
 
 
-def _debugger() -> dict[str, Any]:
+def _debugger() -> Json:
     from transformers.debug_utils import DebugUnderflowOverflow
 
     return {"DebugUnderflowOverflow": DebugUnderflowOverflow}
@@ -136,7 +136,7 @@ def test_anomaly_detection_does_not_name_what_goes_wrong_in_the_forward_pass() -
 @ANOMALY
 def test_anomaly_detection_lets_infinities_pass() -> None:
     one, model = row("detect_anomaly"), nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     nn.init.zeros_(model.weight)
     with torch.autograd.set_detect_anomaly(False):
         exec(one.code, {"torch": torch})
@@ -166,7 +166,7 @@ def test_the_debugger_of_transformers_stops_at_the_same_module(
 
 def test_the_rule_stops_before_the_update_and_not_in_the_forward_pass() -> None:
     model = nn.Sequential(nn.Linear(4, 8), Cliff(torch.sqrt))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, row("DebugUnderflow").rules):
         loss = model(data(0, 6, 4)).sum()
         loss.backward()
@@ -197,7 +197,7 @@ def test_the_same_parameters_are_frozen_as_by_axolotl() -> None:
 def clipped(clip: Callable[[nn.Module], object], rules: str | None = None) -> list[Tensor]:
     """Train with a batch in ten that makes a spike; return the weights."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     attached: Any = gradsurgeon.apply(model, rules) if rules else contextlib.nullcontext()
     with attached:
         for step in range(140):
@@ -206,7 +206,7 @@ def clipped(clip: Callable[[nn.Module], object], rules: str | None = None) -> li
             (loss * (30 if step % 10 == 9 else 1)).backward()
             clip(model)
             optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return weights_of(model)
 
 
 def test_the_class_of_zclip_ends_with_the_same_weights() -> None:
@@ -278,7 +278,7 @@ def lightning_run(path: Path, rules: str | None = None, code: str = "", **option
         found = {}
         if code:
             found = {name: session.history(name) for name, _ in model.named_parameters()}
-    return [p.detach().clone() for p in model.parameters()], model.logged, found
+    return weights_of(model), model.logged, found
 
 
 @LIGHTNING_WARNINGS

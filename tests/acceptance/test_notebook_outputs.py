@@ -12,6 +12,7 @@ import pytest
 from bounds import TIMEOUT
 from commands import environment
 from html_views import Page
+from ranks import Json
 
 nbformat: Any = pytest.importorskip("nbformat", reason="comes with nbclient, of the extra `dev`")
 nbclient: Any = pytest.importorskip("nbclient", reason="of the extra `dev`")
@@ -47,7 +48,7 @@ CELLS = (
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
     """Return what each cell shows, by media type."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
@@ -59,15 +60,15 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [_shown(cell) for cell in notebook.cells]
 
 
-def _shown(cell: Any) -> dict[str, Any]:
-    data: dict[str, Any] = {}
+def _shown(cell: Any) -> Json:
+    data: Json = {}
     for output in cell.outputs:
         assert output.output_type in ("execute_result", "stream"), output
         data |= output.get("data", {"stdout": output.get("text")})
     return data
 
 
-def page(outputs: list[dict[str, Any]], cell: str) -> Page:
+def page(outputs: list[Json], cell: str) -> Page:
     html = outputs[CELLS.index(cell)]["text/html"]
     return Page(SimpleNamespace(_repr_html_=lambda: html))
 
@@ -79,7 +80,7 @@ def gradients() -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_tables_show_the_numbers_of_the_training(outputs: list[dict[str, Any]]) -> None:
+def test_tables_show_the_numbers_of_the_training(outputs: list[Json]) -> None:
     first, second = gradients()
     session = page(outputs, "session")
     assert "  step 3; the last trap tripped at step 2: rule trap on weight" in session.texts
@@ -94,7 +95,7 @@ def test_tables_show_the_numbers_of_the_training(outputs: list[dict[str, Any]]) 
 
 
 @pytest.mark.slow
-def test_a_diagnosis_shows_where_it_was_born(outputs: list[dict[str, Any]]) -> None:
+def test_a_diagnosis_shows_where_it_was_born(outputs: list[Json]) -> None:
     diagnosis = page(outputs, "diagnosis")
     text = "".join(diagnosis.texts)
     # All outputs are NaN: nothing finite proves that the replay made the same output.
@@ -109,7 +110,7 @@ def test_a_diagnosis_shows_where_it_was_born(outputs: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.slow
-def test_a_picture_is_shown_without_pyplot(outputs: list[dict[str, Any]]) -> None:
+def test_a_picture_is_shown_without_pyplot(outputs: list[Json]) -> None:
     picture = base64.b64decode(outputs[CELLS.index("session.plot()")]["image/png"])
     assert picture.startswith(b"\x89PNG")
     assert int.from_bytes(picture[16:20], "big") >= 1000  # its width

@@ -260,19 +260,6 @@ def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
     assert page.get_by_text("> NaN").is_visible()
 
 
-def test_the_curve_below_the_mouse_stands_out(page: Any, tmp_path: Path) -> None:
-    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
-    show_all(page)
-    plots(page, ".curves")
-    left, top = page.evaluate(
-        "[plots[0].valToPos(150, 'x'), plots[0].valToPos(Math.log10(0.3), 'y')]"
-    )
-    page.locator(".curves .u-over").hover(position={"x": left, "y": top + 1})
-    chosen = page.locator(".curves li.on")
-    assert chosen.count() == 1
-    assert chosen.inner_text().split()[0] in ("block.2.weight", "block.2.bias")
-
-
 def test_of_many_curves_the_worst_stand_out_until_the_mouse_is_at_another(
     page: Any, tmp_path: Path
 ) -> None:

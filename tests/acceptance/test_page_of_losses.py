@@ -48,10 +48,3 @@ def test_it_shows_tables_and_curves(page: Any, tmp_path: Path) -> None:
     assert "1 pair of 3 conflict on average" in remarks
     assert any(HOSTILE in name for name in page.locator("td").all_inner_texts())
     assert page.title() != "harmed"
-
-
-def test_of_many_parts_the_worst_are_shown(page: Any, tmp_path: Path) -> None:
-    run = losses_run(tmp_path / "run", losses=("a", "b", "c"), parts=60)
-    open_page(page, tmp_path, run)
-    text = page.locator("main").inner_text()
-    assert "and 152 more" in text

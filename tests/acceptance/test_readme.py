@@ -7,9 +7,8 @@ from pathlib import Path
 
 import guide
 import pytest
-from commands import LINTED, forked
+from commands import forked, quiet
 
-import gradsurgeon
 from gradsurgeon.actions import ACTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -18,15 +17,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", blocks("yaml"))
-def test_every_rule_file_is_clean(text: str, tmp_path: Path) -> None:
-    assert gradsurgeon.load(text).rules
-    (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
-    lint = forked("-m", "gradsurgeon", "lint", "rules.yaml", cwd=tmp_path)
-    assert (lint.returncode, lint.stdout, lint.stderr) == (0, "", LINTED)
 
 
 @pytest.fixture
@@ -39,7 +29,7 @@ def newcomer(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_script_does_what_its_comments_say(newcomer: Path) -> None:
     done = forked("train.py", cwd=newcomer)
-    assert (done.returncode, done.stderr) == (0, "")
+    quiet(done)
     history, status = done.stdout.splitlines()
     assert history.startswith("[(0, ")
     assert "matched=4, fired=400" in status
@@ -57,15 +47,6 @@ def test_a_broken_rule_reads_as_shown(newcomer: Path) -> None:
     assert script.returncode == 1
     assert "RuleFileError: 1 problem in the rules" in script.stderr
     assert shown in script.stderr
-
-
-@pytest.mark.slow
-def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
-    rules = newcomer / "rules.yaml"
-    rules.write_text(rules.read_text().replace('"*"', '"fc3.*"', 1), encoding="utf-8")
-    done = forked("train.py", cwd=newcomer)
-    assert done.returncode == 1
-    assert 'rule trap: no parameter of the model matches "fc3.*"' in done.stderr
 
 
 def test_every_action_is_in_the_table() -> None:

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from commands import CLEAN, EDITS, ROOT, git, pasted
 from pull_requests import ACTION, WRONG, Job, pull_request
+from ranks import Json
 
 pytestmark = pytest.mark.slow
 
@@ -311,7 +311,7 @@ def test_a_file_that_cannot_be_read_has_no_effect_to_show(job: Job) -> None:
 
 class TestDefinition:
     text = (ACTION / "action.yml").read_text(encoding="utf-8")
-    data: dict[str, Any] = yaml.safe_load(text)
+    data: Json = yaml.safe_load(text)
 
     def test_no_expression_stands_in_the_text_of_a_shell(self) -> None:
         for step in self.data["runs"]["steps"]:

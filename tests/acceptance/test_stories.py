@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from commands import ROOT, forked
+from ranks import Json
 
 import gradsurgeon
 
@@ -25,7 +26,7 @@ class Told(NamedTuple):
     """What a story has printed, and the runs of its page."""
 
     lines: list[str]
-    runs: list[dict[str, Any]]
+    runs: list[Json]
 
     def number(self, pattern: str) -> float:
         """Return the only number in what was printed that stands where the pattern has a group."""
@@ -49,12 +50,12 @@ def _tell(name: str, folder: Path) -> Told:
     return Told(lines, json.loads(data[1])["runs"])
 
 
-def _total(run: dict[str, Any]) -> list[float]:
+def _total(run: Json) -> list[float]:
     (line,) = run["kinds"][0]["wholes"]
     return [float(value) for value in line["values"]]
 
 
-def _loss(run: dict[str, Any]) -> list[float]:
+def _loss(run: Json) -> list[float]:
     (line,) = run["losses"]
     return [float(value) for value in line["values"]]
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 from bounds import TIMEOUT
 from commands import environment
-from torch import nn
+from ranks import Json
+from small import kinds_of, rule_file, sgd, take_step, tanh_net
 
 import gradsurgeon
-from gradsurgeon import sinks
+from gradsurgeon import Session, sinks
 from gradsurgeon.records import delivery
 
 pytestmark = [
@@ -34,13 +35,10 @@ pytestmark = [
 
 STEPS, BAD = 40, 25
 TOTAL, TRAP = "gradsurgeon/norms/total", "gradsurgeon/events/trap"
-RULES = {
-    "version": 1,
-    "rules": [
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+RULES = rule_file(
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +66,21 @@ def all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "_MOST_ROWS", 600)
 
 
-def train(*given: sinks.Sink) -> gradsurgeon.Session:
+def train(*given: sinks.Sink) -> Session:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = tanh_net(4, 8, 2)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, RULES, sinks=given) as session:
         for step in range(STEPS):
             x = torch.randn(16, 4)
             if step == BAD:
                 x[0, 0] = float("nan")
-            optimizer.zero_grad()
-            (model(x) - x[:, :2]).square().mean().backward()
-            optimizer.step()
-    assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+            take_step(optimizer, (model(x) - x[:, :2]).square().mean())
+    assert kinds_of(session) == ["trap", "skipped-step"]
     return session
 
 
-def whole(session: gradsurgeon.Session) -> dict[int, float]:
+def whole(session: Session) -> dict[int, float]:
     """Return the norm over all parameters in the steps in which it is finite."""
     names = [param.name for param in session.plan.manifest.params]
     rows = zip(*(session.history(name) for name in names), strict=True)
@@ -220,7 +216,7 @@ def test_wandb(tmp_path: Path) -> None:
     session = train(sink)
     sink.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     metrics = {}
     # The process of the client writes the last block after it has said that it is done.
     end = time.monotonic() + TIMEOUT

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import mine, shard, whole
+from distributed.batches import mine, shard, whole
 from ranks import Json
+from small import kinds_of, rule_file, sgd, tanh_net
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonError
 
 FAULT = 2
 STEPS = 5
@@ -24,7 +26,7 @@ STEPS = 5
 def make(kind: str) -> tuple[nn.Sequential, Any]:
     """Return a model of four rows per layer and what the script calls."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = tanh_net(4, 4, 4)
     if kind == "DDP":
         return model, DistributedDataParallel(model)
     if kind == "FSDP2":
@@ -53,7 +55,7 @@ def outcome(model: nn.Module, root: nn.Module, rule: Json, backward: Callable[[i
         backward: makes the gradients of a step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    session = gradsurgeon.apply(root, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(root, rule_file(rule))
     weights = []
     error = None
     for step in range(STEPS):
@@ -179,32 +181,12 @@ def used_by_one(params: str, then: str) -> Json:
     return outcome(model, called, trap(then=then) | {"params": params}, backward)
 
 
-def local_updates() -> Json:
-    """Step on gradients that were never reduced: the ranks are on their own, and none may wait."""
-    model, called = make("DDP")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [trap(then="skip-step")]})
-    for step in range(3):
-        optimizer.zero_grad()
-        with called.no_sync():
-            out = called(mine(step))
-            if step == 1 and dist.get_rank() == 1:
-                out.register_hook(spoil_row(0))
-            out.square().mean().backward()
-            optimizer.step()
-    session.remove()
-    return {
-        "events": [(event.kind, event.step, event.name) for event in session.events],
-        "texts": [event.message for event in session.events],
-    }
-
-
 def scheduled() -> Json:
     """Let rank 1 leave out an update, so that its count lags and its rule rests where that of rank 0 trips."""
     model, called = make("DDP")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     rule = trap(then="skip-step", steps={"every": 2})
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(called, rule_file(rule))
     moved = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -215,7 +197,7 @@ def scheduled() -> Json:
             optimizer.step()
         moved.append(before != [whole(param) for param in model.parameters()])
     session.remove()
-    return {"moved": moved, "events": [event.kind for event in session.events]}
+    return {"moved": moved, "events": kinds_of(session)}
 
 
 def own_spikes() -> Json:
@@ -228,7 +210,7 @@ def own_spikes() -> Json:
     options = {"above": above, "then": "skip-step"}
     try:
         outcome(model, called, rule | options, lambda step: called(mine(step)).sum().backward())
-    except gradsurgeon.GradSurgeonError as caught:
+    except GradSurgeonError as caught:
         return {"text": str(caught)}
     return {"text": ""}
 
@@ -236,12 +218,12 @@ def own_spikes() -> Json:
 def uneven() -> Json:
     """Train under `Join`."""
     _, called = make("DDP")
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [trap()]})
+    session = gradsurgeon.apply(called, rule_file(trap()))
     text = ""
     try:
         with Join([called]):
             called(mine(0)).sum().backward()
-    except gradsurgeon.GradSurgeonError as caught:
+    except GradSurgeonError as caught:
         text = str(caught)
     session.remove()
     return {"text": text}
@@ -262,7 +244,6 @@ def main() -> Json:
             found[f"piece {faulty} {then}"] = in_pieces(then, faulty)
     for params in ("side.*", "*"):
         found[f"used by one, {params}"] = used_by_one(params, "raise")
-    found["local updates"] = local_updates()
     found["scheduled"] = scheduled()
     found["own spikes"] = own_spikes()
     found["uneven"] = uneven()

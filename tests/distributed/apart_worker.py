@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import whole
+from distributed.batches import whole
 from ranks import Json
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +34,6 @@ def trap(then: str = "skip-step", **options: Any) -> Json:
 BOUND = {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01}
 CLIP = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
 EARLY = {"id": "early", "action": "scale", "params": "*", "factor": 0.5}
-FREEZE = {"id": "still", "action": "freeze", "params": "first.*", "steps": {"from": 1}}
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 
 
@@ -49,10 +48,9 @@ class Net(nn.Module):
         # In a module of its own: DDP averages a parameter of the outermost one even if it is told not to.
         self.part = nn.ParameterDict({"own": torch.ones(4)})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Return what the model makes of ``x``."""
-        out: Tensor = self.last(torch.tanh(self.first(x))) * self.part["own"]
-        return out
+        return self.last(torch.tanh(self.first(x))) * self.part["own"]
 
 
 def rank() -> int:
@@ -310,28 +308,6 @@ def sharded_on_one_rank(*rules: Json) -> Json:
     return run.all()
 
 
-def faulty_shard(*, clip: bool) -> Json:
-    """Spoil one shard on rank 1 in the backward pass, which the script's own clip spreads to all."""
-    net = Net()
-    fully_shard(net)
-    run = Run(net)
-    run.apply(trap(), {**NORMS, "at": "step"})
-
-    spoil = spoiled(net, 1, "last.weight")
-    for number in range(STEPS):
-        run.optimizer.zero_grad()
-        with spoiling(net, spoil if number == FAULT else None):
-            run.called(data(number)).square().mean().backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-        with run.listening():
-            run.optimizer.step()
-        run.weights.append(values(net, "part.own"))
-    assert run.session is not None
-    norms = [run.session.history(name) for name, _ in net.named_parameters()]
-    return {**run.told(), "norms": norms}
-
-
 def scaled() -> Json:
     """Train under a scaler; rank 1 has an infinity that its scaler alone sees."""
     net = Net()
@@ -347,27 +323,6 @@ def scaled() -> Json:
         scaler.update()
         run.weights.append(values(net, "part.own"))
     return run.told()
-
-
-def alike(kind: str, *rules: Json) -> Json:
-    """Train with rules that hold the optimizer back; rank 1 spoils a gradient before it is reduced."""
-    net = Net()
-    if kind == "FSDP2":
-        fully_shard(net)
-    options: Json = {} if kind in ("DDP", "FSDP2") else {kind: True}
-    run = Run(net, net if kind == "FSDP2" else averaged(net, **options))
-    run.apply(*rules)
-    called = run.called
-
-    def faulty(batch: Tensor) -> Tensor:
-        out: Tensor = called(batch)
-        if rank() == 1 and torch.equal(batch, data(FAULT)):
-            out = out * NAN
-        return out
-
-    run.called = faulty  # type: ignore[assignment]
-    found = run.all()
-    return {**found, "own": values(net)[-1]}
 
 
 def kept_keys() -> list[str]:
@@ -415,11 +370,7 @@ def main() -> Json:
     found["alone"] = alone()
     found["order"] = in_another_order()
     found["replaced"] = replaced()
-    for clip in (False, True):
-        found[f"shard, {clip}"] = faulty_shard(clip=clip)
     found["scaled"] = scaled()
-    for kind in ("DDP", "find_unused_parameters", "static_graph", "FSDP2"):
-        found[f"alike {kind}"] = alike(kind, trap(), FREEZE)
     dist.barrier()
     found["keys"] = kept_keys()
     return found

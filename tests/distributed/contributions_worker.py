@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from distributed.small import make, mine, shard, whole
+from distributed.batches import make, mine, shard, whole
 from ranks import Json
+from small import sgd, take_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -62,11 +63,9 @@ def train(kind: str, what: str, *, hand: str) -> Json:
         called = DistributedDataParallel(model)
     rules = {"version": 1, "rules": RULES[what]}
     session = gradsurgeon.apply(called, rules) if hand == "rules" else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model, 0.5)
     for step in range(3):
-        optimizer.zero_grad()
-        called(mine(step)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, called(mine(step)).square().mean())
     if session is not None:
         name = "0.weight" if what == "backward" else "0"
         norms = [value for _, value in session.history(name, rule="n")]

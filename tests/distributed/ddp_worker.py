@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import data
+from distributed.batches import data
 from ranks import Json
+from small import rule_file, sgd, tanh_net
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -18,15 +19,12 @@ import gradsurgeon
 
 STEPS = 4
 FAULT = 2
-RULES: Json = {
-    "version": 1,
-    "rules": [
-        {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.02, "max": 0.02},
-        {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"},
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+RULES: Json = rule_file(
+    {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.02, "max": 0.02},
+    {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+)
 BOUND: Json = {"id": "r", "action": "clamp", "params": "*", "at": "backward", "max": 0.02}
 # What is said of a rule at `backward`: the rule, and the parameters that DDP is told to leave alone.
 WORDS: dict[str, tuple[Json, list[str]]] = {
@@ -62,20 +60,18 @@ NORMS: dict[str, tuple[Json, list[str]]] = {
 def make() -> nn.Module:
     """Return the model with the same weights each time."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net(4, 6, 2)
 
 
-def run(
-    *, ranks: int, rank: int, when: str, options: Json, parts: int = 1, rules: Any = RULES
-) -> Json:
-    """Train, and return the end and what the session told."""
+def run(*, ranks: int, rank: int, when: str, options: Json, parts: int = 1) -> Any:
+    """Train, and return what was recorded; in one step the data of the last rank has a NaN."""
     model = make()
     wrapped: Any = model
-    session = gradsurgeon.apply(model, rules) if when == "before" else None
+    session = gradsurgeon.apply(model, RULES) if when == "before" else None
     if ranks > 1:
         wrapped = DistributedDataParallel(model, **options)
-    if session is None and rules:
-        session = gradsurgeon.apply(wrapped, rules)
+    if session is None:
+        session = gradsurgeon.apply(wrapped, RULES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -83,20 +79,12 @@ def run(
         for number, part in enumerate(mine):
             last = number == len(mine) - 1
             loss = wrapped_loss(wrapped, part, sync=last or ranks == 1) / len(mine)
-            # The fault is in the data of one rank alone.
-            if step == FAULT and rank == ranks - 1 and last and rules:
+            if step == FAULT and rank == ranks - 1 and last:
                 loss = loss * float("nan")
             loss.backward()
-        if not (step == FAULT and not rules):
-            optimizer.step()
-    found = {
-        "weights": [param.detach().flatten().tolist() for param in model.parameters()],
-        "events": [] if session is None else [(e.kind, e.step, e.name) for e in session.events],
-        "norms": [] if session is None else session.history("0.weight", rule="norms"),
-    }
-    if session is not None:
-        session.remove()
-    return found
+        optimizer.step()
+    session.remove()
+    return session.history("0.weight", rule="norms")
 
 
 def words(kind: str) -> Json:
@@ -109,10 +97,10 @@ def words(kind: str) -> Json:
     if "one process" not in kind:
         called = DistributedDataParallel(model)
     parts = 2 if "no_sync" in kind else 1
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}) as session:
+        with gradsurgeon.apply(called, rule_file(rule)) as session:
             for step in range(STEPS):
                 optimizer.zero_grad()
                 mine = data(step).chunk(2)[dist.get_rank()].chunk(parts)
@@ -149,7 +137,6 @@ def main() -> Json:
     found = {name: run(ranks=2, rank=rank, **setup) for name, setup in setups.items()}
     found["no_sync"] = run(ranks=2, rank=rank, when="before", options={}, parts=2)
     found["one process"] = run(ranks=1, rank=0, when="before", options={})
-    found["without rules"] = run(ranks=1, rank=0, when="after", options={}, rules=None)
     found |= {f"words: {kind}": words(kind) for kind in WORDS | NORMS}
     return found
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
+from small import messages, rule_file, sgd
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -40,9 +41,8 @@ class Net(nn.Module):
         self.first, self.norm, self.body = nn.Linear(4, 4), norm, Body()
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.body(self.norm(self.first(x))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.body(self.norm(self.first(x))))
 
 
 class Gathered(nn.Module):
@@ -84,7 +84,7 @@ def train(
     torch.manual_seed(1)
     with gradsurgeon.apply(
         called,
-        {"version": 1, "rules": [rule]},
+        rule_file(rule),
         optimizer=optimizer,
         record=None if folder is None else folder / str(dist.get_rank()),
     ) as session:
@@ -111,8 +111,8 @@ def train(
             except gradsurgeon.NonFiniteGradientError as caught:
                 error = str(caught)
                 break
-        told = [event.message for event in session.events if event.kind == "trap"]
-        notices = [event.message for event in session.events if event.kind == "notice"]
+        told = messages(session, "trap")
+        notices = messages(session, "notice")
     state = {name: _whole(tensor).tolist() for name, tensor in model.state_dict().items()}
     return {
         "told": told,
@@ -127,10 +127,10 @@ def scaled() -> list[str]:
     """Train under a scaler, with NaN in the batch of rank 1 in one step; return the notices."""
     model = Net(nn.Identity())
     called = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu")
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "warn"}
-    with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer) as session:
+    with gradsurgeon.apply(called, rule_file(rule), optimizer=optimizer) as session:
         for step in range(STEPS):
             optimizer.zero_grad()
             given = torch.ones(4, 4)
@@ -139,7 +139,7 @@ def scaled() -> list[str]:
             scaler.scale(called(given).square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
-        return [event.message for event in session.events if event.kind == "notice"]
+        return messages(session, "notice")
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
+from small import sgd, tanh_net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -61,9 +62,9 @@ def groups() -> Json:
     """Train two models, each on a group of its own; rank 1 spoils a gradient of the first."""
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    net = tanh_net(4, 4, 2)
     called = DistributedDataParallel(net, process_group=pair)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     session, _ = apply(
         net, {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
     )

@@ -20,16 +20,11 @@ from distributed.rank_job import (
     net,
     passes,
 )
+from small import sgd, weights_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
@@ -46,41 +41,6 @@ def healthy(case: Case) -> Case:
 def on_four_ranks(case: Case) -> Case:
     HEALTHY[4][case.__name__] = case
     return case
-
-
-@healthy
-def ddp(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    fit(model, job.sgd(model))
-
-
-@healthy
-def dropout_by_rank(job: Job) -> None:
-    model = DistributedDataParallel(nn.Sequential(nn.Dropout(0.3), net()))
-    fit(model, job.sgd(model))
-
-
-@healthy
-def uneven_batches(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(torch.randn(4 + 3 * job.rank, 16)).square().mean().backward()
-        optimizer.step()
-
-
-@healthy
-def accumulating(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            loss_of(model).backward()
-            loss_of(model).backward()
-        loss_of(model).backward()
-        optimizer.step()
 
 
 @healthy
@@ -161,14 +121,6 @@ def probing_on_one_rank(job: Job) -> None:
 
 
 @healthy
-def training_before_the_wrapper(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
-    fit(model, optimizer, steps=4)
-    fit(DistributedDataParallel(model), optimizer)
-
-
-@healthy
 def joining_later(job: Job) -> None:
     """One rank has trained before the others come."""
     model = net()
@@ -205,7 +157,7 @@ def wrapped_anew(job: Job) -> None:
     model = net()
     model[0].requires_grad_(requires_grad=False)
     wrapper = DistributedDataParallel(model)
-    optimizer = SGD(model[2].parameters(), 0.1)
+    optimizer = sgd(model[2])
     job.watch(model, optimizer)
     fit(wrapper, optimizer, steps=10)
     model[0].requires_grad_(requires_grad=True)
@@ -231,48 +183,12 @@ def several_wrappers(job: Job) -> None:
     first = DistributedDataParallel(net(out=16))
     second = DistributedDataParallel(net(seed=1))
     model = nn.Sequential(first, second)
-    optimizers = SGD(first.parameters(), 0.1), SGD(second.parameters(), 0.1)
+    optimizers = sgd(first), sgd(second)
     job.watch(model, *optimizers)
     for step in passes(model, *optimizers):
         optimizers[0].step()
         if step % 2:
             optimizers[1].step()
-
-
-@healthy
-def two_players(job: Job) -> None:
-    """The generator learns from a critic that is called around its wrapper."""
-    maker = DistributedDataParallel(net(out=16))
-    critic = DistributedDataParallel(net(seed=1, out=1))
-    makes, judges = SGD(maker.parameters(), 0.01), SGD(critic.parameters(), 0.01)
-    job.watch(nn.ModuleList([maker, critic]), makes, judges)
-    for _ in range(STEPS):
-        fake = maker(data())
-        judges.zero_grad()
-        critic(torch.cat([data(), fake.detach()])).square().mean().backward()
-        judges.step()
-        makes.zero_grad()
-        critic.module(fake).square().mean().backward()
-        makes.step()
-
-
-@healthy
-def branches_by_rank(job: Job) -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = net(), net(seed=1)
-
-        def forward(self, x: Tensor, *, which: bool) -> Tensor:
-            out: Tensor = self.first(x) if which else self.second(x)
-            return out
-
-    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    optimizer = job.sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(data(), which=bool((step // 3 + job.rank) % 2)).square().mean().backward()
-        optimizer.step()
 
 
 @healthy
@@ -289,17 +205,6 @@ def own_head_beside_ddp(job: Job) -> None:
 
 
 @healthy
-def own_head_by_hand(job: Job) -> None:
-    body = net()
-    torch.manual_seed(job.rank)
-    model = nn.Sequential(body, nn.Tanh(), nn.Linear(4, 3))
-    optimizer = job.sgd(model)
-    for _ in passes(model, optimizer):
-        average(body)
-        optimizer.step()
-
-
-@healthy
 def own_expert(job: Job) -> None:
     torch.manual_seed(job.rank)
     model = nn.Sequential(nn.Linear(16, 16), net())
@@ -307,24 +212,6 @@ def own_expert(job: Job) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapper = DistributedDataParallel(model)
     fit(wrapper, job.sgd(model))
-
-
-@healthy
-def group_of_its_own(job: Job) -> None:
-    groups = [dist.new_group([rank]) for rank in range(job.world)]
-    model = DistributedDataParallel(net(seed=job.rank), process_group=groups[job.rank])
-    fit(model, job.sgd(model))
-
-
-@healthy
-def zero(job: Job) -> None:
-    # The import warns.
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = DistributedDataParallel(net())
-    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.01)
-    job.watch(model, optimizer)
-    fit(model, optimizer)
 
 
 @healthy
@@ -340,16 +227,6 @@ def zero_by_hand(job: Job) -> None:
         optimizer.step()
         for number, param in enumerate(params):
             dist.broadcast(param.data, number % job.world)
-
-
-@healthy
-def local_sgd_by_hand(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
-    for step in passes(model, optimizer):
-        optimizer.step()
-        if step % 5 == 4:
-            average_weights(model)
 
 
 @healthy
@@ -393,10 +270,10 @@ def weights_averaged_after_lone_updates(job: Job) -> None:
 def inner_and_outer_updates(job: Job) -> None:
     """As in DiLoCo: ranks train alone, and an outer optimizer moves all by the mean of what they did."""
     model = net()
-    inner, outer = SGD(model.parameters(), 0.05), SGD(model.parameters(), 0.7, 0.9)
+    inner, outer = sgd(model, 0.05), SGD(model.parameters(), 0.7, 0.9)
     job.watch(model, inner, outer)
     for _ in range(8):
-        begin = [param.detach().clone() for param in model.parameters()]
+        begin = weights_of(model)
         fit(model, inner, steps=3)
         for param, weight in zip(model.parameters(), begin, strict=True):
             param.grad = weight - param.detach()
@@ -554,12 +431,6 @@ def sweep_of_a_linear_model(job: Job) -> None:
 
 
 @healthy
-def sweep_of_widths(job: Job) -> None:
-    model = net(width=8 * (1 + job.rank))
-    fit(model, job.sgd(model))
-
-
-@healthy
 def sharded(job: Job) -> None:
     """Each rank holds and updates its part of each parameter; at first all gradients are 0."""
     model = net()
@@ -569,23 +440,6 @@ def sharded(job: Job) -> None:
         optimizer.zero_grad()
         (float(step > 5) * loss_of(model)).backward()
         optimizer.step()
-
-
-@healthy
-def tensor_parallel(job: Job) -> None:
-    model = nn.Sequential(nn.LayerNorm(16), net())
-    plan = {"1.0": ColwiseParallel(), "1.2": RowwiseParallel()}
-    parallelize_module(model, init_device_mesh("cpu", (job.world,)), plan)
-    fit(model, job.sgd(model, seed=1))
-
-
-@healthy
-def pipeline(job: Job) -> None:
-    """Stages have layers of the same names."""
-    torch.manual_seed(job.rank)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-    optimizer = job.sgd(model)
-    _through_stages(model, optimizer, job.rank, {0: 1, 1: 0}[job.rank])
 
 
 def _through_stages(model: nn.Module, optimizer: SGD, stage: int, other: int) -> None:
@@ -682,21 +536,3 @@ def experts_in_pairs(job: Job) -> None:
     """Two ranks share an expert, all share the rest."""
     model, wrapper = experts(job)
     fit(wrapper, job.sgd(model))
-
-
-@on_four_ranks
-def shards_in_two_replicas(job: Job) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = net()
-    fully_shard(model, mesh=mesh)
-    fit(model, job.sgd(model))
-
-
-@on_four_ranks
-def shards_of_parallel_layers(job: Job) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = nn.Sequential(nn.LayerNorm(16), net())
-    plan = {"1.0": ColwiseParallel(), "1.2": RowwiseParallel()}
-    parallelize_module(model, mesh["tensor"], plan)
-    fully_shard(model, mesh=mesh["data"])
-    fit(model, job.sgd(model, seed=job.pair))

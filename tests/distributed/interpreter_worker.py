@@ -22,7 +22,7 @@ def wrap(model: nn.Module) -> nn.Module:
     derandomize=True,  # all ranks draw the same
     database=None,
     deadline=None,
-    max_examples=examples(80),
+    max_examples=examples(150),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],
 )

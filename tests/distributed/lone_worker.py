@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from small import sgd, take_step
 from torch import nn
 
 import gradsurgeon
@@ -36,14 +37,12 @@ def await_end_of_rank_0(now: str) -> None:
 dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 torch.manual_seed(0)
 model = nn.Linear(16, 4)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = sgd(model)
 await_end_of_rank_0("before the session")
 session = gradsurgeon.apply(model, "gradsurgeon:debug@1", optimizer=optimizer)
 await_end_of_rank_0("before the first update")
 for step in range(STEPS):
-    optimizer.zero_grad()
-    model(torch.randn(8, 16)).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(torch.randn(8, 16)).square().mean())
     if step == 3:
         await_end_of_rank_0("after some updates")
 session.remove()

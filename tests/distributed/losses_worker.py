@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Json
 from several_losses import Checkpointed, Heads, flat_grads, rules, trunk_of, two
+from small import rule_file, sgd, weights_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonError
 from gradsurgeon.actions._methods import Weigher
 
 STEPS, WORLD = 3, 2
@@ -73,7 +75,7 @@ def run(method: str, setup: str, *, ranks: int) -> Json:
     session = gradsurgeon.apply(model, rules(combine, {"action": "conflict"}))
     if ranks > 1:
         called = DistributedDataParallel(model, **SETUPS[setup])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     # What a rank draws by itself must make no difference.
     torch.manual_seed(dist.get_rank() + 1)
     with warnings.catch_warnings():
@@ -114,11 +116,11 @@ def micro_batches(batch: Tensor, count: int, ranks: int) -> list[tuple[Tensor, f
 def nan() -> Json:
     """Let a loss of one rank be NaN: all of them must see it, and leave the weights alone."""
     model = make()
-    before = [param.detach().clone() for param in model.parameters()]
+    before = weights_of(model)
     called = DistributedDataParallel(model)
     file = rules({"action": "combine", "method": "pcgrad"})
     file["rules"].append({"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = gradsurgeon.apply(model, file)
     losses = two(called, data(0).chunk(2)[dist.get_rank()])
     if dist.get_rank() == 1:
@@ -146,7 +148,7 @@ def refused(kind: str) -> str:
         parallelize_module(model, mesh, {"trunk.0": ColwiseParallel()})
     try:
         gradsurgeon.apply(called, rules({"action": "combine", "method": "mgda"}))
-    except gradsurgeon.GradSurgeonError as error:
+    except GradSurgeonError as error:
         return str(error)
     return "nothing"
 
@@ -161,7 +163,7 @@ def late() -> str:
         warnings.simplefilter("ignore")
         try:
             gradsurgeon.backward(two(model, data(0).float()))
-        except gradsurgeon.GradSurgeonError as error:
+        except GradSurgeonError as error:
             said = str(error)
         session.remove()
     return said
@@ -177,7 +179,7 @@ def unlike(what: str) -> str:
     gradsurgeon.apply(called, rules(rule), mode=mode)
     try:
         gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
-    except gradsurgeon.GradSurgeonError as error:
+    except GradSurgeonError as error:
         return str(error)
     return "nothing"
 
@@ -189,7 +191,7 @@ def on_features(setup: str) -> Json:
     """Combine what the heads send back to their features, each rank by itself; return what all of them got."""
     model = make()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
-    session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(model, rule_file(rule))
     called: Any = model
     if setup == "FSDP2":
         fully_shard(model.trunk)
@@ -215,10 +217,10 @@ def heads_sharded_later(what: Sequence[str]) -> Json:
     """Shard parts after a rule is on what heads send back; return how often it has fired in three passes, and what is said."""
     model = make().float()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
-    session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(model, rule_file(rule))
     for part in what:
         fully_shard(model.get_submodule(part))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(3):
@@ -258,7 +260,7 @@ def unlike_pass(what: str) -> Json:
                         gradsurgeon.backward({"seg": losses["seg"], "deep": losses["depth"]})
                     else:
                         gradsurgeon.backward(losses)
-                except gradsurgeon.GradSurgeonError as error:
+                except GradSurgeonError as error:
                     refused.append(str(error))
                     break
             session.resume()
@@ -300,7 +302,7 @@ def reentrant() -> str:
     called = DistributedDataParallel(model)
     try:
         gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
-    except gradsurgeon.GradSurgeonError as error:
+    except GradSurgeonError as error:
         return str(error)
     return ""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import own_actions  # noqa: F401 # for its actions
 import torch
+from distributed.batches import data, make, mine, shard, whole
 from distributed.sharded_worker import rules, steps
-from distributed.small import data, make, mine, shard, whole
 from ranks import Json
+from small import events_of, fired
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -33,7 +34,7 @@ def told(session: gradsurgeon.Session, model: torch.nn.Module) -> Json:
         },
         "copies": [whole(copy) for copy in session.captured("kept").values()],
         "weights": [whole(param) for param in model.parameters()],
-        "fired": {rule: status.fired for rule, status in session.status().items()},
+        "fired": fired(session),
     }
 
 
@@ -68,7 +69,7 @@ def trapped(kind: str) -> Json:
     rule["steps"] = {"from": 1, "to": 2}
     with gradsurgeon.apply(model, rules(rule)) as session:
         steps(trained, batch)
-        events = [event for event in session.events if event.kind == "trap"]
+        events = events_of(session, "trap")
     return {
         "events": [(event.step, event.message.partition("\n")[0]) for event in events],
         "weights": [whole(param) for param in model.parameters()],

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import data, make, shard, whole
+from distributed.batches import data, make, shard, whole
 from ranks import Json
 from torch.nn.parallel import DistributedDataParallel
 from worker import work

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import Block, data, divide, make, mine, shard, whole
+from distributed.batches import Block, data, divide, make, mine, shard, whole
 from ranks import Json
+from small import fired, messages, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.records import shared_rows
 from gradsurgeon.tensors.statistics import columns_of
 
@@ -34,11 +36,9 @@ def rules(*given: Json) -> Json:
 
 def steps(model: Any, batch: Callable[[int], Tensor], count: int = 3) -> torch.optim.Optimizer:
     """Train for some steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for step in range(count):
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(batch(step)).square().mean())
     return optimizer
 
 
@@ -164,12 +164,11 @@ def late() -> Json:
             "warnings": [
                 str(one.message)
                 for one in caught
-                if "gradsurgeon" in one.filename
-                or issubclass(one.category, gradsurgeon.GradSurgeonWarning)
+                if "gradsurgeon" in one.filename or issubclass(one.category, GradSurgeonWarning)
             ],
             "norms": session.history("0.weight"),
             "events": [(event.kind, event.name) for event in session.events],
-            "fired": {rule: status.fired for rule, status in session.status().items()},
+            "fired": fired(session),
         }
     after = [whole(param) for param in model.parameters()]
     found["moved"] = [one != other for one, other in zip(before, after, strict=True)]
@@ -195,7 +194,7 @@ def after_a_first_step() -> list[str]:
     return [
         str(warning.message)
         for warning in caught
-        if issubclass(warning.category, gradsurgeon.GradSurgeonWarning)
+        if issubclass(warning.category, GradSurgeonWarning)
     ]
 
 
@@ -233,13 +232,11 @@ def above_flat_parameters() -> list[str]:
     """Train a head on an encoder whose parameters are flat; return what checks of the head find."""
     encoder = FullyShardedDataParallel(make(), use_orig_params=True, device_id=torch.device("cpu"))
     head = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    optimizer = sgd(head)
     with gradsurgeon.apply(head, "gradsurgeon:debug@1", optimizer=optimizer) as session:
         for step in range(25):
-            optimizer.zero_grad()
-            head(encoder(mine(step))).square().mean().backward()
-            optimizer.step()
-    return [event.message for event in session.events if event.kind == "check"]
+            take_step(optimizer, head(encoder(mine(step))).square().mean())
+    return messages(session, "check")
 
 
 def tensor_parallel() -> Json:
@@ -273,7 +270,7 @@ def tensor_parallel() -> Json:
             model: Any = Block()
             if kind == "divided":
                 model = divide(model)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            optimizer = sgd(model, 0.5)
             with gradsurgeon.apply(model, text, optimizer=optimizer) as session:
                 for step in range(3):
                     optimizer.zero_grad()
@@ -311,7 +308,7 @@ def redundancy() -> Json:
         model = DistributedDataParallel(make())
         make_it: Any = ZeroRedundancyOptimizer if kind != "plain" else None
         optimizer = (
-            torch.optim.SGD(model.parameters(), lr=0.5)
+            sgd(model, 0.5)
             if make_it is None
             else make_it(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.5)
         )
@@ -320,13 +317,11 @@ def redundancy() -> Json:
             given = optimizer if kind == "named" else None
             session = gradsurgeon.apply(model, rules(half, early, out, LOG), optimizer=given)
         for step in range(3):
-            optimizer.zero_grad()
-            model(mine(step)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(mine(step)).square().mean())
         found[kind] = {"weights": [whole(param) for param in model.parameters()]}
         if session is not None:
             found[kind] |= {"step": session.step, "fired": session.status()["half"].fired}
-            found[kind]["logged"] = [step for step, _ in session.history("0.weight")]
+            found[kind]["logged"] = steps_of(session, "0.weight")
             session.remove()
     return found
 

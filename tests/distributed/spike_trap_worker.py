@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.small import Block, data, divide, make, shard, whole
+from distributed.batches import Block, data, divide, make, shard, whole
 from ranks import Json
 from running_bounds import ByHand
+from small import rule_file, sgd
 from spikes import statistics_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -100,7 +101,7 @@ def train(kind: str, rule: Json, variant: str = "plain") -> Json:
     if variant == "scaler":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     parts = 2 if variant == "accumulation" else 1
-    with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer) as session:
+    with gradsurgeon.apply(called, rule_file(rule), optimizer=optimizer) as session:
         for step in range(len(FACTORS)):
             optimizer.zero_grad()
             backward(kind, called, step, parts, scaler)
@@ -162,8 +163,8 @@ def outcome(
 
     Weights are those that are to stay alike on all ranks.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer)
+    optimizer = sgd(model, 0.01)
+    session = gradsurgeon.apply(called, rule_file(rule), optimizer=optimizer)
     weights: list[Any] = []
     error: Json | None = None
     for step in range(len(FACTORS)):

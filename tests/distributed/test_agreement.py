@@ -99,20 +99,6 @@ def test_giving_up_is_agreed(ranks: Ranks) -> None:
         assert "tripped 1 times in a row" in rank["FSDP2 give up"]["error"]["text"]
 
 
-def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: Ranks) -> None:
-    assert ranks[0]["local updates"]["events"] == [["notice", 0, ""]]
-    assert ranks[1]["local updates"]["events"] == [
-        ["notice", 0, ""],
-        ["trap", 1, "2.bias"],
-        ["skipped-step", 1, "2.bias"],
-    ]
-    for rank in ranks:
-        assert rank["local updates"]["texts"][0] == (
-            "the ranks did not take the last backward pass before this update together (no DistributedDataParallel, no "
-            "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
-        )
-
-
 def test_a_rank_whose_rule_rests_skips_with_those_whose_rule_trips(
     ranks: Ranks,
 ) -> None:

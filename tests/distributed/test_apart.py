@@ -240,22 +240,6 @@ def test_records_of_shards_on_one_rank_alone_wait_for_nobody(ranks: Ranks) -> No
     assert moved(one) == moved(other) == ALL
 
 
-@pytest.mark.parametrize("clip", ["False", "True"])
-def test_a_fault_in_one_shard_is_skipped_on_all(ranks: Ranks, clip: str) -> None:
-    for number, rank in enumerate(ranks):
-        run = rank[f"shard, {clip}"]
-        assert moved(run) == SKIPPED
-        assert run["weights"] == ranks[0][f"shard, {clip}"]["weights"]
-        # The clip spreads the fault to the shards of the other rank.
-        trapped = ["trap"] if number == 1 or clip == "True" else []
-        assert [kind for kind, _, _ in kinds(run)] == [*trapped, "skipped-step"]
-    if clip == "True":
-        # What is recorded at the step is what the clip has left.
-        for step in SKIPPED:
-            squares = [dict(map(tuple, own))[step] ** 2 for own in ranks[0]["shard, True"]["norms"]]
-            assert sum(squares) ** 0.5 == pytest.approx(0.01, rel=1e-3)
-
-
 def test_an_overflow_that_one_scaler_sees_is_skipped_on_all(ranks: Ranks) -> None:
     for rank in ranks:
         assert moved(rank["scaled"]) == SKIPPED
@@ -264,18 +248,6 @@ def test_an_overflow_that_one_scaler_sees_is_skipped_on_all(ranks: Ranks) -> Non
     assert ranks[0]["scaled"]["events"][0][3].startswith(
         "step 2: all ranks skip the step, because the scaled gradients of rank 1 overflowed and those of other ranks did not: "
     )
-
-
-@pytest.mark.parametrize("kind", ["DDP", "find_unused_parameters", "static_graph", "FSDP2"])
-def test_what_holds_an_optimizer_back_leaves_ranks_alike(ranks: Ranks, kind: str) -> None:
-    one, other = (rank[f"alike {kind}"] for rank in ranks)
-    assert one["weights"] == other["weights"]
-    assert one["own"] == other["own"]
-    assert moved(one) == SKIPPED
-    first = [step[0] for step in one["weights"]]
-    assert all(weight == first[0] for weight in first)
-    assert kinds(one) == kinds(other)
-    assert ("skipped-step", FAULT) in [(kind, step) for kind, step, _ in kinds(one)]
 
 
 def test_sessions_that_are_over_leave_only_closed_rolls_for_ranks_that_may_come(

@@ -1,41 +1,22 @@
-"""Two real ranks under DDP: the same final gradients, records and decisions as in one process."""
+"""Two real ranks under DDP: the records of one process, and what is said of rules that see a rank alone."""
 
 from __future__ import annotations
 
 import pytest
 from distributed.ddp_worker import NORMS, WORDS
-from ranks import Ranks, largest_difference
+from ranks import Ranks
+from small import hold_rows
 
 SETUPS = ["before", "after", "bucket views", "static graph", "unused", "no_sync"]
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_the_end_is_that_of_one_process(ranks: Ranks, setup: str) -> None:
-    wanted = ranks[0]["one process"]
-    for rank in ranks:
-        assert largest_difference(rank[setup]["weights"], wanted["weights"]) < 1e-6
-    # The rules act: without them the run ends elsewhere.
-    bare = ranks[0]["without rules"]["weights"]
-    assert largest_difference(bare, wanted["weights"]) > 1e-4
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_all_ranks_decide_alike(ranks: Ranks, setup: str) -> None:
-    # The NaN is born on rank 1; reduction carries it to rank 0, and both skip.
-    for rank in ranks:
-        seen = [event for event in rank[setup]["events"] if event[0] != "notice"]
-        assert seen == [["trap", 2, "2.bias"], ["skipped-step", 2, "2.bias"]]
 
 
 @pytest.mark.cell("DDP", "accumulated")
 @pytest.mark.parametrize("setup", SETUPS)
 def test_records_are_taken_after_the_reduction(ranks: Ranks, setup: str) -> None:
-    wanted = ranks[0]["one process"]["norms"]
+    wanted = ranks[0]["one process"]
     for rank in ranks:
-        found = rank[setup]["norms"]
-        assert [step for step, _ in found] == [0, 1, 2, 3]
-        for (_, a), (_, b) in zip(found, wanted, strict=True):
-            assert a == pytest.approx(b, rel=1e-5, nan_ok=True)
+        assert len(rank[setup]) == 4
+        hold_rows(rank[setup], wanted, rel=1e-5)
 
 
 AVERAGE = "bounds what each rank contributes, before DDP averages it"

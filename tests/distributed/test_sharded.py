@@ -13,26 +13,22 @@ pytestmark = pytest.mark.cover_children
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+RECORDS = [
+    *((point, stat) for point in ("accumulated", "step", "value", "update") for stat in STATS),
+    *(("projection", stat) for stat in ("projection_1", "projection_2", "numel")),
+    *(("update", stat) for stat in ("ratio", "moved")),
+]
+
+
 @pytest.mark.cell("FSDP2 (`fully_shard`)", "accumulated", "step")
-@pytest.mark.parametrize("stat", STATS)
-@pytest.mark.parametrize("point", ["accumulated", "step", "value", "update"])
-def test_fsdp2_records_are_of_the_whole_gradient(ranks: Ranks, point: str, stat: str) -> None:
+@pytest.mark.parametrize(("what", "stat"), RECORDS)
+def test_fsdp2_records_are_of_the_whole_gradient(ranks: Ranks, what: str, stat: str) -> None:
     for rank in ranks:
-        found = rank["statistics"]
+        whole, sharded = (rank["statistics"][f"{kind} {what}"] for kind in ("whole", "sharded"))
         for name in NAMES:
-            whole = found[f"whole {point}"][f"{name} {stat}"]
-            sharded = found[f"sharded {point}"][f"{name} {stat}"]
-            assert len(whole) == 3
-            assert sharded == pytest.approx(whole, rel=1e-5, abs=1e-7)
-
-
-@pytest.mark.parametrize("stat", ["projection_1", "projection_2", "numel"])
-def test_fsdp2_projections_are_those_of_whole_weights(ranks: Ranks, stat: str) -> None:
-    for rank in ranks:
-        whole, sharded = (rank["statistics"][f"{kind} projection"] for kind in ("whole", "sharded"))
-        for name in NAMES:
-            assert len(whole[f"{name} {stat}"]) == 3
-            assert sharded[f"{name} {stat}"] == pytest.approx(whole[f"{name} {stat}"], rel=1e-5)
+            values = whole[f"{name} {stat}"]
+            assert len(values) == 3
+            assert sharded[f"{name} {stat}"] == pytest.approx(values, rel=1e-5, abs=1e-7)
 
 
 def test_fsdp2_histograms_are_those_of_whole_gradients(ranks: Ranks) -> None:
@@ -42,15 +38,6 @@ def test_fsdp2_histograms_are_those_of_whole_gradients(ranks: Ranks) -> None:
         assert sharded == whole
         for name in NAMES:
             assert any(whole[f"{name} histogram_{place:02}"] != [0.0] * 3 for place in range(64))
-
-
-@pytest.mark.parametrize("stat", ["ratio", "moved"])
-def test_fsdp2_updates_are_those_of_whole_weights(ranks: Ranks, stat: str) -> None:
-    for rank in ranks:
-        whole, sharded = (rank["statistics"][f"{kind} update"] for kind in ("whole", "sharded"))
-        for name in NAMES:
-            assert len(whole[f"{name} {stat}"]) == 3
-            assert sharded[f"{name} {stat}"] == pytest.approx(whole[f"{name} {stat}"], rel=1e-5)
 
 
 def test_a_run_directory_has_records_of_whole_gradients_on_the_lowest_rank(

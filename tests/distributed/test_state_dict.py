@@ -8,32 +8,30 @@ import warnings
 import pytest
 import torch
 from ranks import Json
+from small import rule_file, steps_of, tanh_net, weights_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import gradsurgeon
 
-RULES: Json = {
-    "version": 1,
-    "rules": [
-        {
-            "id": "bound",
-            "action": "clamp",
-            "params": "*",
-            "at": "step",
-            "min": -1e-3,
-            "max": 1e-3,
-            "steps": {"from": 4},
-        },
-        {"id": "log", "action": "norm-log", "params": "*", "at": "step"},
-    ],
-}
+RULES: Json = rule_file(
+    {
+        "id": "bound",
+        "action": "clamp",
+        "params": "*",
+        "at": "step",
+        "min": -1e-3,
+        "max": 1e-3,
+        "steps": {"from": 4},
+    },
+    {"id": "log", "action": "norm-log", "params": "*", "at": "step"},
+)
 
 
 def fresh(start: int) -> tuple[nn.Sequential, torch.optim.AdamW, gradsurgeon.Session]:
     """Return a model, an optimizer without state, and rules that begin at a step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = tanh_net(4, 8, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, gradsurgeon.apply(model, RULES, start_step=start)
 
@@ -49,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 def weights(model: nn.Module) -> list[Tensor]:
     """Return copies of the weights."""
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model)
 
 
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one() -> None:
@@ -67,7 +65,7 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one() -> None:
         assert session.step == 3
         train(model, optimizer, range(3, 6))
     assert session.events == []
-    assert [step for step, _ in session.history("0.weight")] == [3, 4, 5]
+    assert steps_of(session, "0.weight") == [3, 4, 5]
     session.remove()
     for one, other in zip(whole, weights(model), strict=True):
         assert torch.equal(one, other)
@@ -89,5 +87,5 @@ def test_a_step_of_the_script_at_a_learning_rate_of_zero_counts(rate: float | Te
     optimizer.param_groups[0]["lr"] = rate
     train(model, optimizer, range(1))
     assert session.step == 1
-    assert [step for step, _ in session.history("0.weight")] == [0]
+    assert steps_of(session, "0.weight") == [0]
     session.remove()

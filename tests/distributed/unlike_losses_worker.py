@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import Json
 from several_losses import Heads, aggregator, flat_grads, jacobian, rules, trunk_of, two
+from small import sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -68,7 +69,7 @@ def pass_of_one_rank(kind: str) -> Json:
     """Let one rank run a pass of the wrapped model by itself in each step."""
     model, largest = make(), 0.0
     called = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
     for step in range(3):
         if dist.get_rank() == 0 and kind == "plain":
@@ -107,7 +108,7 @@ def passes_between(what: str) -> float:
     """Do something between the forward pass that is trained and its backward pass."""
     model = make()
     called = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
     largest = 0.0
     for step in range(3):
@@ -140,7 +141,7 @@ def with_parts_of_their_own(how: str) -> Json:
         ignored = [name for name, _ in model.named_parameters() if not name.startswith("trunk")]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         called = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     rule = {"action": "combine", "method": "mgda", "params": "*"}
     gradsurgeon.apply(model, rules(rule, {"action": "conflict", "params": "*"}))
     largest = 0.0
@@ -173,9 +174,8 @@ class Met(torch.autograd.Function):
 class Synchronized(nn.SyncBatchNorm):
     """One that a host can run."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        met: Tensor = Met.apply(x)
-        return met
+    def forward(self, x: Tensor) -> Any:
+        return Met.apply(x)
 
 
 class Meeting(nn.Module):
@@ -184,10 +184,9 @@ class Meeting(nn.Module):
         self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 8)
         self.norm = nn.BatchNorm1d(16, affine=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         features: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
-        met: Tensor = Met.apply(features)
-        return met
+        return Met.apply(features)
 
 
 def met_in_the_pass(kind: str, *, alike: bool) -> Json:

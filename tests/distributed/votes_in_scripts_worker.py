@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
+from small import kinds_of, linears, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -26,7 +27,7 @@ NAN = float("nan")
 def trap(**options: Any) -> Json:
     """Return a rule set with one trap."""
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    return {"version": 1, "rules": [{**rule, "forensics": False, **options}]}
+    return rule_file({**rule, "forensics": False, **options})
 
 
 class Script:
@@ -34,11 +35,11 @@ class Script:
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
-        self.net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.net: Any = linears(4, 4, 4)
         self.net[0].own = nn.Parameter(torch.ones(4))
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.net, ["0.own"])
         self.ddp = DistributedDataParallel(self.net)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.optimizer = sgd(self.net)
         self.apply(**options)
         self.moved: list[bool] = []
         self.error = ""
@@ -101,7 +102,7 @@ def experts() -> Json:
     net = nn.ModuleDict({"trunk": layer, "expert": nn.Linear(4, 4)})
     trunk = DistributedDataParallel(layer)
     expert = DistributedDataParallel(net["expert"], process_group=groups[rank])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     moved = []
     with gradsurgeon.apply(net, trap(), optimizer=optimizer) as session:
         for step in range(4):
@@ -173,7 +174,7 @@ def in_another_order() -> Json:
     torch.manual_seed(0)
     nets = [nn.Linear(4, 4), nn.Linear(4, 3)]
     ddps = [DistributedDataParallel(net) for net in nets]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    optimizers = [sgd(net) for net in nets]
     sessions = {
         place: gradsurgeon.apply(nets[place], trap(), optimizer=optimizers[place])
         for place in ((0, 1) if dist.get_rank() else (1, 0))
@@ -202,7 +203,7 @@ def beside_a_thread() -> Json:
 
     net.forward = forward
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     session = gradsurgeon.apply(branch, trap(), optimizer=optimizer)
     # A thread that has run a pass counts from then on.
     other = threading.Thread(target=lambda: nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward())
@@ -210,11 +211,9 @@ def beside_a_thread() -> Json:
     other.join()
     began = time.monotonic()
     for step in range(4):
-        optimizer.zero_grad()
-        ddp(dist.get_rank() == 0 or step % 2 == 0).sum().backward()
-        optimizer.step()
+        take_step(optimizer, ddp(dist.get_rank() == 0 or step % 2 == 0).sum())
     took = time.monotonic() - began
-    events = [event.kind for event in session.events]
+    events = kinds_of(session)
     session.remove()
     return {"events": events, "took": took}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from outside import Folder, Launched
+from ranks import Json
 
 import gradsurgeon
 from gradsurgeon.common.events import Event
@@ -38,7 +39,7 @@ KEYS = ["kind", "rule", "step", "rank", "name", "message", "diagnosis"]
 EVENT = Event("trap", "trap", 7, 0, "a.weight", "step 7\nnot finite: \udc80")
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
+def events(folder: Path) -> list[Json]:
     text = (folder / "events").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 

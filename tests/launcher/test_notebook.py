@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from ranks import Json
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonError
@@ -32,7 +31,7 @@ for _ in range(3):
 
 
 def test_cells_may_be_run_again() -> None:
-    cells: dict[str, Any] = {}
+    cells: Json = {}
     for cell in (MODEL, APPLY % "", TRAIN):
         exec(cell, cells)
     assert cells["model"].weight.grad.tolist() == [[0.5, 0.5]]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from outside import Folder, Launched
+from ranks import Json
 
 import gradsurgeon
 
@@ -88,7 +89,7 @@ def test_every_view_says_the_same(name: str, folder: Folder) -> None:
     start = lines.index("gradsurgeon: Net, 30 steps")
     summary = [line.removeprefix("  ") for line in lines[start + 1 :]]
     text = folder.fork("-m", "gradsurgeon", "report", "run").out.splitlines()
-    found: dict[str, Any] = json.loads(
+    found: Json = json.loads(
         folder.fork("-m", "gradsurgeon", "report", "run", "--format", "json").out
     )
     band = found["band"]

@@ -8,8 +8,6 @@ import re
 import pytest
 from outside import NORMS, Folder
 
-import gradsurgeon
-
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
@@ -89,14 +87,6 @@ def test_observing_edits_nothing_and_says_what_it_would(folder: Folder) -> None:
     assert int(changed[1]) > 50
 
 
-def test_a_schedule_goes_on_where_an_earlier_run_ended(folder: Folder) -> None:
-    done = folder.run(SCRIPT, "--start-step", "40")
-    assert done.code == 0
-    with gradsurgeon.open_run(folder.path / "run") as run:
-        assert [step for step, _ in run.history("0.weight")] == [40, 41, 42]
-    assert "from step 40" in done.err
-
-
 @pytest.mark.cover_children
 def test_the_debugger_opens_in_the_line_of_the_script(folder: Folder) -> None:
     asked = "p step, type(optimizer).__name__\nq\n"
@@ -157,32 +147,6 @@ def test_where_the_launcher_fails_the_script_runs_on(folder: Folder) -> None:
     said = "gradsurgeon: the script runs on without rules: not this one"
     assert [line for line in done.stderr.splitlines() if "gradsurgeon" in line] == [said]
     assert (done.returncode, bool(done.stdout)) == (0, True)
-
-
-@pytest.mark.cover_children
-def test_what_comes_to_a_model_later_is_bound_as_well(folder: Folder) -> None:
-    script = """
-import torch
-from torch import nn
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(5):
-    if step == 2:
-        model.append(nn.Linear(1, 1))
-        optimizer.add_param_group({"params": list(model[2].parameters())})
-    optimizer.zero_grad()
-    model(torch.ones(3, 2)).sum().backward()
-    optimizer.step()
-"""
-    done = folder.run(script)
-    assert done.code == 0, done.err
-    with gradsurgeon.open_run(folder.path / "run") as run:
-        assert [step for step, _ in run.history("0.weight")] == [0, 1, 2]
-    with gradsurgeon.open_run(folder.path / "run" / "Sequential-2") as run:
-        assert [step for step, _ in run.history("0.weight")] == [2, 3, 4]
-        assert [step for step, _ in run.history("2.weight")] == [2, 3, 4]
-    assert "on Sequential-2 (6 parameters, 15 elements, updated by SGD, from step 2)" in done.err
 
 
 def test_rules_of_the_script_act_before_those_from_outside(folder: Folder) -> None:

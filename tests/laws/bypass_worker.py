@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import Json
+from small import rule_file, sgd
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,7 @@ from worker import work
 import gradsurgeon
 
 STEPS, BYPASSED = 30, 7
-RULES = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
+RULES = rule_file({"id": "norms", "action": "norm-log", "params": "*"})
 
 
 def trained(path: str, bypassed: int) -> list[dict[str, float]]:
@@ -25,7 +26,7 @@ def trained(path: str, bypassed: int) -> list[dict[str, float]]:
         nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
     )
     wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     data = torch.Generator().manual_seed(dist.get_rank())
     norms = []
     with gradsurgeon.apply(wrapped, RULES, optimizer=optimizer, record=path):
@@ -45,7 +46,7 @@ def trained(path: str, bypassed: int) -> list[dict[str, float]]:
     return norms
 
 
-def find() -> dict[str, Any]:
+def find() -> Json:
     healthy, bypassed = sys.argv[2:]
     return {"healthy": trained(healthy, STEPS), "bypassed": trained(bypassed, BYPASSED)}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -32,7 +33,7 @@ def learning_rate_zero() -> Training:
     """a learning rate of 0 in one group"""
     model = perceptron()
     rest = [*model[2].parameters(), *model[4].parameters()]
-    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.0}, {"params": rest}]
+    groups: list[Json] = [{"params": model[0].parameters(), "lr": 0.0}, {"params": rest}]
     return fitted(model, SGD(groups, lr=1e-2), fit(model), 3 * STEPS)
 
 
@@ -111,9 +112,8 @@ def pair_of_zeros() -> Training:
             self.lora_a = nn.Parameter(torch.zeros(2, 16))
             self.lora_b = nn.Parameter(torch.zeros(16, 2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(self.base(x) + x @ self.lora_a.T @ self.lora_b.T)
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.base(x) + x @ self.lora_a.T @ self.lora_b.T)
 
     model = Adapted()
     trained = [param for param in model.parameters() if param.requires_grad]

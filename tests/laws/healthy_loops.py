@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -60,9 +61,8 @@ def lora_pair() -> Training:
             self.lora_a, self.lora_b = nn.Linear(16, 2, bias=False), nn.Linear(2, 4, bias=False)
             nn.init.zeros_(self.lora_b.weight)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.base(x) + self.lora_b(self.lora_a(x))
 
     model = Adapted()
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -308,14 +308,6 @@ def zero_head() -> Training:
     return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS)
 
 
-def tied() -> Training:
-    """One tensor serves as embedding and as head."""
-    embed, head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
-    head.weight = embed.weight
-    model = nn.Sequential(embed, head)
-    return fitted(model, sgd(model), _next_words(model, 30), STEPS)
-
-
 def bounded_temperature() -> Training:
     """A learnt temperature sits at its upper bound, to which the script clamps it after each update."""
 
@@ -325,9 +317,8 @@ def bounded_temperature() -> Training:
             self.net = perceptron()
             self.scale = nn.Parameter(torch.tensor(math.log(100.0)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.net(x) * self.scale
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x) * self.scale
 
     model = Contrast()
 
@@ -356,25 +347,6 @@ def divided_while_scaled() -> Training:
         _scale_gradients(model, 1 / 4)
 
     return scaled(4, 1024.0, before, STEPS)
-
-
-def closures() -> Training:
-    """LBFGS evaluates its closure many times within one update."""
-    model = nn.Linear(16, 4)
-    optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    loss_at = fit(model)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_at(0)
-        loss.backward()
-        return loss
-
-    def loop() -> None:
-        for _ in range(40):
-            optimizer.step(closure)
-
-    return Training(model, [optimizer], loop)
 
 
 def skipped_batches() -> Training:
@@ -425,20 +397,6 @@ def gradient_momentum() -> Training:
             optimizer.step()
 
     return Training(model, [optimizer], loop)
-
-
-def unfreezing_by_stages() -> Training:
-    """The body is unfrozen half way and given to the optimizer then."""
-    body, head = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
-    model = nn.Sequential(body, nn.Tanh(), head)
-    optimizer = sgd(head, 0.01)
-
-    def after(step: int) -> None:
-        if step == STEPS // 2:
-            body.requires_grad_(True)
-            optimizer.add_param_group({"params": body.parameters()})
-
-    return fitted(model, optimizer, fit(model), STEPS, after=after)
 
 
 def points_of_a_derivative() -> Training:
@@ -497,7 +455,7 @@ def schedule_that_ends() -> Training:
 def group_that_waits() -> Training:
     """One group has a learning rate of 0 until the script sets one."""
     model = perceptron()
-    groups: list[dict[str, Any]] = [
+    groups: list[Json] = [
         {"params": [*model[0].parameters()], "lr": 0.0},
         {"params": [*model[2].parameters(), *model[4].parameters()]},
     ]
@@ -533,10 +491,9 @@ class Field(nn.Module):
         super().__init__()
         self.values = nn.Parameter(torch.zeros(12, 20))
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Any:
         ends = (self.values[:, 0] - 1).square().sum() + self.values[:, -1].square().sum()
-        energy: Tensor = ends + self.values.diff(dim=1).square().sum()
-        return energy
+        return ends + self.values.diff(dim=1).square().sum()
 
 
 def field() -> Training:
@@ -652,21 +609,6 @@ def rare_updates() -> Training:
                 rarely.step()
 
     return Training(model, [often, rarely], loop)
-
-
-def complex_weights() -> Training:
-    """A complex gradient has a size, and torch warns of one that is made real without it."""
-    model = nn.Linear(16, 4, dtype=torch.complex64)
-    optimizer = Adam(model.parameters(), lr=1e-2)
-
-    def loop() -> None:
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            x = torch.randn(8, 16, dtype=torch.complex64)
-            (model(x) - x[:, :4]).abs().square().mean().backward()
-            optimizer.step()
-
-    return Training(model, [optimizer], loop)
 
 
 def idle_heads() -> Training:
@@ -799,9 +741,8 @@ def branches_that_begin_at_zero() -> Training:
             nn.init.zeros_(self.last.weight)
             nn.init.zeros_(self.last.bias)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = x + self.last(self.first(x).relu())
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return x + self.last(self.first(x).relu())
 
     model = nn.Sequential(Residual(), Residual(), nn.Linear(16, 4))
     return fitted(model, sgd(model, 0.01), fit(model), STEPS)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
 from pairs import pairwise
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import Session
 from gradsurgeon.actions import ACTIONS, ByNorm, Edit, EditRule, Example, LossRule, Rule
 
 CASES = [
@@ -37,9 +38,7 @@ def build(name: str, example: Example, point: str) -> Rule:
     return ACTIONS[name].model_validate(options)
 
 
-def run_losses(
-    rule: Rule, losses: Mapping[str, Tensor]
-) -> tuple[One, gradsurgeon.Session, Exception | None]:
+def run_losses(rule: Rule, losses: Mapping[str, Tensor]) -> tuple[One, Session, Exception | None]:
     model = One(next(iter(losses.values())))
     optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session:
@@ -48,7 +47,7 @@ def run_losses(
     return model, session, None
 
 
-def run(rule: Rule, grad: Tensor) -> tuple[One, gradsurgeon.Session, Exception | None]:
+def run(rule: Rule, grad: Tensor) -> tuple[One, Session, Exception | None]:
     model = One(grad)
     optimizer = sgd(model, 0.0)
     error = None
@@ -111,7 +110,7 @@ def test_every_action_has_examples_of_the_kind_its_role_wants() -> None:
 
 # What combines the gradients of losses does nothing to one alone: its laws stand in `test_combine`.
 EDITING = [name for name, rule in ACTIONS.items() if issubclass(rule, EditRule)]
-NASTY: dict[str, Any] = {
+NASTY: Json = {
     "empty": torch.empty(0),
     "0-dim": torch.tensor(3.5),
     "zeros": torch.zeros(4),

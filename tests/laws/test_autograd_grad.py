@@ -14,7 +14,8 @@ import pytest
 import torch
 from models import data
 from pairs import singly
-from small import net, rule_file, sgd
+from ranks import Json
+from small import net, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
@@ -100,7 +101,7 @@ USES: dict[str, Use] = {
     "func.jacrev": jacobian,
     "autograd.functional.hessian": hessian,
 }
-POINTS: dict[str, dict[str, Any]] = {
+POINTS: dict[str, Json] = {
     "scale, backward": {"action": "scale", "factor": 0.5},
     "clamp, backward": {"action": "clamp", "at": "backward", "min": -0.01, "max": 0.01},
     "clip-norm, step": {"action": "clip-norm", "max_norm": 0.1, "per": "rule"},
@@ -141,7 +142,7 @@ def test_rules_on_parameters_leave_alone_what_is_not_training(use: str, point: s
         assert notices == []
 
 
-MODULES: dict[str, dict[str, Any]] = {
+MODULES: dict[str, Json] = {
     "scale output.grad": {"action": "scale", "factor": 0.5, "tensor": "output.grad"},
     "clamp output.grad": {"action": "clamp", "min": -0.3, "max": 0.2, "tensor": "output.grad"},
     "scale output": {"action": "scale", "factor": 0.5, "tensor": "output"},
@@ -276,9 +277,7 @@ def test_gradient_penalty_beside_an_optimizer_needs_no_ticks() -> None:
     with gradsurgeon.apply(model, rule_file(early)) as session:
         for _ in range(2):
             other_tensors(model)
-            optimizer.zero_grad()
-            model(X).square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(X).square().sum())
     assert session.events == []
 
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from laws import trainings
 from laws.bypass_worker import BYPASSED
 from laws.trainings import Training
 from pairs import slow
-from ranks import run_ranks
+from ranks import Json, run_ranks
 from runs import meta
 from small import rule_file
 from torch import Tensor
@@ -187,7 +186,7 @@ def test_a_nan_that_goes_away_is_told_with_its_first_and_last_step(tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Json]]:
     """Return where two ranks have written their runs, and the norms that each of them saw."""
     folder = tmp_path_factory.mktemp("ranks")
     worker = Path(__file__).with_name("bypass_worker.py")
@@ -197,7 +196,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 @pytest.mark.slow
 def test_ranks_that_part_are_told_with_the_step_and_the_tensor(
-    ranks: tuple[Path, list[dict[str, Any]]],
+    ranks: tuple[Path, list[Json]],
 ) -> None:
     folder, seen = ranks
     (remark,) = [one for one in stored(folder / "bypassed") if "ranks differ" in one]
@@ -209,7 +208,7 @@ def test_ranks_that_part_are_told_with_the_step_and_the_tensor(
 
 
 @pytest.mark.slow
-def test_ranks_that_average_have_no_remark(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_ranks_that_average_have_no_remark(ranks: tuple[Path, list[Json]]) -> None:
     folder, _ = ranks
     assert stored(folder / "healthy") == []
 

@@ -6,7 +6,7 @@ The rules write down themselves: each multiplies by 10 and adds its number, by a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import matched
+from ranks import Json
 from small import rule_file, sgd
 from torch import Tensor
 
@@ -71,11 +72,9 @@ DRAWN = st.lists(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=examples(300))
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(600))
 @given(given_rules=DRAWN, hook=st.booleans(), held=st.booleans())
-def test_the_chain_of_the_plan_is_what_ran(
-    given_rules: list[dict[str, Any]], hook: bool, held: bool
-) -> None:
+def test_the_chain_of_the_plan_is_what_ran(given_rules: list[Json], hook: bool, held: bool) -> None:
     rules = [
         {"id": f"r{n}", "action": "append-digit", "digit": n, "optional": True, **rule}
         for n, rule in enumerate(given_rules, 1)

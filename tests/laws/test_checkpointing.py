@@ -8,12 +8,13 @@ import pytest
 import torch
 from models import data, same
 from pairs import singly
-from small import rule_file, sgd, weights_of
+from ranks import Json
+from small import kinds_of, rule_file, sgd, steps_of, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon import NonFiniteGradientError
+from gradsurgeon import NonFiniteGradientError, Session
 
 KINDS = [None, True, False]
 IDS = ["none", "reentrant", "not reentrant"]
@@ -40,16 +41,15 @@ class Net(nn.Module):
         out: Tensor = self.last(self.b(self.a(self.first(x))))
         return out
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if self.whole and self.reentrant is not None:
-            return checkpoint(self.inside, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+            return checkpoint(self.inside, x, use_reentrant=self.reentrant)
         if self.whole:
             return self.inside(x)
-        out: Tensor = self.last(self.block(self.b, self.block(self.a, self.first(x))))
-        return out
+        return self.last(self.block(self.b, self.block(self.a, self.first(x))))
 
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {
         "id": "bound",
         "action": "clamp",
@@ -74,7 +74,7 @@ RULES: dict[str, Any] = rule_file(
 )
 
 
-def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, gradsurgeon.Session]:
+def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, Session]:
     torch.manual_seed(6)
     model = Net(reentrant, whole=whole)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -156,26 +156,23 @@ class Twice(nn.Module):
         self.shared = nn.Linear(4, 4)
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.shared(self.first(x))
         if self.reentrant is None:
             x = self.shared(x)
         else:
             x = checkpoint(self.shared, x, use_reentrant=self.reentrant)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
-def run_twice(reentrant: bool | None, **rule: Any) -> tuple[Twice, gradsurgeon.Session]:
+def run_twice(reentrant: bool | None, **rule: Any) -> tuple[Twice, Session]:
     torch.manual_seed(6)
     model = Twice(reentrant)
     optimizer = sgd(model, 0.05)
     rules = rule_file({"id": "it", "params": "*", **rule})
     with gradsurgeon.apply(model, rules) as session:
         for number in range(2):
-            optimizer.zero_grad()
-            (model(data(number, 5, 4)).square().mean() * 5).backward()
-            optimizer.step()
+            take_step(optimizer, model(data(number, 5, 4)).square().mean() * 5)
     return model, session
 
 
@@ -198,7 +195,7 @@ def largest(model: Twice) -> float:
     [BOUND, {"action": "clip-norm", "max_norm": 0.02}, SEEN, {"action": "capture"}],
     ids=["clamp", "clip-norm", "norm-log", "capture"],
 )
-def test_parts_of_a_gradient_are_told_of_once(rule: dict[str, Any]) -> None:
+def test_parts_of_a_gradient_are_told_of_once(rule: Json) -> None:
     said = "rule it: gets parts of a gradient, never their sum"
     with pytest.warns(gradsurgeon.GradSurgeonWarning, match=said) as warned:
         model, session = run_twice(True, **rule, at="backward")
@@ -214,7 +211,7 @@ def test_parts_of_a_gradient_are_told_of_once(rule: dict[str, Any]) -> None:
     if rule is BOUND:
         assert 0.02 < largest(model) <= 0.04 + 1e-6
     if rule is SEEN:
-        assert [step for step, _ in session.history("shared.weight")] == [0, 1]
+        assert steps_of(session, "shared.weight") == [0, 1]
     if rule["action"] == "capture":
         found = [key for key in session.captured("it") if key[0] == "shared.weight"]
         assert [key[1:] for key in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -232,13 +229,11 @@ def test_parts_of_a_gradient_are_told_of_once(rule: dict[str, Any]) -> None:
     ],
     ids=["linear", "at step", "used once", "not due", "accumulated"],
 )
-def test_what_means_the_same_in_parts_needs_no_word(
-    reentrant: bool | None, rule: dict[str, Any]
-) -> None:
+def test_what_means_the_same_in_parts_needs_no_word(reentrant: bool | None, rule: Json) -> None:
     model, session = run_twice(reentrant, **rule)
     plain, plain_session = run_twice(None, **rule)
     torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=1e-5, atol=1e-07)
-    assert [event.kind for event in session.events] == ["never-fired"] * ("steps" in rule)
+    assert kinds_of(session) == ["never-fired"] * ("steps" in rule)
     if rule["action"] == "norm-log":
         found, wanted = (one.history("shared.weight") for one in (session, plain_session))
         assert [step for step, _ in found] == [0, 1]
@@ -297,9 +292,7 @@ def test_a_block_without_trainable_parameters_is_watched(
         optimizer = torch.optim.SGD(trainable, lr=0.05)
         session = gradsurgeon.apply(model, rule_file(*rules)) if rules else None
         for number in range(3):
-            optimizer.zero_grad()
-            model(data(number, 5, 4)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(data(number, 5, 4)).square().mean())
         found.append(weights_of(model))
         if session is not None:
             assert session.events == []
@@ -344,9 +337,7 @@ def test_what_a_loss_has_packed_is_unpacked_by_the_backward_pass_alone(how: str)
         optimizer = sgd(model)
         session = gradsurgeon.apply(model, "gradsurgeon:debug@1") if watched else None
         for step in range(2):
-            optimizer.zero_grad()
-            packed(model(data(step, 3, 4)), torch.ones(3, 2)).backward()
-            optimizer.step()
+            take_step(optimizer, packed(model(data(step, 3, 4)), torch.ones(3, 2)))
         if session is not None:
             session.remove()
         return list(runs)

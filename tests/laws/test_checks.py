@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from laws.faulty_loops import FAULTY, STEPS, row
 from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fit, fitted, perceptron
 from pairs import slow
-from small import rule_file, sgd, weights_of
+from ranks import Json
+from small import events_of, rule_file, sgd, weights_of
 from torch import nn
 from torch.optim import SGD
 
@@ -25,7 +26,7 @@ from gradsurgeon import CheckError, Event
 from gradsurgeon.actions.checks.base import Pass, Update
 
 GUIDE = Path(__file__).parents[2] / "rules" / "guide" / "checks.md"
-CHECKS: dict[str, Any] = rule_file(  # With a trap, as in the pack: it also sees evaluations.
+CHECKS: Json = rule_file(  # With a trap, as in the pack: it also sees evaluations.
     {
         "id": "nans",
         "action": "nan-trap",
@@ -46,14 +47,14 @@ pytestmark = [
 ]
 
 
-def told(training: Training, rules: dict[str, Any] = CHECKS) -> list[Event]:
+def told(training: Training, rules: Json = CHECKS) -> list[Event]:
     """Train under the checks; return their events."""
     with gradsurgeon.apply(training.model, rules, optimizer=training.optimizers or None) as session:
         training.loop()
-    return [event for event in session.events if event.kind == "check"]
+    return events_of(session, "check")
 
 
-def only(training: Training, rules: dict[str, Any] = CHECKS) -> Event:
+def only(training: Training, rules: Json = CHECKS) -> Event:
     (event,) = told(training, rules)
     return event
 

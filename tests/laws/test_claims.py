@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import rule_file, weights_of
+from small import kinds_of, rule_file, steps_of, tanh_net, weights_of
 from torch import nn
 
 import gradsurgeon
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning"
 
 def two_layers() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    return tanh_net(4, 4, 2)
 
 
 def backward(model: Any, number: int, spoilt: str = "") -> None:
@@ -191,7 +191,7 @@ def test_rows_before_the_optimizer_was_known_are_kept_though_its_steps_begin_ane
             if late is not None:
                 late.step()
             model.zero_grad()
-        steps = [step for step, _ in session.history("2.weight")]
+        steps = steps_of(session, "2.weight")
     # The steps of an optimizer that is met late begin at 0, and the pass came before it.
     assert steps == [0, 1, 2, 3, 1, 2]
 
@@ -219,7 +219,7 @@ def test_a_row_of_trips_stays_with_the_optimizer_that_had_it() -> None:
         step(one, first)
         with pytest.raises(NonFiniteGradientError, match="tripped 3 times in a row"):
             step(other, second)
-    assert [event.kind for event in session.events].count("skipped-step") == 3
+    assert kinds_of(session).count("skipped-step") == 3
 
 
 @pytest.mark.parametrize("of", ["a module", "parameters"])
@@ -279,6 +279,6 @@ def test_nothing_is_learnt_or_recorded_of_an_update_in_which_the_session_pauses(
         for number in range(4):
             train(pauses=number == 2)
         learnt = session.state_dict()["rules"]["spikes"]["statistics"][0]["kept"]
-        steps = [step for step, _ in session.history("2.weight")]
+        steps = steps_of(session, "2.weight")
     assert learnt[0].tolist() == [3.0] * learnt.shape[1]
     assert steps == [0, 1, 3]

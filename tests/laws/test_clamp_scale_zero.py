@@ -11,10 +11,12 @@ import pytest
 import torch
 from models import CASES, Case, same
 from pairs import singly
-from small import rule_file, sgd
+from ranks import Json
+from small import rule_file, sgd, tanh_net
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import BindError
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -102,7 +104,7 @@ def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
 def test_same_bits_as_by_hand_on_complex_numbers(name: str, edit: str, at: str) -> None:
     case, (options, _) = CASES[name], EDITS[edit]
     if edit.startswith("clamp"):
-        with pytest.raises(gradsurgeon.BindError, match=r"rule it: complex numbers have no order"):
+        with pytest.raises(BindError, match=r"rule it: complex numbers have no order"):
             gradsurgeon.apply(case.make(), rules(options, at))
     else:
         as_by_hand(case, edit, at)
@@ -214,7 +216,7 @@ def test_an_optimizer_of_second_order_gets_the_hessian_that_an_edit_by_hand_leav
 
     def train(*, by_rule: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        model = tanh_net(3, 4, 1)
         optimizer, x = SecondOrder(model.parameters(), lr=0.1), torch.randn(2, 3)
         if by_rule:
             gradsurgeon.apply(model, rules(options, "step"))
@@ -260,7 +262,7 @@ def test_a_bound_on_sparse_contributions_tells_that_they_are_summed() -> None:
 def test_a_sparse_gradient_that_would_become_dense_is_refused() -> None:
     case = CASES["sparse"]
     options: dict[str, object] = {"action": "clamp", "min": 0.5}
-    with pytest.raises(gradsurgeon.BindError, match=r"1 parameters are sparse \(emb.weight\)"):
+    with pytest.raises(BindError, match=r"1 parameters are sparse \(emb.weight\)"):
         gradsurgeon.apply(case.make(), rules(options, "step"))
 
 
@@ -314,14 +316,14 @@ def test_a_float32_gradient_counts_as_changed_by_its_own_dtype() -> None:
 
 
 LARGE = 5000  # more elements than are looked at together with those of other gradients
-CLAMP: dict[str, Any] = {"action": "clamp", "min": -1.0, "max": 1.0}
+CLAMP: Json = {"action": "clamp", "min": -1.0, "max": 1.0}
 
 
 @pytest.mark.parametrize("rule", [CLAMP, {"action": "scale", "factor": 0.5}, {"action": "zero"}])
 @pytest.mark.parametrize("last", [0.0, 0.5, 2.0, math.nan, math.inf])
 @pytest.mark.parametrize("sizes", [(1, 64), (LARGE, 64), (LARGE, 2**18), (64, LARGE, 0, 1)])
 def test_observed_gradients_count_as_changed_by_any_of_their_elements(
-    rule: dict[str, Any], last: float, sizes: tuple[int, ...]
+    rule: Json, last: float, sizes: tuple[int, ...]
 ) -> None:
     # Only the last element of the first gradient can change.
     grads = [torch.zeros(size) for size in sizes]
@@ -345,7 +347,7 @@ def test_observed_gradients_count_as_changed_by_any_of_their_elements(
     assert any(differing) == edits(rule, last)
 
 
-def edits(rule: dict[str, Any], last: float) -> bool:
+def edits(rule: Json, last: float) -> bool:
     """Return whether a rule changes a number, by plain arithmetic."""
     if rule["action"] == "clamp":
         return last > 1.0
@@ -358,7 +360,7 @@ def edits(rule: dict[str, Any], last: float) -> bool:
 # -------------------------------------------------------------------------------------------------
 
 
-HALF: dict[str, Any] = {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "a"}
+HALF: Json = {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "a"}
 
 
 class Two(nn.Module):
@@ -414,7 +416,7 @@ def test_a_gradient_that_the_script_holds_a_view_of() -> None:
         ({"action": "clip-norm", "max_norm": 3.0}, True),
     ],
 )
-def test_what_a_clip_leaves_alone_is_not_written(rule: dict[str, Any], *, written: bool) -> None:
+def test_what_a_clip_leaves_alone_is_not_written(rule: Json, *, written: bool) -> None:
     model = Two()
     optimizer = sgd(model, 0.0)
     rules = rule_file({"id": "rule", "params": "*", "at": "step", **rule})

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from pairs import singly
+from ranks import Json
 from several_losses import (
     AVERAGE,
     OPTIONS,
@@ -23,16 +24,18 @@ from several_losses import (
     drawing,
     flat_grads,
     grads_of,
+    heads,
     jacobian,
     rules,
     three,
     trunk_of,
     two,
 )
-from small import sgd
+from small import messages, sgd, steps_of
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.actions._methods import METHODS
 from gradsurgeon.tensors import inner_products
 
@@ -45,6 +48,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
 MGDA = {"action": "combine", "method": "mgda"}
 
 pytestmark = pytest.mark.usefixtures("doubles")
+
+
+def combined(model: nn.Module, x: Tensor) -> None:
+    """Combine both losses by MGDA."""
+    gradsurgeon.apply(model, rules(MGDA))
+    gradsurgeon.backward(two(model, x))
 
 
 def of_torchjd(method: str, model: nn.Module, x: Tensor) -> Tensor:
@@ -104,7 +113,7 @@ def same(left: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> boo
 def test_nothing_changes_without_a_rule_that_combines(trunk: str, armed: str) -> None:
     model, x = Heads(TRUNKS[trunk]()), torch.randn(5, 6)
     other, after = plainly(model, x)
-    rule: dict[str, Any] = {"action": "combine", "method": "pcgrad", "id": "rule"}
+    rule: Json = {"action": "combine", "method": "pcgrad", "id": "rule"}
     if armed == "conflict":
         rule = {"action": "conflict", "id": "rule"}
     elif armed == "other losses":
@@ -131,8 +140,7 @@ def test_only_matched_parameters_get_anything_else(trunk: str) -> None:
     state = torch.get_rng_state()
     wanted = aggregator("mgda")(jacobian(two(again, x), trunk_of(again)))
     torch.set_rng_state(state)
-    gradsurgeon.apply(model, rules(MGDA))
-    gradsurgeon.backward(two(model, x))
+    combined(model, x)
     for head in ("seg", "depth"):
         assert same(grads_of(model.get_submodule(head)), grads_of(other.get_submodule(head)))
     check(model, wanted)
@@ -141,7 +149,7 @@ def test_only_matched_parameters_get_anything_else(trunk: str) -> None:
 
 @pytest.mark.parametrize("per", ["rule", "parameter", "module"])
 def test_a_conflict_is_recorded_of_each_part(per: str) -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     session = gradsurgeon.apply(model, rules({"action": "conflict", "per": per}))
     gradsurgeon.backward(two(model, x))
     parts: dict[str, list[Tensor]] = {}
@@ -170,7 +178,7 @@ def test_rules_on_the_same_gradients_share_their_inner_products(
         return compute(rows, *args, **named)
 
     monkeypatch.setattr(inner_products, "_inner_products", count)
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     given = [{"action": "conflict"}, MGDA]
     elsewhere = {"action": "combine", "method": "mgda", "id": "head", "params": "seg.*"}
     gradsurgeon.apply(model, rules(*given, elsewhere))
@@ -179,7 +187,7 @@ def test_rules_on_the_same_gradients_share_their_inner_products(
 
 
 def test_a_loss_that_no_rule_names_is_added_as_it_is() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
 
     def penalty() -> Tensor:
         return torch.stack([param.square().sum() for param in model.parameters()]).sum()
@@ -193,7 +201,7 @@ def test_a_loss_that_no_rule_names_is_added_as_it_is() -> None:
 
 
 def test_two_rules_combine_what_each_matches() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     session = gradsurgeon.apply(
         model,
         rules(
@@ -215,7 +223,7 @@ def test_two_rules_combine_what_each_matches() -> None:
 
 def test_a_preference_counts_and_ones_give_the_sum() -> None:
     aggregation = pytest.importorskip("torchjd.aggregation")
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     matrix = jacobian(two(model, x), trunk_of(model))
     rule = {"action": "combine", "method": "upgrad", "preference": {"seg": 3.0}}
     gradsurgeon.apply(model, rules(rule))
@@ -226,7 +234,7 @@ def test_a_preference_counts_and_ones_give_the_sum() -> None:
 
 def test_a_memory_only_constrains() -> None:
     """A-GEM, equation 11: what conflicts with the memory is taken away, and nothing else changes."""
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     mine, memory = jacobian(two(model, x), trunk_of(model))
     rule = {"action": "combine", "method": "dualproj", "memory": ["depth"]}
     gradsurgeon.apply(model, rules(rule))
@@ -239,7 +247,7 @@ def test_a_memory_only_constrains() -> None:
 
 @singly(size=[1e-6, 1e-3, 1.0, 1e4], method=["upgrad", "dualproj", "cagrad", "mgda", "imtl-g"])
 def test_the_size_of_all_losses_makes_no_difference(method: str, size: float) -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     combine = {"action": "combine", "method": method, **OPTIONS.get(method, {})}
     gradsurgeon.apply(model, rules(combine))
     gradsurgeon.backward(two(model, x))
@@ -250,7 +258,7 @@ def test_the_size_of_all_losses_makes_no_difference(method: str, size: float) ->
 
 
 def test_a_loss_that_is_not_there_or_does_not_reach_leaves_the_others_alone() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     session = gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
     cases: list[dict[str, Tensor]] = [
         {},
@@ -266,12 +274,12 @@ def test_a_loss_that_is_not_there_or_does_not_reach_leaves_the_others_alone() ->
 
 
 def test_a_misspelt_loss_is_said_at_once() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     gradsurgeon.apply(
         model, rules({"action": "combine", "method": "mgda", "losses": ["seg", "dept"]})
     )
     with pytest.warns(
-        gradsurgeon.GradSurgeonWarning,
+        GradSurgeonWarning,
         match=r"no loss is called dept: .*`depth`",
     ):
         gradsurgeon.backward(two(model, x))
@@ -297,19 +305,19 @@ def test_losses_of_another_model_may_come_through_this_one() -> None:
 
 
 def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     session = gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward({"seg": two(model, x)["seg"]})
     session.remove()
-    told = [event.message for event in session.events if event.kind == "never-fired"]
+    told = messages(session, "never-fired")
     assert told == ["no call of gradsurgeon.backward gave the loss depth"]
 
 
 def test_a_plain_backward_pass_is_said_at_once() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     gradsurgeon.apply(model, rules(MGDA))
     with pytest.warns(
-        gradsurgeon.GradSurgeonWarning,
+        GradSurgeonWarning,
         match=r"reached trunk.0.weight without .*gradsurgeon.backward",
     ):
         two(model, x)["seg"].backward()
@@ -318,7 +326,7 @@ def test_a_plain_backward_pass_is_said_at_once() -> None:
 @singly(culprit=["seg", "depth"], method=METHODS)
 def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, culprit: str) -> None:
     names = ["seg", "depth", "third"]
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     before = copy.deepcopy(model.state_dict())
     combine = {"action": "combine", "losses": names, "method": method, **OPTIONS.get(method, {})}
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
@@ -338,7 +346,7 @@ def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, cu
 
 
 def test_hooks_of_the_script_see_the_combined_gradient_once() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     weight = model.trunk[0].weight
     wanted = of_torchjd("mgda", model, x)
     first = wanted[: weight.numel()].view_as(weight)
@@ -362,7 +370,7 @@ def test_hooks_of_the_script_see_the_combined_gradient_once() -> None:
 
 
 def test_a_hook_registered_within_a_pass_stays() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     weight = model.trunk[0].weight
     seen: list[str] = []
     losses = two(model, x)
@@ -388,18 +396,16 @@ def test_gradients_accumulate_over_calls() -> None:
     wanted = torch.stack([of_torchjd("mgda", model, x) for x in batches]).sum(0)
     optimizer = sgd(model, 0.0)
     session = gradsurgeon.apply(model, rules(MGDA, {"action": "conflict"}))
-    with pytest.warns(
-        gradsurgeon.GradSurgeonWarning, match="combines the losses of each backward pass"
-    ):
+    with pytest.warns(GradSurgeonWarning, match="combines the losses of each backward pass"):
         for x in batches:
             gradsurgeon.backward(two(model, x))
     check(model, wanted)
     optimizer.step()
-    assert [step for step, _ in session.history("seg/depth", "cosine")] == [0, 0, 0]
+    assert steps_of(session, "seg/depth", "cosine") == [0, 0, 0]
 
 
 def test_records_and_rules_after_it_see_the_combined_gradient() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     file = rules(MGDA)
     for at in ("backward", "accumulated", "step"):
         file["rules"].append({"id": at, "action": "norm-log", "params": "trunk.0.weight", "at": at})
@@ -420,7 +426,7 @@ def _halve(_module: nn.Module, _args: Any, output: Tensor) -> None:
 
 
 def test_module_rules_act_in_every_pass_and_record_in_one() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     edited = copy.deepcopy(model)
     edited.trunk[0].register_forward_hook(_halve)
     wanted = aggregator("mgda")(jacobian(two(edited, x), trunk_of(edited)))
@@ -470,7 +476,7 @@ def test_a_gradient_penalty_is_a_loss_like_others() -> None:
         (slope,) = torch.autograd.grad(losses["seg"], x, create_graph=True)
         return {"seg": losses["seg"], "depth": losses["depth"] - slope.square().sum()}
 
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     wanted = aggregator("mgda")(jacobian(penalised(model, x), trunk_of(model)))
     gradsurgeon.apply(model, rules(MGDA))
     gradsurgeon.backward(penalised(model, x))
@@ -497,7 +503,7 @@ def test_two_models_with_a_session_each() -> None:
 
 def test_one_parameter_under_two_models() -> None:
     """The inner model has a session of its own, which only compares."""
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     wanted = of_torchjd("mgda", model, x)
     gradsurgeon.apply(model, rules(MGDA))
     inner = gradsurgeon.apply(model.trunk, rules({"action": "conflict", "params": "*"}))
@@ -507,7 +513,7 @@ def test_one_parameter_under_two_models() -> None:
 
 
 def test_two_sessions_that_combine_one_gradient_are_refused_by_name() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda", "id": "outer"}))
     inner = {"action": "combine", "method": "pcgrad", "id": "inner", "params": "0.*"}
     gradsurgeon.apply(model.trunk, rules(inner))
@@ -520,7 +526,7 @@ def test_two_sessions_that_combine_one_gradient_are_refused_by_name() -> None:
 
 
 def test_an_optimizer_in_the_backward_pass_steps_once() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     wanted = of_torchjd("mgda", model, x)
     before = [param.detach().clone() for param in trunk_of(model)]
     optimizers: dict[Tensor, torch.optim.SGD] = {
@@ -533,15 +539,14 @@ def test_an_optimizer_in_the_backward_pass_steps_once() -> None:
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
-    gradsurgeon.apply(model, rules(MGDA))
-    gradsurgeon.backward(two(model, x))
+    combined(model, x)
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, trunk_of(model), strict=True)])
     torch.testing.assert_close(moved, wanted, rtol=1e-6, atol=1e-9)
 
 
 def test_an_overflow_reaches_the_scaler() -> None:
     torch.set_default_dtype(torch.float32)
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     before = copy.deepcopy(model.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     optimizer = sgd(model)
@@ -558,15 +563,14 @@ def test_half_precision_parameters_are_rounded_once(dtype: torch.dtype) -> None:
     model, x = Heads().to(dtype), torch.randn(5, 6).to(dtype)
     matrix = jacobian(two(model, x), trunk_of(model)).double()
     wanted = aggregator("mgda")(matrix)
-    gradsurgeon.apply(model, rules(MGDA))
-    gradsurgeon.backward(two(model, x))
+    combined(model, x)
     found = flat_grads(trunk_of(model))
     assert found.dtype == dtype
     torch.testing.assert_close(found, wanted.to(dtype), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("rule", [{"action": "conflict"}, MGDA])
-def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: dict[str, Any]) -> None:
+def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: Json) -> None:
     model, x = Heads().double(), torch.randn(5, 6).double()
     other = (torch.randn(3, requires_grad=True) * 2).tanh()
 
@@ -583,16 +587,16 @@ def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: dict[str, An
         return hidden.grad.clone(), other.grad.clone()
 
     plain, apart = kept(lambda losses: (losses["seg"] + losses["depth"]).backward())
-    original = torch.Tensor.retain_grad
+    original = Tensor.retain_grad
     with gradsurgeon.apply(model, rules({**rule, "params": "trunk.*"})):
         found, apart_too = kept(gradsurgeon.backward)
     torch.testing.assert_close(found, plain)
     torch.testing.assert_close(apart_too, 2 * apart)
-    assert torch.Tensor.retain_grad is original
+    assert Tensor.retain_grad is original
 
 
 def test_it_leaves_no_trace() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     session = gradsurgeon.apply(model, rules(MGDA))
     hooks = [param._backward_hooks for param in model.parameters()]  # nobody else tells
     assert hooks == [None] * len(hooks)
@@ -606,7 +610,7 @@ def test_it_leaves_no_trace() -> None:
 
 
 def test_losses_are_given_by_name_and_are_one_number_each() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     seg = two(model, x)["seg"]
     for wrong, error, text in (
         ([seg], TypeError, "by name"),
@@ -626,7 +630,7 @@ def test_losses_are_given_by_name_and_are_one_number_each() -> None:
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_method_that_follows_the_scale_takes_true_units(by_hand: bool) -> None:
     torch.set_default_dtype(torch.float32)
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     wanted = of_torchjd("fairgrad", model, x)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     gradsurgeon.apply(
@@ -641,7 +645,7 @@ def test_a_method_that_follows_the_scale_takes_true_units(by_hand: bool) -> None
 
 
 def test_a_closure_may_run_it_several_times() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     session = gradsurgeon.apply(model, rules({"action": "combine", **AVERAGE}))
     other = copy.deepcopy(model)
@@ -674,7 +678,7 @@ def test_a_closure_may_run_it_several_times() -> None:
 def test_a_compiled_training_step_may_call_it() -> None:
     torch.set_default_dtype(torch.float32)
     torch._dynamo.reset()
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     wanted = of_torchjd("mgda", model, x)
     gradsurgeon.apply(model, rules(MGDA))
 
@@ -716,7 +720,7 @@ def weights(seed: int, *, calls: int = 1, steps: int = 1, start: int = 0) -> lis
     Of so many losses that oppose each other there are so many orders that hardly two give the same weights.
     """
     torch.manual_seed(0)
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     directions = torch.randn(len(MANY), 8)
     optimizer = sgd(model, 0.0)
     torch.manual_seed(seed)
@@ -752,7 +756,7 @@ def test_a_training_that_goes_on_draws_what_it_would_have_drawn() -> None:
 
 
 def test_the_numbers_of_the_script_are_those_without_rules() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     before = torch.get_rng_state()
     with gradsurgeon.apply(model, rules({"action": "combine", "method": "pcgrad"})):
         gradsurgeon.backward(two(model, x))
@@ -761,7 +765,7 @@ def test_the_numbers_of_the_script_are_those_without_rules() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*combines the losses of each backward pass")
 def test_what_another_thread_draws_meanwhile_never_comes_again() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     drawn: list[float] = []
     over = threading.Event()
 
@@ -784,7 +788,7 @@ def test_what_another_thread_draws_meanwhile_never_comes_again() -> None:
 
 
 def test_another_default_device_changes_nothing() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     found: list[list[Tensor | None]] = []
     for device in ("cpu", "meta"):
         model.zero_grad()

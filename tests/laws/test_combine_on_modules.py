@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
+from ranks import Json
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
-from small import sgd, weights_of
+from small import sgd, steps_of, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -39,7 +40,7 @@ from two_heads import (
 )
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonError, GradSurgeonWarning
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning, Session
 from gradsurgeon.actions._methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("doubles")
@@ -82,7 +83,7 @@ def plain(model: Any, x: Tensor) -> dict[str, Tensor]:
     return grads
 
 
-def armed(model: nn.Module, *given: dict[str, Any], **options: Any) -> gradsurgeon.Session:
+def armed(model: nn.Module, *given: Json, **options: Any) -> Session:
     return gradsurgeon.apply(model, rules(*given), **options)
 
 
@@ -119,9 +120,7 @@ def test_the_gradients_of_these_tests_conflict() -> None:
     ],
     ids=["conflict", "observed pcgrad", "observed mgda"],
 )
-def test_what_does_not_act_leaves_every_bit(
-    rule: dict[str, Any], mode: Any, dtype: torch.dtype
-) -> None:
+def test_what_does_not_act_leaves_every_bit(rule: Json, mode: Any, dtype: torch.dtype) -> None:
     for model in (TwoHeads(), TwoHeads(nn.Sequential(nn.Dropout(), nn.Linear(16, 3)))):
         model.to(dtype)
         x = torch.randn(5, 6).to(dtype)
@@ -579,7 +578,7 @@ def test_separate_passes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", [CONFLICT, PCGRAD], ids=["conflict", "observed"])
-def test_separate_passes_are_told_of_where_a_rule_only_looks_on(rule: dict[str, Any]) -> None:
+def test_separate_passes_are_told_of_where_a_rule_only_looks_on(rule: Json) -> None:
     model, x = two_heads()
     other = copy.deepcopy(model)
     armed(model, rule, mode="observe")
@@ -856,7 +855,7 @@ def test_every_other_step() -> None:
         loss(model(x)).backward()
         assert close(grads_of(model), wanted)
         optimizer.step()
-    assert [step for step, _ in session.history("seg_head", "weight")] == [0, 2]
+    assert steps_of(session, "seg_head", "weight") == [0, 2]
 
 
 def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
@@ -872,13 +871,13 @@ def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
         seg.step()
         if step == 3:
             depth.step()
-    assert [step for step, _ in session.history("seg_head", "weight")] == [0, 2]
+    assert steps_of(session, "seg_head", "weight") == [0, 2]
 
 
 # --- nothing is silent -----------------------------------------------------------------------------------------
 
 
-def why(session: gradsurgeon.Session, rule: str = "combine") -> str:
+def why(session: Session, rule: str = "combine") -> str:
     session.remove()
     (event,) = [one for one in session.events if one.kind == "never-fired" and one.rule == rule]
     return event.message
@@ -887,9 +886,7 @@ def why(session: gradsurgeon.Session, rule: str = "combine") -> str:
 def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
     optimizer = sgd(model, 0.01)
     for _ in range(steps):
-        optimizer.zero_grad()
-        run().backward()
-        optimizer.step()
+        take_step(optimizer, run())
 
 
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")

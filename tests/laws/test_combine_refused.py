@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
-import pathlib
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,17 +23,18 @@ from several_losses import (
     Heads,
     flat_grads,
     grads_of,
+    heads,
     jacobian,
     rules,
     trunk_of,
     two,
 )
-from small import sgd
+from small import messages, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon import BindError, GradSurgeonError
+from gradsurgeon import BindError, GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.report import summary
 from gradsurgeon.report.json_form import to_dict
 
@@ -117,7 +118,7 @@ def test_a_sparse_gradient_before_anything_has_accumulated() -> None:
 
 
 def test_losses_of_a_graph_that_is_gone_say_what_torch_says() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     gradsurgeon.apply(model, rules(COMBINE))
     losses = two(model, x)
     gradsurgeon.backward(losses)
@@ -128,7 +129,7 @@ def test_losses_of_a_graph_that_is_gone_say_what_torch_says() -> None:
 def test_weights_that_cannot_be_had_leave_the_sum_and_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     expected = copy.deepcopy(model)
     sum(two(expected, x).values()).backward()  # type: ignore[union-attr]
     gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
@@ -139,7 +140,7 @@ def test_weights_that_cannot_be_had_leave_the_sum_and_say_so(
     import torchjd.linalg
 
     monkeypatch.setattr(torchjd.linalg.QuadprogProjector, "_project_weight_vector", fail)
-    with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"Failed to solve .* plain sum"):
+    with pytest.warns(GradSurgeonWarning, match=r"Failed to solve .* plain sum"):
         gradsurgeon.backward(two(model, x))
     torch.testing.assert_close(flat_grads(trunk_of(model)), flat_grads(trunk_of(expected)))
 
@@ -171,7 +172,7 @@ def test_a_compiled_model_works_or_is_refused_by_name(what: str, kept: bool) -> 
     from torch._functorch import config
 
     torch._dynamo.reset()
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     matrix = jacobian(two(model, x), trunk_of(model))
     aggregation = pytest.importorskip("torchjd.aggregation")
     wanted = aggregation.MGDA()(matrix)
@@ -202,14 +203,14 @@ def test_a_compiled_model_works_or_is_refused_by_name(what: str, kept: bool) -> 
 
 def test_create_graph_in_the_script_goes_on_working() -> None:
     """The pass itself makes no graph: what needs one is a loss of its own."""
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     gradsurgeon.apply(model, rules(COMBINE))
     gradsurgeon.backward(two(model, x))
     assert all(param.grad is None or not param.grad.requires_grad for param in model.parameters())
 
 
 def test_an_exception_in_a_hook_leaves_the_hooks_as_they_were() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model, x = heads()
     weight = model.trunk[0].weight
     weight.register_hook(lambda grad: grad)
     hooks = dict(weight._backward_hooks)  # nobody else tells
@@ -250,7 +251,7 @@ def three(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def train(
-    path: pathlib.Path | None, *sinks: Any, per: str = "rule"
+    path: Path | None, *sinks: Any, per: str = "rule"
 ) -> tuple[gradsurgeon.Session, list[Tensor]]:
     """Train with the rules on losses; return the session, and the Jacobian of each step on the trunk."""
     torch.manual_seed(0)
@@ -280,7 +281,7 @@ def cosines(jacobians: list[Tensor], first: str, second: str) -> list[float]:
     return [value for value in found if not math.isnan(value)]
 
 
-def test_a_report_has_the_numbers_of_the_training(tmp_path: pathlib.Path) -> None:
+def test_a_report_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     session, jacobians = train(tmp_path / "run")
     done = call_here("report", "run", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -312,7 +313,7 @@ def test_a_report_has_the_numbers_of_the_training(tmp_path: pathlib.Path) -> Non
         assert one["losses"] == other["losses"] != []
 
 
-def test_parts_are_the_parameters(tmp_path: pathlib.Path) -> None:
+def test_parts_are_the_parameters(tmp_path: Path) -> None:
     train(tmp_path / "run", per="parameter")
     with gradsurgeon.open_run(tmp_path / "run") as run:
         found = [one.name for one in summary(run).losses if one.stat == "cosine"]
@@ -341,13 +342,13 @@ def test_a_rule_whose_losses_never_came_says_so() -> None:
     model = Heads()
     optimizer = sgd(model, 0.02)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
+        warnings.simplefilter("ignore", GradSurgeonWarning)
         with gradsurgeon.apply(model, rules({"action": "conflict", "id": "tasks"})) as session:
             for _ in range(12):
                 sum(three(model, torch.randn(16, 6)).values()).backward()  # type: ignore[union-attr]
                 optimizer.step()
                 optimizer.zero_grad()
-    said = [event.message for event in session.events if event.kind == "never-fired"]
+    said = messages(session, "never-fired")
     assert said[0].endswith(
         "never fired: no gradsurgeon.backward gave the losses the rule names (seg, depth), or they reach no "
         "parameter it matched"

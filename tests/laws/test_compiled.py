@@ -8,13 +8,14 @@ import pytest
 import torch
 from models import data
 from pairs import slow
-from small import net, rule_file
+from ranks import Json
+from small import hold_rows, net, rule_file, take_step
 from torch import Tensor
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "early", "action": "clamp", "params": "0.*", "at": "backward", "max": 0.05},
     {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.1, "per": "rule"},
     {"id": "norms", "action": "norm-log", "params": "*"},
@@ -43,9 +44,7 @@ def run(way: str, rules: Any = RULES) -> tuple[list[Tensor], list[tuple[int, flo
     optimizer = torch.optim.SGD(params, lr=0.3)
     frames = []
     for step in range(4):
-        optimizer.zero_grad()
-        called(data(step, 5, 4)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, called(data(step, 5, 4)).square().mean())
         frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert frames[0] == frames[-1], "recompiled from step to step"
     with session:
@@ -66,8 +65,8 @@ def test_rules_on_parameters_act_as_without_compilation(way: str) -> None:
     wanted, wanted_norms = run("not compiled")
     found, norms = run(way)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-06)
-    assert [step for step, _ in norms] == [0, 1, 2, 3]
-    assert [v for _, v in norms] == pytest.approx([v for _, v in wanted_norms], rel=1e-5)
+    assert len(norms) == 4
+    hold_rows(norms, wanted_norms, rel=1e-5)
 
 
 def test_the_rules_bite() -> None:

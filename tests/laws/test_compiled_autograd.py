@@ -12,7 +12,8 @@ import torch
 import torch._dynamo
 from models import data, same
 from pairs import slow
-from small import rule_file, sgd, weights_of
+from ranks import Json
+from small import hold_rows, kinds_of, rule_file, sgd, steps_of, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -32,7 +33,7 @@ BOUNDS |= {"input": (-0.7, 0.7), "output": (-0.4, 0.4)}
 SIDES = ["output.grad", "input.grad", "output", "input"]
 
 
-def rules() -> Iterator[dict[str, Any]]:
+def rules() -> Iterator[Json]:
     yield {"id": "clamp-backward", "action": "clamp", "at": "backward", "params": "*", "max": 0.02}
     yield {"id": "clip-step", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"}
     for point in POINTS:
@@ -152,9 +153,7 @@ def test_a_rule_acts_as_without_it(way: str, rule: str) -> None:
     assert found.status[rule].fired == wanted.status[rule].fired
     assert found.status[rule].changed == wanted.status[rule].changed
     for name, rows in wanted.norms.get(rule, {}).items():
-        assert [step for step, _ in found.norms[rule][name]] == [step for step, _ in rows]
-        values = [value for _, value in found.norms[rule][name]]
-        assert values == pytest.approx([value for _, value in rows], rel=1e-4)
+        hold_rows(found.norms[rule][name], rows)
     for place, tensor in wanted.captured.get(rule, {}).items():
         assert torch.allclose(found.captured[rule][place], tensor, atol=1e-6)
     assert found.captured.get(rule, {}).keys() == wanted.captured.get(rule, {}).keys()
@@ -186,9 +185,7 @@ def test_micro_batches(point: str) -> None:
     torch.testing.assert_close(found.params, wanted.params, rtol=1e-5, atol=1e-06)
     for rule, by_name in wanted.norms.items():
         for name, rows in by_name.items():
-            assert [step for step, _ in found.norms[rule][name]] == [step for step, _ in rows]
-            values = [value for _, value in found.norms[rule][name]]
-            assert values == pytest.approx([value for _, value in rows], rel=1e-4)
+            hold_rows(found.norms[rule][name], rows)
     assert found.events == wanted.events
 
 
@@ -213,7 +210,7 @@ def test_a_trap_keeps_the_weights(way: str, trap: str, then: str) -> None:
             assert caught.value.rule == trap
         else:
             optimizer.step()
-            assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+            assert kinds_of(session) == ["trap", "skipped-step"]
     assert same(weights_of(model), before)
 
 
@@ -260,9 +257,8 @@ class Spare(nn.Module):
         self.used = nn.Linear(4, 2)
         self.spare = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.used(x)
 
 
 @pytest.mark.slow
@@ -274,7 +270,7 @@ def test_a_parameter_that_gets_no_gradient_is_not_waited_for() -> None:
         with enabled():
             model(data(0, 5, 4)).sum().backward()
         # Before anything else happens the pass is over.
-        assert [step for step, _ in session.history("used.weight")] == [0]
+        assert steps_of(session, "used.weight") == [0]
 
 
 class Nothing(torch.autograd.Function):
@@ -300,7 +296,7 @@ def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
             with enabled():
                 loss.backward()
             optimizer.step()
-        assert [step for step, _ in session.history("used.weight")] == [0, 1]
+        assert steps_of(session, "used.weight") == [0, 1]
 
 
 @pytest.mark.slow
@@ -313,7 +309,7 @@ def test_autograd_grad_is_left_alone() -> None:
             grads = torch.autograd.grad(loss, list(model.parameters()))
         assert all(grad.any() for grad in grads)
         assert session.status()["it"].fired == 0
-        assert [event.kind for event in session.events] == ["notice"]
+        assert kinds_of(session) == ["notice"]
         session.status()
         session.pause()
 
@@ -348,5 +344,5 @@ def test_a_pass_that_was_cut_short_is_none() -> None:
             handle.remove()
             model.zero_grad()
             go(model(data(1, 5, 4)).square().mean())
-            steps.append((session.step, [step for step, _ in session.history("2.weight")]))
+            steps.append((session.step, steps_of(session, "2.weight")))
     assert steps == [(1, [0]), (1, [0])]

@@ -12,7 +12,8 @@ import torch
 import torch._dynamo
 from models import data
 from pairs import slow
-from small import rule_file
+from ranks import Json
+from small import kinds_of, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -30,9 +31,8 @@ class Inner(nn.Module):
         super().__init__()
         self.lin = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lin(x.tanh()).sigmoid()
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.lin(x.tanh()).sigmoid()
 
 
 class Outer(nn.Module):
@@ -41,9 +41,8 @@ class Outer(nn.Module):
         self.inner = Inner()
         self.norm = nn.LayerNorm(6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x + self.inner(x))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(x + self.inner(x))
 
 
 class Net(nn.Module):
@@ -61,7 +60,7 @@ class Net(nn.Module):
         return out * 3
 
 
-def on(modules: Any, **options: Any) -> dict[str, Any]:
+def on(modules: Any, **options: Any) -> Json:
     return {
         "id": "it", "action": "scale", "factor": 0.5, "modules": modules, "tensor": "output", **options
     }  # fmt: skip
@@ -180,9 +179,7 @@ def test_a_rule_outside_one_whole_graph_is_not(where: str) -> None:
 
 @pytest.mark.parametrize("rule", [on("outer.norm"), TAGGED], ids=["module", "tag"])
 @pytest.mark.parametrize("when", ["after apply", "around the model"])
-def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
-    when: str, rule: dict[str, Any]
-) -> None:
+def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(when: str, rule: Json) -> None:
     model = Net()
     with gradsurgeon.apply(model, rule_file(rule, PARAMS)) as session:
         called = model if when == "after apply" else functools.partial(model)
@@ -217,7 +214,7 @@ def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str
     rule = on("parts.1", factor=0.0)
     with pytest.warns(GradSurgeonWarning, match=r"rules on modules \(it\) came after the first"):
         session = gradsurgeon.apply(model, rule_file(rule), replace=earlier is not None)
-    assert [event.kind for event in session.events] == ["notice"]
+    assert kinds_of(session) == ["notice"]
     with session:
         assert not called(data(0, 5, 4)).any()
     assert torch.equal(called(data(0, 5, 4)), bare)
@@ -240,7 +237,7 @@ def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
 @pytest.mark.parametrize(
     "rules", [rule_file(PARAMS), rule_file(TAGGED)], ids=["parameters", "tags"]
 )
-def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -> None:
+def test_compiled_code_stays_where_guards_see_the_rules(rules: Json) -> None:
     model = Net()
     compiled: Any = torch.compile(model, backend="eager")
     bare = compiled(data(0, 5, 4))
@@ -258,7 +255,7 @@ def test_code_of_another_model_is_dropped_as_well() -> None:
     bare = other(x)
     with pytest.warns(GradSurgeonWarning, match="came after the first compiled call"):
         session = gradsurgeon.apply(model, rule_file(on("first")))
-    assert [event.kind for event in session.events] == ["notice"]
+    assert kinds_of(session) == ["notice"]
     assert torch.equal(other(x), bare)
     assert graphs() == 2
 
@@ -288,7 +285,7 @@ def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
     model = Net()
     with gradsurgeon.apply(model, rule_file(on("first"))) as session:
         assert session.events == []
-    assert [event.kind for event in session.events] == ["never-fired"]
+    assert kinds_of(session) == ["never-fired"]
 
 
 @pytest.mark.slow
@@ -299,7 +296,7 @@ def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
     with gradsurgeon.apply(model, rule_file(on(modules))) as session:
         compiled(data(0, 5, 4))
         assert broken() > 0
-    assert [event.kind for event in session.events] == ["notice"]
+    assert kinds_of(session) == ["notice"]
     torch._dynamo.utils.counters.clear()
     compiled(data(0, 5, 4))
     assert (broken(), graphs()) == (0, 1)

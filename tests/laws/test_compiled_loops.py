@@ -49,9 +49,8 @@ class Body(nn.Module):
         super().__init__()
         self.body = body
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(x.relu()).exp()
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x.relu()).exp()
 
 
 def sequence() -> nn.Sequential:

@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch._dynamo
 from models import data, same
-from small import net, rule_file, sgd, weights_of
+from ranks import Json
+from small import hold_rows, kinds_of, net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError, RuleStatus
 
 STEPS = 4
-RULES: list[dict[str, Any]] = [
+RULES: list[Json] = [
     {"id": "clamp-backward", "action": "clamp", "at": "backward", "params": "0.*", "max": 0.02},
     {"id": "norm-log-accumulated", "action": "norm-log", "params": "*"},
     {"id": "clip-step", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"},
@@ -38,7 +39,7 @@ RULES: list[dict[str, Any]] = [
 WHAT = ["opt.step", "a function that steps", "the train step", "the model and the train step"]
 WHEN = ["before", "after", "after the first call"]
 SETUPS = [f"{what}, {when}" for what in WHAT for when in WHEN]
-OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "AdamW": {"eps": 1e-2}}
+OPTIMIZERS: dict[str, Json] = {"SGD": {"momentum": 0.9}, "AdamW": {"eps": 1e-2}}
 
 # As in the tests of rules on modules: torch warns about its own doing.
 pytestmark = [
@@ -133,10 +134,7 @@ def test_a_rule_acts_as_without_compilation(setup: str, rule: str) -> None:
     assert found.status[rule].fired == wanted.status[rule].fired > 0
     assert found.status[rule].changed == wanted.status[rule].changed
     assert found.status[rule].last_step == STEPS - 1
-    rows = wanted.norms.get(rule, [])
-    assert [step for step, _ in found.norms.get(rule, [])] == [step for step, _ in rows]
-    values = [value for _, value in found.norms.get(rule, [])]
-    assert values == pytest.approx([value for _, value in rows], rel=1e-4)
+    hold_rows(found.norms.get(rule, []), wanted.norms.get(rule, []))
 
 
 @pytest.mark.slow
@@ -169,7 +167,7 @@ def test_a_skipped_step_touches_nothing(what: str, kind: str) -> None:
         train(data(0, 5, 4))
         assert not same(weights_of(model), before)
         assert session.step == 2
-        assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+        assert kinds_of(session) == ["trap", "skipped-step"]
     state = optimizer.state[model.weight]
     assert not any(value.isnan().any() for value in state.values())
 

@@ -22,23 +22,24 @@ from bounds import TIMEOUT
 from laws import spawned
 from models import data, same
 from pairs import singly
-from small import net, rule_file, sgd, weights_of
+from ranks import Json
+from small import fired, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 import gradsurgeon
-from gradsurgeon import NonFiniteGradientError
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning, NonFiniteGradientError, Session
 from gradsurgeon.runtime import SessionOptions, registry
 
-PARAMS: list[dict[str, Any]] = [
+PARAMS: list[Json] = [
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*"},
     {"id": "bound", "action": "clamp", "at": "step", "min": -0.1, "max": 0.1, "params": "*"},
     {"id": "norms", "action": "norm-log", "params": "*"},
     {"id": "trap", "action": "nan-trap", "then": "skip-step", "params": "*"},
     {"id": "spikes", "action": "spike-trap", "above": {"times": 9}, "params": "*"},
 ]
-MODULES: list[dict[str, Any]] = [
+MODULES: list[Json] = [
     {"id": "out", "action": "scale", "factor": 0.5, "modules": "0", "tensor": "output.grad"},
     {"id": "value", "action": "clamp", "max": 0.1, "modules": "0", "tensor": "output"},
     {"id": "in", "action": "norm-log", "modules": "2", "tensor": "input.grad"},
@@ -47,16 +48,14 @@ MODULES: list[dict[str, Any]] = [
 RULES = {"params": PARAMS, "modules": MODULES, "params and modules": [*PARAMS, *MODULES]}
 
 
-def rules(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def rules(entries: list[Json]) -> Json:
     return rule_file(*entries)
 
 
 def train(model: Any, steps: int = 2) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for number in range(steps):
-        optimizer.zero_grad()
-        model(data(number, 5, 4)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(number, 5, 4)).square().mean())
     return weights_of(model)
 
 
@@ -98,13 +97,13 @@ def test_a_copy_trains_as_if_there_were_no_rules(name: str, kind: str) -> None:
     model = net()
     with gradsurgeon.apply(model, rules(RULES[kind])) as session:
         train(model)
-        before = {rule: one.fired for rule, one in session.status().items()}
+        before = fired(session)
         made = COPIES[name](model)
         plain = net()
         plain.load_state_dict(model.state_dict())
         found, wanted = train(made, steps=3), train(plain, steps=3)
         assert same(found, wanted)
-        assert {rule: one.fired for rule, one in session.status().items()} == before
+        assert fired(session) == before
         assert session.step == 2
         for param in made.parameters():
             assert not param._backward_hooks
@@ -150,7 +149,7 @@ TABLES = (
 )
 
 
-def tables(model: Any) -> dict[str, tuple[type, list[Any], dict[str, Any]]]:
+def tables(model: Any) -> dict[str, tuple[type, list[Any], Json]]:
     """What stands in the tables of hooks: their type, their entries, and what is on themselves."""
     return {
         f"{name}.{table}": (type(found), list(found.values()), vars(found))
@@ -243,11 +242,10 @@ class Keeps(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 2)
         entry = [{**MODULES[0], "modules": "fc"}, PARAMS[2]]
-        self.session: gradsurgeon.Session | None = gradsurgeon.apply(self, rules(entry))
+        self.session: Session | None = gradsurgeon.apply(self, rules(entry))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x)
 
 
 @singly(removed=[False, True], name=[name for name in COPIES if name != "state_dict"])
@@ -322,9 +320,7 @@ def test_a_model_as_argument_of_a_spawned_process_comes_without_rules() -> None:
 
 
 def step(model: Any, optimizer: Any, x: Tensor | None = None) -> None:
-    optimizer.zero_grad()
-    model(data(0, 5, 4) if x is None else x).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(data(0, 5, 4) if x is None else x).square().mean())
 
 
 def by_training(model: Any, session: Any) -> None:
@@ -456,9 +452,9 @@ def test_a_session_that_nobody_keeps_ends_with_its_model(tmp_path: Path) -> None
     assert not registry._watching
 
 
-def in_a_container(parts: Mapping[str, Any], **options: Any) -> gradsurgeon.Session:
+def in_a_container(parts: Mapping[str, Any], **options: Any) -> Session:
     """Apply rules to several models in a container that is made for that alone."""
-    given: list[dict[str, Any]] = [
+    given: list[Json] = [
         {"id": "still", "action": "zero", "params": "first.*", "at": "step"},
         {"id": "norms", "action": "norm-log", "params": "*"},
         {
@@ -485,7 +481,7 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
             del session
         before = weights_of(first)
         with pytest.warns(
-            gradsurgeon.GradSurgeonWarning,
+            GradSurgeonWarning,
             match="is gone, but parts of it live on: keep a reference to it",
         ):
             train(first)
@@ -506,9 +502,7 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
 def test_a_container_that_is_made_once_more_has_the_rules_of_the_first_one() -> None:
     parts = {"first": net(), "second": net()}
     in_a_container(parts)
-    with pytest.raises(
-        gradsurgeon.GradSurgeonError, match="already applied to this model or its modules"
-    ):
+    with pytest.raises(GradSurgeonError, match="already applied to this model or its modules"):
         in_a_container(parts)
     session = in_a_container(parts, replace=True)
     train(parts["second"])
@@ -524,7 +518,7 @@ def test_containers_that_share_a_part_act_on_it_once() -> None:
     for number, head in enumerate(heads):
         rule = {"id": "scaled", "action": "scale", "params": "shared.*", "factor": 10.0 + number}
         parts = nn.ModuleDict({"shared": shared, "head": head})
-        with pytest.raises(gradsurgeon.GradSurgeonError) if number else contextlib.nullcontext():
+        with pytest.raises(GradSurgeonError) if number else contextlib.nullcontext():
             gradsurgeon.apply(parts, rules([rule]))
         if number:
             gradsurgeon.apply(parts, rules([rule]), replace=True)
@@ -613,9 +607,7 @@ def test_a_part_that_has_lost_a_parameter_itself_is_told_of_it() -> None:
     del model
     gc.collect()
     rest.bias = None
-    with pytest.warns(
-        gradsurgeon.GradSurgeonWarning, match="0.bias was replaced, renamed, taken out"
-    ):
+    with pytest.warns(GradSurgeonWarning, match="0.bias was replaced, renamed, taken out"):
         train(rest)
     assert [event.name for event in session.events if event.kind == "hook-lost"] == ["0.bias"]
     session.remove()
@@ -624,7 +616,7 @@ def test_a_part_that_has_lost_a_parameter_itself_is_told_of_it() -> None:
 @GONE
 @pytest.mark.parametrize("kept", ["embedding", "head"])
 def test_a_tied_weight_is_found_in_the_part_that_is_left(kept: str) -> None:
-    parts: dict[str, Any] = {"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)}
+    parts: Json = {"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)}
     parts["head"].weight = parts["embedding"].weight
     model = nn.ModuleDict(parts)
     rule = {"id": "ten", "action": "scale", "params": "*", "at": "backward", "factor": 10.0}

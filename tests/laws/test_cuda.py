@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import net, rule_file, sgd
+from ranks import Json
+from small import fired, net, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -18,7 +19,7 @@ from gradsurgeon.tensors import _numbers, _torch
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
     {"id": "norms", "action": "norm-log", "params": "*"},
@@ -31,7 +32,7 @@ RULES: dict[str, Any] = rule_file(
 )
 
 
-def train(device: str) -> dict[str, Any]:
+def train(device: str) -> Json:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -44,7 +45,7 @@ def train(device: str) -> dict[str, Any]:
         return {
             "weights": [param.detach().cpu() for param in model.parameters()],
             "events": [(event.kind, event.step) for event in session.events],
-            "fired": {rule: status.fired for rule, status in session.status().items()},
+            "fired": fired(session),
             "changed": {rule: status.changed for rule, status in session.status().items()},
             "records": {
                 rule: [value for _, value in session.history("2.weight", rule=rule)]
@@ -140,7 +141,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs nee
 PARAMS = {"params": "*"}
 OUTPUT = {"modules": "0", "tensor": "output.grad"}
 CLAMP = {"action": "clamp", "min": -0.01, "max": 0.01}
-SILENCED: list[dict[str, Any]] = [
+SILENCED: list[Json] = [
     {"id": "clamp-backward", **CLAMP, "at": "backward", **PARAMS},
     {"id": "clamp-step", **CLAMP, "at": "step", **PARAMS},
     {"id": "clip-step", "action": "clip-norm", "max_norm": 0.1, "per": "rule", **PARAMS},
@@ -158,14 +159,14 @@ SILENCED: list[dict[str, Any]] = [
 ]
 
 
-def by_id(rules: list[dict[str, Any]]) -> Any:
+def by_id(rules: list[Json]) -> Any:
     return [pytest.param(rule, id=rule["id"]) for rule in rules]
 
 
 @pytest.mark.filterwarnings("ignore::gradsurgeon.errors.GradSurgeonWarning")
 @pytest.mark.parametrize("rule", by_id(SILENCED))
 def test_rules_refuse_a_capture_and_a_paused_session_does_not(
-    rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    rule: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = net()
     optimizer = sgd(model)
@@ -215,7 +216,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
 @pytest.mark.cuda
 @cuda
 @pytest.mark.parametrize("rule", by_id(SILENCED))
-def test_a_capture_under_rules_is_refused(rule: dict[str, Any]) -> None:
+def test_a_capture_under_rules_is_refused(rule: Json) -> None:
     model = net().cuda()
     optimizer = sgd(model)
     with (

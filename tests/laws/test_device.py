@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import forks
 import pytest
 from bounds import TIMEOUT
 from commands import ROOT, environment
+from ranks import Json
 
 from benchmarks import device_counts, rule_sets
 
@@ -54,7 +54,7 @@ EDITS = [
 ]
 READING = {OBSERVE, CLIP_IDLE, CLIP_BITES, "nan-trap on every module's output"}
 
-Counts = dict[tuple[str, int, str], dict[str, Any]]
+Counts = dict[tuple[str, int, str], Json]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
     return {(row["case"], row["params"], row["dtypes"]): row for row in rows}
 
 
-def asked(counts: Counts, case: str, params: int, dtypes: tuple[str, ...] = ONE) -> dict[str, Any]:
+def asked(counts: Counts, case: str, params: int, dtypes: tuple[str, ...] = ONE) -> Json:
     return counts[case, params, device_counts.label(dtypes)]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from bounds import TIMEOUT
 from commands import ROOT, environment
+from ranks import Json
 
 from benchmarks import kernels
 
@@ -17,22 +18,22 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def told() -> Json:
     """What the cases have found; in a process of its own, since a device stays registered."""
     cases = str(ROOT / "tests" / "device_cases.py")
     done = forks.start([cases], cwd=ROOT, env=environment()).wait(TIMEOUT)
     assert done.returncode == 0, done.stderr[-3000:].decode()
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: Json = json.loads(done.stdout)
     return found
 
 
-def case(told: dict[str, Any], name: str) -> Any:
+def case(told: Json, name: str) -> Any:
     found = told[name]
     assert "error" not in found, found["error"]
     return found
 
 
-def test_what_a_device_is_asked_to_do_is_counted(told: dict[str, Any]) -> None:
+def test_what_a_device_is_asked_to_do_is_counted(told: Json) -> None:
     def work(
         read: int, written: int, *, allocations: int = 0, lists: int = 0, operations: int = 1
     ) -> dict[str, int]:
@@ -68,13 +69,13 @@ def test_what_a_device_is_asked_to_do_is_counted(told: dict[str, Any]) -> None:
     }
 
 
-def test_norms_on_a_device_come_in_the_order_of_the_gradients(told: dict[str, Any]) -> None:
+def test_norms_on_a_device_come_in_the_order_of_the_gradients(told: Json) -> None:
     for order, (wanted, together, alone) in case(told, "norms").items():
         assert together == pytest.approx(wanted, rel=1e-5), order
         assert alone == pytest.approx(wanted, rel=1e-5), order
 
 
-def test_all_rules_do_on_a_device_what_they_do_on_the_host(told: dict[str, Any]) -> None:
+def test_all_rules_do_on_a_device_what_they_do_on_the_host(told: Json) -> None:
     found = case(told, "same_as_on_the_host")
     host, device = found["host"], found["device"]
     assert device["weights"] == host["weights"]
@@ -90,7 +91,7 @@ def test_all_rules_do_on_a_device_what_they_do_on_the_host(told: dict[str, Any])
         assert device["records"][rule] == pytest.approx(values)
 
 
-def test_losses_are_combined_on_a_device_as_on_the_host(told: dict[str, Any]) -> None:
+def test_losses_are_combined_on_a_device_as_on_the_host(told: Json) -> None:
     found = case(told, "losses")
     host, device = found["host"], found["device"]
     assert device["weights"] == pytest.approx(host["weights"], rel=1e-4)
@@ -99,14 +100,14 @@ def test_losses_are_combined_on_a_device_as_on_the_host(told: dict[str, Any]) ->
         assert np.allclose(one, other, rtol=1e-4)
 
 
-def test_gradients_that_arrive_in_two_threads_at_once_are_all_noticed(told: dict[str, Any]) -> None:
+def test_gradients_that_arrive_in_two_threads_at_once_are_all_noticed(told: Json) -> None:
     found = case(told, "two_threads")
     assert found["events"] == []
     assert found["steps"] == [4] * 6
     assert found["rows"] == [[4] * 8] * 6
 
 
-def test_the_host_waits_where_a_trap_decides_and_only_then(told: dict[str, Any]) -> None:
+def test_the_host_waits_where_a_trap_decides_and_only_then(told: Json) -> None:
     # Of four steps each. A histogram has 66 rows, 128 rows are sent at once, and only CUDA can do that while the host goes on.
     assert case(told, "host_reads") == {
         "norms": 0,
@@ -118,7 +119,7 @@ def test_the_host_waits_where_a_trap_decides_and_only_then(told: dict[str, Any])
     }
 
 
-def test_half_precision_is_scaled_by_factors_that_nobody_has_rounded(told: dict[str, Any]) -> None:
+def test_half_precision_is_scaled_by_factors_that_nobody_has_rounded(told: Json) -> None:
     found = case(told, "half_precision")
     plain, cast = found["fp16, cast False"], found["fp16, cast True"]
     assert cast == plain
@@ -129,7 +130,7 @@ def test_half_precision_is_scaled_by_factors_that_nobody_has_rounded(told: dict[
     assert found["torch.float32"]["off"] < 1e-6
 
 
-def test_a_device_is_asked_for_no_private_operation_that_cuda_refuses(told: dict[str, Any]) -> None:
+def test_a_device_is_asked_for_no_private_operation_that_cuda_refuses(told: Json) -> None:
     found, table = told["private_operations"], kernels.read()
     assert isinstance(found, list), found["error"]
     refused = [(name, dtype) for name, dtype in found if table[name][dtype] == kernels.REFUSES]
@@ -143,7 +144,7 @@ def test_a_device_is_asked_for_no_private_operation_that_cuda_refuses(told: dict
 # -------------------------------------------------------------------------------------------------
 
 
-def test_while_a_graph_is_captured_a_pack_asks_the_device_for_nothing(told: dict[str, Any]) -> None:
+def test_while_a_graph_is_captured_a_pack_asks_the_device_for_nothing(told: Json) -> None:
     found = case(told, "captured")
     *_, before, captured, after = found["reads"]
     assert (before, captured, after) == (1, 0, 1)
@@ -153,7 +154,7 @@ def test_while_a_graph_is_captured_a_pack_asks_the_device_for_nothing(told: dict
 
 @pytest.mark.parametrize("where", ["failed", "failed_at_the_update"])
 def test_a_device_that_fails_is_a_sentence_and_what_had_arrived_is_kept(
-    where: str, told: dict[str, Any]
+    where: str, told: Json
 ) -> None:
     found = case(told, where)
     steps, lines = found["steps"], found["lines"]
@@ -169,7 +170,7 @@ def test_a_device_that_fails_is_a_sentence_and_what_had_arrived_is_kept(
     assert found["ended"] == "broken: stopped by AcceleratorError"
 
 
-def test_a_session_that_a_device_ends_raises_no_second_error(told: dict[str, Any]) -> None:
+def test_a_session_that_a_device_ends_raises_no_second_error(told: Json) -> None:
     found = case(told, "failed_under_apply")
     assert found["context"] == "None"
     assert found["steps"] == 64
@@ -177,6 +178,6 @@ def test_a_session_that_a_device_ends_raises_no_second_error(told: dict[str, Any
     assert text.endswith("; records up to step 63 are kept")
 
 
-def test_weights_of_each_device_that_do_not_move_are_told(told: dict[str, Any]) -> None:
+def test_weights_of_each_device_that_do_not_move_are_told(told: Json) -> None:
     (message,) = case(told, "weights_on_two_devices")
     assert "0.weight, 0.bias, 1.weight and 3 more did not move" in message

@@ -13,7 +13,8 @@ import pytest
 import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, step, train
 from pairs import singly
-from small import rule_file, sgd
+from ranks import Json
+from small import kinds_of, rule_file, sgd
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
@@ -28,7 +29,7 @@ def test_one_that_fails_is_an_event_and_training_is_the_same(
     tmp_path: Any, method: str, *, recorded: bool
 ) -> None:
     alone, _ = train()
-    does: dict[str, Any] = {method: fail}
+    does: Json = {method: fail}
     broken, fine = Kept(**does), Kept()
     with pytest.warns(GradSurgeonWarning, match="the sink Kept has failed: .*No space left"):
         weights, session = train(broken, fine, record=tmp_path / "run" if recorded else None)
@@ -59,7 +60,7 @@ def test_one_that_fails_is_told_while_the_training_goes_on(
         while not session.events and time.monotonic() < deadline:
             step(model, optimizer)
             time.sleep(0.01)
-        assert [event.kind for event in session.events] == ["notice"]
+        assert kinds_of(session) == ["notice"]
 
 
 def test_one_that_blocks_is_left_alone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

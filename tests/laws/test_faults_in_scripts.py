@@ -12,7 +12,6 @@ from typing import Any
 
 import pack_trainings as trainings
 import pytest
-from fuzzing import SHARE
 from pack_trainings import DEBUG, PACKAGE, Train, launched, same
 
 TRAIN: dict[str, tuple[Train, str]] = {
@@ -141,8 +140,7 @@ def test_no_function_can_end_a_script(name: str) -> None:
             break
         known.update(reached(*how))
     codes = [code for code in reached(*TRAIN[name]) if code not in known]
-    # CI takes a part of them, the full suite all.
-    check(name, codes[:: round(1 / SHARE)])
+    check(name, codes)
 
 
 def test_a_fault_of_the_records_is_a_line_and_the_summary_stays(tmp_path: Any) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from ranks import Json
+from small import messages, sgd, take_step, tanh_net
+from torch import Tensor, nn
 
 import gradsurgeon
 
@@ -18,20 +20,18 @@ SPIKES = "{id: spikes, action: spike-trap, params: '*', above: {sigmas: 2.5}}"
 HAS_MADE = "AdamW has made 3 updates already, and steps count from 0 here"
 
 
-def model_and_data() -> tuple[nn.Module, torch.Tensor]:
+def model_and_data() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(16, 4)
+    return tanh_net(4, 3, 1), torch.randn(16, 4)
 
 
-def train(model: nn.Module, x: torch.Tensor, optimizer: Any, steps: int = 3) -> None:
+def train(model: nn.Module, x: Tensor, optimizer: Any, steps: int = 3) -> None:
     for _ in range(steps):
-        optimizer.zero_grad()
-        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, (model(x) - x.sum(1, keepdim=True)).square().mean())
 
 
 def told(
-    rules: str, optimizer: Any, model: nn.Module, x: torch.Tensor, **options: Any
+    rules: str, optimizer: Any, model: nn.Module, x: Tensor, **options: Any
 ) -> tuple[list[str], list[str]]:
     """Return the notices of a session, and the texts of the warnings."""
     text = f"version: 1\nrules:\n  - {rules}\n"
@@ -39,7 +39,7 @@ def told(
         warnings.simplefilter("always")
         with gradsurgeon.apply(model, text, **options) as session:
             train(model, x, optimizer, 6)
-    notices = [event.message for event in session.events if event.kind == "notice"]
+    notices = messages(session, "notice")
     return notices, [str(warning.message) for warning in caught]
 
 
@@ -94,9 +94,9 @@ OPTIMIZERS = [
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("at", ["backward", "step"])
 def test_a_scale_is_told_exactly_where_it_changes_nothing(
-    name: str, options: dict[str, Any], at: str
+    name: str, options: Json, at: str
 ) -> None:
-    def trained(factor: float) -> tuple[torch.Tensor, list[str]]:
+    def trained(factor: float) -> tuple[Tensor, list[str]]:
         model, x = model_and_data()
         before = nn.utils.parameters_to_vector(model.parameters()).detach()
         optimizer = getattr(torch.optim, name)(model.parameters(), **options)
@@ -126,13 +126,13 @@ def test_a_scale_that_acts_under_adam_is_not_told(rule: str) -> None:
 
 
 def test_each_optimizer_is_asked_about_its_own_parameters() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    model = tanh_net(4, 3, 1)
     x = torch.randn(16, 4)
 
     class Both:
         def __init__(self) -> None:
             self.parts = [
-                torch.optim.SGD(model[0].parameters(), lr=0.1),
+                sgd(model[0]),
                 torch.optim.Adam(model[2].parameters()),
             ]
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from models import same
-from small import rule_file, sgd
+from ranks import Json
+from small import kinds_of, messages, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,7 @@ import gradsurgeon
 from gradsurgeon import Diagnosis, NonFiniteGradientError
 
 INF = float("inf")
-RULE: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*"}
+RULE: Json = {"id": "trap", "action": "nan-trap", "params": "*"}
 TRAP = rule_file(RULE)
 # In brief: what a logarithm of a negative number does in the body of `Net`.
 LOG = ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics")
@@ -51,9 +52,8 @@ class Net(nn.Module):
         self.body = Body(act)
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.body(self.first(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.body(self.first(x)))
 
 
 def batch(number: int = 0) -> Tensor:
@@ -430,9 +430,8 @@ def test_a_module_that_is_called_twice() -> None:
         return torch.tanh(x)
 
     class Twice(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.last(self.body(self.body(self.first(x)).abs() - 0.4).abs())
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.body(self.body(self.first(x)).abs() - 0.4).abs())
 
     def once(x: Tensor) -> Tensor:
         seen.append(x)
@@ -628,10 +627,8 @@ def test_only_the_first_trip_of_a_rule_is_diagnosed() -> None:
     rules = rule_file({**RULE, "then": "skip-step"})
     with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
         for _ in range(3):
-            optimizer.zero_grad()
-            mean(model(batch())).backward()
-            optimizer.step()
-        traps = [event.message for event in session.events if event.kind == "trap"]
+            take_step(optimizer, mean(model(batch())))
+        traps = messages(session, "trap")
         assert ["diagnosis" in text for text in traps] == [True, False, False]
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
@@ -687,7 +684,7 @@ def test_a_diagnosis_does_not_disturb_the_run(momentum: float) -> None:
                 assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
                 seen += [tensor.clone() for tensor in model.state_dict().values()]
                 seen += [torch.rand(1), torch.tensor(model.calls), torch.tensor(model.training)]
-            assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+            assert kinds_of(session) == ["trap", "skipped-step"]
         assert list(model.layers[0]._forward_hooks) == [hooked.id]
         return seen
 

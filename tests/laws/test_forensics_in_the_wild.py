@@ -14,7 +14,7 @@ import pytest
 import torch
 from laws.test_forensics import LOG, RULE, TRAP, Net, batch, brief, diagnosed, mean, stopped
 from pairs import singly
-from small import rule_file, sgd
+from small import linears, messages, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -65,9 +65,7 @@ def test_healthy_training_goes_on(case: str) -> None:
     optimizer = sgd(model)
     with gradsurgeon.apply(model, TRAP, optimizer=optimizer):
         for number in range(3):
-            optimizer.zero_grad()
-            mean(model(batch(number))).backward()
-            optimizer.step()
+            take_step(optimizer, mean(model(batch(number))))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -156,9 +154,8 @@ def test_a_sparse_gradient_is_followed() -> None:
             super().__init__()
             self.table = nn.Embedding(8, 4, sparse=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.table(x).sqrt()
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.table(x).sqrt()
 
     torch.manual_seed(0)
     diagnosis = diagnosed(Sparse(), torch.tensor([1, 2, 3]))
@@ -206,9 +203,7 @@ def test_a_micro_batch_whose_gradients_were_cleared_is_not_to_blame() -> None:
     optimizer = sgd(model)
     with stopped(model) as diagnoses:
         mean(model(bad)).backward()
-        optimizer.zero_grad()
-        mean(model(batch())).backward()
-        optimizer.step()
+        take_step(optimizer, mean(model(batch())))
     assert (diagnoses[0].operation, diagnoses[0].micro_batch) == ("aten.div", 2)
 
 
@@ -232,9 +227,8 @@ def test_an_infinity_that_may_be_meant_leaves_a_doubt() -> None:
             super().__init__()
             self.net = model
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.net(x).log()
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x).log()
 
     diagnosis = diagnosed(Logs(), batch(), loss=lambda out: (out.exp() * 0).sum() / (out * 0).sum())
     assert diagnosis.certainty == "partial"
@@ -255,10 +249,9 @@ class Tied(nn.Module):
         self.write = nn.Linear(6, 8, bias=False)
         self.write.weight = self.read.weight
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, words: Tensor) -> Any:
         states: Tensor = self.layer(self.read(words))[0]
-        out: Tensor = self.write(states.log())
-        return out
+        return self.write(states.log())
 
 
 def test_a_tied_weight_has_one_name_and_is_tied_again() -> None:
@@ -378,10 +371,8 @@ def _moved(*, forensics: bool) -> list[Any]:
     rule = {**RULE, "then": "skip-step", "forensics": forensics}
     with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer) as session:
         for _ in range(4):
-            optimizer.zero_grad()
-            mean(model(batch())).backward()
-            optimizer.step()
-        (message,) = [event.message for event in session.events if event.kind == "trap"]
+            take_step(optimizer, mean(model(batch())))
+        (message,) = messages(session, "trap")
     # It runs as the third call would: what it has kept of Python has moved on, which is said.
     assert ("not reproduced" in message) is forensics
     tensors = [model.linear.weight, model.average, model.last]
@@ -421,12 +412,11 @@ def test_modules_below_vmap_are_run_again() -> None:
 class Takes(Net):
     """Takes things out of what it is given, and writes into it."""
 
-    def forward(self, given: Any) -> Tensor:
+    def forward(self, given: Any) -> Any:
         inner = given.pop("inner")
         given["seen"] = inner[0].pop()
         inner.append(given)
-        out: Tensor = self.last(self.body(self.first(given["seen"])))
-        return out
+        return self.last(self.body(self.first(given["seen"])))
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, lambda g: defaultdict(list, g)])
@@ -450,7 +440,7 @@ def test_what_the_call_was_given_is_given_to_the_replay(
 
 def test_one_tensor_that_is_given_twice_is_one_in_the_replay() -> None:
     class Same(Net):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
             return super().forward(x.log() if x is y else x)
 
     torch.manual_seed(0)
@@ -471,7 +461,7 @@ def test_a_call_that_was_given_an_iterator_is_not_run_again(
     given: Callable[[], Any], kind: str
 ) -> None:
     class Draws(Net):
-        def forward(self, source: Any) -> Tensor:
+        def forward(self, source: Any) -> Any:
             batches = source["batches"][0] if isinstance(source, dict) else source
             drawn = next(batches)
             return super().forward(drawn[0] if isinstance(drawn, tuple) else drawn)
@@ -529,7 +519,7 @@ def test_a_step_that_feeds_several_optimizers_is_run_again_for_each(
 
 @pytest.mark.parametrize("several", [False, True])
 def test_calls_are_let_go_of_at_the_next_call(several: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = linears(4, 4, 2)
     parts = model if several else [model]
     optimizers = [sgd(part) for part in parts]
     kept: list[bool] = []
@@ -588,7 +578,7 @@ class Counts(Net):
         super().__init__(torch.log)
         self.held, self.calls = held, [0]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.calls[0] += 1
         if isinstance(self.held, OnlyGrows):
             self.held.append(1)

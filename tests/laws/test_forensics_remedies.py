@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from laws.test_forensics import TRAP, Net, batch, diagnosed, fault
+from small import take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -178,9 +179,7 @@ def test_weights_that_adam_broke_in_half_precision_point_at_the_update_before() 
         pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
     ):
         for _ in range(2):
-            optimizer.zero_grad()
-            (model(batch().half()).float().square().mean() * 1e-4).backward()
-            optimizer.step()
+            take_step(optimizer, model(batch().half()).float().square().mean() * 0.0001)
     error = caught.value
     assert error.step == 1
     assert isinstance(error.diagnosis, gradsurgeon.Diagnosis)

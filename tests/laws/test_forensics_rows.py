@@ -13,7 +13,8 @@ import torch
 from laws.test_forensics import TRAP, diagnosed, mean
 from models import same
 from pairs import singly
-from small import rule_file, sgd
+from ranks import Json
+from small import events_of, kinds_of, rule_file, sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -32,9 +33,8 @@ class Block(nn.Module):
         self.act = act
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.act(self.first(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.act(self.first(x)))
 
 
 class Cnn(nn.Module):
@@ -43,9 +43,8 @@ class Cnn(nn.Module):
         self.conv = nn.Conv2d(1, 4, 3, bias=False)
         self.last = nn.Linear(4, 2)
 
-    def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.last(unit(self.conv(images).mean((2, 3))))
-        return out
+    def forward(self, images: Tensor) -> Any:
+        return self.last(unit(self.conv(images).mean((2, 3))))
 
 
 class Transformer(nn.Module):
@@ -57,13 +56,12 @@ class Transformer(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
         self.last = nn.Linear(8, 2)
 
-    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, padding: Tensor) -> Any:
         x = self.embed(tokens)
         if not self.attention.batch_first:
             x = x.transpose(0, 1)
         attended, _ = self.attention(x, x, x, key_padding_mask=padding)
-        out: Tensor = self.last(attended.mean(int(self.attention.batch_first)))
-        return out
+        return self.last(attended.mean(int(self.attention.batch_first)))
 
 
 class Rnn(nn.Module):
@@ -349,10 +347,8 @@ def test_the_event_of_a_spike_has_the_ids() -> None:
     ) as session:
         for number in range(5):
             gradsurgeon.tag(IDS + number, "sample_ids")
-            optimizer.zero_grad()
-            mean(model(zeros_at((9, 4)) * (1 if number < 4 else 1e4))).backward()
-            optimizer.step()
-    (spike,) = [event for event in session.events if event.kind == "spike"]
+            take_step(optimizer, mean(model(zeros_at((9, 4)) * (1 if number < 4 else 10000.0))))
+    (spike,) = events_of(session, "spike")
     assert spike.sample_ids == tuple((IDS + 4).tolist())
     assert spike.diagnosis is None
 
@@ -373,16 +369,13 @@ def test_healthy_training_with_ids_is_bit_identical(
         for _ in range(3):
             if tagged:
                 gradsurgeon.tag(torch.arange(shape[0]), "sample_ids")
-            optimizer.zero_grad()
-            mean(model(torch.randn(shape))).backward()
-            optimizer.step()
+            take_step(optimizer, mean(model(torch.randn(shape))))
         gradsurgeon.remove(model)
         results.append([*model.state_dict().values(), torch.get_rng_state()])
     assert same(*results)
 
 
 def test_a_step_that_is_skipped_leaves_everything_as_it_was() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), Block(unit))
     optimizer = sgd(model)
     rules = rule_file({"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"})
@@ -395,12 +388,12 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was() -> None:
         mean(model[2](x)).backward()
         before = [*(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
         optimizer.step()
-    assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+    assert kinds_of(session) == ["trap", "skipped-step"]
     assert same(weights, list(model.parameters()))
     assert same(before, [*model.buffers(), torch.get_rng_state()])
 
 
-KEYS: dict[str, Any] = {
+KEYS: Json = {
     "certainty": "reproduced",
     "reasons": [],
     "headline": "NaN born in the forward pass of the root (Block): aten.div",

@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 from models import data, same
-from small import rule_file, sgd, weights_of
+from ranks import Json
+from small import kinds_of, linears, rule_file, sgd, tanh_net, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon import BindError, NonFiniteGradientError
+from gradsurgeon import BindError, GradSurgeonWarning, NonFiniteGradientError
 
 KINDS = ["SGD", "SGD fused", "AdamW", "AdamW fused"]
 
 
 def make(kind: str = "SGD", lr: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = tanh_net(4, 6, 2)
     name, *fused = kind.split()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=lr, fused=bool(fused))
     return model, optimizer
@@ -122,9 +123,7 @@ def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: st
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with gradsurgeon.apply(model, rule_file(trap, params="*")) as session:
-        with pytest.warns(
-            gradsurgeon.GradSurgeonWarning, match="the weight 0.weight was not finite"
-        ):
+        with pytest.warns(GradSurgeonWarning, match="the weight 0.weight was not finite"):
             train(model, optimizer, scaler, steps=1)
         train(model, optimizer, scaler, steps=2)
         with pytest.raises(
@@ -133,7 +132,7 @@ def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: st
             train(model, optimizer, scaler, steps=1)
     assert (e.value.rule, e.value.step) == ("r0", 3)
     assert e.value.name == "2.bias"
-    assert [x.kind for x in session.events].count("scaler-skip") == 4
+    assert kinds_of(session).count("scaler-skip") == 4
 
 
 def test_a_scale_below_one_is_a_trap_at_once() -> None:
@@ -153,13 +152,13 @@ def test_a_trap_that_never_gives_up_warns_of_a_nan_and_stops_nothing() -> None:
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     with gradsurgeon.apply(model, rule_file(trap, params="*")) as session:
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend"):
+        with pytest.warns(GradSurgeonWarning, match="no loss scale can mend"):
             train(model, optimizer, scaler, steps=1)
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="its scale is below 1") as told:
+        with pytest.warns(GradSurgeonWarning, match="its scale is below 1") as told:
             train(model, optimizer, scaler, steps=5)
         skip, trip = "scaler-skip", "trap"
         first = [skip, "notice", skip, skip, skip]
-        assert [e.kind for e in session.events] == first + [trip, skip] * 2 + [trip]
+        assert kinds_of(session) == first + [trip, skip] * 2 + [trip]
     assert len(told) == 1
     assert "\nthe GradScaler skips the update\n" in str(told[0].message)
 
@@ -180,12 +179,12 @@ def test_a_nan_that_no_loss_scale_can_mend_is_told_with_its_line() -> None:
     scaler = GradScaler("cpu", init_scale=2.0**127)
     with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         train(model, optimizer, scaler, steps=1)
-        assert [e.kind for e in session.events] == ["scaler-skip"], "an overflow"
+        assert kinds_of(session) == ["scaler-skip"], "an overflow"
         train(model, optimizer, scaler, steps=2)
         model.masked = True
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
+        with pytest.warns(GradSurgeonWarning, match="no loss scale can mend") as told:
             train(model, optimizer, scaler, steps=3)
-        kinds = [e.kind for e in session.events]
+        kinds = kinds_of(session)
         assert kinds == ["scaler-skip"] * 2 + ["notice"] + ["scaler-skip"] * 2
         assert session.status()["r0"].fired == 2
     (text,) = (str(one.message) for one in told)
@@ -203,9 +202,9 @@ def test_nan_in_the_input_of_the_model_is_told_at_the_first_skip(rows: slice) ->
     x[rows, 1] = float("nan")
     with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         scaler.scale(model(x).sum()).backward()
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="no loss scale can mend") as told:
+        with pytest.warns(GradSurgeonWarning, match="no loss scale can mend") as told:
             scaler.step(optimizer)
-        assert [event.kind for event in session.events] == ["scaler-skip", "notice"]
+        assert kinds_of(session) == ["scaler-skip", "notice"]
     assert "the input of the root (Sequential) was not finite when" in str(told[0].message)
 
 
@@ -215,7 +214,7 @@ def test_an_infinity_in_every_output_may_be_meant() -> None:
     with gradsurgeon.apply(model, rule_file({"action": "nan-trap"}, params="*")) as session:
         scaler.scale((model(data(0, 5, 4)) * 0).log().sum()).backward()
         scaler.step(optimizer)
-        assert [event.kind for event in session.events] == ["scaler-skip"]
+        assert kinds_of(session) == ["scaler-skip"]
 
 
 @pytest.mark.filterwarnings("ignore:step 2, rule r0. the GradScaler skips")
@@ -253,7 +252,7 @@ def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -
             scaler.step(optimizer)
 
 
-def steps_under_a_scaler(model: nn.Module, rule: dict[str, Any], faults: list[str]) -> list[str]:
+def steps_under_a_scaler(model: nn.Module, rule: Json, faults: list[str]) -> list[str]:
     """Take a step for each fault: "overflow" in all parameters, "other" in the last, "nan" by hand."""
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
@@ -274,7 +273,7 @@ def steps_under_a_scaler(model: nn.Module, rule: dict[str, Any], faults: list[st
             try:
                 scaler.step(optimizer)
                 results.append("went on")
-            except gradsurgeon.NonFiniteGradientError as error:
+            except NonFiniteGradientError as error:
                 results.append(str(error))
             scaler.update()
     return results
@@ -291,7 +290,7 @@ def test_a_trap_that_has_given_up_because_of_a_scaler_has_no_patience_left() -> 
 
 
 def test_a_scaler_that_skips_for_other_parameters_leaves_the_row_of_a_trap_alone() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = linears(2, 2, 1)
     rule = {"id": "t", "action": "nan-trap", "params": "0.*", "then": "skip-step"}
     faults = ["nan", "other", "other", "nan"]
     results = steps_under_a_scaler(model, {**rule, "give_up_after": 2}, faults)
@@ -330,7 +329,7 @@ def norm_of(model: nn.Module) -> float:
 @pytest.mark.parametrize("foreign", [False, True], ids=["alone", "beside a scaled model"])
 def test_the_scaler_of_another_model_is_none_of_its_business(
     foreign: bool,
-    beside: dict[str, Any],
+    beside: Json,
 ) -> None:
     other, other_optimizer = make()
     model, optimizer = make()
@@ -455,7 +454,7 @@ def test_scalers_that_scale_in_their_own_way_are_followed() -> None:
         for at in ("backward", "accumulated", "step"):
             assert session.latest("weight", rule=at) == pytest.approx(2**0.5)
         assert session.step == 3
-        assert [e.kind for e in session.events] == ["scaler-skip"]
+        assert kinds_of(session) == ["scaler-skip"]
     assert "__wrapped__" not in vars(vars(Doubling)["scale"])
 
 

@@ -15,14 +15,15 @@ from hidden_scripts import BETWEEN, INSIDE, Iteration, Script, check
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from models import data
+from ranks import Json
 from small import rule_file
 from spikes import learnt, spike_trap
 from torch import nn
 
 import gradsurgeon
 
-SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-FREEZE: dict[str, Any] = {"id": "frozen", "action": "freeze", "params": "bias"}
+SKIP: Json = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+FREEZE: Json = {"id": "frozen", "action": "freeze", "params": "bias"}
 # Code inside a step cannot read the gradients that are hidden from the step, so it cannot clear them by hand, nor assign
 # others before the update.
 BEFORE = sorted(set(INSIDE) - {"clear by hand", "assign"})
@@ -69,7 +70,7 @@ def test_scripts_do_what_they_do_by_hand(part: int) -> None:
     @settings(
         database=None,
         deadline=None,
-        max_examples=examples(150, long=True),
+        max_examples=examples(300, long=True),
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
     )
@@ -94,7 +95,7 @@ def test_a_gradient_assigned_in_a_step_that_hides_one(hidden: str, where: str) -
 
 
 def check_one(hidden: str, where: str, action: str) -> None:
-    happens: dict[str, Any] = {where: action}
+    happens: Json = {where: action}
     if hidden == "frozen":
         script = Script((replace(Iteration(), **happens),) * 3, frozen=range(2))
     else:
@@ -145,7 +146,7 @@ def backward(model: nn.Module, factor: float = 1.0) -> None:
 
 @pytest.mark.parametrize("entry", [SKIP, FREEZE], ids=["skip", "freeze"])
 @pytest.mark.parametrize("where", ["in the step", "in a hook before it", "in a hook after it"])
-def test_a_session_that_is_removed_within_a_step(where: str, entry: dict[str, Any]) -> None:
+def test_a_session_that_is_removed_within_a_step(where: str, entry: Json) -> None:
     model, optimizer = make()
     session = gradsurgeon.apply(model, rule_file(entry), optimizer=optimizer)
     if where == "in a hook after it":

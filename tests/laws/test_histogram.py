@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kept_sink import Kept
+from ranks import Json
 from small import rule_file, sgd
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ def test_long_tensors_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert measure.statistic("histogram", tensor).tolist() == counted(tensor)
 
 
-def train(*rules: dict[str, Any], steps: int = 3, **options: Any) -> tuple[Any, list[list[float]]]:
+def train(*rules: Json, steps: int = 3, **options: Any) -> tuple[Any, list[list[float]]]:
     """Train with rules; return the session, and the histograms of the gradients of a weight by hand."""
     torch.manual_seed(0)
     first = nn.Linear(4, 3)
@@ -170,7 +171,6 @@ def test_a_tracker_gets_no_curve_for_each_bin() -> None:
 
 
 def test_quantiles_are_right_to_a_bin() -> None:
-    torch.manual_seed(0)
     tensor = torch.randn(4000).mul(3).exp() * torch.randn(4000).sign()
     counts = counted(tensor)
     for share in (0.05, 0.25, 0.5, 0.75, 0.95):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from drawn_trainings import Training, by_hand, check, trainings, under_rules
 from fuzzing import examples
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from ranks import Json
 
 
 @pytest.mark.no_cover  # thousands of trainings, through lines that other tests cover
@@ -23,7 +22,7 @@ def test_rules_do_what_the_interpreter_does(part: int) -> None:
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
     )
     @given(drawn=trainings())
-    def held(drawn: tuple[list[dict[str, Any]], Training]) -> None:
+    def held(drawn: tuple[list[Json], Training]) -> None:
         rules, training = drawn
         check(under_rules(rules, training), by_hand(rules, training))
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from small import net, rule_file, sgd, weights_of
+from ranks import Json
+from small import messages, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,7 @@ from gradsurgeon.report import summary
 from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.web_page import page_data
 
-NORMS: dict[str, Any] = {"id": "norms", "action": "norm-log", "params": "*"}
+NORMS: Json = {"id": "norms", "action": "norm-log", "params": "*"}
 RULES = rule_file(NORMS)
 STEPS = 3
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -272,9 +273,7 @@ def built_anew(model: nn.Module) -> Curves:
     for _ in range(STEPS):
         optimizer = sgd(model)
         loss = loss_of(model)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take_step(optimizer, loss)
         losses.append(loss.item())
     return {"loss": losses}
 
@@ -426,7 +425,7 @@ def test_a_diagnosis_tells_the_loss_and_the_learning_rate_before_the_step() -> N
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        (message,) = [event.message for event in session.events if event.kind == "trap"]
+        (message,) = messages(session, "trap")
     (before,) = [line for line in message.splitlines() if line.startswith("  before: ")]
     assert before == (
         f"  before: learning rate 0.05 since step 21; loss {losses[2]:.3g} to {losses[21]:.3g} in the 20 steps before"

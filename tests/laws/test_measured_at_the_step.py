@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
-from small import rule_file, sgd
+from ranks import Json
+from small import linears, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
-NORMS: dict[str, Any] = {"id": "seen", "action": "norm-log", "params": "*"}
-AT_STEP: dict[str, Any] = {"id": "log", "action": "norm-log", "params": "*", "at": "step"}
-CLIP: dict[str, Any] = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0}
-TRAP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*"}
+NORMS: Json = {"id": "seen", "action": "norm-log", "params": "*"}
+AT_STEP: Json = {"id": "log", "action": "norm-log", "params": "*", "at": "step"}
+CLIP: Json = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0}
+TRAP: Json = {"id": "trap", "action": "nan-trap", "params": "*"}
 
 
 def by_data(param: Tensor, factor: float) -> None:
@@ -96,7 +97,7 @@ def test_a_trap_sees_what_is_written_past_torch(way: Callable[[Tensor, float], N
 
 @pytest.mark.parametrize("kind", ["clamp", "clip-norm", "nan-trap"])
 def test_a_paused_session_does_nothing_at_a_tick(kind: str) -> None:
-    options: dict[str, Any] = {
+    options: Json = {
         "clamp": {"at": "step", "min": -1e-4, "max": 1e-4},
         "clip-norm": {"max_norm": 1e-4},
         "nan-trap": {},
@@ -185,7 +186,7 @@ def test_accumulation_is_told_from_passes_that_are_cleared(
 
 
 def test_a_layer_that_is_exchanged_is_under_its_rules_in_its_first_step() -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model: Any = linears(4, 4, 1)
     zero = {"id": "zero", "action": "zero", "params": "0.*"}
     with gradsurgeon.apply(model, rule_file(zero)) as session:
         model[0] = nn.Linear(4, 4)

@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 import pytest
 import torch
 from models import CASES, data
-from small import rule_file, sgd
+from small import linears, rule_file, sgd
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,7 +133,7 @@ def test_a_trap_keeps_no_graph_of_an_earlier_micro_batch(
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             return grads[0]
 
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = linears(4, 4, 4)
     optimizer = sgd(model)
     with gradsurgeon.apply(model, HEAD + TRAP) as session:
         for bad in (False, True):

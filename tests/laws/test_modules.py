@@ -17,8 +17,10 @@ import pytest
 import torch
 from models import data
 from pairs import pairwise
-from small import rule_file, sgd, weights_of
+from ranks import Json
+from small import events_of, linears, rule_file, sgd, take_step, tanh_net, weights_of
 from torch import Tensor, nn
+from two_heads import grads_of, same
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
@@ -27,11 +29,11 @@ from gradsurgeon.runtime import trap_effects
 NAN = float("nan")
 
 
-def capture(modules: str, tensor: str, **more: Any) -> dict[str, Any]:
+def capture(modules: str, tensor: str, **more: Any) -> Json:
     return {"action": "capture", "modules": modules, "tensor": tensor, **more}
 
 
-def scale(modules: str, tensor: str, factor: float = 0.5, **more: Any) -> dict[str, Any]:
+def scale(modules: str, tensor: str, factor: float = 0.5, **more: Any) -> Json:
     entry = {"action": "scale", "modules": modules, "tensor": tensor, "factor": factor}
     return {**entry, **more}
 
@@ -39,10 +41,6 @@ def scale(modules: str, tensor: str, factor: float = 0.5, **more: Any) -> dict[s
 def only(session: gradsurgeon.Session, rule: str = "r0") -> Tensor:
     (found,) = session.captured(rule).values()
     return found
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 # --- models that break hooks ----------------------------------------------------------------------
@@ -57,9 +55,8 @@ class InPlaceAfter(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.b = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(self.relu(self.a(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.relu(self.a(x)))
 
 
 class ReturnsInput(nn.Module):
@@ -71,10 +68,9 @@ class ReturnsInput(nn.Module):
         self.a = nn.Identity()
         self.b = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.first(x)
-        out: Tensor = self.b(self.a(h)) + h
-        return out
+        return self.b(self.a(h)) + h
 
 
 class CalledTwice(nn.Module):
@@ -82,9 +78,8 @@ class CalledTwice(nn.Module):
         super().__init__()
         self.a = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.a(self.a(x).tanh())
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.a(self.a(x).tanh())
 
 
 class TwoConsumers(nn.Module):
@@ -93,10 +88,9 @@ class TwoConsumers(nn.Module):
         self.a = nn.Linear(4, 4)
         self.b = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.a(x)
-        out: Tensor = self.b(h) * h
-        return out
+        return self.b(h) * h
 
 
 class Attention(nn.Module):
@@ -107,10 +101,9 @@ class Attention(nn.Module):
         self.first = nn.Linear(4, 4)
         self.a = nn.MultiheadAttention(4, 2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.first(x)[None]
-        out: Tensor = self.a(h, h, h, need_weights=False)[0] + h
-        return out
+        return self.a(h, h, h, need_weights=False)[0] + h
 
 
 class Rnn(nn.Module):
@@ -130,9 +123,8 @@ class Nested(nn.Module):
         super().__init__()
         self.a = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.a(x).square()
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.a(x).square()
 
 
 MODELS: dict[str, type[nn.Module]] = {
@@ -153,11 +145,7 @@ def make(kind: type[nn.Module]) -> Any:
 
 def run(model: nn.Module) -> dict[str, Tensor]:
     model(data(0, 5, 4)).square().sum().backward()
-    return grads(model)
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+    return grads_of(model)
 
 
 class Halve(torch.autograd.Function):
@@ -374,11 +362,10 @@ def test_a_module_under_no_grad_while_its_parent_trains() -> None:
             self.teacher = nn.Linear(4, 4)
             self.student = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             with torch.no_grad():
                 wanted = self.teacher(x)
-            out: Tensor = (self.student(x) - wanted).square()
-            return out
+            return (self.student(x) - wanted).square()
 
     plain, model = make(Teacher), make(Teacher)
     observing = rule_file(
@@ -522,7 +509,7 @@ def test_a_module_rule_that_never_fires_says_why() -> None:
 # --- traps ----------------------------------------------------------------------------------------
 
 
-def trap(**more: Any) -> dict[str, Any]:
+def trap(**more: Any) -> Json:
     return rule_file({"action": "nan-trap", "modules": "*", **more})
 
 
@@ -561,20 +548,16 @@ def test_a_validation_forward_that_feeds_no_update_is_no_trap() -> None:
 
 
 def test_a_trap_on_output_gradients_skips_the_step() -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model: Any = linears(4, 4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     skip = trap(tensor="output.grad", then="skip-step")
     with gradsurgeon.apply(model, skip) as session:
         model(data(0, 5, 4)).sum().backward()
         optimizer.step()
         before = weights_of(model)
-        optimizer.zero_grad()
-        (model(data(0, 5, 4)) * NAN).sum().backward()
-        optimizer.step()
+        take_step(optimizer, (model(data(0, 5, 4)) * NAN).sum())
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        optimizer.zero_grad()
-        model(data(0, 5, 4)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(0, 5, 4)).sum())
         assert not torch.equal(before[0], model[0].weight)
     assert [(e.kind, e.step, e.name) for e in session.events] == [
         ("trap", 1, "1"),
@@ -641,9 +624,8 @@ class ReturnsParameter(nn.Module):
         self.a = Holder()
         self.b = nn.Linear(2, 1)
 
-    def forward(self) -> Tensor:
-        out: Tensor = self.b(self.a())
-        return out
+    def forward(self) -> Any:
+        return self.b(self.a())
 
 
 def test_a_rule_on_the_output_of_a_module_that_returns_its_parameter_acts_once() -> None:
@@ -708,7 +690,7 @@ def test_a_trap_misses_nothing_in_a_model_of_many_modules(
                 model(data(number, 5, 2))
         with pytest.warns(GradSurgeonWarning, match=f"{wrong}.*tensors are not finite"):
             optimizer.step()
-        (event,) = [event for event in session.events if event.kind == "trap"]
+        (event,) = events_of(session, "trap")
         assert event.name == str(place if tensor == "output" else place - 1)
 
 
@@ -716,7 +698,7 @@ def test_a_trap_misses_nothing_in_a_model_of_many_modules(
 def test_threads_that_share_a_model_lose_no_count(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = tanh_net(4, 4, 2)
     entries = (
         capture("*", "output", max_bytes=10**9),
         {"action": "norm-log", "modules": "*", "tensor": "output.grad", "stats": ["l2", "mean"]},
@@ -744,7 +726,7 @@ LOGGED = {"action": "norm-log", "modules": "0", "tensor": "output"}
 @pytest.mark.parametrize("rule", [scale("0", "output"), capture("0", "output"), LOGGED])
 @pytest.mark.parametrize("how", ["meta", "export"])
 def test_tensors_without_numbers_are_left_alone(
-    how: str, rule: dict[str, Any], request: pytest.FixtureRequest
+    how: str, rule: Json, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(torch.compiler.reset)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -783,7 +765,7 @@ def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> No
 
 
 def test_a_module_that_is_replaced_without_a_registration_is_told_of_in_the_end() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = tanh_net(4, 4, 2)
     optimizer = sgd(model[0])
     with gradsurgeon.apply(model, rule_file(capture("1", "output"))) as session:
         for step in range(3):
@@ -812,7 +794,7 @@ def nan_at(step: int, number: int) -> Tensor:
 def test_a_trap_on_a_value_that_needs_no_gradient_stops_the_update(
     then: str, modules: str, tensor: str, frozen: bool
 ) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = tanh_net(4, 4, 2)
     model[0].requires_grad_(not frozen)
     optimizer = sgd(model[2])
     rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor, "then": then}
@@ -823,7 +805,7 @@ def test_a_trap_on_a_value_that_needs_no_gradient_stops_the_update(
             optimizer.zero_grad()
             model(nan_at(1, number)).square().mean().backward()
             if number == 1 and then == "raise":
-                with pytest.raises(gradsurgeon.NonFiniteGradientError):
+                with pytest.raises(NonFiniteGradientError):
                     optimizer.step()
                 model.zero_grad()
                 break

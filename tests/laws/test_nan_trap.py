@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data, memory, same
-from small import rule_file, sgd
+from ranks import Json
+from small import events_of, kinds_of, rule_file, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
@@ -44,17 +45,16 @@ class Net(nn.Module):
         self.third = nn.Linear(6, 2)
         self.fault: float | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = torch.tanh(self.second(torch.tanh(self.first(x))))
-        out: Tensor = self.third(Poison.apply(h, self.fault))
-        return out
+        return self.third(Poison.apply(h, self.fault))
 
 
 NAN, INF = float("nan"), float("inf")
 ORDER = ["third.bias", "third.weight", "second.bias", "second.weight", "first.bias", "first.weight"]
 
 
-def trap(**options: Any) -> dict[str, Any]:
+def trap(**options: Any) -> Json:
     rule = {"id": "trap", "action": "nan-trap", "params": "*", **options}
     return rule_file(rule)
 
@@ -118,7 +118,7 @@ def test_the_border_is_where_the_fault_is(fault: float, word: str) -> None:
     assert lines[start + 6] == (
         "the border lies between third.weight (still finite) and second.bias (first that is not)"
     )
-    assert [e.kind for e in session.events] == ["trap"]
+    assert kinds_of(session) == ["trap"]
     assert (session.events[0].name, session.events[0].step) == ("second.bias", 3)
 
 
@@ -160,7 +160,7 @@ def test_giving_up_after_so_many_trips_in_a_row() -> None:
         with pytest.raises(NonFiniteGradientError, match="giving up: tripped 3 times in a row"):
             step(model, optimizer, 0, NAN)
         assert session.step == 6
-        assert [e.kind for e in session.events].count("skipped-step") == 4
+        assert kinds_of(session).count("skipped-step") == 4
 
 
 @pytest.mark.usefixtures("_both_kinds_of_device")
@@ -232,7 +232,7 @@ def test_a_rule_that_overflows_is_caught_before_the_update() -> None:
     )
     with gradsurgeon.apply(model, rules) as session, pytest.raises(NonFiniteGradientError):
         step(model, optimizer, 0)
-    (event,) = [event for event in session.events if event.kind == "trap"]
+    (event,) = events_of(session, "trap")
     assert event.name == "third.bias"
     assert "1 of 6 gradients are not finite right before the update" in event.message
 
@@ -278,7 +278,7 @@ def test_observe_mode_reports_and_does_nothing() -> None:
     with gradsurgeon.apply(model, trap(), mode="observe") as session:
         step(model, optimizer, 0, NAN)
     assert model.second.weight.isnan().any()
-    assert [e.kind for e in session.events] == ["trap"]
+    assert kinds_of(session) == ["trap"]
     assert "observing only: `then: raise` would have acted" in session.events[0].message
 
 

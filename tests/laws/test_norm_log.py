@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from models import data
 from pairs import singly
-from small import rule_file, sgd
+from ranks import Json
+from small import linears, rule_file, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.cli import main
 from gradsurgeon.records import recorder
 
@@ -46,7 +48,7 @@ class Busy(nn.Module):
         return x.mul_(0.5)
 
 
-def logging(tensor: str, **more: Any) -> dict[str, Any]:
+def logging(tensor: str, **more: Any) -> Json:
     return {
         "id": tensor.replace(".", "-"),
         "action": "norm-log",
@@ -58,9 +60,7 @@ def logging(tensor: str, **more: Any) -> dict[str, Any]:
 def train(model: nn.Module, width: int, steps: int = 6) -> None:
     optimizer = sgd(model, 0.01)
     for step in range(steps):
-        optimizer.zero_grad()
-        model(data(step, 40, width)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(step, 40, width)).square().mean())
 
 
 def by_hand(width: int) -> dict[tuple[str, str], list[float]]:
@@ -95,10 +95,8 @@ def test_norms_are_those_of_closures(width: int, tmp_path: Path) -> None:
             for records in (session, run):
                 history = records.history(name, rule=tensor.replace(".", "-"))
                 assert [value for _, value in history] == pytest.approx(norms, rel=1e-6)
-    assert [step for step, _ in session.history("rare", rule="output")] == [1, 3, 5]
-    assert [step for step, _ in session.history("cell", rule="output")] == [
-        step for step in range(6) for _ in range(3)
-    ]
+    assert steps_of(session, "rare", rule="output") == [1, 3, 5]
+    assert steps_of(session, "cell", rule="output") == [step for step in range(6) for _ in range(3)]
 
 
 def test_modules_that_run_together_share_a_row(tmp_path: Path) -> None:
@@ -129,7 +127,7 @@ def test_an_export_has_each_value_once(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MOST_PENDING", 8)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = linears(4, 4, 4)
     with gradsurgeon.apply(model, rule_file(logging("output"))) as session:
         norms = [model[0](data(step, 5, 4)).norm().item() for step in range(20)]
         assert len(session._attachment.context.recorder._pending) < 8
@@ -144,12 +142,12 @@ def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyP
     tensor=["output", "input", "output.grad", "input.grad"],
 )
 def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = linears(4, 4, 4)
     with gradsurgeon.apply(model, rule_file(logging(tensor, steps=steps))) as session:
         train(model, 4, steps=8)
     (rule,) = session.plan.rules.rules
     due = [step for step in range(8) if rule.steps.includes(step)]
-    assert [step for step, _ in session.history("1")] == due
+    assert steps_of(session, "1") == due
 
 
 def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> None:
@@ -161,9 +159,9 @@ def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> No
             for step in range(6):
                 (model["a"](data(step, 5, 4)) + model["b"](data(step, 5, 4))).sum().backward()
                 optimizer.step()
-    assert [step for step, _ in session.history("a")] == [2, 3]
+    assert steps_of(session, "a") == [2, 3]
     # The second optimizer is looked for after three steps of the first, and counts from 0.
-    assert [step for step, _ in session.history("b")] == [2, 2, 3]
+    assert steps_of(session, "b") == [2, 2, 3]
 
 
 def test_a_rule_that_rests_can_be_paused() -> None:
@@ -248,7 +246,7 @@ def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
         {"id": "plain", "action": "norm-log", "modules": "*", "tensor": "output"},
     ]
     session = gradsurgeon.apply(model, rule_file(*entries))
-    with pytest.warns(gradsurgeon.GradSurgeonWarning, match="left 1 alone: complex numbers"):
+    with pytest.warns(GradSurgeonWarning, match="left 1 alone: complex numbers"):
         out = model(data(0, 3, 4))
         out.abs().sum().backward()
     warned = {rule: bool(status.warnings) for rule, status in session.status().items()}
@@ -284,7 +282,7 @@ def test_what_is_divided_over_ranks_is_not_measured_and_named(tmp_path: Path) ->
         trap = {"id": "trap", "action": "nan-trap", "modules": "1", "tensor": "output"}
         optimizer = sgd(model, 0.01)
         session = gradsurgeon.apply(model, rule_file(logging("output"), trap), optimizer=optimizer)
-        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="sharded over ranks"):
+        with pytest.warns(GradSurgeonWarning, match="sharded over ranks"):
             model(data(0, 2, 3)).to_local().sum().backward()
         optimizer.step()
         assert len(session.history("0")) == 1

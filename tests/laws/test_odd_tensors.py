@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from small import sgd
+from small import sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 
 
 class Given(nn.Module):
@@ -20,7 +21,7 @@ class Given(nn.Module):
         super().__init__()
         self.kind, self.taker, self.head = kind, Taker(), nn.Linear(4, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         odd = {
             "csr": x.to_sparse_csr,
             "csc": x.to_sparse_csc,
@@ -29,8 +30,7 @@ class Given(nn.Module):
             "conj": lambda: torch.complex(x, x).conj(),
         }[self.kind]()
         scale: Tensor = self.taker(odd)
-        found: Tensor = self.head(x) * scale
-        return found
+        return self.head(x) * scale
 
 
 class Taker(nn.Module):
@@ -52,16 +52,14 @@ def test_training_goes_on_under_fingerprints_and_noise(kind: str) -> None:
         optimizer = sgd(model)
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             for _ in range(2):
-                optimizer.zero_grad()
-                model(torch.full((3, 4), 0.3)).square().mean().backward()
-                optimizer.step()
+                take_step(optimizer, model(torch.full((3, 4), 0.3)).square().mean())
             assert session.latest("head", "projection_1", rule="fingerprint-outputs")
         return model.taker.weight.detach()
 
     noise = {"id": "noise", "action": "perturb", "modules": "*", "tensor": "input", "eps": 1e-6}
     noisy = {"version": 1, "include": ["gradsurgeon:fingerprint@1"], "rules": [noise]}
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", gradsurgeon.GradSurgeonWarning)
+        warnings.simplefilter("always", GradSurgeonWarning)
         plain = trained("gradsurgeon:fingerprint@1")
         assert torch.allclose(trained(noisy), plain)
     said = [
@@ -78,6 +76,6 @@ def test_an_encoder_with_its_fast_path_is_evaluated() -> None:
     encoder = nn.TransformerEncoder(layer, 2).eval()
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
+        warnings.simplefilter("ignore", GradSurgeonWarning)
         with torch.no_grad(), gradsurgeon.apply(encoder, "gradsurgeon:fingerprint@1"):
             assert encoder(torch.randn(2, 5, 8), src_key_padding_mask=padding).isfinite().all()

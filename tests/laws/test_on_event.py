@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import Any
 
 import pytest
 import torch
-from small import rule_file
+from ranks import Json
+from small import kinds_of, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -19,7 +19,7 @@ NAN = float("nan")
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 
 
-def trap(then: str) -> dict[str, Any]:
+def trap(then: str) -> Json:
     return {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
 
 
@@ -88,7 +88,7 @@ def test_what_it_raises_is_logged_and_changes_nothing(
     assert all(torch.equal(*both) for both in zip(*states, strict=True)) or then == "warn"
     logged = [one for one in caplog.records if one.levelno == logging.ERROR]
     errors = [one.exc_info[1] for one in logged if one.exc_info is not None]
-    assert [str(error) for error in errors] == [event.kind for event in session.events]
+    assert [str(error) for error in errors] == kinds_of(session)
 
 
 def test_what_is_no_function_is_refused() -> None:

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from models import data, same
-from small import net, rule_file, sgd, weights_of
+from ranks import Json
+from small import fired, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon import BindError
+from gradsurgeon import BindError, Session
 
 STEPS = 3
-RULES: list[dict[str, Any]] = [
+RULES: list[Json] = [
     {"id": "early", "action": "scale", "params": "0.*", "at": "backward", "factor": 3.0},
     {
         "id": "half",
@@ -43,7 +44,7 @@ def step_inside(model: nn.Module) -> None:
         param.register_post_accumulate_grad_hook(hook)
 
 
-def inside(order: str, rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Session]:
+def inside(order: str, rules: list[Json]) -> tuple[list[Tensor], Session]:
     model = net()
     given = rule_file(*rules)
     if order == "apply first":
@@ -57,14 +58,12 @@ def inside(order: str, rules: list[dict[str, Any]]) -> tuple[list[Tensor], grads
     return [param.detach() for param in model.parameters()], session
 
 
-def outside(rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Session]:
+def outside(rules: list[Json]) -> tuple[list[Tensor], Session]:
     model = net()
     optimizer = sgd(model)
     with gradsurgeon.apply(model, rule_file(*rules)) as session:
         for step in range(STEPS):
-            optimizer.zero_grad()
-            model(data(step, 5, 4)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(data(step, 5, 4)).square().mean())
     return [param.detach() for param in model.parameters()], session
 
 
@@ -82,9 +81,7 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
     assert same(found, wanted)
     assert session.events == []
     assert session.step == STEPS
-    assert {rule: status.fired for rule, status in session.status().items()} == {
-        rule: status.fired for rule, status in other.status().items()
-    }
+    assert fired(session) == fired(other)
     for name in ("0.weight", "2.bias"):
         assert session.history(name) == other.history(name)
 
@@ -126,7 +123,7 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
         "spike-trap, raise",
     ],
 )
-def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -> None:
+def test_what_needs_all_gradients_is_refused(order: str, rule: Json) -> None:
     before = weights_of(net())
     model = net()
     given = rule_file({"id": "all", **rule})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from small import rule_file, sgd
+from small import rule_file, sgd, take_step
 from torch import nn
 
 import gradsurgeon
@@ -24,67 +23,10 @@ RULES = {
 }
 
 
-def outcome(ids: list[str]) -> tuple[float, tuple[str, ...]]:
-    """Return what a gradient of 2 becomes, and the chain that the plan prints."""
-    model = One()
-    optimizer = sgd(model, 1.0)
-    rules = rule_file(*[{"id": i, "params": "*", **RULES[i]} for i in ids])
-    with gradsurgeon.apply(model, rules) as session:
-        (model.weight * 2.0).sum().backward()
-        optimizer.step()
-    return -model.weight.item(), session.plan.chains["weight"]
-
-
-@pytest.mark.parametrize(
-    ("ids", "final", "chain"),
-    [
-        (["double", "bound"], 3.0, ["double", "bound"]),
-        (["bound", "double"], 4.0, ["bound", "double"]),
-        (["last-double", "last-bound"], 3.0, ["last-double", "last-bound"]),
-        (["last-bound", "last-double"], 4.0, ["last-bound", "last-double"]),
-        # The point comes before the place in the file.
-        (["last-double", "bound", "double"], 8.0, ["bound", "double", "last-double"]),
-        (["last-bound", "double"], 3.0, ["double", "last-bound"]),
-    ],
-)
-def test_effects_follow_point_then_file(ids: list[str], final: float, chain: list[str]) -> None:
-    assert outcome(ids) == (final, tuple(chain))
-
-
 def test_the_plan_shows_the_order_of_effects() -> None:
     rules = rule_file(*[{"id": i, "params": "*", **RULES[i]} for i in ("last-bound", "double")])
     plan = gradsurgeon.plan(One(), rules)
     assert "double (at backward) -> last-bound (at step)" in str(plan)
-
-
-def test_what_a_log_sees_depends_on_its_point_and_place() -> None:
-    model = One()
-    optimizer = sgd(model, 1.0)
-    log = {"action": "norm-log", "params": "*"}
-    rules = rule_file(
-        {"id": "raw", **log, "at": "backward"},
-        {"id": "double", "params": "*", **RULES["double"]},
-        {"id": "doubled", **log, "at": "backward"},
-        {"id": "before-last", **log, "at": "step"},
-        {"id": "last-double", "params": "*", **RULES["last-double"]},
-        {"id": "after-last", **log, "at": "step"},
-        {"id": "passed", **log},
-    )
-    with gradsurgeon.apply(model, rules) as session:
-        (model.weight * 1.0).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    seen = {
-        rule: round(session.latest("weight", rule=rule), 4)
-        for rule in ("raw", "doubled", "passed", "before-last", "after-last")
-    }
-    assert seen == {
-        "raw": 1.0,
-        "doubled": 2.0,
-        "passed": 2.0,
-        "before-last": 0.5,
-        "after-last": 1.0,
-    }
 
 
 def test_hooks_of_the_script_act_in_the_order_in_which_they_came() -> None:
@@ -104,8 +46,6 @@ def test_hooks_of_the_script_act_in_the_order_in_which_they_came() -> None:
         for step in range(2):
             if step == 1:
                 optimizer.register_step_pre_hook(lambda *_: note("step, after"))
-            optimizer.zero_grad()
-            model.weight.sum().backward()
-            optimizer.step()
+            take_step(optimizer, model.weight.sum())
     first = [("backward, before", 1.0), ("backward, after", 2.0), ("step, before", 2.0)]
     assert seen == [*first, *first, ("step, after", 4.0)]

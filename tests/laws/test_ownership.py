@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import rule_file, sgd
-from torch import nn
+from ranks import Json
+from small import linears, rule_file, sgd, steps_of, take_step, tanh_net
+from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
 
 NAN = float("nan")
-SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+SKIP: Json = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
 
 
 def halves() -> Any:
@@ -22,8 +23,8 @@ def halves() -> Any:
     return nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("a", "b")})
 
 
-def loss(layer: nn.Module, factor: float = 1.0) -> torch.Tensor:
-    out: torch.Tensor = (layer(torch.ones(1, 2)) * factor).sum()
+def loss(layer: nn.Module, factor: float = 1.0) -> Tensor:
+    out: Tensor = (layer(torch.ones(1, 2)) * factor).sum()
     return out
 
 
@@ -34,7 +35,7 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
 ) -> None:
     model: Any = halves()
     optimizer = sgd(model["a"])
-    options: dict[str, Any] = {"optimizer": optimizer} if named else {}
+    options: Json = {"optimizer": optimizer} if named else {}
     with gradsurgeon.apply(model, rule_file(SKIP), **options) as session:
         loss(model["a"]).backward()
         optimizer.step()
@@ -43,9 +44,7 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
             model["a"].weight.grad = None
         before = model["b"].weight.detach().clone()
         for _ in range(2):
-            optimizer.zero_grad()
-            loss(model["b"], NAN).backward()
-            optimizer.step()
+            take_step(optimizer, loss(model["b"], NAN))
         assert torch.equal(before, model["b"].weight)
         assert session.step == 3
     told = [(e.kind, e.step, e.name) for e in session.events if e.kind == "trap"]
@@ -85,7 +84,7 @@ def test_freeze_and_schedule_go_with_the_exchange() -> None:
 
 
 def test_what_no_optimizer_updates_is_named_once_for_each_rule_and_in_the_status() -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model: Any = linears(4, 4, 2)
     optimizer = sgd(model[0])
     bound = {"id": "bound", "action": "clamp", "at": "step", "min": -0.1, "max": 0.1}
     norms = {"id": "norms", "action": "norm-log"}
@@ -111,7 +110,7 @@ def test_what_no_optimizer_updates_is_named_once_for_each_rule_and_in_the_status
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
 @pytest.mark.parametrize("params", ["*", "0.*"], ids=["fires elsewhere", "has never fired"])
 def test_what_is_unfrozen_later_and_no_optimizer_owns_is_named_once(params: str) -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model: Any = linears(4, 4, 4, 2)
     model[:2].requires_grad_(False)
     optimizer = sgd(model[2])
     norms = {"id": "norms", "action": "norm-log", "at": "step", "params": params}
@@ -134,7 +133,7 @@ def test_what_is_unfrozen_later_and_no_optimizer_owns_is_named_once(params: str)
 
 @pytest.mark.parametrize("when", ["at once", "two steps later"])
 def test_what_an_optimizer_takes_over_soon_is_no_news(when: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = linears(4, 4, 2)
     model[0].requires_grad_(False)
     optimizer = sgd(model[1])
     with gradsurgeon.apply(model, rule_file(SKIP)) as session:
@@ -151,11 +150,11 @@ def test_what_an_optimizer_takes_over_soon_is_no_news(when: str) -> None:
 
 def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient() -> None:
     # As Pyro makes them: one per parameter, after the first backward pass, after which rules come as well.
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model = linears(4, 3, 2)
     model(data(0, 3, 4)).square().sum().backward()
     norms = {"id": "norms", "action": "norm-log"}
     early = {"id": "early", "action": "norm-log", "at": "backward"}
-    held: dict[torch.Tensor, torch.optim.Optimizer] = {}
+    held: dict[Tensor, torch.optim.Optimizer] = {}
     for param in model.parameters():
         held[param] = torch.optim.SGD([param], lr=0.1)
         if len(held) == 1:
@@ -169,13 +168,13 @@ def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient
     session.remove()
     assert session.events == []
     for name, _ in model.named_parameters():
-        assert [step for step, _ in session.history(name, rule="norms")] == [0, 1, 2, 3]
-        assert [step for step, _ in session.history(name, rule="early")] == [1, 2, 3]
+        assert steps_of(session, name, rule="norms") == [0, 1, 2, 3]
+        assert steps_of(session, name, rule="early") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("made", [0, 1], ids=["before training", "after the first update"])
 def test_an_optimizer_that_steps_now_and_then_is_no_news(made: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = linears(4, 4, 2)
     often = sgd(model[0])
     with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         for number in range(10):
@@ -197,9 +196,7 @@ def test_a_later_hook_that_exchanges_the_arguments_ends_no_step() -> None:
         optimizer.register_step_pre_hook(lambda _, args, kwargs: ((*args,), {**kwargs}))
         before = model["a"].weight.detach().clone()
         for _ in range(3):
-            optimizer.zero_grad()
-            (loss(model["a"]) + loss(model["b"])).backward()
-            optimizer.step()
+            take_step(optimizer, loss(model["a"]) + loss(model["b"]))
             assert model["a"].weight.grad is not None
         assert torch.equal(before, model["a"].weight)
         assert session.step == 3
@@ -208,7 +205,7 @@ def test_a_later_hook_that_exchanges_the_arguments_ends_no_step() -> None:
 
 def small() -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = tanh_net(4, 8, 2)
     return model, sgd(model, 0.05)
 
 
@@ -273,7 +270,7 @@ def test_an_optimizer_around_another_one_edits_once() -> None:
 def test_a_row_of_zeros_is_no_gradient_that_was_updated_from_twice() -> None:
     model = nn.Embedding(4, 3)
     optimizer = sgd(model)
-    edits: list[dict[str, Any]] = [
+    edits: list[Json] = [
         {"id": "zero", "action": "zero", "at": "step"},
         {"id": "bound", "action": "clamp", "at": "step", "min": 0},
         {"id": "half", "action": "scale", "at": "step", "factor": 0.5},
@@ -281,7 +278,5 @@ def test_a_row_of_zeros_is_no_gradient_that_was_updated_from_twice() -> None:
     for edit in edits:
         with gradsurgeon.apply(model, rule_file(edit, params="*")) as session:
             for index in (0, 1, 2, 3):
-                optimizer.zero_grad()
-                model(torch.tensor([index])).sum().backward()
-                optimizer.step()
+                take_step(optimizer, model(torch.tensor([index])).sum())
             assert session.events == []

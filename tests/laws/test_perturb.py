@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from commands import call
+from ranks import Json
 from small import rule_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
+from gradsurgeon import RuleFileError
 from gradsurgeon.actions import Edit
 
 
@@ -23,7 +25,7 @@ def net() -> nn.Sequential:
     )
 
 
-def rules(eps: float, tensor: str = "input", seed: int = 0) -> dict[str, Any]:
+def rules(eps: float, tensor: str = "input", seed: int = 0) -> Json:
     rule = {"id": "noise", "action": "perturb", "modules": "*", "where": {"owns_params": True}}
     return rule_file(rule | {"tensor": tensor, "eps": eps, "seed": seed})
 
@@ -31,7 +33,7 @@ def rules(eps: float, tensor: str = "input", seed: int = 0) -> dict[str, Any]:
 PLACES = torch.tensor([[0, 1, 2], [3, 4, 5]])
 
 
-def outputs(given: dict[str, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(given: Json | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, a gradient, and the next random number of the script."""
     model = net()
     torch.manual_seed(1)
@@ -116,16 +118,16 @@ def test_a_checkpointed_block_is_recomputed_with_noise_and_trains() -> None:
         ({"where": {"ndim": 2}}, "`ndim` is no condition on modules"),
     ],
 )
-def test_bad_options_are_refused(option: dict[str, Any], problem: str) -> None:
+def test_bad_options_are_refused(option: Json, problem: str) -> None:
     given = rules(1e-6)
     given["rules"][0] |= option
-    with pytest.raises(gradsurgeon.RuleFileError, match=problem):
+    with pytest.raises(RuleFileError, match=problem):
         gradsurgeon.load(given)
 
 
 def test_parameters_own_no_parameters() -> None:
     rule = {"id": "log", "action": "norm-log", "params": "*", "where": {"owns_params": True}}
-    with pytest.raises(gradsurgeon.RuleFileError, match="`owns_params` is no condition on params"):
+    with pytest.raises(RuleFileError, match="`owns_params` is no condition on params"):
         gradsurgeon.load(rule_file(rule))
 
 

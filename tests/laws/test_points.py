@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import rule_file
+from ranks import Json
+from small import events_of, kinds_of, rule_file, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -34,8 +35,8 @@ class Weight(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(1)))
 
 
-HALF: dict[str, Any] = {"id": "half", "action": "scale", "params": "*", "factor": 0.5, "at": "step"}
-BOUND: dict[str, Any] = {
+HALF: Json = {"id": "half", "action": "scale", "params": "*", "factor": 0.5, "at": "step"}
+BOUND: Json = {
     "id": "bound",
     "action": "clamp",
     "params": "*",
@@ -43,8 +44,8 @@ BOUND: dict[str, Any] = {
     "max": 2.5,
     "at": "step",
 }
-NORMS: dict[str, Any] = {"id": "norms", "action": "norm-log", "params": "*"}
-SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+NORMS: Json = {"id": "norms", "action": "norm-log", "params": "*"}
+SKIP: Json = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
 
 
 def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
@@ -208,37 +209,13 @@ def test_a_step_that_has_moved_weights_raises_and_says_so(then: str) -> None:
 # --- several optimizers, several models -----------------------------------------------------------
 
 
-def test_gan_like_two_optimizers_have_two_clocks() -> None:
-    model = Weight("g", "d")
-    g_optimizer = torch.optim.SGD([model.g], lr=1.0)
-    d_optimizer = torch.optim.SGD([model.d], lr=1.0)
-    early = {"id": "early", "action": "zero", "at": "step", "steps": {"to": 2}}
-    with gradsurgeon.apply(model, rule_file(early, NORMS, params="*")) as session:
-        for step in range(4):
-            for _ in range(2):  # the discriminator steps twice as often
-                d_optimizer.zero_grad()
-                (model.d * 1.0 + model.g * 0.0).sum().backward()
-                d_optimizer.step()
-            g_optimizer.zero_grad()
-            (model.d * 3.0 + model.g * 2.0).sum().backward()
-            g_optimizer.step()
-            assert session.step == 2 * (step + 1)
-    assert -model.d.item() == 8 - 2
-    assert -model.g.item() == 2.0 * (4 - 2)
-    # The pass for the generator comes after the step of the discriminator: it feeds the next one.
-    assert session.history("d")[:3] == [(0, 1.0), (1, 1.0), (2, 1.0)]
-    assert session.history("g") == [(0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0)]
-
-
 def test_one_optimizer_over_two_models() -> None:
     first, second = Weight(), Weight()
     optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.1)
     bad = False
 
     def step() -> None:
-        optimizer.zero_grad()
-        (first.w * (float("nan") if bad else 1.0) + second.w).sum().backward()
-        optimizer.step()
+        take_step(optimizer, (first.w * (float("nan") if bad else 1.0) + second.w).sum())
 
     with (
         gradsurgeon.apply(first, rule_file(SKIP)) as one,
@@ -250,7 +227,7 @@ def test_one_optimizer_over_two_models() -> None:
         step()
         # A skipped step moves nothing that the optimizer owns, the other model included.
         assert (first.w.item(), second.w.item()) == before
-        assert [e.kind for e in one.events] == ["trap", "skipped-step"]
+        assert kinds_of(one) == ["trap", "skipped-step"]
         bad = False
         step()
         assert first.w.item() != before[0]
@@ -265,9 +242,7 @@ def test_a_rebuilt_optimizer_goes_on_with_the_clock() -> None:
         for _ in range(2):
             optimizer = sgd(model)
             for _ in range(2):
-                optimizer.zero_grad()
-                model.w.sum().backward()
-                optimizer.step()
+                take_step(optimizer, model.w.sum())
     assert session.step == 4
     assert -model.w.item() == 0.5 * 3 + 1.0
 
@@ -302,9 +277,7 @@ def test_a_parameter_group_that_is_added_later_belongs_to_the_optimizer() -> Non
         (model.a + model.b).sum().backward()
         optimizer.step()
         optimizer.add_param_group({"params": [model.b]})
-        optimizer.zero_grad()
-        (model.a + model.b).sum().backward()
-        optimizer.step()
+        take_step(optimizer, (model.a + model.b).sum())
     assert (-model.a.item(), -model.b.item()) == (1.0, 0.5)
 
 
@@ -321,9 +294,7 @@ def test_a_step_within_a_step_is_one_step() -> None:
     optimizer = Outer(model.parameters(), lr=1.0)
     with gradsurgeon.apply(model, rule_file(HALF)) as session:
         for _ in range(2):
-            optimizer.zero_grad()
-            (model.w * 4.0).sum().backward()
-            optimizer.step()
+            take_step(optimizer, (model.w * 4.0).sum())
         assert session.step == 2
     assert -model.w.item() == 4.0
 
@@ -385,9 +356,7 @@ def test_a_step_that_raises_is_an_attempt_and_the_next_one_acts() -> None:
         with pytest.raises(MemoryError):
             optimizer.step()
         fail = False
-        optimizer.zero_grad()
-        model.w.sum().backward()
-        optimizer.step()
+        take_step(optimizer, model.w.sum())
         handle.remove()
         assert session.step == 2
     assert -model.w.item() == 0.5
@@ -422,7 +391,7 @@ def test_hand_written_updates(in_place: bool) -> None:
     assert -model.w.item() == 6.0
     assert session.step == 3
     assert session.history("w") == [(0, 4.0), (1, 4.0), (2, 4.0)]
-    notices = [e for e in session.events if e.kind == "notice"]
+    notices = events_of(session, "notice")
     assert len(notices) == 1
     assert "no torch optimizer owns the parameters" in notices[0].message
 
@@ -473,7 +442,7 @@ def test_a_trap_judges_a_second_pass_by_hand_as_well() -> None:
         (model.w * 4.0).sum().backward()
         update_by_hand(model, in_place=False)
         (model.w * 4.0).sum().backward()
-        with pytest.raises(gradsurgeon.NonFiniteGradientError, match=r"^step 2, rule trap: 1 of 1"):
+        with pytest.raises(NonFiniteGradientError, match=r"^step 2, rule trap: 1 of 1"):
             (model.w * float("nan")).sum().backward()
 
 
@@ -488,7 +457,7 @@ def test_ticks_mark_the_steps() -> None:
             update_by_hand(model, in_place=False)
     assert -model.w.item() == 12.0
     assert session.history("w") == [(0, 8.0), (1, 8.0), (2, 8.0)]
-    assert [e for e in session.events if e.kind == "notice"] == []
+    assert events_of(session, "notice") == []
 
 
 def test_a_tick_after_an_undeclared_start_does_not_count_twice() -> None:
@@ -517,7 +486,7 @@ def test_a_tick_says_whether_to_update() -> None:
 def test_a_first_tick_says_whether_a_trap_stopped_the_pass_before_it(then: str) -> None:
     model = Weight()
     with gradsurgeon.apply(model, rule_file({**SKIP, "then": then})) as session:
-        with pytest.raises(gradsurgeon.NonFiniteGradientError):
+        with pytest.raises(NonFiniteGradientError):
             (model.w * float("nan")).sum().backward()
         assert session.tick() is False
         model.w.grad = None
@@ -530,9 +499,7 @@ def test_skip_step_without_optimizer_raises_rather_than_pretend() -> None:
     with gradsurgeon.apply(model, rule_file(SKIP)) as session:
         model.w.sum().backward()
         model.w.grad = None
-        with pytest.raises(
-            gradsurgeon.NonFiniteGradientError, match=r"step 1, rule trap: 1 of 1"
-        ) as caught:
+        with pytest.raises(NonFiniteGradientError, match=r"step 1, rule trap: 1 of 1") as caught:
             (model.w * float("inf")).sum().backward()
     assert "`then: skip-step` cannot hide gradients from a manual update" in str(caught.value)
     assert (caught.value.rule, caught.value.step, caught.value.name) == ("trap", 1, "w")
@@ -570,29 +537,11 @@ def test_an_optimizer_made_after_the_first_backward_says_what_its_first_update_g
 # --- the clock ------------------------------------------------------------------------------------
 
 
-def test_pause_and_resume_keep_the_clock() -> None:
-    model = Weight()
-    optimizer = sgd(model)
-    moved = []
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS)) as session:
-        for step in range(4):
-            if step == 1:
-                session.pause()
-            if step == 3:
-                session.resume()
-            optimizer.zero_grad()
-            before = model.w.item()
-            model.w.sum().backward()
-            optimizer.step()
-            moved.append(before - model.w.item())
-        assert session.step == 4
-    assert moved == [0.5, 1.0, 1.0, 0.5]
-    assert session.history("w") == [(0, 1.0), (3, 1.0)]
-
-
-def test_updates_by_hand_are_counted_while_the_rules_pause() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_pause_and_resume_keep_the_clock(by_hand: bool) -> None:
     model, moved = Weight(), []
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS), optimizer=None) as session:
+    optimizer = None if by_hand else sgd(model)
+    with gradsurgeon.apply(model, rule_file(HALF, NORMS), optimizer=optimizer) as session:
         for step in range(5):
             if step == 2:
                 session.pause()
@@ -600,7 +549,11 @@ def test_updates_by_hand_are_counted_while_the_rules_pause() -> None:
                 session.resume()
             before = model.w.item()
             model.w.sum().backward()
-            update_by_hand(model, in_place=False)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                update_by_hand(model, in_place=False)
             moved.append(before - model.w.item())
         assert session.step == 5
     assert moved == [0.5, 0.5, 1.0, 1.0, 0.5]
@@ -613,7 +566,7 @@ def test_what_came_before_rules_that_begin_inside_a_pass_is_no_part_of_the_next_
     sessions: list[gradsurgeon.Session] = []
     norms = rule_file({**NORMS, "at": "backward"})
 
-    def begin(_: torch.Tensor) -> None:
+    def begin(_: Tensor) -> None:
         if not sessions:
             sessions.append(gradsurgeon.apply(model, norms))
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from models import data
 from pairs import singly
+from ranks import Json
 from small import rule_file
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ TWO = ["a", "b"]
 HEADS = {"modules": ["second", "third"], "tensor": "input.grad"}
 SPIKES = {"times": 1.05, "beta": 0.98, "warmup": 2}
 # The rules of one case act together.
-BY_ACTION: dict[str, list[dict[str, Any]]] = {
+BY_ACTION: dict[str, list[Json]] = {
     "clamp": [
         {"params": "*", "at": "step", "max": 0.1},
         {"params": "*", "at": "backward", "max": 0.1},

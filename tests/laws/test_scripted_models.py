@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import data, same
-from small import rule_file
+from small import linears, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -35,9 +35,8 @@ class Inner(nn.Module):
         self.lin = nn.Linear(4, 4)
         self.norm = norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.sqrt(self.norm(self.lin(x)) + self.shift)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return torch.sqrt(self.norm(self.lin(x)) + self.shift)
 
 
 class Whole(nn.Module):
@@ -47,9 +46,8 @@ class Whole(nn.Module):
         self.inner = inner
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.inner(self.first(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.inner(self.first(x)))
 
 
 def scripted(module: nn.Module) -> Any:
@@ -222,7 +220,7 @@ def test_a_rule_is_refused_where_no_hook_is_called(
 
 
 def test_a_module_that_gives_way_to_a_scripted_one_is_told_of_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = linears(4, 4, 2)
     entry = {"action": "scale", "modules": "1", "tensor": "output", "factor": HALF}
     with gradsurgeon.apply(model, rule_file(entry), optimizer=sgd(model)) as session:
         train(model, sgd(model))

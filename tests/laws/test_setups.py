@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from ranks import Json
 from small import net, rule_file
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ LIMIT = 0.02
 STEPS = 3
 AT = {"params": "0.*"}
 OUT = {"modules": "0", "tensor": "output.grad"}
-RULES: dict[str, list[dict[str, Any]]] = {
+RULES: dict[str, list[Json]] = {
     "backward": [{"id": "r", "action": "clamp", **AT, "at": "backward", "max": LIMIT}],
     "accumulated": [{"id": "r", "action": "norm-log", **AT}],
     "step": [{"id": "r", "action": "clamp", **AT, "at": "step", "max": LIMIT}],

@@ -16,7 +16,7 @@ from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonWarning
+from gradsurgeon import BindError, GradSurgeonWarning
 from gradsurgeon.records import delivery
 
 
@@ -51,14 +51,6 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
     outputs = {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"}
     _, session = train(Kept(names=["haed.*"]), rules=[NORMS, outputs])
     assert session.events == []
-
-
-def test_one_pattern_may_be_a_text() -> None:
-    sink = Kept()
-    sink.names = "2.*"  # type: ignore[assignment]
-    train(sink)
-    named = {name for name in sink.curves if name.endswith("/l2")}
-    assert named == {"gradsurgeon/norms/2.weight/l2", "gradsurgeon/norms/2.bias/l2"}
 
 
 def test_tensors_get_curves_only_where_they_are_asked_for() -> None:
@@ -272,7 +264,7 @@ def test_rules_that_replace_others_go_on_with_their_curves() -> None:
 def test_a_session_that_is_refused_has_written_nothing() -> None:
     sink = Kept()
     sanitize = {"id": "clean", "action": "sanitize", "params": "*"}
-    with pytest.raises(gradsurgeon.BindError):
+    with pytest.raises(BindError):
         gradsurgeon.apply(
             make(),
             rule_file(sanitize),
@@ -288,7 +280,7 @@ def test_a_session_that_does_not_begin_leaves_it_open() -> None:
     model = make()
     with gradsurgeon.apply(model, ONLY_NORMS):
         before = threading.active_count()
-        with pytest.raises(gradsurgeon.BindError):
+        with pytest.raises(BindError):
             gradsurgeon.apply(
                 model,
                 rule_file({**NORMS, "params": "nowhere"}),

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly, slow
-from small import rule_file, sgd
+from ranks import Json
+from small import events_of, messages, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
+from gradsurgeon import GradientSpikeError
 from gradsurgeon.actions.spike_trap import Above
 
 GUARD = {"id": "guard", "action": "nan-trap", "params": "*"}
 
 
-def spike_trap(**options: Any) -> dict[str, Any]:
+def spike_trap(**options: Any) -> Json:
     above = {"sigmas": 50.0, "warmup": 20}
     rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, "then": "raise"}
     return {**rule, **options}
@@ -41,7 +43,7 @@ def _tenfold(_module: nn.Module, into: Any, _out: Any) -> Any:
 def report(
     model: nn.Module,
     backward: Callable[[bool], None],
-    *rules: dict[str, Any],
+    *rules: Json,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> list[str]:
     """Train until a trap raises in update 30, for whose pass ``backward`` is told so; return the lines of the report."""
@@ -56,7 +58,7 @@ def report(
         model.zero_grad()
         backward(True)
         weights = [param.clone() for param in model.parameters()]
-        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+        with pytest.raises(GradientSpikeError) as caught:
             for stepper in steppers:
                 stepper.step()
     if len(steppers) == 1:
@@ -99,7 +101,7 @@ def stopped(
 
 
 @pytest.mark.parametrize("above", [{"sigmas": 50.0}, {"times": 50.0, "warmup": 20}])
-def test_report_says_from_how_few_updates_the_statistic_is_known(above: dict[str, Any]) -> None:
+def test_report_says_from_how_few_updates_the_statistic_is_known(above: Json) -> None:
     spike = next(line for line in stopped("loss", above=above) if "running mean" in line)
     assert "known from 30 updates so far" in spike
 
@@ -235,7 +237,7 @@ def test_the_event_of_a_clip_over_all_says_how_far_it_cut() -> None:
                 size = 1e3 if (step, name) == (30, "3.0.weight") else 1.0
                 param.grad = torch.full_like(param, size)
             optimizer.step()
-    (spike,) = [event for event in session.events if event.kind == "spike"]
+    (spike,) = events_of(session, "spike")
     assert spike.message.startswith("over 10 gradients the norm 8e+03 is above")
 
 
@@ -249,7 +251,7 @@ def test_a_rebuilt_optimizer_goes_on_with_the_row_of_trips() -> None:
             param.weight.grad = torch.randn(1, 4) * (1e6 if step >= 30 else 1)
             optimizer.step()
         param.weight.grad = torch.randn(1, 4) * 1e6
-        with pytest.raises(gradsurgeon.GradientSpikeError, match="tripped 4 times in a row"):
+        with pytest.raises(GradientSpikeError, match="tripped 4 times in a row"):
             sgd(param, 0.0).step()
 
 
@@ -267,7 +269,7 @@ def test_by_smallest_norms_no_origin_is_named() -> None:
                 x = torch.randn(64, 8)
                 ((model(x) - x).square().mean() * (1e4 if step == 30 else 1.0)).backward()
                 optimizer.step()
-        spikes = [event.message for event in session.events if event.kind == "spike"]
+        spikes = messages(session, "spike")
     assert spikes
     assert not [
         text for text in spikes if "came with the loss" in text or "the spike begins at" in text

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import CASES, Case, data
 from pairs import singly
+from ranks import Json
 from running_bounds import ByHand
 from spikes import (
     ABOVE,
@@ -295,7 +296,7 @@ def optimizer_of(model: nn.Module, setup: Setup) -> Any:
     name, *fused = setup.optimizer.split()
     if name == "Twice":
         return Twice(model.parameters(), lr=0.05)
-    options: dict[str, Any] = {"momentum": 0.5} if name == "SGD" else {}
+    options: Json = {"momentum": 0.5} if name == "SGD" else {}
     kind = getattr(torch.optim, name)
     return kind(model.parameters(), lr=0.05, fused=bool(fused), **options)
 
@@ -311,7 +312,7 @@ def backward_in(model: Any, setup: Setup, step: int, scaler: Any = None) -> floa
     return 0.0
 
 
-def train(setup: Setup, rule: dict[str, Any]) -> tuple[nn.Module, gradsurgeon.Session]:
+def train(setup: Setup, rule: Json) -> tuple[nn.Module, gradsurgeon.Session]:
     model: Any = make()
     called = model
     optimizer = optimizer_of(model, setup)
@@ -344,7 +345,7 @@ def train(setup: Setup, rule: dict[str, Any]) -> tuple[nn.Module, gradsurgeon.Se
         return model, session
 
 
-def train_by_hand(setup: Setup, rule: dict[str, Any]) -> tuple[nn.Module, ByHand]:
+def train_by_hand(setup: Setup, rule: Json) -> tuple[nn.Module, ByHand]:
     """Do the same in true units, without a scaler, closures and all else that a set-up brings."""
     # Where rules only observe, what `clip` would have let through is what is learnt.
     model, hand = make(), ByHand(**rule | ({"then": "clip"} if setup.mode == "observe" else {}))

@@ -8,15 +8,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from small import rule_file, sgd
-from torch import nn
+from ranks import Json
+from small import fired, linears, rule_file, sgd, steps_of
+from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "clamp", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
     {"id": "n", "action": "norm-log", "params": "*"},
     {"id": "b", "action": "norm-log", "params": "*", "at": "backward"},
@@ -83,9 +84,9 @@ def train(seed: int, found: dict[int, Any]) -> None:
     found[seed] = {
         "weights": [param.tolist() for param in model.parameters()],
         "events": [(event.kind, event.step, event.rule) for event in session.events],
-        "norms": [step for step, _ in session.history("0.weight", rule="n")],
-        "passes": [step for step, _ in session.history("0.weight", rule="b")],
-        "fired": {rule: state.fired for rule, state in session.status().items()},
+        "norms": steps_of(session, "0.weight", rule="n"),
+        "passes": steps_of(session, "0.weight", rule="b"),
+        "fired": fired(session),
     }
     session.remove()
 
@@ -119,7 +120,7 @@ def test_hooks_stay_where_they_are_while_another_thread_steps() -> None:
         assert list(hooks) == before
 
 
-_GRAD: Any = torch.Tensor.grad
+_GRAD: Any = Tensor.grad
 
 
 class Told(nn.Parameter):
@@ -174,11 +175,11 @@ def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
 
     class Wait(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
             inside.set()
             go_on.wait(60)
             return grads[0]
@@ -204,24 +205,24 @@ def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
 def test_the_gradients_that_another_thread_asks_for_are_not_mine() -> None:
     class Ask(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
             x = torch.ones(1, requires_grad=True)
             thread = threading.Thread(target=lambda: torch.autograd.grad(x * 2, x))
             thread.start()
             thread.join()
             return grads[0]
 
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = linears(2, 2, 1)
     optimizer = sgd(model)
     norms = rule_file(RULES["rules"][2])
     with gradsurgeon.apply(model, norms) as session:
         model[1](Ask.apply(model[0](torch.ones(1, 2)))).sum().backward()
         optimizer.step()
-        assert [step for step, _ in session.history("1.weight")] == [0]
+        assert steps_of(session, "1.weight") == [0]
 
 
 class SlowList(list[Any]):

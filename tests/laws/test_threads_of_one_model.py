@@ -13,6 +13,7 @@ from several_losses import Heads, aggregator, flat_grads, jacobian, rules, trunk
 from torch import Tensor
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonError
 
 pytestmark = [
     pytest.mark.usefixtures("doubles", "hurried"),
@@ -61,7 +62,7 @@ def test_passes_of_two_threads_through_one_model_are_refused(other: str) -> None
 
     def second() -> None:
         assert inside.wait(20)
-        with pytest.raises(gradsurgeon.GradSurgeonError, match="run both passes in one thread"):
+        with pytest.raises(GradSurgeonError, match="run both passes in one thread"):
             if other == "named":
                 gradsurgeon.backward(two(model, x))
             else:
@@ -88,7 +89,7 @@ def test_a_named_pass_beside_a_running_plain_one_is_refused() -> None:
 
     def second() -> None:
         assert inside.wait(20)
-        with pytest.raises(gradsurgeon.GradSurgeonError, match="run both passes in one thread"):
+        with pytest.raises(GradSurgeonError, match="run both passes in one thread"):
             gradsurgeon.backward(two(model, x))
         refused.set()
 

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 from models import same
-from small import rule_file, sgd
+from ranks import Json
+from small import rule_file, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
 import gradsurgeon
+from gradsurgeon import Session
 from gradsurgeon.report import summary
 from gradsurgeon.runtime.weight_effects import SAMPLE
 
 STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
 OF_UPDATE = [*STATS, "ratio", "moved"]
-RULES: dict[str, Any] = rule_file(
+RULES: Json = rule_file(
     {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": STATS},
     {
         "id": "updates",
@@ -51,7 +53,7 @@ class Sharpness(torch.optim.Optimizer):
             param.sub_(param.grad, alpha=0.1)
 
 
-def with_rule(**rule: Any) -> dict[str, Any]:
+def with_rule(**rule: Any) -> Json:
     return {**RULES, "rules": [*RULES["rules"], rule]}
 
 
@@ -85,12 +87,12 @@ Seen = dict[int, dict[str, tuple[Tensor, Tensor]]]
 def trained(
     model: nn.Module,
     optimizer: Optimizer,
-    rules: dict[str, Any] = RULES,
+    rules: Json = RULES,
     *,
     steps: int = 4,
     bad: int | None = None,
     **options: Any,
-) -> tuple[gradsurgeon.Session, Seen]:
+) -> tuple[Session, Seen]:
     """Train; return the session, and the weights before and after each update."""
     seen: Seen = {}
     session = gradsurgeon.apply(model, rules, optimizer=optimizer, **options)
@@ -116,7 +118,7 @@ def trained(
     return session, seen
 
 
-def check(session: gradsurgeon.Session, seen: Seen) -> None:
+def check(session: Session, seen: Seen) -> None:
     """Hold all records against copies by hand."""
     names = list(next(iter(seen.values())))
     for name in names:
@@ -192,7 +194,7 @@ def test_a_scaler_that_skips_leaves_no_record() -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert [step for step, _ in session.history("0.weight", "moved")] == [0, 2, 3]
+    assert steps_of(session, "0.weight", "moved") == [0, 2, 3]
     session.remove()
 
 
@@ -224,7 +226,7 @@ def test_rules_act_in_their_steps_only() -> None:
 
 
 def test_nothing_changes_for_the_training() -> None:
-    def weights(rules: dict[str, Any]) -> list[Tensor]:
+    def weights(rules: Json) -> list[Tensor]:
         model = net()
         optimizer = AdamW(model.parameters(), lr=0.1)
         session, _ = trained(model, optimizer, rules)
@@ -259,9 +261,8 @@ class Rows(nn.Module):
         super().__init__()
         self.table = nn.Embedding(5000, 64, sparse=sparse)
 
-    def forward(self, places: Tensor) -> Tensor:
-        found: Tensor = self.table(places)
-        return found
+    def forward(self, places: Tensor) -> Any:
+        return self.table(places)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -275,9 +276,7 @@ def test_a_large_parameter_is_sampled(sparse: bool) -> None:
     session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
     for _ in range(2):
         old = weight.detach().clone()
-        optimizer.zero_grad()
-        model(torch.arange(0, 5000, 4)).square().sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.arange(0, 5000, 4)).square().sum())
     expected = by_hand(old, weight.detach())
     found = {stat: session.latest("table.weight", stat, rule="updates") for stat in OF_UPDATE}
     assert expected["moved"] == 0.25

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from ranks import Json
 from small import sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -39,7 +40,7 @@ class Training:
     model: nn.Module
     optimizers: list[Optimizer]
     loop: Callable[[], None]
-    rules: tuple[dict[str, Any], ...] = (NORMS,)
+    rules: tuple[Json, ...] = (NORMS,)
     norms: list[dict[str, float]] = field(default_factory=list)
 
     def of(self, name: str) -> list[float]:
@@ -59,7 +60,7 @@ def fitted(
     *,
     before: Callable[[int], None] = lambda _step: None,
     after: Callable[[int], None] = lambda _step: None,
-    rules: tuple[dict[str, Any], ...] = (NORMS,),
+    rules: tuple[Json, ...] = (NORMS,),
 ) -> Training:
     """Return a training of the plain sort: one loss, one backward pass and one update per step.
 
@@ -159,9 +160,8 @@ class Residual(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.relu(self.up(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(torch.relu(self.up(x)))
 
 
 def residual(width: int = 16, blocks: int = 3) -> nn.Sequential:
@@ -376,9 +376,8 @@ class Adapted(nn.Module):
         self.lora_A = nn.Parameter(torch.randn(rank, width) / math.sqrt(width))
         self.lora_B = nn.Parameter(torch.zeros(width, rank))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + x @ self.lora_A.T @ self.lora_B.T
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + x @ self.lora_A.T @ self.lora_B.T
 
 
 def lora() -> Training:
@@ -415,12 +414,11 @@ class Attention(nn.Module):
         self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
         self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         mixed = functional.scaled_dot_product_attention(
             self.query(x), self.key(x), self.value(x), is_causal=True
         )
-        out: Tensor = self.out(mixed)
-        return out
+        return self.out(mixed)
 
 
 class Block(nn.Module):
@@ -432,10 +430,9 @@ class Block(nn.Module):
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attention(self.norm1(x))
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 TEXT = (
@@ -451,15 +448,14 @@ class Characters(nn.Module):
         self.blocks = nn.Sequential(*[Block(width) for _ in range(blocks)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, known, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(
+    def forward(self, x: Tensor) -> Any:
+        return self.head(
             self.norm(self.blocks(self.token(x) + self.place(torch.arange(x.shape[1]))))
         )
-        return out
 
 
 def transformer(
-    blocks: int = 2, steps: int = 120, rules: tuple[dict[str, Any], ...] = (NORMS, OUTPUTS)
+    blocks: int = 2, steps: int = 120, rules: tuple[Json, ...] = (NORMS, OUTPUTS)
 ) -> Training:
     """A transformer on characters: embeddings, norms and layers differ in size, and none of them is broken."""
     alphabet = sorted(set(TEXT))

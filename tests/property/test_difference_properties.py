@@ -9,6 +9,7 @@ import pytest
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import Json
 
 import gradsurgeon
 from gradsurgeon.cli.review import text
@@ -70,12 +71,12 @@ ids = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=5, unique=True)
 
 
 @st.composite
-def rule_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
+def rule_lists(draw: st.DrawFn) -> list[Json]:
     return [{"id": one, **draw(bodies)} for one in draw(ids)]
 
 
 @st.composite
-def rewritten(draw: st.DrawFn, rules: list[dict[str, Any]]) -> str:
+def rewritten(draw: st.DrawFn, rules: list[Json]) -> str:
     """Return rules as a text: keys in any order, quoted in any way, with comments, flow or block."""
 
     def scalar(value: Any) -> str:
@@ -101,7 +102,7 @@ def rewritten(draw: st.DrawFn, rules: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load(rules: list[dict[str, Any]]) -> RuleSet:
+def load(rules: list[Json]) -> RuleSet:
     return gradsurgeon.load({"version": 1, "rules": rules})
 
 

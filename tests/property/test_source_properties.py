@@ -11,6 +11,7 @@ from bounds import within
 from fuzzing import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from ranks import Json
 
 from gradsurgeon.errors import RuleFileError
 from gradsurgeon.language import source
@@ -132,7 +133,7 @@ def flow(tree: object) -> str:
 
 @SETTINGS
 @given(st.dictionaries(KEYS, TREES, min_size=1, max_size=4))
-def test_what_is_written_is_read_and_found_at_its_place(tree: dict[str, Any]) -> None:
+def test_what_is_written_is_read_and_found_at_its_place(tree: Json) -> None:
     text = "".join(f"{key}:\n  {flow(value)}\n" for key, value in tree.items())
     keys_alone = any(key in {"-", "a-"} or key.startswith("-") for key in tree)
     document = parse(text)

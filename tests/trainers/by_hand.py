@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Json
+from small import rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -30,7 +32,7 @@ Micro = Callable[[nn.Module], Tensor]
 class Hand:
     """One rule, and the same thing by hand."""
 
-    rule: dict[str, Any]
+    rule: Json
     # On the contribution of one backward pass, by a hook of torch.
     contribution: Callable[[Tensor], Tensor] | None = None
     # On the gradient of the output of the module that holds the parameters.
@@ -39,10 +41,10 @@ class Hand:
     final: Callable[[Grads], None] | None = None
     frozen: Callable[[int], bool] = lambda _: False
 
-    def rules(self) -> dict[str, Any]:
+    def rules(self) -> Json:
         """Return a rule file with the rule and a log that must not be moved by it."""
         rule = {"id": "it", **self.rule}
-        return {"version": 1, "rules": [rule, {"id": "norms", "action": "norm-log", "params": "*"}]}
+        return rule_file(rule, {"id": "norms", "action": "norm-log", "params": "*"})
 
 
 def _bounded(grads: Grads) -> None:
@@ -191,10 +193,10 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-def trap(then: str) -> dict[str, Any]:
+def trap(then: str) -> Json:
     """Return a rule file with a trap on everything."""
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
-    return {"version": 1, "rules": [rule]}
+    return rule_file(rule)
 
 
 class Poison(torch.autograd.Function):

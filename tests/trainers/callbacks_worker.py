@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ranks import Json
 from torch import nn
 from trainers import test_callbacks as tests
 from worker import work
@@ -19,7 +20,7 @@ from gradsurgeon.integrations import LightningCallback, TransformersCallback
 FOLDER = Path(sys.argv[1]).parent
 
 
-def seen(callback: Any, model: nn.Module, logged: dict[Any, float], printed: str) -> dict[str, Any]:
+def seen(callback: Any, model: nn.Module, logged: dict[Any, float], printed: str) -> Json:
     session = callback.session
     return {
         "history": [tests.total(session, step) for step in tests.steps_of(session)],
@@ -29,7 +30,7 @@ def seen(callback: Any, model: nn.Module, logged: dict[Any, float], printed: str
     }
 
 
-def lightning() -> dict[str, Any]:
+def lightning() -> Json:
     printed = io.StringIO()
     logging.getLogger("lightning.pytorch").addHandler(logging.StreamHandler(printed))
     callback, model = LightningCallback(tests.rules()), tests.Net()
@@ -38,7 +39,7 @@ def lightning() -> dict[str, Any]:
     return seen(callback, model, logged, printed.getvalue())
 
 
-def transformers() -> dict[str, Any]:
+def transformers() -> Json:
     callback, model = TransformersCallback(tests.rules()), tests.Reader()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         trainer = tests.hugging(model, FOLDER, callback, ddp_backend="gloo")

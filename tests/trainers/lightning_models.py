@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning
 import torch
+from small import sgd
 from torch import Tensor, nn
 from trainers.by_hand import CLIP, PARTS
 
@@ -56,4 +57,4 @@ class Gan(lightning.LightningModule):
             own.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.g, self.d)]
+        return [sgd(part) for part in (self.g, self.d)]

@@ -17,7 +17,8 @@ import torch
 from commands import ROOT, forked
 from lightning.pytorch.loggers.logger import Logger
 from models import data
-from ranks import run_ranks
+from ranks import Json, run_ranks
+from small import linears, sgd
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainers.own_warnings import OWN_WARNINGS
@@ -41,7 +42,7 @@ NET = ("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias")
 BOTH = pytest.mark.parametrize("callback", [LightningCallback, TransformersCallback])
 
 
-def rules(*given: dict[str, Any]) -> dict[str, Any]:
+def rules(*given: Json) -> Json:
     return {"version": 1, "rules": list(given or [NORMS])}
 
 
@@ -96,7 +97,7 @@ class Net(lightning.LightningModule):
     def __init__(self, *, bad: int = -1, broken: int = -1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.net = linears(4, 3, 1)
         self._bad, self._broken = bad, broken
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -107,7 +108,7 @@ class Net(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return sgd(self)
 
 
 class Gan(Net):
@@ -125,7 +126,7 @@ class Gan(Net):
             own.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in self.net]
+        return [sgd(part) for part in self.net]
 
 
 class Kept(Logger):
@@ -231,14 +232,6 @@ class TestLightning:
         with pytest.warns(GradSurgeonWarning, match=r'names="net.7.\*" matches no tensor'):
             Fit(astray, tmp_path).run(Net())
 
-    def test_with_accumulation_it_logs_once_for_each_step(self, tmp_path: Path) -> None:
-        callback = LightningCallback(rules())
-        fit = Fit(callback, tmp_path, accumulate_grad_batches=4, log_every_n_steps=2, max_steps=3)
-        kept = fit.run(Net())
-        session: Any = callback.session
-        assert kept.having(TOTAL) == pytest.approx({s: total(session, s) for s in (1, 2)})
-        assert kept.having("loss").keys() == {1}
-
     def test_after_a_checkpoint_the_steps_go_on(self, tmp_path: Path) -> None:
         first = LightningCallback(rules())
         fit = Fit(first, tmp_path, max_steps=2)
@@ -263,16 +256,6 @@ class TestLightning:
         second = LightningCallback(rules({**NORMS, "at": "step"}))
         Fit(second, tmp_path, max_steps=12).run(Gan(), ckpt_path=str(tmp_path / "last.ckpt"))
         assert [steps_of(second.session, name) for name in NET] == [[4, 5]] * 4
-
-    def test_optimizers_that_take_turns_have_a_name_each(self, tmp_path: Path) -> None:
-        callback = LightningCallback(rules({**NORMS, "at": "step"}))
-        kept = Fit(callback, tmp_path, max_steps=-1, max_epochs=1).run(Gan(every=3))
-        session: Any = callback.session
-        batches = range(2 * STEPS)
-        often = {step: total(session, step, NET[:2]) for step in batches}
-        assert kept.having(TOTAL) == pytest.approx(often)
-        seldom = {step: total(session, step // 3, NET[2:]) for step in batches[::3]}
-        assert kept.having("gradsurgeon/norms/part-2/total") == pytest.approx(seldom)
 
     def test_an_error_in_training_takes_the_rules_off(self, tmp_path: Path) -> None:
         model, callback = Net(broken=3), LightningCallback(rules())
@@ -347,7 +330,7 @@ class Reader(nn.Module):
     def __init__(self, *, bad: int = -1, broken: int = -1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.net = linears(4, 3, 1)
         self.calls, self.bad, self.broken = 0, bad, broken
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -513,13 +496,13 @@ class TestTransformers:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Json]:
     worker = Path(__file__).with_name("callbacks_worker.py")
     return run_ranks(worker, tmp_path_factory.mktemp("ranks") / "seen")
 
 
 @pytest.mark.parametrize("kind", ["lightning", "transformers"])
-def test_two_ranks(kind: str, two_ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks(kind: str, two_ranks: list[Json]) -> None:
     first, second = (rank[kind] for rank in two_ranks)
     assert first["history"] == pytest.approx(second["history"])
     assert len(first["history"]) == STEPS

@@ -8,6 +8,8 @@ from typing import Any, cast
 import lightning
 import pytest
 import torch
+from ranks import Json
+from small import rule_file, tanh_net
 from torch import Tensor, nn
 from trainers.own_warnings import OWN_WARNINGS
 from transformers import Trainer, TrainingArguments
@@ -17,17 +19,14 @@ from gradsurgeon.integrations import LightningCallback, TransformersCallback
 
 pytestmark = [pytest.mark.slow, *OWN_WARNINGS]
 
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {
-            "id": "spikes",
-            "action": "spike-trap",
-            "params": "*",
-            "above": {"sigmas": 1.5, "beta": 0.8, "warmup": 4},
-        }
-    ],
-}
+RULES: Json = rule_file(
+    {
+        "id": "spikes",
+        "action": "spike-trap",
+        "params": "*",
+        "above": {"sigmas": 1.5, "beta": 0.8, "warmup": 4},
+    }
+)
 STEPS, BROKEN_OFF = 16, 9
 
 
@@ -40,7 +39,7 @@ def loss_of(net: nn.Module, step: int) -> Tensor:
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    return tanh_net(4, 3, 1)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -273,11 +272,11 @@ class TestTransformers:
     def test_the_best_model_at_the_end_is_no_matter_of_the_rules(self, tmp_path: Path) -> None:
         callback = TransformersCallback(RULES)
         # The one metric that a model without labels has.
-        best: dict[str, Any] = {
+        best: Json = {
             "load_best_model_at_end": True,
             "metric_for_best_model": "eval_runtime",
         }
-        evaluated: dict[str, Any] = {
+        evaluated: Json = {
             "eval_strategy": "steps",
             "eval_steps": BROKEN_OFF,
             "save_total_limit": 1,

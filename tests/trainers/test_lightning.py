@@ -15,7 +15,8 @@ import pytest
 import torch
 from models import data
 from pairs import slow
-from torch import Tensor, nn
+from small import linears, rule_file, sgd, steps_of
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 from trainers import by_hand
@@ -140,7 +141,7 @@ def test_an_optimizer_of_the_scripts_own_consumes_what_the_rules_left(
     clip = {"id": "clip", "action": "clip-norm", "max_norm": 0.03, "params": LOGGED}
     after = {"id": "after", "action": "norm-log", "at": "step", "params": LOGGED}
     model = net(manual=manual, kind=make)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [clip, after]}) as session:
+    with gradsurgeon.apply(model, rule_file(clip, after)) as session:
         fit(model, tmp_path)
     assert session.events == []
     assert made[0].consumed == pytest.approx([0.03] * STEPS, rel=1e-4)
@@ -184,11 +185,11 @@ def test_a_scaler(name: str, tmp_path: Path) -> None:
 def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
     norms = {"id": "norms", "action": "norm-log", "at": "step", "params": "*"}
     model = importlib.import_module("trainers.lightning_models").Gan()
-    with gradsurgeon.apply(model, {"version": 1, "rules": [norms]}) as session:
+    with gradsurgeon.apply(model, rule_file(norms)) as session:
         fit(model, tmp_path)
         assert session.step == STEPS * PARTS
-    assert [step for step, _ in session.history("d.weight")] == list(range(8))
-    assert [step for step, _ in session.history("g.weight")] == list(range(4))
+    assert steps_of(session, "d.weight") == list(range(8))
+    assert steps_of(session, "g.weight") == list(range(4))
     assert session.events == []
 
 
@@ -196,10 +197,10 @@ def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
 def test_what_fabric_wraps_keeps_its_names() -> None:
     import lightning
 
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model = linears(3, 2, 1)
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     wrapped = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    optimizer = fabric.setup_optimizers(sgd(wrapped))
     rules = [{"id": "half", "action": "scale", "params": "0.*", "factor": 0.5, "at": "step"}]
     session = gradsurgeon.apply(wrapped, {"version": 1, "rules": rules})
     assert session.plan.manifest.origin == "Sequential"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import singly
+from small import rule_file, sgd, steps_of
 from torch import Tensor, nn
 from trainers import by_hand
 from trainers.by_hand import CLIP, PARTS, RULES, STEPS, Hand
@@ -80,7 +81,7 @@ def losses() -> Sequence[Sequence[by_hand.Micro]]:
 
 def hand_written(hand: Hand, **options: Any) -> by_hand.End:
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = sgd(model, LR)
     return by_hand.train(model, optimizer, losses(), hand, **options)
 
 
@@ -122,15 +123,12 @@ def watching(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_bf16_and_the_default_optimizers(optim: str, tmp_path: Path) -> None:
-    rules = {
-        "version": 1,
-        "rules": [
-            {"id": "clipped", "action": "norm-log", "at": "step", "params": LOGGED},
-            {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "*"},
-            {"id": "halved", "action": "norm-log", "at": "step", "params": LOGGED},
-            {"id": "trap", "action": "nan-trap", "params": "*"},
-        ],
-    }
+    rules = rule_file(
+        {"id": "clipped", "action": "norm-log", "at": "step", "params": LOGGED},
+        {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "*"},
+        {"id": "halved", "action": "norm-log", "at": "step", "params": LOGGED},
+        {"id": "trap", "action": "nan-trap", "params": "*"},
+    )
     model = make()
     seen = watching(model)
     with gradsurgeon.apply(model, rules) as session:
@@ -142,7 +140,7 @@ def test_bf16_and_the_default_optimizers(optim: str, tmp_path: Path) -> None:
     (notice,) = session.events
     assert (notice.kind, notice.rule) == ("notice", "half")
     assert "AdamW divides each gradient by its running size" in notice.message
-    assert [s for s, _ in session.history(LOGGED, rule="clipped")] == list(range(STEPS))
+    assert steps_of(session, LOGGED, rule="clipped") == list(range(STEPS))
     clipped = [norm for _, norm in session.history(LOGGED, rule="clipped")]
     halved = [norm for _, norm in session.history(LOGGED, rule="halved")]
     assert clipped == pytest.approx(seen.clipped, rel=1e-5)

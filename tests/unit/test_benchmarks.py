@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import Json
 
 from benchmarks import (
     check,
@@ -24,12 +25,10 @@ from benchmarks.cases import BARE
 BARE_NAME = BARE.name
 
 
-def row(
-    workload: str, case: str, ratio: float, *, width: float = 0.0, **more: Any
-) -> dict[str, Any]:
+def row(workload: str, case: str, ratio: float, *, width: float = 0.0, **more: Any) -> Json:
     """Return a row of overhead whose ratios are all the same."""
     spread = {"median": ratio, "low": ratio - width, "high": ratio + width, "count": 100}
-    found: dict[str, Any] = dict.fromkeys(
+    found: Json = dict.fromkeys(
         ("step_ratio", "clip_ratio", "read_ratio", "reads_ratio", "base_us", "extra_us"), spread
     )
     found |= dict.fromkeys(("mean_extra_us", "peak_bytes", "allocations", "reads"), 0)
@@ -143,7 +142,7 @@ def test_the_command_tells_a_doctored_baseline(
 # Targets.
 
 
-def verdicts(rows: list[dict[str, Any]], device: str = "cpu") -> dict[str, str]:
+def verdicts(rows: list[Json], device: str = "cpu") -> dict[str, str]:
     return {one.target.what: one.why or one.verdict for one in targets.judged(rows, device)}
 
 

@@ -15,6 +15,8 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from models import data
+from ranks import Json
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -106,7 +108,7 @@ def test_the_guide_computes_a_grad_cam(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cam.yaml").write_text(rules.replace("layer4", "conv2"), encoding="utf-8")
     model = Net()
-    known: dict[str, Any] = {
+    known: Json = {
         "gradsurgeon": gradsurgeon,
         "model": model,
         "image": IMAGES[:1],
@@ -134,7 +136,7 @@ def test_features_are_one_image_per_channel(model: Net, session: Session) -> Non
 
 def test_of_many_channels_the_first_are_drawn_and_the_last_call() -> None:
     model = Net(channels=70)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [MAPS]}, optimizer=[]) as session:
+    with gradsurgeon.apply(model, rule_file(MAPS), optimizer=[]) as session:
         model(IMAGES)
         model(IMAGES + math.nan)
         figure = session.plot("features")
@@ -149,8 +151,8 @@ def test_of_many_channels_the_first_are_drawn_and_the_last_call() -> None:
 
 
 def test_steps_are_chosen(model: Net) -> None:
-    rules = {"version": 1, "rules": [{**MAPS, "steps": {"every": 2}}]}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rules = rule_file({**MAPS, "steps": {"every": 2}})
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, rules) as session:
         for _ in range(4):
             model(IMAGES).sum().backward()
@@ -190,7 +192,7 @@ def test_features_of_any_dtype_are_drawn(dtype: torch.dtype) -> None:
             return x.to(dtype)
 
     model = nn.Sequential(Made())
-    rules = {"version": 1, "rules": [{**MAPS, "modules": "0"}]}
+    rules = rule_file({**MAPS, "modules": "0"})
     with gradsurgeon.apply(model, rules, optimizer=[]) as session:
         model(torch.tensor([0.0, 1.0]).view(1, 1, 1, 2))
         shown = image(session.plot("features", rule="maps"))
@@ -198,7 +200,7 @@ def test_features_of_any_dtype_are_drawn(dtype: torch.dtype) -> None:
 
 
 def test_tensors_of_another_shape_are_refused(model: Net) -> None:
-    rules = {"version": 1, "rules": [{**MAPS, "modules": "head"}]}
+    rules = rule_file({**MAPS, "modules": "head"})
     with gradsurgeon.apply(model, rules, optimizer=[]) as session:
         model(IMAGES)
         with pytest.raises(ValueError, match=r"head has the shape \[2, 4\]"):
@@ -206,7 +208,7 @@ def test_tensors_of_another_shape_are_refused(model: Net) -> None:
 
 
 def test_without_a_rule_one_is_shown(model: Net) -> None:
-    with gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}, optimizer=[]) as session:
+    with gradsurgeon.apply(model, rule_file(NORMS), optimizer=[]) as session:
         with pytest.raises(RecordError, match=r"add one, such as \{id: maps, action: capture"):
             session.plot("features")
         with pytest.raises(RecordError, match="rule norms records l2 norms, and no gradient has"):

@@ -14,6 +14,8 @@ import pytest
 import torch
 from commands import call_here, environment
 from models import data
+from ranks import Json
+from small import rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -50,12 +52,10 @@ def read(path: Path) -> list[Any]:
     return entries
 
 
-def kept(path: Path, tensors: Mapping[str, Tensor], **rule: Any) -> dict[str, Any]:
+def kept(path: Path, tensors: Mapping[str, Tensor], **rule: Any) -> Json:
     """Return by name what a run holds of tensors that were seen in one step."""
     model = Tagging()
-    with gradsurgeon.apply(
-        model, {"version": 1, "rules": [{**TAGS, **rule}]}, optimizer=[], record=path
-    ):
+    with gradsurgeon.apply(model, rule_file({**TAGS, **rule}), optimizer=[], record=path):
         model(tensors)
     (found,) = read(path)
     assert (found.rule, found.more) == ("tags", max(0, len(tensors) - 16))
@@ -142,8 +142,8 @@ def test_a_tensor_that_is_divided_over_ranks_is_told_of(tmp_path: Path) -> None:
 
 def test_of_each_tensor_the_newest_step_and_last_call(tmp_path: Path) -> None:
     model = Tagging()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [TAGS]}, record=tmp_path / "run"):
+    optimizer = sgd(model, 0.0)
+    with gradsurgeon.apply(model, rule_file(TAGS), record=tmp_path / "run"):
         for step in range(3):
             names = ["x", "x"] if step == 2 else ["x", "early"]
             for number, name in enumerate(names):

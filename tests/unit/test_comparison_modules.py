@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -17,15 +19,14 @@ class Shifted(nn.Module):
         super().__init__()
         self.shift, self.norm = shift, nn.LayerNorm(8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.norm(x + self.shift * (torch.arange(8) % 2))
-        return normed
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(x + self.shift * (torch.arange(8) % 2))
 
 
 def record(path: Path, shift: float) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Shifted(shift), nn.Linear(8, 8))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     with torch.no_grad():
         model[0].bias.add_(1000)  # type: ignore[operator]
     with gradsurgeon.apply(model, "gradsurgeon:fingerprint@1", optimizer=optimizer, record=path):

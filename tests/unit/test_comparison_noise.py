@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import comparison_trainings as parting
 import pytest
 import torch
 from comparison_nets import Convolutions, Transformer
+from ranks import Json
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -22,13 +24,13 @@ pytestmark = pytest.mark.slow
 
 FAULTS = {fault.name: fault for fault in parting.FAULTS}
 SCALED = FAULTS["attention scaled by 1/d"].change
-Make = Callable[..., pathlib.Path]
+Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that records a training once, and returns its directory."""
-    folder, known = tmp_path_factory.mktemp("runs"), dict[str, pathlib.Path]()
+    folder, known = tmp_path_factory.mktemp("runs"), dict[str, Path]()
 
     def make(name: str, change: Any = None, kind: Any = Transformer, **options: Any) -> Any:
         eps = options.pop("eps", parting.EPS)
@@ -60,7 +62,7 @@ class TestRefused:
         assert "by the script of the reference" in text
         assert main(["compare", str(run), str(reference), "--noise", *map(str, noise)]) == 2
 
-    def test_the_candidate_itself(self, made: Make, tmp_path: pathlib.Path) -> None:
+    def test_the_candidate_itself(self, made: Make, tmp_path: Path) -> None:
         reference, run = made("Transformer"), made("attention scaled by 1/d", SCALED)
         with pytest.raises(RecordError, match=r"is the run or .*; give each noise run once"):
             gradsurgeon.compare(run, reference, run)
@@ -81,7 +83,7 @@ class TestRefused:
         run, reference = made(f"{kind} again", kind=kind), made(kind.__name__, kind=kind)
         assert gradsurgeon.compare(run, reference, noise).alike
 
-    def test_what_rounding_decides_is_not(self, tmp_path: pathlib.Path) -> None:
+    def test_what_rounding_decides_is_not(self, tmp_path: Path) -> None:
         # The batch norm takes away what is large and common in its input, so noise is most of its output.
         shaken = {"action": "perturb", "modules": "*", "tensor": "input", "eps": 4e-3}
         noise = [
@@ -103,7 +105,7 @@ class TestRefused:
         with pytest.raises(RecordError, match="scaled by 1/d1: differs from the reference by"):
             gradsurgeon.compare(made("again"), made("Transformer"), [*noise, other])
 
-    def test_no_tensor_in_common(self, made: Make, tmp_path: pathlib.Path) -> None:
+    def test_no_tensor_in_common(self, made: Make, tmp_path: Path) -> None:
         noise, runs = small(tmp_path / "noise"), (made("again"), made("Transformer"))
         with pytest.raises(RecordError, match=r"in common: give noise runs of the reference"):
             gradsurgeon.compare(*runs, noise)
@@ -117,7 +119,7 @@ class TestRefused:
             gradsurgeon.compare(made("again"), made("Transformer"), noise)
 
 
-def small(path: pathlib.Path, **options: Any) -> pathlib.Path:
+def small(path: Path, **options: Any) -> Path:
     """Record a small training.
 
     Args:
@@ -127,7 +129,7 @@ def small(path: pathlib.Path, **options: Any) -> pathlib.Path:
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     rules = options.get("rules", parting.PACK)
     data = torch.randn(3, 8, 4) + options.get("shift", 0.0)
     with gradsurgeon.apply(model, rules, optimizer=optimizer, record=path):
@@ -144,7 +146,7 @@ def small(path: pathlib.Path, **options: Any) -> pathlib.Path:
     return path
 
 
-def log(id_: str, **more: Any) -> dict[str, Any]:
+def log(id_: str, **more: Any) -> Json:
     stats = ["l2", "numel", "projection"]
     return {"id": id_, "action": "norm-log", "params": "*", "stats": stats, **more}
 
@@ -157,7 +159,7 @@ FINAL = {
 
 
 class TestVerdict:
-    def test_rounding_decides_every_tensor(self, tmp_path: pathlib.Path) -> None:
+    def test_rounding_decides_every_tensor(self, tmp_path: Path) -> None:
         # The batch norm cancels this bias: rounding alone decides its gradient.
         bias = {**log("gradients"), "params": ["0.bias"]}
         undecided = {"version": 1, "rules": [bias]}
@@ -239,7 +241,7 @@ class TestHalfPrecision:
 
 class TestCalls:
     @pytest.mark.parametrize("step", [0, 1])
-    def test_an_evaluation_in_one_run_alone(self, tmp_path: pathlib.Path, step: int) -> None:
+    def test_an_evaluation_in_one_run_alone(self, tmp_path: Path, step: int) -> None:
         run, reference = small(tmp_path / "b", evaluated=step), small(tmp_path / "a")
         found = gradsurgeon.compare(run, reference)
         assert found.alike, found
@@ -255,7 +257,7 @@ class TestCalls:
 
 
 class TestKinds:
-    def test_weights_alone(self, tmp_path: pathlib.Path) -> None:
+    def test_weights_alone(self, tmp_path: Path) -> None:
         run, reference = small(tmp_path / "b", rules=WEIGHTS), small(tmp_path / "a")
         found = gradsurgeon.compare(run, reference)
         (note,) = found.notes
@@ -263,7 +265,7 @@ class TestKinds:
         assert "input at forward, output at forward, output.grad at backward" in note
         assert gradsurgeon.compare(reference, run).notes == found.notes
 
-    def test_a_clip_that_is_missing(self, tmp_path: pathlib.Path) -> None:
+    def test_a_clip_that_is_missing(self, tmp_path: Path) -> None:
         run = small(tmp_path / "b", rules=FINAL)
         reference = small(tmp_path / "a", rules=FINAL, clip=0.01)
         found = gradsurgeon.compare(run, reference)
@@ -277,7 +279,7 @@ class TestKinds:
             ("grad", "accumulated"), ("grad", "step"), ("value", "updated"),
         ]  # fmt: skip
 
-    def test_a_gradient_that_differs_comes_first(self, tmp_path: pathlib.Path) -> None:
+    def test_a_gradient_that_differs_comes_first(self, tmp_path: Path) -> None:
         def doubled(y: Tensor) -> Any:
             return 2 * y.square().mean()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from kernels import OtherKernels
 from pairs import slow
 from public_trainings import FAULTS, HARMLESS, PACK, TRAININGS, Recording, Trial, noisy
+from small import sgd
 
 import gradsurgeon
 from gradsurgeon.cli import main
@@ -38,16 +38,9 @@ QUICK = {
 def _way(how: str) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    ways: dict[str, Callable[[], Any]] = {
-        "other kernels": OtherKernels,
-        "convolutions by torch alone": lambda: torch.backends.mkldnn.flags(enabled=False),
-    }
     try:
-        with warnings.catch_warnings():
-            # Setting the flags of oneDNN warns of its option for Intel GPUs.
-            warnings.filterwarnings("ignore", "TF32 acceleration")
-            with ways.get(how, contextlib.nullcontext)():
-                yield
+        with OtherKernels() if how == "other kernels" else contextlib.nullcontext():
+            yield
     finally:
         torch.set_num_threads(before)
 
@@ -132,7 +125,6 @@ class TestModels:
         assert found.first == ()
 
     def test_a_folder_that_a_person_made_is_no_model(self, made: Make, tmp_path: Path) -> None:
-        torch.manual_seed(0)
         public_trainings.codes(Recording(tmp_path / "a"))
         torch.manual_seed(0)
         public_trainings.codes(Recording(tmp_path / "a" / "noise", rules=noisy(0, 1e-6)))
@@ -189,7 +181,7 @@ class Branches(torch.nn.Module):
 def branches(path: Path, *, detached: bool, twice: bool = False, weight: float = 1.0) -> Path:
     torch.manual_seed(0)
     model = Branches(detached=detached, twice=twice, weight=weight)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, PACK, optimizer=optimizer, record=path):
         for _ in range(2):
             optimizer.zero_grad()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import KEY, meta
+from small import sgd
 from torch import Tensor
 
 import gradsurgeon
@@ -189,7 +190,7 @@ def test_the_status_of_a_moment_ago_waits_for_nothing(copies: list[Copy]) -> Non
 
 def test_events_wait_for_no_device_and_status_does(copies: list[Copy]) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     rule = {"id": "clip", "action": "clip-norm", "params": "*", "at": "step", "max_norm": 1.0}
     session = gradsurgeon.apply(model, {"version": 1, "rules": [{**rule, "per": "rule"}]})
 

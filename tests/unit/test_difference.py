@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import Json
 
 import gradsurgeon
 from gradsurgeon.cli.review import sources, text
@@ -33,19 +34,19 @@ def manifest(*names: str, layers: int = 3) -> Manifest:
     )
 
 
-def zero(rule_id: str = "it", params: str = "h.*", **options: Any) -> dict[str, Any]:
+def zero(rule_id: str = "it", params: str = "h.*", **options: Any) -> Json:
     return {"id": rule_id, "action": "zero", "params": params, **options}
 
 
-def clamp(rule_id: str = "it", **options: Any) -> dict[str, Any]:
+def clamp(rule_id: str = "it", **options: Any) -> Json:
     return {"id": rule_id, "action": "clamp", "params": "h.*", "at": "step", **options}
 
 
-def load(*rules: dict[str, Any]) -> RuleSet:
+def load(*rules: Json) -> RuleSet:
     return gradsurgeon.load({"version": 1, "rules": list(rules)})
 
 
-def diff(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Difference:
+def diff(old: list[Json], new: list[Json]) -> Difference:
     return compare(load(*old), load(*new), manifest())
 
 
@@ -82,7 +83,7 @@ class TestRules:
         ]
 
 
-def clip(**options: Any) -> dict[str, Any]:
+def clip(**options: Any) -> Json:
     return {"id": "it", "action": "clip-norm", "params": "*", "max_norm": 1.0, **options}
 
 
@@ -215,7 +216,7 @@ class TestFindings:
         assert "module_type" in finding.text
 
 
-SIDE: list[dict[str, Any]] = [
+SIDE: list[Json] = [
     zero("late", at="step"),
     zero("early"),
     {"id": "out", "action": "zero", "modules": "conv*", "tensor": "output.grad"},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from ranks import Json
 
 import gradsurgeon
 from gradsurgeon.cli.review import text
@@ -21,14 +21,14 @@ MANIFEST = Manifest(
     tuple(Param(f"layers.{at}.w", (), (2,), "float32", True, ()) for at in range(200)),
 )
 
-Make = Callable[[int], dict[str, Any]]
+Make = Callable[[int], Json]
 
 
 def rules(make: Make, number: int, order: int = 1) -> RuleSet:
     return gradsurgeon.load({"version": 1, "rules": [make(at) for at in range(number)][::order]})
 
 
-def scale(at: int, params: str, name: str = "r", factor: float = 0.5) -> dict[str, Any]:
+def scale(at: int, params: str, name: str = "r", factor: float = 0.5) -> Json:
     return {"id": f"{name}-{at}", "action": "scale", "params": params, "factor": factor}
 
 

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from commands import call_here
 from html_views import Page
+from ranks import Json
 from runs import another_process, meta, write
+from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -27,14 +28,14 @@ from gradsurgeon.report.web_page import page_data
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 TRAP = {"id": "no-nan", "action": "nan-trap", "params": "*", "forensics": False}
-RULES = {"version": 1, "rules": [NORMS]}
+RULES = rule_file(NORMS)
 NO_END = r"broken: no end was written, last record at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: what came after it is missing"
 
 
-def train(path: Path, *rules: dict[str, Any], broken: int | None = None) -> None:
+def train(path: Path, *rules: Json, broken: int | None = None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     given = {"version": 1, "rules": list(rules)}
     with gradsurgeon.apply(model, given, optimizer=optimizer, record=path):
         for step in range(6):
@@ -49,9 +50,9 @@ def head(path: Path) -> list[str]:
         return from_run(run).head
 
 
-def ended(path: Path) -> dict[str, Any]:
+def ended(path: Path) -> Json:
     with gradsurgeon.open_run(path) as run:
-        found: dict[str, Any] = to_dict(from_run(run))["ended"]
+        found: Json = to_dict(from_run(run))["ended"]
     return found
 
 
@@ -104,7 +105,7 @@ def test_an_exception_of_the_script(tmp_path: Path) -> None:
 
 def test_an_exception_in_a_step(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
 
     def fail(*_: object) -> None:
         raise MemoryError
@@ -132,7 +133,7 @@ def test_a_training_after_a_caught_exception_has_ended(tmp_path: Path) -> None:
 
 def _raise_after_training(path: Path) -> None:
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     try:
         int("no number")
     except ValueError:
@@ -225,7 +226,7 @@ def gan(path: Path) -> Iterator[gradsurgeon.Session]:
     """Train the two models of a GAN; the last pass of the generator leaves gradients in the other one."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
-    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in ("d", "g")}
+    optimizers = {name: sgd(model[name], 0.001) for name in ("d", "g")}
     with gradsurgeon.apply(
         model, RULES, optimizer=list(optimizers.values()), record=path
     ) as session:

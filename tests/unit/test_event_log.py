@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from small import events_of, kinds_of, rule_file, sgd, take_step
 from torch import nn
 
 import gradsurgeon
@@ -33,13 +34,11 @@ def make() -> EventLog:
 def train(then: str, steps: int, **options: object) -> gradsurgeon.Session:
     """Let a trap trip in every step."""
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     rule = {"id": "guard", "action": "nan-trap", "params": "*", "then": then, **options}
-    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+    with gradsurgeon.apply(model, rule_file(rule)) as session:
         for _ in range(steps):
-            optimizer.zero_grad()
-            (model(torch.ones(1, 2)) * NAN).sum().backward()
-            optimizer.step()
+            take_step(optimizer, (model(torch.ones(1, 2)) * NAN).sum())
     return session
 
 
@@ -130,7 +129,7 @@ def test_what_a_handler_raises_spoils_no_decision(
     logger = logging.getLogger("gradsurgeon")
     monkeypatch.setattr(logger, by, [gone if by == "handlers" else gone.emit])
     session = train("skip-step", 3)
-    assert [event.kind for event in session.events] == ["trap", "skipped-step"] * 3
+    assert kinds_of(session) == ["trap", "skipped-step"] * 3
     assert "ConnectionError: the server of logs is gone" in capsys.readouterr().err
 
 
@@ -170,7 +169,7 @@ def test_routine_events_make_room_for_traps(few_events: int) -> None:
     kept = [event.message for event in journal.events]
     assert {"the first", "trap 0", "skip 0"} <= set(kept)
     assert sum(message.startswith("trap") for message in kept) == few_events + 1
-    notices = [event for event in journal.events if event.kind == "notice"]
+    notices = events_of(journal, "notice")
     assert len(notices) == 2
     assert notices[1].message.startswith("more than 100 events repeat others: the oldest")
     # A run keeps every trap, and so many of the rest.
@@ -183,7 +182,7 @@ def test_routine_events_make_room_for_traps(few_events: int) -> None:
 def test_the_error_of_a_trap_is_its_own_however_many_events_there_were() -> None:
     model = nn.Linear(2, 1, bias=False)
     rule = {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    rules = {"version": 1, "rules": [{**rule, "give_up_after": 1000}]}
+    rules = rule_file({**rule, "give_up_after": 1000})
     session = gradsurgeon.apply(model, rules)
     for step in range(150):
         model.weight.grad = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pathlib
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -19,7 +19,7 @@ from gradsurgeon.cli.review import formats, lint
 from gradsurgeon.cli.review.checks import READING_CHECKS
 from gradsurgeon.errors import Place, Problem, Severity
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 CASES = ROOT / "tests" / "cases" / "schema" / "bad"
 
 
@@ -39,7 +39,7 @@ def all_cases() -> list[Problem]:
     return [one for case in sorted(CASES.glob("*.yaml")) for one in lint(str(case))]
 
 
-def sarif(problems: list[Problem], root: pathlib.Path = ROOT) -> Any:
+def sarif(problems: list[Problem], root: Path = ROOT) -> Any:
     return json.loads(formats.write(problems, "sarif", root=root))
 
 
@@ -55,7 +55,7 @@ def test_colour_adds_codes_and_nothing_else(form: str) -> None:
 
 class TestGitHub:
     def test_an_annotation_holds_place_check_message_and_remedy(self) -> None:
-        assert formats.write([problem()], "github", root=pathlib.Path.cwd()) == (
+        assert formats.write([problem()], "github", root=Path.cwd()) == (
             "::error file=rules.yaml,line=3,col=11,endColumn=12,title=bad-value::wrong (write 1)\n"
         )
 
@@ -112,7 +112,7 @@ class TestSarif:
         "name",
         ["a b.yaml", "50%.yaml", "漢#?.yaml", "x:y.yaml", "gradsurgeon:clip@1", "\udcff.yaml"],
     )
-    def test_uris_are_relative_and_encoded(self, name: str, tmp_path: pathlib.Path) -> None:
+    def test_uris_are_relative_and_encoded(self, name: str, tmp_path: Path) -> None:
         result = sarif([problem(file=str(tmp_path / name))], tmp_path)["runs"][0]["results"][0]
         uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
         assert re.fullmatch("[A-Za-z0-9._~/%-]+", uri)
@@ -120,7 +120,7 @@ class TestSarif:
         assert (parts.scheme, parts.query, parts.fragment) == ("", "", "")
         assert unquote(uri, errors="surrogateescape") == name
 
-    def test_a_file_elsewhere_has_an_absolute_uri(self, tmp_path: pathlib.Path) -> None:
+    def test_a_file_elsewhere_has_an_absolute_uri(self, tmp_path: Path) -> None:
         result = sarif([problem(file="/else where/r.yaml")], tmp_path)["runs"][0]["results"][0]
         artifact = result["locations"][0]["physicalLocation"]["artifactLocation"]
         assert artifact == {"uri": "file:///else%20where/r.yaml"}
@@ -149,7 +149,7 @@ NASTY = [
 
 @pytest.fixture(scope="module")
 def check() -> Validator:
-    raw = pathlib.Path(os.environ["SARIF_SCHEMA"]).read_bytes()
+    raw = Path(os.environ["SARIF_SCHEMA"]).read_bytes()
     assert hashlib.sha256(raw).hexdigest() in OFFICIAL, "this is not what OASIS published"
     schema = json.loads(raw)
     kind = validator_for(schema)
@@ -176,9 +176,7 @@ class TestSarifSchema:
         assert not list(check.iter_errors(log))
         assert len(log["runs"][0]["results"]) == len(together)
 
-    def test_so_do_names_and_places_that_are_odd(
-        self, check: Validator, tmp_path: pathlib.Path
-    ) -> None:
+    def test_so_do_names_and_places_that_are_odd(self, check: Validator, tmp_path: Path) -> None:
         files = [tmp_path / name for name in NASTY]
         for file in files:
             file.write_text("version: 1\nrules: [{id: '漢{0}\\e'}]\n", encoding="utf-8")
@@ -189,9 +187,7 @@ class TestSarifSchema:
         problems += [problem(file="/else where/r.yaml"), problem(file="<python>", line=0)]
         assert not list(check.iter_errors(sarif(problems, tmp_path)))
 
-    def test_so_does_what_the_command_writes(
-        self, check: Validator, tmp_path: pathlib.Path
-    ) -> None:
+    def test_so_does_what_the_command_writes(self, check: Validator, tmp_path: Path) -> None:
         cases = [str(path) for path in sorted(CASES.glob("include-*.yaml"))]
         written = tmp_path / "out.sarif"
         options = ("--format", "sarif", "--output", str(written))

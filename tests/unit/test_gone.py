@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import rule_file
 
 import gradsurgeon
 from gradsurgeon.actions import _methods
@@ -37,7 +38,7 @@ def test_a_command_or_option_that_is_gone(words: str, capsys: pytest.CaptureFixt
 def test_a_method_that_is_gone(method: str) -> None:
     rule = {"id": "a", "action": "combine", "params": "*", "losses": ["x", "y"], "method": method}
     with pytest.raises(gradsurgeon.RuleFileError) as refused:
-        gradsurgeon.load({"version": 1, "rules": [rule]})
+        gradsurgeon.load(rule_file(rule))
     (problem,) = refused.value.problems
     assert problem.message == f"`method: {method}` is gone"
     assert problem.hint == _methods.GONE[method]
@@ -52,7 +53,7 @@ def test_what_is_used_instead_of_an_average_is_one() -> None:
 
 def test_a_picture_that_is_gone() -> None:
     model = torch.nn.Linear(1, 1)
-    rules = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
+    rules = rule_file({"id": "norms", "action": "norm-log", "params": "*"})
     with gradsurgeon.apply(model, rules) as session:
         plot: Any = session.plot
         with pytest.raises(

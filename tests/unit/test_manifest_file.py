@@ -6,10 +6,10 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import models
 import pytest
+from ranks import Json
 from torch import nn
 
 import gradsurgeon
@@ -33,8 +33,8 @@ class Shared(nn.Module):
 ZOO = [models.Mlp, models.Tied, models.Frozen, Shared, nn.Identity]
 
 
-def manifest(*rows: tuple[str, str, list[int]]) -> dict[str, Any]:
-    content: dict[str, Any] = {
+def manifest(*rows: tuple[str, str, list[int]]) -> Json:
+    content: Json = {
         "params": [
             {
                 "name": name,
@@ -198,7 +198,7 @@ def write_weights(
     path: Path, tensors: Mapping[str, tuple[object, list[int]]], metadata: object = None
 ) -> None:
     """Write a header without the tensors, which nothing may read."""
-    header: dict[str, Any] = {
+    header: Json = {
         name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
         for name, (dtype, shape) in tensors.items()
     }

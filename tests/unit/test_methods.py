@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from torch import Tensor
 
 from gradsurgeon import GradSurgeonError
@@ -22,7 +23,7 @@ torchjd = pytest.importorskip("torchjd")
 aggregation = pytest.importorskip("torchjd.aggregation")
 
 C = 0.4
-GIVEN: Mapping[str, dict[str, Any]] = {
+GIVEN: Mapping[str, Json] = {
     "cagrad": {"c": C},
     "fairgrad": {"alpha": 2.0},
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from html_views import Page
 from models import Tied
+from ranks import Json
 from runs import shown
 from torch import nn
 
@@ -23,7 +24,7 @@ HOSTILE = "<script>alert(1)</script>\u202e\"'&"
 INERT = "<script>alert(1)</script>\\u202e\"'&"
 
 
-def plan(model: nn.Module, *rules: dict[str, Any]) -> gradsurgeon.Plan:
+def plan(model: nn.Module, *rules: Json) -> gradsurgeon.Plan:
     return gradsurgeon.plan(model, {"version": 1, "rules": list(rules)})
 
 
@@ -44,7 +45,7 @@ def facts(name: str, **more: Any) -> TensorFacts:
 
 
 def diagnosis(**more: Any) -> Diagnosis:
-    given: dict[str, Any] = {
+    given: Json = {
         "certainty": "reproduced",
         "reasons": (),
         "step": 7,
@@ -101,7 +102,7 @@ def report(histories: dict[str, list[float | None]], **more: Any) -> Report:
         absent = frozenset(place for place, value in enumerate(row) if value is None)
         floats = torch.tensor([value or 0.0 for value in row])
         records.add(key, step, floats.numpy().tobytes(), absent)
-    given: dict[str, Any] = {
+    given: Json = {
         "title": "rules.yaml on Net",
         "params": tuple(histories),
         "rules": {"norms": RuleInfo("norm-log", "observe", ("never",))},

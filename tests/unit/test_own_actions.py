@@ -15,9 +15,11 @@ import pytest
 import torch
 from commands import WITHOUT_TORCH, call
 from pydantic import field_validator, model_validator
+from small import fired, rule_file, sgd, weights_of
+from torch import Tensor
 
 import gradsurgeon
-from gradsurgeon import actions
+from gradsurgeon import RuleFileError, actions
 from gradsurgeon.language import planning
 from gradsurgeon.language.planning import manifest_file
 from gradsurgeon.tensors import statistics
@@ -130,7 +132,7 @@ class TestReview:
 
 
 def train(model: torch.nn.Module, rules: Any, **options: Any) -> gradsurgeon.Session:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     session = gradsurgeon.apply(model, rules, optimizer=optimizer, **options)
     for step in range(3):
         optimizer.zero_grad()
@@ -144,12 +146,11 @@ def train(model: torch.nn.Module, rules: Any, **options: Any) -> gradsurgeon.Ses
 class TestTraining:
     @pytest.mark.slow
     def test_each_kind_does_what_it_is_for(self, tmp_path: Path) -> None:
-        torch.manual_seed(0)
         model = models.Mlp()
         held = model.fc2.weight.detach().clone()
         session = train(model, RULES, record=tmp_path / "run")
         grads = {name: param.grad for name, param in model.named_parameters()}
-        assert {rule: one.fired for rule, one in session.status().items()} == {
+        assert fired(session) == {
             "flipped": 6,
             "sizes": 18,
             "named": 18,
@@ -185,10 +186,10 @@ rules:
 """
 
         class Net(torch.nn.Sequential):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x: Tensor) -> Tensor:
                 return gradsurgeon.tag(super().forward(x), "hidden")
 
-        def gradient(given: str) -> torch.Tensor:
+        def gradient(given: str) -> Tensor:
             torch.manual_seed(0)
             model = Net(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
             session = train(model, given)
@@ -207,10 +208,10 @@ rules:
             action: Literal["normalize"] = "normalize"
 
             def compile(self) -> gradsurgeon.Edit:
-                def apply(grad: torch.Tensor) -> torch.Tensor:
+                def apply(grad: Tensor) -> Tensor:
                     return torch.div(grad, torch.linalg.vector_norm(grad))
 
-                def apply_(grads: Sequence[torch.Tensor]) -> None:
+                def apply_(grads: Sequence[Tensor]) -> None:
                     for grad in grads:
                         grad.copy_(apply(grad))
 
@@ -218,11 +219,11 @@ rules:
 
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
-        before = [param.detach().clone() for param in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = weights_of(model)
+        optimizer = sgd(model)
         trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
         unit = {"id": "unit", "action": "normalize", "params": "*", "at": "step"}
-        rules = {"version": 1, "rules": [trap, unit]}
+        rules = rule_file(trap, unit)
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             (model(torch.randn(8, 4)) * 0).sum().backward()  # no gradient has a length
             optimizer.step()
@@ -239,7 +240,7 @@ rules:
             linear: ClassVar[bool] = is_linear
 
             def compile(self) -> gradsurgeon.Edit:
-                def apply_(grads: Sequence[torch.Tensor]) -> None:
+                def apply_(grads: Sequence[Tensor]) -> None:
                     for grad in grads:
                         grad.mul_(0.5)
 
@@ -247,7 +248,7 @@ rules:
 
         model = torch.nn.Linear(4, 1)
         rule = Half(id="half", params=("*",), at="backward")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         warned = nullcontext() if is_linear else pytest.warns(gradsurgeon.GradSurgeonWarning)
         with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session, warned:
             for _ in range(2):
@@ -256,17 +257,16 @@ rules:
         assert len(session.events) == (0 if is_linear else 1)
 
     def test_a_trap_by_another_statistic_decides_before_the_update(self) -> None:
-        torch.manual_seed(0)
         model = models.Mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         rule = {"id": "trap", "action": "size-trap", "params": "fc1.*", "limit": 5.0}
-        rules = {"version": 1, "rules": [{**rule, "then": "skip-step"}]}
+        rules = rule_file({**rule, "then": "skip-step"})
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
             optimizer.step()  # nothing is beyond the limit
             assert session.events == []
-            moved = [param.detach().clone() for param in model.parameters()]
+            moved = weights_of(model)
             assert model.fc1.bias.grad is not None
             model.fc1.bias.grad[1] = -7.0
             optimizer.step()
@@ -288,7 +288,7 @@ rules:
         with pytest.raises(
             gradsurgeon.BindError, match=r"rule trap: .*alone, not `linf`; use `params`"
         ):
-            gradsurgeon.apply(models.Mlp(), {"version": 1, "rules": [rule]})
+            gradsurgeon.apply(models.Mlp(), rule_file(rule))
 
 
 @pytest.mark.usefixtures("own")
@@ -299,8 +299,8 @@ def test_what_is_wrong_inside_an_option_of_any_type_is_told() -> None:
         size: int | str = 1
 
     rule = {"id": "it", "action": "listed", "params": "*", "names": [1], "size": 1.5}
-    with pytest.raises(gradsurgeon.RuleFileError) as caught:
-        gradsurgeon.load({"version": 1, "rules": [rule]})
+    with pytest.raises(RuleFileError) as caught:
+        gradsurgeon.load(rule_file(rule))
     places = {str(one.place) for one in caught.value.problems}
     assert "<dict> rules[0].names[0]" in places
     assert len(places) > 1
@@ -329,8 +329,8 @@ def test_what_a_validator_of_the_user_says_has_a_place(number: int, place: str) 
             return self
 
     rule = {"id": "it", "action": "picky", "params": "*", "number": number}
-    with pytest.raises(gradsurgeon.RuleFileError) as caught:
-        gradsurgeon.load({"version": 1, "rules": [rule]})
+    with pytest.raises(RuleFileError) as caught:
+        gradsurgeon.load(rule_file(rule))
     (problem,) = caught.value.problems
     assert str(problem.place) == place
     assert "not that number" in problem.message

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import kinds_of, sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -146,7 +147,7 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     rules.write_text(RULES, encoding="utf-8")
     torch.manual_seed(0)
     model, x = Net(), torch.randn(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     seen = {walk: Entered() for walk in WALKS}
 
     def apply() -> gradsurgeon.Session:
@@ -154,9 +155,7 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
     with seen["apply"].during(apply) as session:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(x).sum())
         optimizer.zero_grad()
         seen["backward"].during(model(x).sum().backward)
         seen["step"].during(optimizer.step)
@@ -164,7 +163,7 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         model.offset = -10.0
         model(x).sum().backward()
         seen["failed step"].during(optimizer.step)
-    assert "trap" in [event.kind for event in session.events]
+    assert "trap" in kinds_of(session)
     assert (folder / "run" / "trap-step4-rank0").is_dir()
     return {walk: [*entered.rooms] for walk, entered in seen.items()}
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
+from ranks import Json
 
 import gradsurgeon
 from gradsurgeon.language import packs
@@ -19,7 +18,7 @@ FILES = sorted(packs.folder().glob("*.yaml"))
 SPECS = sorted(packs.published())
 
 
-def included(*specs: str) -> dict[str, Any]:
+def included(*specs: str) -> Json:
     return {"version": 1, "include": [f"gradsurgeon:{spec}" for spec in specs]}
 
 
@@ -49,11 +48,6 @@ class TestLock:
             name, _, version = spec.partition("@")
             file = name if int(version) == newest[name] else spec
             assert packs.published()[spec].path.name == f"{file}.yaml"
-
-    def test_the_wheel_carries_the_packs(self) -> None:
-        settings = tomllib.loads(Path(packs.folder().parent, "pyproject.toml").read_text())
-        wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
-        assert wheel["force-include"] == {"rules": "gradsurgeon/rules"}
 
     def test_the_packs_of_an_installed_package_come_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from torch import Tensor
 
 import gradsurgeon
@@ -20,7 +20,7 @@ INF = float("inf")
 
 
 def logging(*stats: str, rule: str = "r", tensor: str = "output") -> ObserverRule:
-    entry: dict[str, Any] = {"id": rule, "action": "norm-log", "modules": "*", "tensor": tensor}
+    entry: Json = {"id": rule, "action": "norm-log", "modules": "*", "tensor": tensor}
     (found,) = gradsurgeon.load({"version": 1, "rules": [{**entry, "stats": list(stats)}]}).rules
     assert isinstance(found, ObserverRule)
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Tied
+from ranks import Json
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -15,11 +16,11 @@ from gradsurgeon import BindError
 from gradsurgeon.language.planning import Plan, from_model, slots
 
 
-def rule(**options: Any) -> dict[str, Any]:
+def rule(**options: Any) -> Json:
     return {"id": "it", "action": "zero", "params": "*", **options}
 
 
-def bind(model: nn.Module, *rules: dict[str, Any]) -> Plan:
+def bind(model: nn.Module, *rules: Json) -> Plan:
     return gradsurgeon.plan(model, {"version": 1, "rules": list(rules)})
 
 
@@ -60,7 +61,7 @@ def _block() -> nn.Module:
         ({"params": "*", "where": {"requires_grad": True, "ndim": 1}}, 36),
     ],
 )
-def test_what_is_selected(options: dict[str, Any], count: int) -> None:
+def test_what_is_selected(options: Json, count: int) -> None:
     assert len(names(bind(deep(), rule(**options)))) == count
 
 
@@ -148,7 +149,7 @@ def test_names_are_those_of_named_parameters() -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def complaints(model: nn.Module, *rules: dict[str, Any]) -> list[str]:
+def complaints(model: nn.Module, *rules: Json) -> list[str]:
     with pytest.raises(BindError, match="nothing was changed") as caught:
         bind(model, *rules)
     return list(caught.value.complaints)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
+from ranks import Json
 from several_losses import Heads
 from torch import nn
 
@@ -16,28 +17,28 @@ from gradsurgeon.actions._methods import METHODS
 from gradsurgeon.actions.combine import MethodName
 from gradsurgeon.language.planning import Manifest, Plan, bind, from_model
 
-OF_LOSSES: dict[str, Any] = {"losses": ["seg", "depth"]}
+OF_LOSSES: Json = {"losses": ["seg", "depth"]}
 
 
 CONFLICT = {"id": "tasks", "action": "conflict", **OF_LOSSES, "params": "trunk.*"}
 
 
-def combine(rule_id: str = "surgery", **options: Any) -> dict[str, Any]:
+def combine(rule_id: str = "surgery", **options: Any) -> Json:
     given = {"params": "trunk.*", "method": "upgrad", **options}
     losses = {} if "modules" in given else OF_LOSSES
     return {"id": rule_id, "action": "combine", **losses, **given}
 
 
-def on_heads(rule_id: str = "heads", **options: Any) -> dict[str, Any]:
+def on_heads(rule_id: str = "heads", **options: Any) -> Json:
     heads = {"modules": ["seg", "depth"], "tensor": "input.grad", **options}
     return {"id": rule_id, "action": "combine", "method": "pcgrad", **heads}
 
 
-def plan(*rules: dict[str, Any], model: nn.Module | None = None) -> Plan:
+def plan(*rules: Json, model: nn.Module | None = None) -> Plan:
     return gradsurgeon.plan(model or Heads(), {"version": 1, "rules": list(rules)})
 
 
-def refused(*rules: dict[str, Any], manifest: Manifest | None = None) -> list[str]:
+def refused(*rules: Json, manifest: Manifest | None = None) -> list[str]:
     loaded = gradsurgeon.load({"version": 1, "rules": list(rules)})
     with pytest.raises(BindError) as error:
         bind(loaded, manifest or from_model(Heads()))
@@ -79,7 +80,7 @@ class TestTwoThatMeet:
         ],
         ids=["elsewhere", "excluded", "conflict", "on modules"],
     )
-    def test_others_do_not_meet(self, other: dict[str, Any]) -> None:
+    def test_others_do_not_meet(self, other: Json) -> None:
         assert plan(combine(), other).of(other["id"])
 
     def test_one_after_the_other_is_fine(self) -> None:
@@ -99,9 +100,7 @@ class TestTwoThatMeet:
 class TestRefused:
     @pytest.mark.parametrize("word", ["fully_shard", "FullyShardedDataParallel"])
     @pytest.mark.parametrize("rule", [combine(), CONFLICT], ids=["combine", "conflict"])
-    def test_divided_parameters_with_the_form_on_modules(
-        self, word: str, rule: dict[str, Any]
-    ) -> None:
+    def test_divided_parameters_with_the_form_on_modules(self, word: str, rule: Json) -> None:
         (text,) = refused(rule, manifest=sharded(word))
         assert word in text
         assert "trunk.0.weight" in text
@@ -139,7 +138,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("method", METHODS)
     def test_the_scale_is_told(self, method: str) -> None:
-        options: dict[str, dict[str, Any]] = {
+        options: dict[str, Json] = {
             "cagrad": {"c": 1},
             "fairgrad": {"alpha": 1},
         }

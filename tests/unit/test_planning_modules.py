@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Json
 from torch import nn
 
 import gradsurgeon
@@ -21,11 +22,11 @@ class Generator(nn.Module):
         self.again = self.head
 
 
-def bind(*rules: dict[str, Any], model: nn.Module | None = None) -> Plan:
+def bind(*rules: Json, model: nn.Module | None = None) -> Plan:
     return gradsurgeon.plan(model or Generator(), {"version": 1, "rules": list(rules)})
 
 
-def rule(**options: Any) -> dict[str, Any]:
+def rule(**options: Any) -> Json:
     return {"id": "it", "action": "scale", "factor": 2.0, "tensor": "output", **options}
 
 
@@ -45,7 +46,7 @@ def names(plan: Plan) -> list[str]:
         ({"modules": "re:body\\.\\d"}, ["body.0", "body.1"]),
     ],
 )
-def test_which_modules_are_bound(options: dict[str, Any], found: list[str]) -> None:
+def test_which_modules_are_bound(options: Json, found: list[str]) -> None:
     assert names(bind(rule(**options))) == found
 
 

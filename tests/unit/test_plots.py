@@ -14,6 +14,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from ranks import Json
 from runs import KEY, meta, values, write
 
 import gradsurgeon
@@ -48,7 +49,7 @@ def axes_of(figure: Figure) -> Axes:
     return figure.axes[0]
 
 
-def lines(figure: Figure) -> dict[str, Any]:
+def lines(figure: Figure) -> Json:
     """Return the norms that are drawn as lines, by label."""
     return {
         str(line.get_label()): (
@@ -120,23 +121,6 @@ def test_without_a_name_the_worst_layers_and_the_whole_are_drawn(recorded: Opene
     expected[20], expected[7] = math.sqrt(13 * 9.0 + 9e4), NAN
     assert total == pytest.approx(expected, nan_ok=True)
     assert same(drawn["h.12"][1], histories["h.12"])
-
-
-def test_the_whole_is_that_of_parameters_whose_norms_are_taken_once_a_step(
-    tmp_path: Path,
-) -> None:
-    writer = RunWriter(tmp_path, meta=meta(("a", "b", "c")))
-    for step in range(3):
-        writer.add(Key("norms", "l2", "accumulated", ("a", "b")), step, values(3.0, 4.0))
-        for _ in range(2):  # a record per pass
-            writer.add(Key("parts", "l2", "backward", ("c",)), step, values(100.0))
-            writer.add(Key("sizes", "l2", "forward", ("module",)), step, values(100.0))
-    writer.close()
-    with gradsurgeon.open_run(tmp_path) as run:
-        drawn = lines(run.plot())
-    assert drawn["norm of 2 parameters"] == ([0, 1, 2], [5.0, 5.0, 5.0])
-    assert drawn["c"] == ([0, 0, 1, 1, 2, 2], [100.0] * 6)
-    assert list(drawn)[1:] == ["a", "b", "c", "module"]
 
 
 def test_what_is_recorded_now_and_then_has_no_gaps(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import linears, messages, sgd
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -21,7 +22,7 @@ from gradsurgeon.tensors.readable import readable
 dist: Any = torch.distributed
 
 
-class Tagged(torch.Tensor):
+class Tagged(Tensor):
     """A subclass of a script, with numbers of its own."""
 
 
@@ -97,11 +98,10 @@ def test_of_a_distributed_tensor_the_part_of_this_rank_is_read(mesh: Any) -> Non
 
 @pytest.mark.parametrize("partial", [True, False])
 def test_the_default_pack_takes_a_loss_that_is_distributed(mesh: Any, *, partial: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = linears(4, 4, 2)
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel(use_local_output=False)}
     parallelize_module(model, mesh, plan)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, "gradsurgeon:debug@1", optimizer=optimizer) as session:
         for _ in range(3):
             loss: Any = model(torch.ones(2, 4)).square().mean()
@@ -111,4 +111,4 @@ def test_the_default_pack_takes_a_loss_that_is_distributed(mesh: Any, *, partial
             optimizer.step()
             optimizer.zero_grad()
     assert session.step == 3
-    assert [event.message for event in session.events if event.kind == "check"] == []
+    assert messages(session, "check") == []

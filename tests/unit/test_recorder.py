@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cover_children
 class Parts:
     """Journal, recorder and writer of one session."""
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: Path) -> None:
         rules = load('version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n').rules
         self.writer = RunWriter(path, meta=meta())
         self.journal = EventLog(rules, [2])
@@ -49,12 +49,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def written(path: pathlib.Path) -> list[tuple[int, float]]:
+def written(path: Path) -> list[tuple[int, float]]:
     with open_run(path) as run:
         return [pair for series in run for pair in series.values_of("a.bias")]
 
 
-def test_rows_reach_the_disk_after_a_second(tmp_path: pathlib.Path, clock: list[float]) -> None:
+def test_rows_reach_the_disk_after_a_second(tmp_path: Path, clock: list[float]) -> None:
     parts = Parts(tmp_path)
     parts.row(0, torch.tensor([1.0, 2.0]))
     clock[0] += 0.9
@@ -68,7 +68,7 @@ def test_rows_reach_the_disk_after_a_second(tmp_path: pathlib.Path, clock: list[
     parts.recorder.close()
 
 
-def test_what_waits_moves_when_there_is_much_of_it(tmp_path: pathlib.Path) -> None:
+def test_what_waits_moves_when_there_is_much_of_it(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     for step in range(127):
         parts.row(step, torch.ones(2))
@@ -80,7 +80,7 @@ def test_what_waits_moves_when_there_is_much_of_it(tmp_path: pathlib.Path) -> No
 
 
 def test_the_last_pass_of_a_step_stands_also_after_a_commit(
-    tmp_path: pathlib.Path, clock: list[float]
+    tmp_path: Path, clock: list[float]
 ) -> None:
     parts = Parts(tmp_path)
     for step in range(3):
@@ -108,7 +108,7 @@ def test_series_that_take_turns_are_replaced_where_they_wait() -> None:
     assert [series.values_of("a.bias") for series in records] == [[(0, 39.0)], [(0, 39.0)]]
 
 
-def test_long_steps_are_written_when_they_end(tmp_path: pathlib.Path, clock: list[float]) -> None:
+def test_long_steps_are_written_when_they_end(tmp_path: Path, clock: list[float]) -> None:
     parts = Parts(tmp_path)
     for step in range(3):
         clock[0] += 5.0
@@ -119,7 +119,7 @@ def test_long_steps_are_written_when_they_end(tmp_path: pathlib.Path, clock: lis
     parts.recorder.close()
 
 
-def test_an_event_takes_the_rows_before_it_along(tmp_path: pathlib.Path) -> None:
+def test_an_event_takes_the_rows_before_it_along(tmp_path: Path) -> None:
     parts = Parts(tmp_path)
     parts.row(0, torch.tensor([1.0, 7.0]))
     parts.journal.emit("trap", "bad", rule="norms", step=0, name="a.bias")
@@ -129,7 +129,7 @@ def test_an_event_takes_the_rows_before_it_along(tmp_path: pathlib.Path) -> None
     parts.recorder.close()
 
 
-def test_a_failure_is_one_event_and_memory_goes_on(tmp_path: pathlib.Path) -> None:
+def test_a_failure_is_one_event_and_memory_goes_on(tmp_path: Path) -> None:
     parts = Parts(tmp_path / "run")
     parts.row(0, torch.ones(2))
     for entry in (tmp_path / "run").iterdir():
@@ -159,8 +159,8 @@ raise SystemExit(sys.argv[3])
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_without_remove_leaves_a_whole_run(tmp_path: pathlib.Path) -> None:
-    tests = str(pathlib.Path(__file__).parent.parent)
+def test_a_script_that_ends_without_remove_leaves_a_whole_run(tmp_path: Path) -> None:
+    tests = str(Path(__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", ENDS_BY_ITSELF, str(tmp_path), tests, "failed"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -174,7 +174,7 @@ def test_a_script_that_ends_without_remove_leaves_a_whole_run(tmp_path: pathlib.
         assert run.states == {0: "finished"}
 
 
-def test_the_description_of_a_plan_is_what_a_report_reads(tmp_path: pathlib.Path) -> None:
+def test_the_description_of_a_plan_is_what_a_report_reads(tmp_path: Path) -> None:
     norms = {"id": "norms", "action": "norm-log", "params": "*"}
     double = {"id": "double", "action": "scale", "params": "*.weight", "factor": 2.0}
     plan = gradsurgeon.plan(Tied(), {"version": 1, "rules": [norms, double]})

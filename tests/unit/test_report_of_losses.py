@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from commands import call_here
+from ranks import Json
 from runs import meta, shown, values
 
 from gradsurgeon import open_run
@@ -43,9 +44,9 @@ def rules_of(*ids: str) -> dict[str, RuleInfo]:
     return {rule: RuleInfo("conflict", "observe") for rule in ids}
 
 
-def about(**more: Any) -> dict[str, Any]:
+def about(**more: Any) -> Json:
     """Return what `run.json` says of a run with a rule that compares and one that combines."""
-    given: dict[str, Any] = {
+    given: Json = {
         "plan": {
             "rules": [
                 {"id": "tasks", "action": "conflict", "params": ["w"]},
@@ -80,7 +81,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def report_of(path: Path) -> dict[str, Any]:
+def report_of(path: Path) -> Json:
     with open_run(path) as opened:
         return to_dict(from_run(opened))
 
@@ -103,7 +104,7 @@ def pairs_of(curve: LossSeries) -> list[tuple[int, float]]:
     return list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
 
 
-def numbers_of(found: dict[str, Any], stat: str) -> dict[str, dict[str, Any]]:
+def numbers_of(found: Json, stat: str) -> dict[str, Json]:
     return {one["name"]: one for one in found["losses"] if one["stat"] == stat}
 
 
@@ -112,7 +113,7 @@ def test_the_numbers_are_those_of_the_rows(run: Path) -> None:
     cosines = numbers_of(found, "cosine")
     assert list(cosines) == list(PAIRS)
     shared = {"rule": "tasks", "stat": "cosine", "steps": [0, 1, 2], "calls": 4}
-    wanted: list[dict[str, Any]] = [
+    wanted: list[Json] = [
         {"nonfinite": 0, "mean": -0.3125, "least": -0.75, "largest": 0.25, "negative": 0.75},
         {"nonfinite": 1, "mean": 0.5, "least": 0.25, "largest": 0.75, "negative": 0.0},
         {"nonfinite": 1, "mean": 0.875 / 3, "least": -0.125, "largest": 0.5, "negative": 1 / 3},

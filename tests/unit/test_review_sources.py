@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import git
 
-import gradsurgeon
+from gradsurgeon import RuleFileError
 from gradsurgeon.cli.review import sources
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def ids(spec: str) -> list[str]:
 
 
 def problem(spec: str) -> tuple[str, str, str]:
-    with pytest.raises(gradsurgeon.RuleFileError) as caught:
+    with pytest.raises(RuleFileError) as caught:
         sources.rules_at(spec)
     (found,) = caught.value.problems
     return str(found.place), found.message, found.hint
@@ -194,7 +194,7 @@ class TestSpecs:
     def test_what_git_said(
         self, repository: Repository, spec: str, message: str, hint: str
     ) -> None:
-        with pytest.raises(gradsurgeon.RuleFileError) as caught:
+        with pytest.raises(RuleFileError) as caught:
             sources.rules_at(spec)
         (found,) = caught.value.problems
         assert found.check == "unreadable-file"

@@ -103,13 +103,6 @@ def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def rules_of(rule_id: str) -> schema.RuleSet:
-    """Return the block of the guide that holds a rule."""
-    return gradsurgeon.load(
-        next(text for text in guide.blocks(GUIDE, "yaml") if re.search(rf"id: {rule_id}\s", text))
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [REVIEW, SETUPS, REFERENCE, API, SCHEMA], ids=lambda path: path.name
@@ -157,18 +150,6 @@ def test_the_table_of_points_is_that_of_the_code() -> None:
     assert [words(row[0])[0] for row in table("key | names")] == list(TARGETS)
 
 
-def test_included_files_come_first(tmp_path: Path) -> None:
-    guide.write_files(guide.text("packs"), tmp_path)
-    rules = gradsurgeon.load(tmp_path / "train.yaml").rules
-    assert [rule.id for rule in rules] == ["nan-trap-all", "bounded-attention", "norms"]
-
-
-def test_schedules() -> None:
-    start, sometimes = (rule.steps for rule in rules_of("gentle-start").rules)
-    assert [step for step in range(200) if start.includes(step)] == list(range(100))
-    assert [step for step in range(1101) if sometimes.includes(step)] == [1000, 1050, 1100]
-
-
 @pytest.mark.slow
 def test_an_action_of_your_own(tmp_path: Path) -> None:
     guide.write_files(guide.text("extending"), tmp_path)
@@ -179,15 +160,6 @@ def test_an_action_of_your_own(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stdout + done.stderr
         assert ("--import my_actions" in done.stdout) is (code == 1)
-
-
-def test_the_order_of_effects() -> None:
-    from torch import nn
-
-    model = nn.Sequential()
-    model.fc1 = nn.Linear(3, 2, bias=False)
-    plan = gradsurgeon.plan(model, guide.named(GUIDE)["order.yaml"])
-    assert plan.chains == {"fc1.weight": ("louder", "before", "bound", "after")}
 
 
 def test_no_cell_of_the_table_of_set_ups_is_without_a_test() -> None:

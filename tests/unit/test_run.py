@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pathlib
 import shutil
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from runs import KEY, another_process, meta, values, write
@@ -38,7 +38,7 @@ for step in range(10**9):
 
 
 @pytest.fixture
-def run_path(tmp_path: pathlib.Path) -> pathlib.Path:
+def run_path(tmp_path: Path) -> Path:
     """Return a finished run with all that there can be."""
     path = tmp_path / "run"
     writer = write(path, {"a.weight": [1.0] * 300, "a.bias": [float(i) for i in range(300)]})
@@ -48,7 +48,7 @@ def run_path(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def test_names_and_aliases_are_those_of_a_session(run_path: pathlib.Path) -> None:
+def test_names_and_aliases_are_those_of_a_session(run_path: Path) -> None:
     with open_run(run_path) as run:
         assert run.params == ("a.weight", "a.bias")
         assert run.latest("tied.a.bias") == run.latest("a.bias") == 299.0
@@ -59,7 +59,7 @@ def test_names_and_aliases_are_those_of_a_session(run_path: pathlib.Path) -> Non
             run.history("a.bias", "max")
 
 
-def test_what_was_planned_and_never_came(tmp_path: pathlib.Path) -> None:
+def test_what_was_planned_and_never_came(tmp_path: Path) -> None:
     RunWriter(tmp_path, meta=meta()).close()
     with (
         open_run(tmp_path) as run,
@@ -68,7 +68,7 @@ def test_what_was_planned_and_never_came(tmp_path: pathlib.Path) -> None:
         run.latest("a.bias")
 
 
-def test_ranks_are_merged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
     writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1, 10)]
@@ -100,7 +100,7 @@ def test_ranks_are_merged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_a_run_is_read_while_another_process_writes_it(tmp_path: pathlib.Path) -> None:
+def test_a_run_is_read_while_another_process_writes_it(tmp_path: Path) -> None:
     with another_process(WRITES, str(tmp_path)), open_run(tmp_path) as run:
         assert run.states == {0: "running"}
         lengths = []
@@ -117,7 +117,7 @@ def test_a_run_is_read_while_another_process_writes_it(tmp_path: pathlib.Path) -
         assert len(series.values_of("a.bias")) >= lengths[-1]
 
 
-def test_rows_by_part(run_path: pathlib.Path) -> None:
+def test_rows_by_part(run_path: Path) -> None:
     with open_run(run_path) as run:
         (series,) = run
         assert len(series) == 300
@@ -127,9 +127,7 @@ def test_rows_by_part(run_path: pathlib.Path) -> None:
         assert series.between("a.bias", 256, 258) == [(256, 256.0), (257, 257.0)]
 
 
-def test_a_run_that_cannot_be_written_any_more_can_be_read(
-    run_path: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_run_that_cannot_be_written_any_more_can_be_read(run_path: Path, tmp_path: Path) -> None:
     # What a copy of a finished run has: no log, no lock, and possibly no right to make one.
     for entry in run_path.iterdir():
         entry.chmod(0o444)
@@ -139,7 +137,7 @@ def test_a_run_that_cannot_be_written_any_more_can_be_read(
     run_path.chmod(0o755)
 
 
-def test_a_run_of_an_earlier_version_is_read(run_path: pathlib.Path) -> None:
+def test_a_run_of_an_earlier_version_is_read(run_path: Path) -> None:
     event = "INSERT INTO events VALUES (1, 0.5, 'trap', 'no-nan', 3, 0, 'a.bias', 'bad')"
     sql(run_path, "DROP TABLE events", EVENTS_WITHOUT_MORE, event)
     with open_run(run_path) as run:
@@ -188,7 +186,7 @@ FORMAT = "not written by this version of gradsurgeon: no JSON with format 3"
     ],
 )
 def test_damaged_and_foreign_directories_say_what_is_wrong(
-    run_path: pathlib.Path, spoil: Callable[[pathlib.Path], object], message: str
+    run_path: Path, spoil: Callable[[Path], object], message: str
 ) -> None:
     spoil(run_path)
     with pytest.raises(RecordError, match=message):
@@ -207,7 +205,7 @@ def test_damaged_and_foreign_directories_say_what_is_wrong(
     ],
 )
 def test_a_damaged_or_foreign_description_says_what_is_wrong(
-    run_path: pathlib.Path, text: str, message: str
+    run_path: Path, text: str, message: str
 ) -> None:
     (run_path / "run.json").write_text(text, encoding="latin-1")
     with pytest.raises(RecordError, match=message):
@@ -234,20 +232,20 @@ def test_a_damaged_or_foreign_description_says_what_is_wrong(
         """statuses SET state = replace(state, '600', '"x"')""",
     ],
 )
-def test_values_of_wrong_types_are_refused(run_path: pathlib.Path, assignment: str) -> None:
+def test_values_of_wrong_types_are_refused(run_path: Path, assignment: str) -> None:
     sql(run_path, f"UPDATE {assignment}")
     with pytest.raises(RecordError, match="values of wrong types or sizes"):
         read_everything(run_path)
 
 
-def sql(path: pathlib.Path, *statements: str) -> None:
+def sql(path: Path, *statements: str) -> None:
     with contextlib.closing(sqlite3.connect(path / "rank-0.db")) as connection:
         for statement in statements:
             connection.execute(statement)
         connection.commit()
 
 
-def read_everything(path: pathlib.Path) -> None:
+def read_everything(path: Path) -> None:
     with open_run(path) as run:
         run.status()
         _ = run.events
@@ -258,7 +256,7 @@ def read_everything(path: pathlib.Path) -> None:
                 series.last(name)
 
 
-def test_columns_are_checked_where_only_they_are_read(run_path: pathlib.Path) -> None:
+def test_columns_are_checked_where_only_they_are_read(run_path: Path) -> None:
     sql(run_path, "UPDATE rows SET floats = x'00000000' WHERE id & 255 = 9")
     with (
         open_run(run_path) as run,
@@ -267,7 +265,7 @@ def test_columns_are_checked_where_only_they_are_read(run_path: pathlib.Path) ->
         run.history("a.bias")
 
 
-def test_what_is_no_file_is_not_opened(run_path: pathlib.Path) -> None:
+def test_what_is_no_file_is_not_opened(run_path: Path) -> None:
     os.mkfifo(run_path / "rank-1.db")
     (run_path / "rank-2.db").mkdir()
     (run_path / "rank-03.db").write_text("")
@@ -275,7 +273,7 @@ def test_what_is_no_file_is_not_opened(run_path: pathlib.Path) -> None:
         assert run.ranks == (0,)
 
 
-def test_a_run_that_is_dropped_closes_its_files(tmp_path: pathlib.Path) -> None:
+def test_a_run_that_is_dropped_closes_its_files(tmp_path: Path) -> None:
     write(tmp_path, {"w": [1.0]}).close()
     run = open_run(tmp_path)
     for series in run:  # they know their file, which knows them
@@ -287,7 +285,7 @@ def test_a_run_that_is_dropped_closes_its_files(tmp_path: pathlib.Path) -> None:
         connection.execute("SELECT 1")
 
 
-def test_who_drops_a_run_is_not_warned_of_it(tmp_path: pathlib.Path) -> None:
+def test_who_drops_a_run_is_not_warned_of_it(tmp_path: Path) -> None:
     write(tmp_path, {"w": [1.0]}).close()
     code = (
         "import gc, sys\nfrom gradsurgeon.records.store.run import open_run\n"

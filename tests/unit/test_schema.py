@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pairs import singly, slow
 from pydantic import BaseModel, ValidationError
+from ranks import Json
 
 import gradsurgeon
 from gradsurgeon.actions import ACTIONS, Rule, Steps, Where
@@ -141,7 +142,7 @@ class TestPlainData:
         assert message == "`factor` must be a number, found 1j"
 
     def test_data_that_contains_itself_ends(self) -> None:
-        rule: dict[str, Any] = dict(ZERO)
+        rule: Json = dict(ZERO)
         rule["where"] = rule
         places = [place for place, _, _ in refused({"version": 1, "rules": [rule]})]
         assert places == [
@@ -224,7 +225,7 @@ class TestBuiltInPython:
         ],
     )
     def test_crossed_bounds_are_refused(
-        self, kind: type[BaseModel], given: dict[str, Any], said: str
+        self, kind: type[BaseModel], given: Json, said: str
     ) -> None:
         with pytest.raises(ValidationError, match=said):
             kind.model_validate(given)

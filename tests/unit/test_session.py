@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data
+from ranks import Json
+from small import linears, sgd, steps_of, take_step
 from torch import nn
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning, RecordError, Session
 
 
-def rules(*entries: dict[str, Any]) -> dict[str, Any]:
+def rules(*entries: Json) -> Json:
     return {"version": 1, "rules": [{"params": "*", **entry} for entry in entries]}
 
 
@@ -21,14 +23,12 @@ NORMS = {"id": "norms", "action": "norm-log"}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
-    optimizer.zero_grad()
-    model(data(number, 5, 4)).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(data(number, 5, 4)).square().mean())
 
 
 def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    model = linears(4, 3, 2)
+    return model, sgd(model)
 
 
 def test_the_norm_of_one_weight_right_after_one_backward_with_no_optimizer_in_sight() -> None:
@@ -54,7 +54,7 @@ def session_with_records() -> Session:
 
 def test_records_by_name_rule_and_statistic() -> None:
     session = session_with_records()
-    assert [at for at, _ in session.history("1.weight")] == [0, 1, 2]
+    assert steps_of(session, "1.weight") == [0, 1, 2]
     assert session.latest("1.weight") == session.history("1.weight")[-1][1]
     assert session.latest("0.weight", rule="final") == session.latest("0.weight", rule="norms")
     assert len(session.history("0.weight", "max")) == 3
@@ -127,7 +127,7 @@ def test_a_rule_that_never_fires_is_mentioned_at_the_third_step_with_the_cause()
 def test_a_rule_that_first_fires_late_has_fired() -> None:
     body, a, b = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 1)
     model = nn.ModuleDict({"body": body, "a": a, "b": b})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     late = {**NORMS, "id": "late", "params": "b.*"}
     with (
         gradsurgeon.apply(model, rules(late)) as session,
@@ -136,9 +136,7 @@ def test_a_rule_that_first_fires_late_has_fired() -> None:
         ),
     ):
         for number in range(10):
-            optimizer.zero_grad()
-            (a if number < 5 else b)(body(data(number, 2, 3))).sum().backward()
-            optimizer.step()
+            take_step(optimizer, (a if number < 5 else b)(body(data(number, 2, 3))).sum())
     assert session.status()["late"].fired == 10
     assert [(e.kind, e.rule, e.step) for e in session.events] == [("notice", "late", 2)]
 
@@ -176,7 +174,7 @@ def test_frozen_for_good_is_a_cause_of_its_own() -> None:
 def test_a_rule_whose_parameters_no_optimizer_owns() -> None:
     # The optimizer over everything would be found, even though nobody uses it.
     model = make()[0]
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer = sgd(model[0])
     late = {"id": "late", "action": "zero", "at": "step", "params": "1.*"}
     first = {"id": "first", "action": "zero", "at": "step", "params": "0.bias"}
     with (
@@ -189,7 +187,7 @@ def test_a_rule_whose_parameters_no_optimizer_owns() -> None:
 
 def test_an_optimizer_of_another_model_is_said_to_be_one() -> None:
     model, _ = make()
-    other = torch.optim.SGD(make()[0].parameters(), lr=0.1)
+    other = sgd(make()[0])
     late = {"id": "late", "action": "zero", "at": "step"}
     with pytest.warns(GradSurgeonWarning, match=r"optimizer SGD holds no parameter of the model"):
         gradsurgeon.apply(model, rules(late), optimizer=other).remove()
@@ -238,7 +236,7 @@ def test_an_end_without_a_step_that_is_meant_or_explained_warns_of_nothing() -> 
         ({"start_step": True}, "start_step is a number of steps, 0 or more, not True"),
     ],
 )
-def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_arguments_that_make_no_sense(options: Json, message: str) -> None:
     model, _ = make()
     with pytest.raises(ValueError, match=message):
         gradsurgeon.apply(model, rules(NORMS), **options)

@@ -8,27 +8,26 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, data
+from ranks import Json
+from small import kinds_of, linears, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
 from gradsurgeon import RecordError
 from gradsurgeon.records.store import Records
 
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {"id": "norms", "action": "norm-log", "params": "*", "stats": ["l2", "linf"]},
-        {"id": "acts", "action": "norm-log", "modules": "0", "tensor": "output"},
-        {"id": "bound", "action": "clamp", "params": "*.weight", "at": "step", "max": 1e-3},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+RULES: Json = rule_file(
+    {"id": "norms", "action": "norm-log", "params": "*", "stats": ["l2", "linf"]},
+    {"id": "acts", "action": "norm-log", "modules": "0", "tensor": "output"},
+    {"id": "bound", "action": "clamp", "params": "*.weight", "at": "step", "max": 1e-3},
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+)
 
 
 def train(path: Path | None, steps: int = 5) -> gradsurgeon.Session:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = linears(4, 3, 2)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, RULES, record=path) as session:
         for number in range(steps):
             optimizer.zero_grad()
@@ -47,7 +46,7 @@ def test_a_run_says_what_its_session_said(tmp_path: Path) -> None:
         assert run.history("0") == session.history("0")
         assert len(run.history("0")) == 5
         assert run.events == session.events
-        assert [event.kind for event in run.events] == ["trap", "skipped-step"]
+        assert kinds_of(run) == ["trap", "skipped-step"]
         assert run.status() == session.status()
         assert run.meta["rules"]["sha256"] == session.plan.rules.sha256
         assert run.meta["plan"] == session.plan.to_dict()
@@ -60,7 +59,7 @@ def test_recording_changes_no_bit(tmp_path: Path) -> None:
     norms = {"id": "n", "action": "norm-log", "params": "*"}
     kept = {"id": "kept", "action": "capture", "params": "*"}
     maps = {"id": "maps", "action": "capture", "modules": "*", "tensor": "output"}
-    rules = {"version": 1, "rules": [norms, kept, maps]}
+    rules = rule_file(norms, kept, maps)
     ends = []
     for path in (None, tmp_path / "run"):
         model = case.make()
@@ -76,7 +75,7 @@ def test_recording_changes_no_bit(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_happens(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    rules = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}
+    rules = rule_file({"id": "n", "action": "norm-log", "params": "*"})
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="file"):
         gradsurgeon.apply(model, rules, record=tmp_path / "file" / "run")
@@ -89,7 +88,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_happens(tmp_p
 
 def test_a_failing_apply_leaves_no_run_behind(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    rules: Any = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "nope"}]}
+    rules: Any = rule_file({"id": "n", "action": "norm-log", "params": "nope"})
     with pytest.raises(gradsurgeon.BindError):
         gradsurgeon.apply(model, rules, record=tmp_path / "run")
     rules["rules"][0]["params"] = "*"
@@ -103,8 +102,8 @@ def test_a_failing_apply_leaves_no_run_behind(tmp_path: Path) -> None:
 def test_rows_that_make_room_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Records.__init__, "__defaults__", (31 * 168,))
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rules = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}
+    optimizer = sgd(model)
+    rules = rule_file({"id": "n", "action": "norm-log", "params": "*"})
     with gradsurgeon.apply(model, rules) as session:
         for _ in range(200):
             model(torch.ones(1, 2)).sum().backward()

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import torch
 from html_views import Page
+from small import rule_file, sgd, take_step
 from torch import nn
 
 import gradsurgeon
 
-RULES = {
-    "version": 1,
-    "rules": [
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "later", "action": "scale", "params": "bias", "factor": 0.5, "steps": {"from": 9}},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+RULES = rule_file(
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "later", "action": "scale", "params": "bias", "factor": 0.5, "steps": {"from": 9}},
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+)
 
 
 def train(model: nn.Module, *values: float) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for value in values:
-        optimizer.zero_grad()
-        model(torch.full((1, 2), value)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.full((1, 2), value)).sum())
 
 
 def test_a_session_says_of_what_it_is_and_what_has_happened() -> None:

@@ -11,38 +11,35 @@ from typing import Any
 import pytest
 import torch
 from models import data
+from ranks import Json
+from small import linears, rule_file, sgd, take_step
 from torch import nn
 from torch.utils.data import DataLoader
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonError, GradSurgeonWarning
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning, Session
 from gradsurgeon.records import recorder
 from gradsurgeon.runtime import session_state
 
-RULES: dict[str, Any] = {
-    "version": 1,
-    "rules": [
-        {"id": "spikes", "action": "spike-trap", "params": "*", "above": {"sigmas": 2.5}},
-        {"id": "norms", "action": "norm-log", "params": "*"},
-    ],
-}
+RULES: Json = rule_file(
+    {"id": "spikes", "action": "spike-trap", "params": "*", "above": {"sigmas": 2.5}},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+)
 STEPS = 6
 
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    return linears(4, 3, 2)
 
 
 def train(model: nn.Module, batches: Any = None) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for batch in data(3, STEPS, 5, 4) if batches is None else batches:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(batch).square().mean())
 
 
-def trained(**options: Any) -> gradsurgeon.Session:
+def trained(**options: Any) -> Session:
     model = make()
     with gradsurgeon.apply(model, RULES, **options) as session:
         train(model)
@@ -58,18 +55,18 @@ def same(one: Any, other: Any) -> bool:
     return files[0] == files[1]
 
 
-def controller(session: gradsurgeon.Session) -> Any:
+def controller(session: Session) -> Any:
     return session._attachment.controller
 
 
 @pytest.mark.parametrize("per", ["rule", "parameter"])
 def test_a_parameter_of_another_shape_begins_anew_and_is_named(per: str) -> None:
-    rules = {"version": 1, "rules": [{**RULES["rules"][0], "per": per}]}
+    rules = rule_file({**RULES["rules"][0], "per": per})
     model = make()
     with gradsurgeon.apply(model, rules) as session:
         train(model)
         state = session.state_dict()
-    wide = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 7))
+    wide = linears(4, 3, 7)
     with gradsurgeon.apply(wide, rules) as session:
         with pytest.warns(
             GradSurgeonWarning,

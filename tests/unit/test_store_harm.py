@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import random
 import shutil
 import signal
@@ -12,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from pairs import singly, slow
@@ -53,7 +53,7 @@ def event(message: str = "bad", step: int = 3) -> Event:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log", ["wal", *slow("no wal")])
-def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, log: str) -> None:
+def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: Path, log: str) -> None:
     with another_process(WRITES_FOR_EVER, str(tmp_path), log) as process:
         time.sleep(2.3)
         process.send_signal(signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, l
 
 
 @pytest.mark.slow
-def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
+def test_a_second_process_is_refused_and_does_no_harm(tmp_path: Path) -> None:
     with another_process(WRITES_FOR_EVER, str(tmp_path), "wal"):
         code = (
             "import sys\nfrom gradsurgeon.records.store.writer import RunWriter\n"
@@ -97,7 +97,7 @@ def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) ->
             assert run.states == {0: "running", 1: "finished"}
 
 
-def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_second_writer_in_this_process_is_refused(tmp_path: Path) -> None:
     writer = write(tmp_path, {"w": [1.0]})
     for _ in range(2):  # looking must not drop the lock
         with pytest.raises(RecordError, match=r"rank-0.db, which is being recorded right now"):
@@ -112,7 +112,7 @@ def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> N
 
 @pytest.mark.parametrize("parent", ["7", "8"])
 def test_a_rank_may_be_done_before_another_of_its_job_begins(
-    parent: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    parent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     RunWriter(tmp_path, meta={**meta(), "job": JOB}).close()
     monkeypatch.setattr(layout, "job", lambda: {**JOB, "parent": parent})
@@ -125,7 +125,7 @@ def test_a_rank_may_be_done_before_another_of_its_job_begins(
 
 
 def test_a_reader_in_the_way_delays_and_loses_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsurgeon.records.store.database._on_network", lambda _: True)
     writer = RunWriter(tmp_path, meta=meta())
@@ -148,7 +148,7 @@ def test_a_reader_in_the_way_delays_and_loses_nothing(
 
 
 def test_a_reader_that_never_goes_away_ends_in_one_word(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsurgeon.records.store.database._on_network", lambda _: True)
     monkeypatch.setattr("gradsurgeon.records.store.writer._MOST_WAITING", 100)
@@ -190,7 +190,7 @@ print(said[0])
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: pathlib.Path) -> None:
+def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DISK_FULL, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -213,7 +213,7 @@ def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: pathlib.Pa
 
 @pytest.mark.parametrize("wal", [True, False])
 def test_a_directory_that_is_removed_is_noticed(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *, wal: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, wal: bool
 ) -> None:
     if not wal:
         refuse_wal(monkeypatch)
@@ -230,7 +230,7 @@ def test_a_directory_that_is_removed_is_noticed(
     assert "No such file or directory; training goes on" in said[0]
 
 
-def test_what_sqlite_cannot_hold_stops_no_training(tmp_path: pathlib.Path) -> None:
+def test_what_sqlite_cannot_hold_stops_no_training(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, meta=meta())
     writer.add(KEY, 2**70, values(1.0, 1.0))
     writer.commit()
@@ -240,7 +240,7 @@ def test_what_sqlite_cannot_hold_stops_no_training(tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: pathlib.Path) -> None:
+def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: Path) -> None:
     writer = write(tmp_path, {"w": [1.0, 2.0]})
     writer.commit()
     child = os.fork()
@@ -261,7 +261,7 @@ def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: pathlib.Path) -> 
     assert not writer.failed
 
 
-def read_all(path: pathlib.Path) -> None:
+def read_all(path: Path) -> None:
     with open_run(path) as run:
         for series in run:
             assert len(list(series.stored())) >= 0
@@ -276,7 +276,7 @@ def read_all(path: pathlib.Path) -> None:
 
 @singly(most=[64, 10**9], kind=["few", "many", "head", "cut", "json"])
 def test_whatever_is_damaged_is_refused_by_name_or_read(
-    kind: str, most: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", most)
     holes = [None if step % 3 else 1.0 for step in range(300)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
-import pytest
 import setups
 from matrix import CASES, scripts
 
@@ -19,39 +17,6 @@ def test_every_cell_of_the_table_of_set_ups_is_backed_by_a_quick_test() -> None:
         (cell.setup, cell.point, cell.differs, cell.refused) for cell in cells if not cell.slow
     }
     assert claims - quick == set()
-
-
-@pytest.mark.parametrize(
-    ("code", "slow"),
-    [
-        ("{cell}\ndef test_a(): ...", [False]),
-        ("@pytest.mark.slow\n{cell}\ndef test_a(): ...", [True]),
-        ("pytestmark = pytest.mark.slow\n{cell}\ndef test_a(): ...", [True]),
-        (
-            "class TestA:\n    pytestmark = pytest.mark.slow\n    {cell}\n    def test_a(self): ...\n"
-            "{cell}\ndef test_b(): ...",
-            [True, False],
-        ),
-        ("{cell}\n@pytest.mark.parametrize('a', [1, {slow}])\ndef test_a(a): ...", [False]),
-        ("{cell}\n@pytest.mark.parametrize('a', [1, *slow(2)])\ndef test_a(a): ...", [False]),
-    ],
-)
-def test_marks_are_read_as_they_are_written(code: str, slow: list[bool]) -> None:
-    cell = "@pytest.mark.cell('DDP', 'step', 'modules', differs='waits')"
-    body = ast.parse(code.format(cell=cell, slow="pytest.param(2, marks=pytest.mark.slow)")).body
-    found = [cell for mark in setups.marks_of(body, "file") for cell in setups.cells_of(*mark)]
-    assert [cell.slow for cell in found] == [kind for kind in slow for _ in range(2)]
-    assert [cell.point for cell in found] == ["step", "modules"] * len(slow)
-    assert {(cell.setup, cell.differs, cell.refused) for cell in found} == {("DDP", "waits", "")}
-    assert found[0].test == ("file::TestA::test_a" if "TestA" in code else "file::test_a")
-
-
-@pytest.mark.parametrize("words", ["'DPP', 'step'", "'DDP', 'stop'", "'DDP'", "'DDP', *POINTS"])
-def test_a_mark_that_names_no_cell_is_an_error(words: str) -> None:
-    (test,) = ast.parse(f"@pytest.mark.cell({words})\ndef test_a(): ...").body
-    (mark,) = setups.marks_of([test], "file")
-    with pytest.raises(ValueError, match=r"there is no cell|malformed"):
-        setups.cells_of(*mark)
 
 
 def test_eight_scripts_run_by_default_and_one_of_them_is_launched() -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from commands import call_here
 from kept_sink import Kept
+from small import events_of, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import TrapError
+from gradsurgeon import GradSurgeonWarning, TrapError
 from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.integrations.launcher import debugger
 from gradsurgeon.integrations.launcher.models import Models
@@ -35,8 +36,8 @@ def train(then: str, **options: Any) -> gradsurgeon.Session:
     model = nn.Linear(3, 1)
     rule = {"id": "long", "action": "length-trap", "params": "weight", "limit": 50.0, "then": then}
     norms = {"id": "norms", "action": "norm-log", "params": "*"}
-    rules = {"version": 1, "rules": [rule, norms]}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rules = rule_file(rule, norms)
+    optimizer = sgd(model, 0.01)
     with gradsurgeon.apply(model, rules, optimizer=optimizer, **options) as session:
         for step in range(5):
             optimizer.zero_grad()
@@ -47,7 +48,7 @@ def train(then: str, **options: Any) -> gradsurgeon.Session:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with pytest.warns(gradsurgeon.GradSurgeonWarning):
+    with pytest.warns(GradSurgeonWarning):
         train("warn", record=tmp_path / "run")
     return tmp_path / "run"
 
@@ -73,9 +74,9 @@ def test_its_error_is_a_trap_error_that_the_debugger_opens_for(
 
 def test_its_events_reach_sinks_session_and_report() -> None:
     sink = Kept()
-    with pytest.warns(gradsurgeon.GradSurgeonWarning):
+    with pytest.warns(GradSurgeonWarning):
         session = train("warn", sinks=[sink])
-    (event,) = [event for event in session.events if event.kind == "check"]
+    (event,) = events_of(session, "check")
     assert (event.rule, event.step, event.name) == ("long", 2, "weight")
     assert "the last trap tripped at step 2: rule long on weight" in repr(session)
     assert "gradsurgeon/events/check/message" in [name for _, name, _ in sink.texts]

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 
 def averaging(model):
@@ -23,7 +23,7 @@ def averaging(model):
 def gradients_averaged_by_hand():
     model = mlp()
     sow()
-    return train(model, AdamW(model.parameters(), 1e-2), before_update=averaging(model))
+    return train(model, before_update=averaging(model))
 
 
 @training(2)
@@ -79,7 +79,7 @@ def local_updates_with_an_averager():
 def each_rank_trains_alone():
     model = mlp()
     sow()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
@@ -92,14 +92,14 @@ def a_sweep_of_learning_rates():
 def a_model_of_its_own_on_each_rank():
     model = mlp(16 + 8 * dist.get_rank())
     sow()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
 def only_rank_0_trains():
     model = mlp()
     if dist.get_rank() == 0:
-        train(model, AdamW(model.parameters(), 1e-2))
+        train(model)
     for param in model.parameters():
         dist.broadcast(param.detach(), 0)
     return model
@@ -109,14 +109,14 @@ def only_rank_0_trains():
 def rank_1_takes_longer():
     model = mlp()
     sow()
-    return train(model, AdamW(model.parameters(), 1e-2), steps=STEPS * (1 + 3 * dist.get_rank()))
+    return train(model, steps=STEPS * (1 + 3 * dist.get_rank()))
 
 
 @training(2)
 def divided_state_without_a_wrapper():
     model = mlp()
     sow()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), lr=1e-2)
     return train(model, optimizer, before_update=averaging(model))
 
 

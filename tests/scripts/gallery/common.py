@@ -6,6 +6,7 @@ A training is a function that trains, and returns the modules that it has traine
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import AdamW
 
 STEPS = 24
 
@@ -35,8 +36,10 @@ def loss_of(model, rows=8):
     return (model(x) - x[:, :4]).square().mean()
 
 
-def train(model, optimizer, loss_of=loss_of, steps=STEPS, before_update=lambda: None):
-    """Train, and return the model."""
+def train(model, optimizer=None, loss_of=loss_of, steps=STEPS, before_update=lambda: None):
+    """Train, with AdamW unless another optimizer is given, and return the model."""
+    if optimizer is None:
+        optimizer = AdamW(model.parameters(), 1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model)

@@ -31,19 +31,19 @@ def under_ddp(model=None, **options):
 @training(1, 2)
 def ddp():
     model = under_ddp()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
 def ddp_with_bucket_views_in_small_buckets():
     model = under_ddp(gradient_as_bucket_view=True, bucket_cap_mb=0.0001)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(1, 2)
 def ddp_with_a_static_graph():
     model = under_ddp(static_graph=True)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(1, 2)
@@ -88,7 +88,7 @@ class Branches(nn.Module):
 @training(1, 2)
 def ddp_with_unused_branches():
     model = under_ddp(Branches(), find_unused_parameters=True)
-    return train(model, AdamW(model.parameters(), 1e-2), steps=2 * STEPS)
+    return train(model, steps=2 * STEPS)
 
 
 @training(2)
@@ -107,7 +107,7 @@ def ddp_with_batch_norms_of_each_rank():
     for param in net.parameters():
         dist.broadcast(param.detach(), 0)
     model = under_ddp(net, broadcast_buffers=False)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(1, 2)
@@ -115,7 +115,7 @@ def ddp_with_batch_norms():
     model = under_ddp(
         nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     )
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
@@ -150,7 +150,7 @@ def ddp_with_checkpoints():
         x = torch.randn(8, 8)
         return (checkpoint(model, x, use_reentrant=False) - x[:, :4]).square().mean()
 
-    return train(model, AdamW(model.parameters(), 1e-2), of)
+    return train(model, loss_of=of)
 
 
 @training(2)
@@ -164,13 +164,13 @@ def ddp_with_reentrant_checkpoints_inside():
             return checkpoint(self.rest, self.first(x), use_reentrant=True)
 
     model = under_ddp(Whole(), static_graph=True)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
 def ddp_of_compiled_code():
     model = under_ddp(torch.compile(mlp(), backend="aot_eager"))
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
@@ -352,7 +352,7 @@ def trains_before_the_wrapper():
 def replicated():
     model = replicate(mlp())
     sow()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)

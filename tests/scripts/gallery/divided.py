@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam
 
 
 def mesh():
@@ -40,7 +40,7 @@ def parallel(plan, model=None):
 @training(1, 2)
 def parallel_layers():
     model = parallel({"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(1, 2)
@@ -150,7 +150,7 @@ def parallel_layers_under_ddp_of_one_rank():
     )
     model = DDP(model, device_mesh=whole["data"])
     torch.manual_seed(100)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(1, 2)

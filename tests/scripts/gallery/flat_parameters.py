@@ -21,31 +21,31 @@ def wrapped(model=None, *, each=True, **options):
 @training(1, 2)
 def flat():
     model = wrapped()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(1, 2)
 def flat_in_one_piece():
     model = wrapped(each=False)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(1, 2)
 def flat_with_original_parameters():
     model = wrapped(use_orig_params=True)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
 def flat_and_whole_until_backward():
     model = wrapped(use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
 def flat_and_not_sharded():
     model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)
@@ -53,7 +53,7 @@ def flat_in_mixed_precision():
     model = wrapped(
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(2)

@@ -33,7 +33,7 @@ def layers(model=None, **options):
 @training(1, 2)
 def fully_sharded():
     model = layers()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(1, 2)
@@ -358,7 +358,7 @@ def fully_sharded_and_evaluated():
 @training(2)
 def replicas_of_shards():
     model = layers(mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(4)
@@ -381,7 +381,7 @@ def shards_of_parallel_layers():
     )
     fully_shard(model, mesh=mesh["data"])
     torch.manual_seed(100)
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training(4)

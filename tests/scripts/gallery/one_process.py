@@ -39,7 +39,7 @@ def plain_sgd():
 @training()
 def adamw():
     model = mlp()
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training()
@@ -175,7 +175,7 @@ def scaled_without_unscaling():
 def autocast_to_bfloat16():
     model = mlp()
     with torch.autocast("cpu", torch.bfloat16):
-        return train(model, AdamW(model.parameters(), 1e-2))
+        return train(model)
 
 
 @training()
@@ -212,7 +212,7 @@ def checkpoints():
         )
         return (model.last(hidden) - x[:, :4]).square().mean()
 
-    return train(model, AdamW(model.parameters(), 1e-2), of)
+    return train(model, loss_of=of)
 
 
 @training()
@@ -223,7 +223,7 @@ def reentrant_checkpoints():
         x = torch.randn(8, 8).requires_grad_()
         return (checkpoint(model, x, use_reentrant=True) - x[:, :4]).square().mean()
 
-    return train(model, AdamW(model.parameters(), 1e-2), of)
+    return train(model, loss_of=of)
 
 
 @training()
@@ -234,7 +234,7 @@ def a_chain_of_checkpoints():
         x = torch.randn(8, 8)
         return (checkpoint_sequential(model, 2, x, use_reentrant=False) - x[:, :4]).square().mean()
 
-    return train(model, AdamW(model.parameters(), 1e-2), of)
+    return train(model, loss_of=of)
 
 
 @training()
@@ -283,7 +283,7 @@ def compiled():
 def compiled_in_place():
     model = Net()
     model.compile(backend="eager")
-    return train(model, AdamW(model.parameters(), 1e-2))
+    return train(model)
 
 
 @training()
@@ -363,7 +363,7 @@ def tied_embeddings():
         words = torch.randint(12, (16,))
         return functional.cross_entropy(model(words), (words + 1) % 12)
 
-    return train(model, AdamW(model.parameters(), 1e-2), of)
+    return train(model, loss_of=of)
 
 
 @training()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from small import tanh_net
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +32,7 @@ def mine(step: int) -> Tensor:
 def make() -> nn.Sequential:
     """Return a model whose rows two ranks share unevenly; one of them gets none of `2`."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    return tanh_net(4, 5, 1)
 
 
 def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
@@ -51,10 +52,9 @@ class Block(nn.Module):
         self.up = nn.Linear(4, 6)
         self.down = nn.Linear(6, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Shape ``[batch, sequence, 4]`` to the same."""
-        out: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def divide(block: Block) -> nn.Module:
