@@ -15,6 +15,7 @@ from gradsurgeon.records.store.layout import RUN_FILE, runs_inside
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report.callouts import whole_name
 from gradsurgeon.report.norms import urgent_table
+from gradsurgeon.report.ranks import rank_lines
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
 from gradsurgeon.report.sources import summary
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             _draw(report, hint)
         else:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            words = [f"{now} {report.head[-1]}", report.newest, *report.rank_lines]
+            words = [f"{now} {report.head[-1]}", _newest(report), *rank_lines(report.progress)]
             print("; ".join(filter(None, words)), flush=True)
         begin = time.monotonic()
         if arguments.html is not None and (begin >= next_page or not is_running):
@@ -160,10 +161,20 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
-    if report.newest:
-        yield report.newest
+    newest = _newest(report)
+    if newest:
+        yield newest
     yield from report.outcome.top
-    yield from report.rank_lines
+    yield from rank_lines(report.progress)
+
+
+def _newest(report: Report) -> str:
+    """Return the last losses and learning rates, in words."""
+    words = [f"{loss.name} {loss.values[-1]:.4g}" for loss in report.tagged]
+    rates = {f"{rate.values[-1]:.4g}" for rate in report.rates}
+    if rates:
+        words.append(f"learning rate {', '.join(sorted(rates))}")
+    return printable(", ".join(words))
 
 
 def _events(report: Report) -> Iterator[str]:

@@ -221,8 +221,6 @@ class Recorder:
             # All sinks end first: then none waits for another.
             for sink in self._sinks:
                 sink.end()
-            if not _torch.is_capturing():
-                left["captured"] = self.captures.described()
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
                 sink.close()

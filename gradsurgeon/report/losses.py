@@ -21,9 +21,15 @@ _MOST_TAGGED = 8
 _ROWS = 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf", LOSS)
-_HEAD = ("history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
-# JSON has at most so many points of a curve.
-MOST_POINTS = 2000
+_NUMBERS = ("mean", "least", "largest", "last")
+# The columns of a table: a learning rate is finite, and no cosine.
+_HEADS = {
+    RATE: ("group", "history", "least", "largest", "last"),
+    COSINE: ("loss", "history", *_NUMBERS, "< 0", "non-finite"),
+}
+_HEAD = ("loss", "history", *_NUMBERS, "non-finite")
+# JSON and the page have at most so many points of a curve.
+_MOST_POINTS = 2000
 TITLES = {
     LOSS: "loss of each update",
     RATE: "learning rates",
@@ -88,23 +94,29 @@ def rates_of(series: Iterable[Part], last: int) -> list[LossSeries]:
     rates = []
     for rate in _joined(recorded):
         first = rate.steps[0]
-        steps = np.linspace(first, last, min(MOST_POINTS, last - first + 1)).astype(np.int64)
+        points = min(_MOST_POINTS, last - first + 1)
+        steps = np.linspace(first, last, points).astype(np.int64)
         places = np.searchsorted(rate.steps, steps, side="right") - 1
         rates.append(rate._replace(steps=steps, values=rate.values[places]))
     return rates
 
 
-def thinned(steps: Ints, values: Floats, most: int) -> tuple[list[int], list[float | str]]:
-    """Return at most so many points of a curve, each the worst of a few: the first non-finite, or else the largest."""
-    badness = np.where(np.isfinite(values), values, np.inf)
+def thinned(
+    steps: Ints, values: Floats, *, lowest: bool = False
+) -> tuple[list[int], list[float | str]]:
+    """Return at most so many points of a curve, each the worst of a few: the first non-finite, or else the largest.
+
+    With `lowest` it is the smallest value, as of a cosine.
+    """
     # Several records of one step make one point.
     _, starts = np.unique(steps, return_index=True)
-    stride = -(-len(starts) // most)
-    starts = starts[:: max(1, stride)]
-    ends = np.append(starts[1:], len(steps))
-    worst = []
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        worst.append(start + int(np.argmax(badness[start:end])))
+    starts = starts[:: max(1, -(-len(starts) // _MOST_POINTS))]
+    points = np.searchsorted(starts, np.arange(len(steps)), side="right")
+    calmness = values
+    if not lowest:
+        calmness = -values
+    calmness = np.where(np.isfinite(values), calmness, -np.inf)
+    worst = np.lexsort([calmness, points])[starts]
     shown = [json_number(float(f"{value:.6g}")) for value in values[worst]]
     return steps[worst].tolist(), shown
 
@@ -186,33 +198,34 @@ def _mean(pair: LossSeries) -> float:
 
 def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
     shown = series[:_ROWS]
-    curves: list[list[float]] = []
+    curves = []
     for loss in shown:
+        curve = loss.values
         # A log scale has no place for 0 and less.
-        has_log = loss.numbers["least"] > 0
-        curves.append(loss.values.tolist() if has_log else [])
+        if not loss.numbers["least"] > 0:
+            curve = curve[:0]
+        curves.append(curve)
     rule = printable(series[0].rule)
-    head = ["group" if stat == RATE else "loss", *_HEAD]
+    head = _HEADS.get(stat, _HEAD)
     return Table(
         f"{TITLES.get(stat, 'losses')}, recorded by {rule} in {_steps(series)}",
         head,
-        list(map(_row, shown)),
+        [_row(loss, head) for loss in shown],
         right=frozenset(range(2, len(head))),
         curves=curves,
         notes=list(_notes(stat, series, observed=observed)),
     )
 
 
-def _row(loss: LossSeries) -> list[str]:
+def _row(loss: LossSeries, head: Sequence[str]) -> list[str]:
     numbers = loss.numbers
-    row = [printable(loss.name), ""]
-    row += [f"{numbers[field]:.3g}" for field in ("mean", "least", "largest", "last")]
-    row.append(_share(numbers["negative"]))
-    calls = len(loss.values)
-    row.append(f"{calls:,}")
-    nonfinite = calls - len(loss.finite)
-    row.append(f"{nonfinite:,}" if nonfinite else "-")
-    return row
+    nonfinite = len(loss.values) - len(loss.finite)
+    cells = {"< 0": _share(numbers["negative"]), "non-finite": "-"}
+    if nonfinite:
+        cells["non-finite"] = f"{nonfinite:,}"
+    for column in _NUMBERS:
+        cells[column] = f"{numbers[column]:.3g}"
+    return [printable(loss.name), "", *[cells[column] for column in head[2:]]]
 
 
 def _notes(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store import RecordQueries
 from gradsurgeon.records.store.recorded import RecordSource
-from gradsurgeon.report.histograms import quantile
+from gradsurgeon.report.histograms import quantiles_of
 from gradsurgeon.report.history import OF_EACH_CALL, History, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
@@ -24,6 +24,7 @@ from gradsurgeon.report.rules_and_events import GRADIENT, edits_of
 from gradsurgeon.report.sources import unread
 from gradsurgeon.report.tables import shortened
 from gradsurgeon.report.track import Track
+from gradsurgeon.tensors.statistics import HISTOGRAM
 
 Name = str | Sequence[str]
 
@@ -120,15 +121,14 @@ def histograms(source: RecordQueries, *, name: str | None, rule: str | None) -> 
         raise ValueError("the picture 'histograms' is of one tensor: pass name=")
     records = source.histograms(name, rule=rule)
     steps = [step for step, _ in records]
+    counts = np.array([counts for _, counts in records])
     figure = Picture(11, 3.6)
     axes = figure.subplots()
-    curves = {}
-    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
-        curves[share] = [quantile(counts, share) for _, counts in records]
+    lowest, low, median, high, highest = quantiles_of(counts.reshape(len(steps), len(HISTOGRAM)))
     style: dict[str, Any] = {"alpha": 0.25, "color": _BLUE, "linewidth": 0}
-    axes.fill_between(steps, curves[0.05], curves[0.95], label="5% to 95%", **style)
-    axes.fill_between(steps, curves[0.25], curves[0.75], label="25% to 75%", **style)
-    axes.plot(steps, curves[0.5], color=_BLUE, marker=".", markersize=2, label="median")
+    axes.fill_between(steps, lowest, highest, label="5% to 95%", **style)
+    axes.fill_between(steps, low, high, label="25% to 75%", **style)
+    axes.plot(steps, median, color=_BLUE, marker=".", markersize=2, label="median")
     axes.set_yscale("log")
     axes.grid(alpha=0.25)
     axes.set_xlabel("step")

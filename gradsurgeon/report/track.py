@@ -118,13 +118,3 @@ class Track:
         if len(later) < max(_DEAD, 3 * pause):
             return None
         return int(self.steps[later[0]])
-
-    def cells(self, most: int) -> list[float | None]:
-        """Return the history in at most so many cells: the largest norm, non-finite if one is, `None` for no gradient."""
-        number = min(most, len(self.steps))
-        starts = np.arange(number) * len(self.steps) // number
-        norms = np.maximum.reduceat(self.norms, starts)
-        cells: list[float | None] = norms.tolist()
-        for place in np.flatnonzero(norms == NO_NORM):
-            cells[place] = None
-        return cells

@@ -104,16 +104,7 @@ class StoredRun(RecordQueries):
             statuses=self.status(),
             ends={file.rank: file.end() for file in self._files},
             missing_ranks=missing_ranks(self),
-            captured=self._captured(),
         )
-
-    def _captured(self) -> Sequence[Mapping[str, Any]]:
-        """Return what the lowest rank that kept copies wrote of them."""
-        for file in self._files:
-            captured: Sequence[Mapping[str, Any]] = file.left().get("captured", ())
-            if captured:
-                return captured
-        return ()
 
     @property
     def rules(self) -> list[dict[str, Any]]:

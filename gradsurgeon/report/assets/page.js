@@ -185,7 +185,6 @@ async function show(index, state = {}) {
   lossSections(run, axis);
   standsOut(run);
   const maps = state.maps || {}, done = run.kinds.map((kind) => kindSection(run, kind, axis, maps[kind.kind]));
-  captures(run);
   rules(run);
   await Promise.all(done);
 }

@@ -10,9 +10,3 @@ function lossSections(run, axis) {
     new Chart(part, axis, { title: one.title, lines: one.lines, hint, log: false, marks: run.marks });
   }
 }
-
-function captures(run) {
-  if (!run.captures.length) return;
-  const part = section("Captures", "What capture rules kept last of each tensor when the session ended.");
-  for (const one of run.captures) part.append(heading("h3", one.title), list(one.notes), table(one));
-}
