@@ -34,6 +34,8 @@ _KEYS = (
     "name",
     "rows",
     "inputs",
+    "history",
+    "before",
     "rank",
     "bundle",
 )
@@ -202,13 +204,14 @@ class Diagnosis:
         whole = asdict(self)
         values = {key: whole[key] for key in _KEYS}
         values.update(headline=self.headline, op=self.operation, direction="", outputs=())
-        values.update(file="", line=None, cause="", evidence=(), remedy="")
+        values.update(file="", line=None, code="", cause="", evidence=(), remedy="")
         if self.where in ("forward", "backward"):
             values["direction"] = self.where
         if self.output is not None:
             values["outputs"] = (whole["output"],)
         if self.lines:
-            values.update(file=self.lines[-1].file, line=self.lines[-1].line)
+            line = self.lines[-1]
+            values.update(file=line.file, line=line.line, code=line.text)
         if self.cause is not None:
             values.update(cause=self.cause.fault, evidence=self.cause.evidence)
             values["remedy"] = self.cause.advice

@@ -274,6 +274,7 @@ def _event(group: EventGroup) -> dict[str, Any]:
         "name": event.name,
         "message": event.message,
         "where": where,
+        "diagnosis": event.diagnosis,
     }
 
 

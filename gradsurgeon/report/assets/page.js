@@ -4,11 +4,11 @@
 const main = document.getElementById("main"), root = document.documentElement;
 const GRAVITY = ["bad", "warning", "running", "good"];
 const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
-const MOST_OF_LINE = 300, LOUD = 2;
+const MOST_OF_LINE = 600, LOUD = 2;
 const UNTOUCHED = 10000;
 // What the page opens on: so many columns of the map before the first trap, and a share of them after it.
 const COLUMNS_BEFORE = 100, AFTER = 0.12, LEAST_AFTER = 3;
-const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite, a pink band many of them.";
+const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite, a pink band many of them. In a long run a point is the largest of a few steps.";
 const NO_LOSS = "The loss is drawn here if a norm-log rule acts on parameters, and backward passes begin at one number.";
 // The width of what stands left of every plot and map, so that all of them share one x axis.
 let gutter = 0;
@@ -39,7 +39,9 @@ function section(title, hint = "") {
 function nameOfRun(run) {
   const last = (one, count) => one.folder.split("/").filter(Boolean).slice(-count).join("/");
   const count = Array.from({ length: 20 }, (_, at) => at + 1).find((parts) => data.runs.every((other) => other === run || last(other, parts) !== last(run, parts)));
-  return count ? last(run, count) : run.folder;
+  const name = count ? last(run, count) : run.folder, modelOf = (one) => one.title.split(" on ").pop(), model = modelOf(run);
+  // The first of several models of a script has the folder of all.
+  return data.runs.every((other) => modelOf(other) === model) || name === model ? name : `${name} (${model})`;
 }
 
 const wholesOf = (run) => run.kinds.flatMap((kind) => kind.wholes);
@@ -54,7 +56,7 @@ function band(run) {
   main.append(
     element("div", { class: `band ${level}`, role: "status" }, element("span", { class: "icon", "aria-hidden": "true" }, ICONS[level]),
       element("div", {}, element("strong", {}, short(sentence, 400)), more ? element("p", {}, short(more, 400)) : null)),
-    element("p", { class: "facts" }, ...run.facts.map(([word, text]) => element("span", {}, `${word} `, element("b", {}, text)))),
+    element("p", { class: "facts" }, ...run.facts.map(([word, text]) => element("span", {}, `${word} `, element("b", {}, word === "began" ? text.slice(0, 16).replace("T", " ") + " UTC" : text)))),
     ...data.problems.map((problem) => element("p", { class: "problem" }, `Not on this page: ${problem}`)),
     ...run.notes.map(note));
 }
@@ -64,22 +66,20 @@ function eventEntry(event) {
   const told = [event.where, short(event.rule || event.name)].filter(Boolean).join(", ");
   const line = element("span", {}, element("span", { class: `kind ${event.kind}` }, event.kind), ` ${told}: ${short(first, MOST_OF_LINE)}`);
   if (!rest.length && !isLong) return element("p", {}, line);
-  const lines = isLong ? [start, ...rest] : rest, pre = (part) => element("pre", {}, part.join("\n"));
-  // The diagnosis says more than the gradients that it explains.
-  const begin = lines.findIndex((text) => text.startsWith("diagnosis (")), end = lines.findIndex((text, place) => place > begin && !text.startsWith("  "));
-  const gradients = [...lines.slice(0, begin), ...(end > 0 ? lines.slice(end) : [])];
-  const made = fold(line, ...(begin > 0 ? [pre(lines.slice(begin, end > 0 ? end : undefined)), fold("the gradients", pre(gradients))] : [pre(lines)]));
-  return made;
+  const text = element("pre", {}, (isLong ? [start, ...rest] : rest).join("\n"));
+  // A diagnosis that blames something says more than the gradients that it explains.
+  if (!event.diagnosis?.where) return fold(line, text);
+  return fold(line, element("p", {}, element("strong", {}, short(event.diagnosis.headline, 300))), diagnosisOf(event.diagnosis), fold("the message as in the terminal", text));
 }
 
 /** Draws lines in one chart, if there are any. */
 function chart(part, axis, title, lines, marks, log) {
-  const every = Math.max(...lines.map((line) => line.every)), hint = every > 1 ? `The run is long: a point is the largest that is known of ${every} steps.` : "";
-  if (lines.length) new Chart(part, axis, { title, unit: title.startsWith("norm") ? "l2 norm" : "", lines, hint, log, marks, height: 150 });
+  const isRate = title === "learning rate", unit = title.startsWith("norm") ? "l2 norm" : "";
+  if (lines.length) new Chart(part, axis, { title, unit, lines, log, marks, height: isRate ? 100 : 150 });
 }
 
 function happened(run, axis) {
-  const part = section("What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
+  const part = section(data.runs.length > 1 ? `What happened in ${short(nameOfRun(run))}` : "What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
   chart(part, axis, "loss", run.losses, run.marks, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
   chart(part, axis, "learning rate", run.rates, run.marks, false);
   chart(part, axis, "norm of the gradient", wholes, run.marks, true);
@@ -133,7 +133,7 @@ async function kindSection(run, kind, axis, state) {
   const map = new HeatMap(axis, kind.map, cells, kind.kind, draw);
   part.append(
     heading("h3", `${count} of ${names.length.toLocaleString("en")}: not finite first, then spikes, then the largest`, "Spikes are in the order of their size (times the steps around them), the largest in the order of their medians."), table(withoutPrefix(kind.table)), curves,
-    heading("h3", `All ${names.length.toLocaleString("en")} ${kind.noun}s`, `A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`), map.box);
+    heading("h3", `All ${names.length.toLocaleString("en")} ${kind.noun}s${kind.kind === "gradient" ? " that got a gradient" : ""}`, `A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`), map.box);
   axis.views.add(map);
   current.maps[kind.kind] = map;
   if (state) map.restore(state);
@@ -185,6 +185,7 @@ async function show(index, state = {}) {
   lossSections(run, axis);
   standsOut(run);
   const maps = state.maps || {}, done = run.kinds.map((kind) => kindSection(run, kind, axis, maps[kind.kind]));
+  magnitudes(run, axis);
   rules(run);
   await Promise.all(done);
 }
