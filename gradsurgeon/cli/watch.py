@@ -140,20 +140,22 @@ def screen(report: Report, columns: int) -> list[str]:
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
     sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
     sections += [table.lines(columns, _WORST) for table in urgent]
-    sections.append(_whole_gradients(report))
+    wholes = []
+    for whole in report.history.gradients:
+        name = whole_name(whole, len(report.params))
+        wholes.append(f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}")
+    sections.append(wholes)
     sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]
     lines: list[str] = []
     for section in sections:
-        gap = bool(lines)
         for line in section:
-            if gap:
-                lines.append("")
-                gap = False
+            shown = line
             if len(line) > columns:
-                lines.append(f"{line[: columns - 1]}…")
-            else:
-                lines.append(line)
-    return lines
+                shown = f"{line[: columns - 1]}…"
+            lines.append(shown)
+        if lines and lines[-1]:
+            lines.append("")
+    return lines[:-1]
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -197,9 +199,3 @@ def _remarks(report: Report) -> Iterator[str]:
     if report.remarks and report.is_partial:
         yield "in the newest records:"
     yield from report.outcome.callout_lines
-
-
-def _whole_gradients(report: Report) -> Iterator[str]:
-    for whole in report.history.gradients:
-        name = whole_name(whole, len(report.params))
-        yield f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}"

@@ -126,19 +126,13 @@ def _joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
     joint: dict[tuple[str, str, str], list[LossSeries]] = {}
     for loss in recorded:
         joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
-    return list(map(_in_one, joint.values()))
-
-
-def _in_one(parts: Sequence[LossSeries]) -> LossSeries:
-    all_steps = []
-    all_values = []
-    for part in parts:
-        all_steps.append(part.steps)
-        all_values.append(part.values)
-    steps = np.concatenate(all_steps)
-    values = np.concatenate(all_values)
-    order = np.argsort(steps, kind="stable")
-    return parts[0]._replace(steps=steps[order], values=values[order])
+    series = []
+    for parts in joint.values():
+        steps = np.concatenate([part.steps for part in parts])
+        values = np.concatenate([part.values for part in parts])
+        order = np.argsort(steps, kind="stable")
+        series.append(parts[0]._replace(steps=steps[order], values=values[order]))
+    return series
 
 
 def _tagged(series: Iterable[Part], params: Collection[str]) -> Iterator[LossSeries]:
@@ -165,10 +159,7 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
     read = list(blocks(part))
     if not read:
         return
-    all_steps, all_values, all_present = zip(*read, strict=True)
-    steps = np.concatenate(all_steps)
-    values = np.concatenate(all_values)
-    present = np.concatenate(all_present)
+    steps, values, present = [np.concatenate(arrays) for arrays in zip(*read, strict=True)]
     for name in names:
         column = part.columns[name]
         has_value = present[:, column]
@@ -230,7 +221,7 @@ def _row(loss: LossSeries, head: Sequence[str]) -> list[str]:
 
 def _notes(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Iterator[str]:
     if len(series) > _ROWS:
-        yield f"and {len(series) - _ROWS:,} more"
+        yield f"... and {len(series) - _ROWS:,} more"
     if stat == COSINE:
         conflicts = 0
         for pair in series:

@@ -1,7 +1,7 @@
 """The pictures of norms over the steps and of captured tensors. Torch is not needed."""
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store import RecordQueries
 from gradsurgeon.records.store.recorded import RecordSource
 from gradsurgeon.report.histograms import quantiles_of
-from gradsurgeon.report.history import OF_EACH_CALL, History, WholeNorm
+from gradsurgeon.report.history import OF_EACH_CALL, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, edits_of
@@ -72,14 +72,12 @@ def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> 
     chosen = set()
     for text in wanted:
         # A name may read as a pattern: `lstm[0]` is a tensor of a module that returns several.
-        if text in known:
-            chosen.add(known[text])
-            continue
-        places = select([compile_pattern(text)], texts)
-        if not places:
+        fitting = [text]
+        if text not in known:
+            fitting = [texts[place] for place in select([compile_pattern(text)], texts)]
+        if not fitting:
             raise KeyError(f'"{text}" is no name of what was recorded; {suggest(text, texts)}')
-        for place in places:
-            chosen.add(known[texts[place]])
+        chosen.update([known[name] for name in fitting])
     return chosen
 
 
@@ -102,7 +100,12 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
         worst = {track.name for track in ranked(tracks)[:_LAYERS]}
         tracks = [track for track in tracks if track.name in worst]
         if kind == GRADIENT:
-            wholes = list(_drawn_wholes(history))
+            # Where a step has several records, the norms of a step do not add up to the norm of all.
+            wholes = [
+                whole
+                for whole in history.gradients
+                if len(whole.names) > 1 and whole.point not in OF_EACH_CALL
+            ]
     figure = Picture(11, 4.8)
     axes = figure.subplots()
     handles = _curves(axes, wholes, labels(wholes, len(report.params)), tracks)
@@ -136,13 +139,6 @@ def histograms(source: RecordQueries, *, name: str | None, rule: str | None) -> 
     axes.set_title(f"magnitudes of the elements of {_plain(name)}", loc="left", fontsize=10, pad=10)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
-
-
-def _drawn_wholes(history: History) -> Iterator[WholeNorm]:
-    for whole in history.gradients:
-        # Where a step has several records, the norms of a step do not add up to the norm of all.
-        if len(whole.names) > 1 and whole.point not in OF_EACH_CALL:
-            yield whole
 
 
 def _curves(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -94,10 +94,11 @@ class Report:
         if self.callouts:
             parts.append("\n".join(f"  {line}" for line in self.outcome.callout_lines))
         for place, table in enumerate(self.tables, 1):
-            text = "\n".join(_text(table, width))
+            lines = list(table.lines(width))
+            lines += [f"  {note}" for note in table.notes]
             if place == len(self.norms):
-                text += f"\n  {LEGEND}"
-            parts.append(text)
+                lines.append(f"  {LEGEND}")
+            parts.append("\n".join(lines))
         if self.events:
             parts.append("\n".join(event_lines(self.events)))
         return "\n\n".join(parts)
@@ -323,9 +324,3 @@ class Report:
         if self.start is not None:
             seen.append(self.start)
         return min(seen), max(seen)
-
-
-def _text(table: Table, columns: int) -> Iterator[str]:
-    yield from table.lines(columns)
-    for note in table.notes:
-        yield f"  ... {note}" if note.startswith("and ") else f"  {note}"

@@ -31,10 +31,12 @@ def read_sheet(series: Part, columns: Sequence[int], every: int) -> Sheet:
     all_steps = [np.empty(0, np.int64)]
     all_norms = [np.empty((0, len(columns)), np.float32)]
     for steps, values, present in blocks(series, every=every):
-        norms = np.where(present, values, np.float32(NO_NORM))
+        norms = values
+        if not present.all():
+            norms = np.where(present, values, np.float32(NO_NORM))
         firsts = np.arange(0, len(steps), every)
         all_steps.append(steps[firsts])
-        all_norms.append(np.maximum.reduceat(norms[:, columns], firsts))
+        all_norms.append(np.maximum.reduceat(norms, firsts)[:, columns])
     names = [series.key.names[column] for column in columns]
     by_row = np.concatenate(all_norms)
     return Sheet(names, np.concatenate(all_steps), np.ascontiguousarray(by_row.T))

@@ -71,6 +71,7 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
             "name": "a.weight",
             "message": "step 20\nline two",
             "where": "step 20",
+            "diagnosis": None,
         }
     ]
     assert run["marks"] == [[20, 20, "trap"]]
