@@ -184,15 +184,11 @@ def _events(report: Report) -> Iterator[str]:
     counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
     yield f"events ({kinds.total():,}): {counts}".removesuffix(": ")
     edits = edits_of(report.rules)
-    trips = []
-    others = []
-    for group in sorted(event_groups(report.events), key=lambda group: -group.steps[1]):
-        if is_trip(group.first, edits):
-            trips.append(group)
-        else:
-            others.append(group)
-    for group in (*trips[:_EVENTS], *others[:_EVENTS]):
-        yield "  ".join(["", *islice(group.lines(), 2)])
+    groups = sorted(event_groups(report.events), key=lambda group: -group.steps[1])
+    for tripped in (True, False):
+        shown = [group for group in groups if is_trip(group.first, edits) == tripped]
+        for group in shown[:_EVENTS]:
+            yield "  ".join(["", *islice(group.lines(), 2)])
 
 
 def _remarks(report: Report) -> Iterator[str]:

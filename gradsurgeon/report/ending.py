@@ -61,6 +61,12 @@ def _diagnosis(event: Event) -> str:
     return text
 
 
+def clock(seconds: float) -> str:
+    """Return a moment, given in seconds since 1970, as the reader's clock shows it."""
+    time = datetime.fromtimestamp(seconds, UTC).astimezone()
+    return f"{time:%Y-%m-%d %H:%M:%S}"
+
+
 class Ending(NamedTuple):
     """How a run ended."""
 
@@ -122,9 +128,7 @@ def end_of_rank(end: RankEnd) -> tuple[State, str]:
     if end.state == "stopped":
         at = ""
         if end.written is not None:
-            # Local time, as on the reader's clock.
-            time = datetime.fromtimestamp(end.written, UTC).astimezone()
-            at = f", last record at {time:%Y-%m-%d %H:%M:%S}"
+            at = f", last record at {clock(end.written)}"
         return "unknown", f"no end was written{at}: what came after it is missing"
     error = printable(str(end.ending.get("error", "")))
     if not error:

@@ -168,9 +168,7 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
             yield LossSeries(part.key.rule, part.key.stat, name, steps[has_value], of_name)
 
 
-def loss_tables(
-    losses: Sequence[LossSeries], *, observed: bool
-) -> Iterator[tuple[Table, Sequence[LossSeries]]]:
+def loss_tables(losses: Sequence[LossSeries]) -> Iterator[tuple[Table, Sequence[LossSeries]]]:
     """Yield a table and the curves of each statistic that a rule has measured of losses."""
     groups: dict[tuple[str, str], list[LossSeries]] = {}
     for loss in losses:
@@ -178,7 +176,7 @@ def loss_tables(
     for (_, stat), series in groups.items():
         if stat == COSINE:
             series.sort(key=_mean)
-        yield _table(stat, series, observed=observed), series
+        yield _table(stat, series), series
 
 
 def _mean(pair: LossSeries) -> float:
@@ -187,7 +185,7 @@ def _mean(pair: LossSeries) -> float:
     return math.inf if math.isnan(mean) else mean
 
 
-def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
+def _table(stat: str, series: Sequence[LossSeries]) -> Table:
     shown = series[:_ROWS]
     curves = []
     for loss in shown:
@@ -204,7 +202,7 @@ def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
         [_row(loss, head) for loss in shown],
         right=frozenset(range(2, len(head))),
         curves=curves,
-        notes=list(_notes(stat, series, observed=observed)),
+        notes=list(_notes(stat, series)),
     )
 
 
@@ -219,7 +217,7 @@ def _row(loss: LossSeries, head: Sequence[str]) -> list[str]:
     return [printable(loss.name), "", *[cells[column] for column in head[2:]]]
 
 
-def _notes(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Iterator[str]:
+def _notes(stat: str, series: Sequence[LossSeries]) -> Iterator[str]:
     if len(series) > _ROWS:
         yield f"... and {len(series) - _ROWS:,} more"
     if stat == COSINE:
@@ -227,11 +225,6 @@ def _notes(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Iterat
         for pair in series:
             conflicts += pair.numbers["mean"] < 0
         yield f"{count(conflicts, 'pair')} of {len(series):,} conflict on average"
-    if stat == DISTANCE:
-        changed = "would have changed" if observed else "changed"
-        distances = np.concatenate([distance.values for distance in series])
-        share = _share(float((distances > 0).mean()))
-        yield f"{changed} the sum in {share} of calls"
 
 
 def _steps(losses: Sequence[LossSeries]) -> str:

@@ -1,12 +1,12 @@
 """How far each rank of a run came, and which one lags."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.recorded import RankEnd
+from gradsurgeon.report.ending import clock
 
 _MOST_LINES = 4
 _MOST_NAMES = 8
@@ -26,9 +26,7 @@ class RankProgress(NamedTuple):
         if self.step is not None:
             text = f"last record of step {self.step:,}"
         if self.written is not None:
-            # Local time, as on the reader's clock.
-            time = datetime.fromtimestamp(self.written, UTC).astimezone()
-            text += f" at {time:%Y-%m-%d %H:%M:%S}"
+            text += f" at {clock(self.written)}"
         if self.behind:
             text += f", {count(self.behind, 'step')} behind"
         return text

@@ -111,7 +111,7 @@ class Report:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
 
-        for table, _ in loss_tables([*self.losses, *self.rates], observed=self.observed):
+        for table, _ in loss_tables([*self.losses, *self.rates]):
             tables.append(table)
         if self.statuses:
             tables.append(self.rule_table)

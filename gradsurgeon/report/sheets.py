@@ -51,13 +51,8 @@ def records_of(places: Sequence[tuple[Sheet, int]], *, once: bool) -> tuple[Ints
     sheet, line = places[0]
     if len(places) == 1 and (np.diff(sheet.steps) > 0).all():
         return sheet.steps, sheet.norms[line]  # nearly always
-    all_steps = []
-    all_norms = []
-    for sheet, line in places:
-        all_steps.append(sheet.steps)
-        all_norms.append(sheet.norms[line])
-    steps = np.concatenate(all_steps)
-    norms = np.concatenate(all_norms)
+    steps = np.concatenate([sheet.steps for sheet, _ in places])
+    norms = np.concatenate([sheet.norms[line] for sheet, line in places])
     order = np.lexsort((norms != NO_NORM, steps))
     steps = steps[order]
     norms = norms[order]

@@ -48,8 +48,7 @@ _MOST_ROWS = 10
 _MOST_MARKS = 600
 _CURVES = 20
 _MOST_MAGNITUDES = 60
-# Colours of the band.
-_LEVELS = {"fine": "good", "look": "warning", "broken": "bad"}
+_ABOUT = ("created", "torch", "gradsurgeon")
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
@@ -103,17 +102,15 @@ def _assets(*names: str) -> str:
 def page_data(run: StoredRun) -> dict[str, Any]:
     report = summary(run)
     outcome = report.outcome
-    ended: dict[str, Any] | None = None
+    ended = None
     if report.ended is not None:
         ended = {
+            "state": report.ended.state,
             "words": report.ended.words,
             "diagnosis": outcome.diagnosis,
-            "level": _LEVELS[outcome.band.state],
             "trips": report.tally.trips,
             "findings": report.tally.kinds["check"],
         }
-        if report.ended.state == "running" and outcome.band.state == "fine":
-            ended["level"] = "running"
     notes = [*report.notes, *rank_lines(report.progress)]
     if report.frozen_note:
         notes.append(report.frozen_note)
@@ -124,7 +121,8 @@ def page_data(run: StoredRun) -> dict[str, Any]:
     page = {
         "title": report.title,
         "folder": str(run.path),
-        "facts": list(_facts(run, report)),
+        "ranks": len(report.ends),
+        "about": {key: str(run.meta.get(key, "")) for key in _ABOUT},
         "notes": notes,
         "band": outcome.band._asdict(),
         "ended": ended,
@@ -140,38 +138,14 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "magnitudes": list(_magnitudes(report)),
     }
     page["rules"] = report.rule_table.plain()
-    page["files"] = list(_files(run))
+    page["rule_file"] = section(run.meta, "rules")
     page.update(_events(report.events))
     return page
 
 
-def _facts(run: StoredRun, report: Report) -> Iterator[tuple[str, str]]:
-    if report.steps is not None:
-        first, last = report.steps
-        yield "steps", f"{first:,} to {last:,}"
-    if report.ended is not None:
-        ranks = len(report.ended.ranks)
-        if ranks > 1:
-            yield "ranks", str(ranks)
-    words = {"created": "began", "torch": "torch", "gradsurgeon": "gradsurgeon"}
-    for key, word in words.items():
-        if key in run.meta:
-            yield word, str(run.meta[key])
-
-
-def _files(run: StoredRun) -> Iterator[dict[str, Any]]:
-    """Yield name and text of each rule file."""
-    rules = section(run.meta, "rules")
-    entries = rules.get("files")
-    if not entries:
-        entries = [rules]
-    for entry in entries:
-        yield {"file": entry.get("file", "?"), "text": entry.get("text", "")}
-
-
 def _versus(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the section on each statistic that compares losses."""
-    for table, curves in loss_tables(report.losses, observed=report.observed):
+    for table, curves in loss_tables(report.losses):
         stat = curves[0].stat
         if stat in LOSS_STATS:
             lines = []
@@ -263,17 +237,14 @@ def _marks(events: Sequence[Event]) -> list[list[Any]]:
 
 def _event(group: EventGroup) -> dict[str, Any]:
     event = group.first
-    where = group.repeated
-    if not where:
-        where = f"step {event.step}"
-    if group.on_ranks:
-        where += f", {group.on_ranks}"
     return {
         "kind": event.kind,
         "rule": event.rule,
         "name": event.name,
         "message": event.message,
-        "where": where,
+        "step": event.step,
+        "repeated": group.repeated,
+        "ranks": group.on_ranks,
         "diagnosis": event.diagnosis,
     }
 

@@ -70,13 +70,15 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
             "rule": "no-nan",
             "name": "a.weight",
             "message": "step 20\nline two",
-            "where": "step 20",
+            "step": 20,
+            "repeated": "",
+            "ranks": "",
             "diagnosis": None,
         }
     ]
     assert run["marks"] == [[20, 20, "trap"]]
     assert run["ended"] == {
-        "level": "warning",
+        "state": "ended",
         "words": "ended, traps tripped in 1 step",
         "diagnosis": "step 20",
         "trips": 1,
@@ -84,7 +86,7 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
     }
     assert run["band"] == {"state": "look", "sentence": "step 20"}
     assert run["rules"]["rows"][0][:4] == ["norms", "norm-log", "2", "60"]
-    assert run["files"] == [{"file": "rules.yaml", "text": "version: 1"}]
+    assert run["rule_file"]["text"] == "version: 1"
     assert kind["urgent"] == list(names)
     assert kind["table"]["rows"][0] == ["a.weight", "0.5", "0.5", "0.5", "0.5", "1"]
     assert run["callouts"][0].startswith("non-finite: 1 parameter, first at step 20: a.weight")

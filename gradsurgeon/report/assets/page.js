@@ -2,6 +2,7 @@
 // The page: how a run ended, its curves, what went wrong, what stands out, all norms, its rules.
 
 const main = document.getElementById("main"), root = document.documentElement;
+const LEVELS = { fine: "good", look: "warning", broken: "bad" };
 const GRAVITY = ["bad", "warning", "running", "good"];
 const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
 const MOST_OF_LINE = 600, LOUD = 2;
@@ -48,22 +49,34 @@ const wholesOf = (run) => run.kinds.flatMap((kind) => kind.wholes);
 /** Tells whether an event, or a mark of some, is a trap that tripped. */
 const isTrip = (event) => MARKS[event.kind || event[2]] === "bad";
 
+/** Returns the colour of a band: a run that goes on has a colour of its own if nothing is wrong. */
+function levelOf(run) {
+  return run.ended?.state === "running" && run.band.state === "fine" ? "running" : LEVELS[run.band.state];
+}
+
+/** Lists what a reader may want to know of a run, each a word and a text. */
+function factsOf({ span, ranks, about: { created, torch, gradsurgeon } }) {
+  const steps = span.map((step) => step.toLocaleString("en")).join(" to "), began = created && `${created.slice(0, 16).replace("T", " ")} UTC`;
+  const facts = [["steps", steps], ["ranks", ranks > 1 ? String(ranks) : ""], ["began", began], ["torch", torch], ["gradsurgeon", gradsurgeon]];
+  return facts.filter(([, text]) => text).map(([word, text]) => element("span", {}, `${word} `, element("b", {}, text)));
+}
+
 function band(run) {
-  const name = short(nameOfRun(run), 200), { sentence } = run.band, { level, words, diagnosis } = run.ended || { level: "warning", words: sentence };
+  const name = short(nameOfRun(run), 200), { sentence } = run.band, level = levelOf(run), { words, diagnosis } = run.ended || { words: sentence };
   const more = sentence.startsWith(words) ? diagnosis : words;
   document.getElementById("title").replaceChildren(name, " ", element("small", {}, short(run.title, 200)));
   document.title = `${name}: gradsurgeon report`;
   main.append(
     element("div", { class: `band ${level}`, role: "status" }, element("span", { class: "icon", "aria-hidden": "true" }, ICONS[level]),
       element("div", {}, element("strong", {}, short(sentence, 400)), more ? element("p", {}, short(more, 400)) : null)),
-    element("p", { class: "facts" }, ...run.facts.map(([word, text]) => element("span", {}, `${word} `, element("b", {}, word === "began" ? text.slice(0, 16).replace("T", " ") + " UTC" : text)))),
+    element("p", { class: "facts" }, ...factsOf(run)),
     ...data.problems.map((problem) => element("p", { class: "problem" }, `Not on this page: ${problem}`)),
     ...run.notes.map(note));
 }
 
 function eventEntry(event) {
   const [start, ...rest] = event.message.split("\n"), first = start.replace(/^step \d+(, rule [^:]*)?(: |, )/, ""), isLong = first.length > MOST_OF_LINE;
-  const told = [event.where, short(event.rule || event.name)].filter(Boolean).join(", ");
+  const told = [event.repeated || `step ${event.step}`, event.ranks, short(event.rule || event.name)].filter(Boolean).join(", ");
   const line = element("span", {}, element("span", { class: `kind ${event.kind}` }, event.kind), ` ${told}: ${short(first, MOST_OF_LINE)}`);
   if (!rest.length && !isLong) return element("p", {}, line);
   const text = element("pre", {}, (isLong ? [start, ...rest] : rest).join("\n"));
@@ -142,11 +155,11 @@ async function kindSection(run, kind, axis, state) {
 }
 
 function rules(run) {
-  const files = run.files.filter((file) => file.text);
+  const { files: included = [] } = run.rule_file, files = (included.length ? included : [run.rule_file]).filter((file) => file.text);
   if (!run.rules.rows.length && !files.length) return;
   const part = section("Rules"), head = run.rules.head.map((text) => (text === "changed" && run.observed ? "would have changed" : text));
   if (run.rules.rows.length) part.append(table({ ...run.rules, head }));
-  part.append(...files.map(({ file, text }) => fold(file, element("pre", {}, text))));
+  part.append(...files.map(({ file, text }) => fold(file || "?", element("pre", {}, text))));
 }
 
 /** Shows how each run ended, and the loss and norm of all of them in one colour per run. */
@@ -155,7 +168,7 @@ function beside(axis) {
   const last = (run) => (run.losses.length ? shown(run.losses[0].values.at(-1)) : "-");
   const cells = (run, index) => [
     element("span", {}, swatch(`var(--${paint(index)})`), button(short(nameOfRun(run)), () => show(index), { "aria-pressed": index === current.index, title: run.folder })),
-    element("span", { class: `kind ${run.ended ? run.ended.level : ""}` }, run.ended ? short(run.ended.words, 200) : "?"),
+    element("span", { class: `kind ${levelOf(run)}` }, run.ended ? short(run.ended.words, 200) : "?"),
     String(run.ended ? run.ended.trips : 0), String(run.ended ? run.ended.findings : 0), last(run), run.span.length ? run.span[1].toLocaleString("en") : "-"];
   part.append(table({ head: ["run", "ended", "traps", "findings", "last loss", "last step"], rows: data.runs.map(cells) }));
   // All events of all runs would hide the curves.
@@ -229,7 +242,7 @@ function live(seconds, state) {
 
 async function begin() {
   // What the reader had chosen before the page reloaded itself.
-  const state = history.state || {}, theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.trips + ended.findings) : 1500);
+  const state = history.state || {}, theme = themes(state.theme), weight = (run) => 1000 * GRAVITY.indexOf(levelOf(run)) - (run.ended ? Math.min(999, run.ended.trips + run.ended.findings) : 0);
   history.replaceState(null, "");
   document.body.append(element("footer", { hidden: "" }, panel.reading, panel.reset));
   const worst = data.runs.reduce((best, run, index) => (weight(run) < weight(data.runs[best]) ? index : best), 0);
