@@ -11,6 +11,7 @@ TEXT = """\
 | `title` | text |
 | `band` | `state` (`fine`, `look` or `broken`) and a `sentence` |
 | `ended` | `state` (`running`, `ended`, `stopped` or `unknown`), `words`, and the words of each of `ranks` |
+| `ranks` | of a run directory how far each rank came: `rank`; `step`, the last with a record, or `null`; `written`, when it last wrote, in seconds since 1970; `behind`, how many steps of the rank that is furthest |
 | `steps` | first and last |
 | `notes` | sentences |
 | `remarks` | what stands out, each a sentence |
@@ -28,11 +29,11 @@ and `last` norm; `spike` (`step`, `value`, and how many `times` the median befor
 `nonfinite_step` (the first one, or `null`); `zero_since` (the step from which on it is 0, or `null`).
 
 **`losses`**: `rule`; `stat` (`loss` of an update, `cosine` and `ratio` of a pair, `weight` and `distance` of a combination, or the statistic of a
-tagged loss); `name`; `steps` and `values`, at most 2,000 points, each the worst of a few steps in a longer run; `calls`, and how many of them are `nonfinite` (of a pair, a loss gave no finite gradient); the `first` and `last` value; the
+tagged loss); `name`; `steps` and `values`, at most 2,000 points, each the worst of a few steps in a longer run (of `cosine` the least, else the largest); `calls`, and how many of them are `nonfinite` (of a pair, a loss gave no finite gradient); the `first` and `last` value; the
 `least`, `median`, `mean` and `largest` finite one; `negative` (the share below 0).
 
 **`rates`**: `optimizer` (its class, after its module if each optimizer has one of its own); `group` (its number, from 0); `steps` and `values`, at most 2,000
-points, where the learning rate begins to change or stops to.
+points, evenly over the steps.
 
 ## The diagnosis as JSON
 
@@ -50,12 +51,14 @@ The key `diagnosis` of an event in `report --format json` and `export --format j
 | `module` | name of the module, `.` for the root; empty outside of the model |
 | `direction` | `forward` or `backward`, empty without an operation |
 | `name` | the weight, buffer or input that was non-finite before |
-| `file`, `line` | the innermost line outside of PyTorch; empty and `null` if it is not known |
+| `file`, `line`, `code` | the innermost line outside of PyTorch, and its text; empty and `null` if it is not known |
 | `cause` | `overflow`, `underflow`, `mathematics`, `bad input`, `kernel`, `transient` or `unknown`; empty if no operation is blamed |
 | `evidence` | what repeating the operation has shown, sentences |
 | `remedy` | what to try, a sentence |
 | `rows` | an object, below, or `null` |
 | `inputs`, `outputs` | tensors: `name` (of an input: in the operation's schema), `shape` (-1 for a ragged dimension), `dtype`, `low` and `high` of the finite elements or `null`, `numel`, and how many are `nan`, `inf` (`minus_inf` included) and `minus_inf`, in which `rows` |
+| `history` | the largest magnitudes in the outputs of the last operations before, oldest first: pairs of a name and a number |
+| `before` | learning rates and losses up to the step, a sentence |
 | `rank` | the rank that found it |
 | `bundle` | path of the bundle, empty without one and in `step.json` |
 

@@ -15,6 +15,7 @@ from gradsurgeon.records.store.layout import RUN_FILE, runs_inside
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report.callouts import whole_name
 from gradsurgeon.report.norms import urgent_table
+from gradsurgeon.report.ranks import rank_lines
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
 from gradsurgeon.report.sources import summary
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             _draw(report, hint)
         else:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            words = [f"{now} {report.head[-1]}", report.newest, *report.rank_lines]
+            words = [f"{now} {report.head[-1]}", _newest(report), *rank_lines(report.progress)]
             print("; ".join(filter(None, words)), flush=True)
         begin = time.monotonic()
         if arguments.html is not None and (begin >= next_page or not is_running):
@@ -139,20 +140,22 @@ def screen(report: Report, columns: int) -> list[str]:
     urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
     sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
     sections += [table.lines(columns, _WORST) for table in urgent]
-    sections.append(_whole_gradients(report))
+    wholes = []
+    for whole in report.history.gradients:
+        name = whole_name(whole, len(report.params))
+        wholes.append(f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}")
+    sections.append(wholes)
     sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]
     lines: list[str] = []
     for section in sections:
-        gap = bool(lines)
         for line in section:
-            if gap:
-                lines.append("")
-                gap = False
+            shown = line
             if len(line) > columns:
-                lines.append(f"{line[: columns - 1]}…")
-            else:
-                lines.append(line)
-    return lines
+                shown = f"{line[: columns - 1]}…"
+            lines.append(shown)
+        if lines and lines[-1]:
+            lines.append("")
+    return lines[:-1]
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -160,10 +163,20 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
-    if report.newest:
-        yield report.newest
+    newest = _newest(report)
+    if newest:
+        yield newest
     yield from report.outcome.top
-    yield from report.rank_lines
+    yield from rank_lines(report.progress)
+
+
+def _newest(report: Report) -> str:
+    """Return the last losses and learning rates, in words."""
+    words = [f"{loss.name} {loss.values[-1]:.4g}" for loss in report.tagged]
+    rates = {f"{rate.values[-1]:.4g}" for rate in report.rates}
+    if rates:
+        words.append(f"learning rate {', '.join(sorted(rates))}")
+    return printable(", ".join(words))
 
 
 def _events(report: Report) -> Iterator[str]:
@@ -171,24 +184,14 @@ def _events(report: Report) -> Iterator[str]:
     counts = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
     yield f"events ({kinds.total():,}): {counts}".removesuffix(": ")
     edits = edits_of(report.rules)
-    trips = []
-    others = []
-    for group in sorted(event_groups(report.events), key=lambda group: -group.steps[1]):
-        if is_trip(group.first, edits):
-            trips.append(group)
-        else:
-            others.append(group)
-    for group in (*trips[:_EVENTS], *others[:_EVENTS]):
-        yield "  ".join(["", *islice(group.lines(), 2)])
+    groups = sorted(event_groups(report.events), key=lambda group: -group.steps[1])
+    for tripped in (True, False):
+        shown = [group for group in groups if is_trip(group.first, edits) == tripped]
+        for group in shown[:_EVENTS]:
+            yield "  ".join(["", *islice(group.lines(), 2)])
 
 
 def _remarks(report: Report) -> Iterator[str]:
     if report.remarks and report.is_partial:
         yield "in the newest records:"
     yield from report.outcome.callout_lines
-
-
-def _whole_gradients(report: Report) -> Iterator[str]:
-    for whole in report.history.gradients:
-        name = whole_name(whole, len(report.params))
-        yield f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}"

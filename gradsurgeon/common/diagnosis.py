@@ -38,6 +38,8 @@ _KEYS = (
     "name",
     "rows",
     "inputs",
+    "history",
+    "before",
     "rank",
     "bundle",
 )
@@ -190,13 +192,13 @@ class Diagnosis:
         whole = asdict(self)
         values = {key: whole[key] for key in _KEYS}
         values.update(headline=self.headline, op=self.operation, direction="", outputs=[])
-        values.update(file="", line=None, cause="", evidence=[], remedy="")
+        values.update(file="", line=None, code="", cause="", evidence=[], remedy="")
         if self.where in ("forward", "backward"):
             values["direction"] = self.where
         if self.output is not None:
             values["outputs"] = [whole["output"]]
         for line in self.lines:
-            values.update(file=line.file, line=line.line)
+            values.update(file=line.file, line=line.line, code=line.text)
         if self.cause is not None:
             values.update(cause=self.cause.fault, evidence=self.cause.evidence)
             values["remedy"] = self.cause.advice

@@ -1,24 +1,11 @@
-"""Copies of tensors that rules keep, the newest ones within a limit, and numbers of them for the run directory."""
+"""Copies of tensors that rules keep, the newest ones within a limit."""
 
-from collections.abc import Mapping
-from itertools import islice
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from gradsurgeon.actions import CaptureRule
-from gradsurgeon.errors import reason_of
 from gradsurgeon.records.event_log import EventLog
-from gradsurgeon.records.store.layout import clean
-from gradsurgeon.tensors import _dist
 
 CaptureKey = tuple[str, int, int]
-Kept = Mapping[CaptureKey, Tensor]
-_TENSORS = 16
-# Tensors may have gigabytes: so many elements at most become float64.
-_MOST = 2**24
-_LONGEST_REASON = 200
 
 
 class CapturedTensors:
@@ -52,56 +39,8 @@ class CapturedTensors:
     def tensors_of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))
 
-    @torch.no_grad()
-    def described(self) -> list[dict[str, Any]]:
-        """Return numbers of the copies for the run directory, by rule. Waits for the device."""
-        return [_of_rule(rule, kept) for rule, kept in self._kept.items()]
-
 
 def _size(tensor: Tensor) -> int:
     if tensor.is_sparse:
         return _size(tensor._values()) + _size(tensor._indices())  # noqa: SLF001 # uncoalesced
     return tensor.numel() * tensor.element_size()
-
-
-def _of_rule(rule: str, kept: Kept) -> dict[str, Any]:
-    newest = {key[0]: key for key in kept}
-    shown = []
-    for key in islice(newest.values(), _TENSORS):
-        name, step, call = key
-        tensor = kept[key]
-        entry = {"name": clean(name), "step": step, "call": call, "dtype": str(tensor.dtype)}
-        try:
-            entry |= _numbers(tensor)
-        except Exception as error:  # noqa: BLE001 # any kind of tensor may come, and the others are shown
-            entry["note"] = f"cannot be shown: {reason_of(error)[:_LONGEST_REASON]}"
-        shown.append(entry)
-    return {"rule": rule, "more": len(newest) - len(shown), "tensors": shown}
-
-
-def _numbers(tensor: Tensor) -> dict[str, Any]:
-    """Return shape, range and mean of the finite elements, and the number of non-finite elements."""
-    if _dist.is_sharded(tensor):
-        raise TypeError("it is divided over ranks (a DTensor), of which each has only a part")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TypeError("it is sparse or quantized")
-    notes = []
-    numbers = tensor.flatten()[:_MOST].cpu()  # other devices may lack float64
-    if tensor.numel() > _MOST:
-        notes.append(f"of the first {_MOST:,} elements")
-    if numbers.is_complex():
-        notes.append("complex: of the magnitudes")
-        numbers = numbers.to(torch.complex128).abs()
-    numbers = numbers.double()
-    finite = numbers[numbers.isfinite()]
-    entry: dict[str, Any] = {
-        "shape": [int(length) for length in tensor.shape],
-        "nonfinite": len(numbers) - len(finite),
-        "note": "; ".join(notes),
-    }
-    if len(finite):
-        entry["low"] = finite.min().item()
-        entry["high"] = finite.max().item()
-        # Divided first: the sum of numbers near the end of the range of float64 overflows.
-        entry["mean"] = (finite / len(finite)).sum().item()
-    return entry

@@ -209,13 +209,17 @@ class Recorder:
         if any(error is earlier for earlier in outlived):
             error = None
         self.ending = cause_of_end(error)
-        left: dict[str, object] = {"ended": self.ending}
+        left: dict[str, object] = {
+            "ended": self.ending,
+            "pending": dict(self._pending_updates()),
+        }
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
             if self._outlets:
                 stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._report_failures)
-            stack.callback(self._close_writer, left)
+            if self.writer is not None:
+                stack.callback(self.writer.close, left)
             self.collect()
             with self._ring.lock:
                 self._store(self.shared.close())
@@ -225,17 +229,10 @@ class Recorder:
             # All sinks end first: then none waits for another.
             for sink in self._sinks:
                 sink.end()
-            if not _torch.is_capturing():
-                left["captured"] = self.captures.described()
             # A failure of a sink is an event, which the run still gets.
             for sink in self._sinks:
                 sink.close()
             self._report_failures()
-
-    def _close_writer(self, left: dict[str, object]) -> None:
-        if self.writer is not None:
-            # The last rows have arrived by now.
-            self.writer.close({**left, "pending": dict(self._pending_updates())})
 
     def discard(self) -> None:
         if self._outlets:

@@ -1,15 +1,11 @@
 """The band on top of a run: one of three states, and a sentence that says why."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from gradsurgeon.common.events import Event, is_trip
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
-from gradsurgeon.report.ending import Ending, first_diagnosis
-from gradsurgeon.report.rules_and_events import by_kind
+from gradsurgeon.report.ending import Ending, Tally
 
 State = Literal["fine", "look", "broken"]
 # Callouts of these kinds are faults, and counted as findings. Others are facts: healthy trainings have them also.
@@ -38,127 +34,100 @@ class Band(NamedTuple):
         return f"{self.state}: {printable(self.sentence)}"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What there is to say of a run: what stands out, and how it ended.
+class Outcome(NamedTuple):
+    """What there is to say of a run: how it ended, and what stands out."""
 
-    Attributes:
-        ending: how the run ended, `None` for a session.
-        events: what happened.
-        edits: the ids of rules that edit, whose events are no trips.
-        callouts: what stands out in the records.
-        is_pack: whether a pack has all rules: nobody chose them for this model, so one may have nothing to do.
-    """
-
-    ending: Ending | None
-    events: Sequence[Event]
-    edits: Collection[str]
-    callouts: Sequence[Callout]
-    is_pack: bool = False
-
-    @cached_property
-    def band(self) -> Band:
-        ending = self.ending
-        if ending is not None and ending.is_broken:
-            return Band("broken", ending.words)
-        findings = self.findings
-        if findings:
-            sentence = findings[0]
-            if len(findings) > 1:
-                sentence += f" (and {count(len(findings) - 1, 'other fault')})"
-            state: State = "look"
-            if self._stayed_nonfinite:
-                state = "broken"
-            return Band(state, sentence)
-        words = "no fault found"
-        if ending is not None:
-            words = ending.words
-        # A `GradScaler` skips steps of healthy trainings, so its events are no reason.
-        kinds = by_kind(self.events)
-        is_idle = kinds["never-fired"] and not self.is_pack
-        if kinds["skipped-step"] or is_idle:
-            return Band("look", words)
-        if ending is not None and ending.is_clean and not self.callouts:
-            words += ", clean"
-        return Band("fine", words)
-
-    @property
-    def _stayed_nonfinite(self) -> bool:
-        """Whether a trap tripped, and norms were non-finite to the end."""
-        kinds = {callout.kind for callout in self.callouts}
-        return NONFINITE in kinds and bool(by_kind(self.events)["trap"])
+    band: Band
+    ending: Ending | None  # `None` for a session
+    diagnosis: str  # the first finding of a trap or check
+    faults: Sequence[str]  # the callouts that are faults and that no event tells
+    facts: Sequence[str]  # what differs from what is usual and is no fault, a sentence each
+    found: str  # how many faults were found, in words; "nothing" if there is nothing else to say
 
     @property
     def top(self) -> list[str]:
         """The band, and how the run ended if the band does not say it; nothing for a session without a fault."""
-        band = self.band
         ending = self.ending
-        if ending is None and band.state == "fine":
+        if ending is None and self.band.state == "fine":
             return []
-        lines = [str(band)]
+        lines = [str(self.band)]
         if ending is None:
             return lines
-        if not band.sentence.startswith(ending.words):
+        if not self.band.sentence.startswith(ending.words):
             lines.append(ending.words)
-        elif ending.diagnosis:
-            lines.append(f"  {printable(ending.diagnosis)}")
+        elif self.diagnosis:
+            lines.append(f"  {printable(self.diagnosis)}")
         return lines
-
-    @cached_property
-    def findings(self) -> list[str]:
-        """What traps and checks found, and the faults that the records show, a sentence each, a diagnosis first."""
-        findings: dict[str, str] = {}
-        for event in self.events:
-            if not is_trip(event, self.edits):
-                continue
-            # A trap that trips in many steps is one finding. A check reports each of its findings once.
-            key = event.rule
-            if event.kind == "check":
-                key = event.message
-            findings.setdefault(key, event.message.partition("\n")[0])
-        texts = list(findings.values())
-        diagnosis = first_diagnosis(self.events, self.edits)
-        if diagnosis and diagnosis not in texts:
-            texts[0] = diagnosis
-        return texts + self.faults
-
-    @cached_property
-    def faults(self) -> list[str]:
-        """The callouts that are faults, and that no event tells."""
-        kinds = by_kind(self.events)
-        faults = set(_FAULTS)
-        if kinds["trap"]:
-            faults -= {NONFINITE, PASSED}
-        if kinds["scaler-skip"]:
-            faults.discard(PASSED)
-        return [callout.text for callout in self.callouts if callout.kind in faults]
-
-    @property
-    def facts(self) -> list[str]:
-        """What differs from what is usual and is no fault, a sentence each."""
-        return [callout.text for callout in self.callouts if callout.text not in self.faults]
-
-    @property
-    def found(self) -> str:
-        """How many faults were found, in words. "nothing" is of a run of which there is nothing else to say."""
-        if self.findings:
-            return count(len(self.findings), "fault")
-        if self.callouts or self.band.state != "fine":
-            return "no fault"
-        return "nothing"
 
     @property
     def callout_lines(self) -> list[str]:
         """The faults of the records, then at most four lines of facts under their title."""
         lines = list(self.faults)
-        facts = self.facts
-        if not facts:
+        if not self.facts:
             return lines
         lines.append("facts:")
-        shown = facts
-        if len(facts) > _FACTS:
-            shown = facts[: _FACTS - 1]
+        shown = self.facts
+        if len(shown) > _FACTS:
+            shown = shown[: _FACTS - 1]
         lines += [f"  {fact}" for fact in shown]
-        if len(facts) > len(shown):
-            lines.append(f"  and {len(facts) - len(shown):,} more")
+        more = len(self.facts) - len(shown)
+        if more:
+            lines.append(f"  and {more:,} more")
         return lines
+
+
+def outcome_of(
+    ending: Ending | None, tally: Tally, callouts: Sequence[Callout], *, is_pack: bool = False
+) -> Outcome:
+    """Return what there is to say of a run. Nobody chose the rules of a pack for this model, so one may have nothing to do."""
+    fault_kinds = set(_FAULTS)
+    if tally.kinds["trap"]:
+        fault_kinds -= {NONFINITE, PASSED}
+    if tally.kinds["scaler-skip"]:
+        fault_kinds.discard(PASSED)
+    faults = []
+    facts = []
+    for callout in callouts:
+        if callout.kind in fault_kinds:
+            faults.append(callout.text)
+        else:
+            facts.append(callout.text)
+    findings = [*tally.findings, *faults]
+    found = "nothing"
+    band = _band(ending, tally, findings, callouts, is_pack=is_pack)
+    if findings:
+        found = count(len(findings), "fault")
+    elif callouts or band.state != "fine":
+        found = "no fault"
+    diagnosis = next(iter(tally.findings), "")
+    return Outcome(band, ending, diagnosis, faults, facts, found)
+
+
+def _band(
+    ending: Ending | None,
+    tally: Tally,
+    findings: Sequence[str],
+    callouts: Sequence[Callout],
+    *,
+    is_pack: bool,
+) -> Band:
+    words = "no fault found"
+    if ending is not None:
+        words = ending.words
+        if ending.is_broken:
+            return Band("broken", words)
+    if findings:
+        sentence = findings[0]
+        if len(findings) > 1:
+            sentence += f" (and {count(len(findings) - 1, 'other fault')})"
+        stayed_nonfinite = any(callout.kind == NONFINITE for callout in callouts)
+        if stayed_nonfinite and tally.kinds["trap"]:
+            return Band("broken", sentence)
+        return Band("look", sentence)
+    # A `GradScaler` skips steps of healthy trainings, so its events are no reason.
+    is_idle = tally.kinds["never-fired"] and not is_pack
+    if tally.kinds["skipped-step"] or is_idle:
+        return Band("look", words)
+    if ending is not None and ending.is_clean and not callouts:
+        words += ", clean"
+    return Band("fine", words)

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
 from gradsurgeon.report.track import Track
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
-_DEATHS = 3
 # Norms of the layers of one model lie within fewer orders of magnitude; of few layers none is unusual.
 _FAR = 1e4
 _LEAST_COMPARED = 4
@@ -122,13 +121,10 @@ def _exploding(grown: Sequence[Track]) -> str:
     steps = most.finite_steps
     begin = norms[norms > 0][0]
     peak = steps[norms.argmax()]
-    text = (
-        f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step {peak} "
-        f"(last {norms[-1]:.3g})"
-    )
+    text = f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step {peak}"
     if len(most.nonfinite_steps) and most.nonfinite_steps[-1] >= steps[-1]:
-        text += f", before it was non-finite at step {most.nonfinite_steps[0]}"
-    return text
+        return f"{text}, before it was non-finite at step {most.nonfinite_steps[0]}"
+    return f"{text} (last {norms[-1]:.3g})"
 
 
 def _spike(tracks: Sequence[Track]) -> str:
@@ -181,7 +177,7 @@ def _spike_text(name: str, spike: Spike) -> str:
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     alive = {_module(track) for track in tracks if track.largest > 0}
     zero = []
-    since: defaultdict[int, list[Track]] = defaultdict(list)
+    died: list[tuple[int, Track]] = []
     for track in tracks:
         is_zero = track.largest == 0 and not len(track.nonfinite_steps)
         is_inert_bias = _is_bias(track) and _module(track) in alive
@@ -189,16 +185,15 @@ def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
             zero.append(track)
         step = track.zero_since
         if step is not None and not _shrank_before(track, step):
-            since[step].append(track)
+            died.append((step, track))
     yield "norm always exactly 0", _names(zero)
-    steps = sorted(since)
-    for step in steps[:_DEATHS]:
-        yield f"norm exactly 0 since step {step}, and until the end", _names(since[step])
-    later = 0
-    for step in steps[_DEATHS:]:
-        later += len(since[step])
-    if later:
-        yield "norm exactly 0 until the end, since later steps", f"{later:,} more"
+    died.sort(key=itemgetter(0))
+    if died:
+        since = f"step {died[0][0]}"
+        if died[-1][0] > died[0][0]:
+            since += " or later"
+        names = _names([track for _, track in died])
+        yield f"norm exactly 0 since {since}, and until the end", names
 
 
 def _shrank_before(track: Track, step: int) -> bool:

@@ -1,11 +1,11 @@
-"""How a run ended, as far as files and processes tell, and the first diagnosis."""
+"""What traps and checks found in a run, and how the run ended, as far as files and processes tell."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-from gradsurgeon.common.events import Event, is_trip
+from gradsurgeon.common.events import TRIPS, Event
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store.recorded import RankEnd
@@ -14,37 +14,84 @@ from gradsurgeon.report.rules_and_events import by_kind
 State = Literal["running", "ended", "stopped", "unknown"]
 
 
+class Tally(NamedTuple):
+    """What the events of a run say together; what edits cut is left out."""
+
+    kinds: Counter[str]  # how many events there are of each kind
+    findings: tuple[str, ...]  # of traps and checks, a sentence each, those with a diagnosis first
+
+    @property
+    def trips(self) -> int:
+        """How often traps tripped."""
+        return self.kinds["trap"] + self.kinds["spike"]
+
+
+def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> Tally:
+    """Return what events say together. `edits` are the ids of rules that edit, whose events are no trips."""
+    counted = []
+    diagnoses: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for event in events:
+        is_trip = event.kind in TRIPS
+        if is_trip and event.rule in edits:
+            continue
+        counted.append(event)
+        if not is_trip:
+            continue
+        # A trap that trips in many steps is one finding. A check reports each of its findings once.
+        key = event.rule
+        if event.kind == "check":
+            key = event.message
+        diagnosis = _diagnosis(event)
+        if diagnosis:
+            diagnoses.setdefault(key, diagnosis)
+        others.setdefault(key, event.message.partition("\n")[0])
+    findings = {**diagnoses, **others, **diagnoses}
+    return Tally(by_kind(counted), tuple(findings.values()))
+
+
+def _diagnosis(event: Event) -> str:
+    """Return the diagnosis of an event as one sentence with its line, empty if it blames nothing."""
+    diagnosis = event.diagnosis
+    if diagnosis is None or not diagnosis.get("where"):
+        return ""
+    text = f"step {event.step}: {diagnosis.get('headline', '')}"
+    if diagnosis.get("file"):
+        text += f", {diagnosis['file']}:{diagnosis.get('line')}"
+    return text
+
+
+def clock(seconds: float) -> str:
+    """Return a moment, given in seconds since 1970, as the reader's clock shows it."""
+    time = datetime.fromtimestamp(seconds, UTC).astimezone()
+    return f"{time:%Y-%m-%d %H:%M:%S}"
+
+
 class Ending(NamedTuple):
     """How a run ended."""
 
     state: State  # "unknown" where no end was written
     words: str  # the same in words, with the ranks if they differ, and what was skipped or found
     ranks: Mapping[int, str]
-    diagnosis: str
-    trips: int  # of traps, by step
-    findings: int  # of checks
     is_clean: bool  # ended, and nothing was skipped or found
     is_broken: bool  # a rank was stopped
 
 
-def _outcome(state: State, events: Sequence[Event], tripped: Counter[str]) -> str:
+def _outcome(state: State, tally: Tally) -> str:
     """Return what was skipped, and what traps and checks found."""
-    kinds = by_kind(events)
+    kinds = tally.kinds
     skipped = kinds["skipped-step"] + kinds["scaler-skip"]
-    never = kinds["never-fired"]
-    faults = tripped["check"]
-    trips = tripped.total() - faults
     text = ""
     if skipped:
         text += f", {count(skipped, 'step')} skipped"
-    if never:
-        text += f", {count(never, 'rule')} never fired"
+    if kinds["never-fired"]:
+        text += f", {count(kinds['never-fired'], 'rule')} never fired"
     # The trip that stopped the run is in the words.
     reported = int(state == "stopped")
-    if not text and trips > reported:
-        text = f", traps tripped in {count(trips, 'step')}"
-    if faults:
-        text += f", checks found {count(faults, 'fault')}"
+    if not text and tally.trips > reported:
+        text = f", traps tripped in {count(tally.trips, 'step')}"
+    if kinds["check"]:
+        text += f", checks found {count(kinds['check'], 'fault')}"
     return text
 
 
@@ -52,10 +99,7 @@ def _outcome(state: State, events: Sequence[Event], tripped: Counter[str]) -> st
 _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
-def ending_of(
-    ends: Mapping[int, RankEnd], events: Sequence[Event], edits: Collection[str]
-) -> Ending:
-    """Return how a run ended. `edits` are the ids of rules that edit, whose events are no trips."""
+def ending_of(ends: Mapping[int, RankEnd], tally: Tally) -> Ending:
     states = []
     words = {}
     ranks_by_words: dict[str, list[str]] = {}
@@ -71,15 +115,10 @@ def ending_of(
         else:
             shown.append(f"rank {', '.join(ranks)}: {text}")
     state = min(states, key=_FIRST.index)
-    tripped = by_kind(event for event in events if is_trip(event, edits))
-    outcome = _outcome(state, events, tripped)
-    text = "; ".join(shown) + outcome
-    diagnosis = first_diagnosis(events, edits)
-    faults = tripped["check"]
-    trips = tripped.total() - faults
+    outcome = _outcome(state, tally)
     is_clean = state == "ended" and not outcome
     is_broken = not {"stopped", "unknown"}.isdisjoint(states)
-    return Ending(state, text, words, diagnosis, trips, faults, is_clean, is_broken)
+    return Ending(state, "; ".join(shown) + outcome, words, is_clean, is_broken)
 
 
 def end_of_rank(end: RankEnd) -> tuple[State, str]:
@@ -89,9 +128,7 @@ def end_of_rank(end: RankEnd) -> tuple[State, str]:
     if end.state == "stopped":
         at = ""
         if end.written is not None:
-            # Local time, as on the reader's clock.
-            time = datetime.fromtimestamp(end.written, UTC).astimezone()
-            at = f", last record at {time:%Y-%m-%d %H:%M:%S}"
+            at = f", last record at {clock(end.written)}"
         return "unknown", f"no end was written{at}: what came after it is missing"
     error = printable(str(end.ending.get("error", "")))
     if not error:
@@ -105,19 +142,3 @@ def end_of_rank(end: RankEnd) -> tuple[State, str]:
     if isinstance(status, int):
         text += f", exit status {status}"
     return "stopped", text
-
-
-def first_diagnosis(events: Sequence[Event], edits: Collection[str] = ()) -> str:
-    """Return the first diagnosis as one sentence with its line, else what the first trap found; empty if none tripped."""
-    for event in events:
-        diagnosis = event.diagnosis
-        if diagnosis is None or not diagnosis.get("where"):
-            continue
-        text = f"step {event.step}: {diagnosis.get('headline', '')}"
-        if diagnosis.get("file"):
-            text += f", {diagnosis['file']}:{diagnosis.get('line')}"
-        return text
-    for event in events:
-        if is_trip(event, edits):
-            return event.message.partition("\n")[0]
-    return ""

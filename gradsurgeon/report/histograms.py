@@ -1,14 +1,14 @@
-"""Histograms of the elements of tensors: the quantiles of their magnitudes, for the report and its pictures."""
+"""Histograms of the elements of tensors: the quantiles of their magnitudes over the steps. Needs numpy."""
 
-import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-from gradsurgeon.errors import printable
+import numpy as np
+
 from gradsurgeon.records.store import Part
-from gradsurgeon.records.store.memory import matching
 from gradsurgeon.records.store.recorded import of_lowest_ranks
-from gradsurgeon.report.tables import Table
+from gradsurgeon.records.store.tables import arrays
+from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.tensors.statistics import (
     HISTOGRAM,
     HISTOGRAM_BINS,
@@ -16,50 +16,58 @@ from gradsurgeon.tensors.statistics import (
     HISTOGRAM_OCTAVES,
 )
 
-_ROWS = 12
-_QUANTILES = {"5%": 0.05, "50%": 0.5, "95%": 0.95}
-_HEAD = ("tensor", "step", *_QUANTILES, "non-finite")
-_NUMBERS = frozenset(range(1, len(_HEAD)))
+SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_MOST_STEPS = 500
 
 
-def quantile(counts: Sequence[float], share: float) -> float:
-    """Return the magnitude below which this share of the finite elements other than 0 lies, NaN if there are none."""
-    negative = counts[HISTOGRAM_BINS - 1 :: -1]
-    positive = counts[HISTOGRAM_BINS : 2 * HISTOGRAM_BINS]
-    numbers = list(map(operator.add, negative, positive))
-    wanted = share * sum(numbers)
-    for place, number in enumerate(numbers):
-        if number and wanted <= number:
-            # Within a bin the logarithms count as evenly spread.
-            octaves = HISTOGRAM_OCTAVES * (place + wanted / number)
-            return math.exp2(HISTOGRAM_LOWEST + octaves)
-        wanted -= number
-    return math.nan
+class Magnitudes(NamedTuple):
+    """The quantiles of the magnitudes of one tensor, in the order of `SHARES`, for some of its steps."""
+
+    rule: str
+    name: str
+    steps: Ints
+    quantiles: Floats
 
 
-def histogram_tables(series: Sequence[Part]) -> Iterator[Table]:
-    """Yield a table for each rule with histograms: the last one of each tensor."""
-    lowest = [part for part, repeated in of_lowest_ranks(series) if not repeated]
-    names: dict[str, dict[str, None]] = {}
-    for part in lowest:
-        if part.key.stat == HISTOGRAM[0]:
-            names.setdefault(part.key.rule, {}).update(dict.fromkeys(part.key.names))
-    for rule, of_rule in names.items():
-        shown = list(of_rule)[:_ROWS]
-        title = f"magnitudes of elements other than 0, recorded by {printable(rule)}"
-        notes = []
-        if len(of_rule) > _ROWS:
-            notes.append(f"and {len(of_rule) - _ROWS:,} more")
-        rows = [_row(lowest, rule, name) for name in shown]
-        yield Table(title, _HEAD, list(filter(None, rows)), _NUMBERS, notes=notes)
+def quantiles_of(counts: Any) -> Floats:
+    """Return the magnitudes below which these `SHARES` of the elements lie, given counts of shape ``[..., 66]``.
+
+    Zeros and non-finite elements do not count. The result is NaN if there are no others.
+    """
+    negative = counts[..., HISTOGRAM_BINS - 1 :: -1]
+    numbers = negative + counts[..., HISTOGRAM_BINS : 2 * HISTOGRAM_BINS]
+    sums = numbers.cumsum(axis=-1)
+    quantiles = []
+    for share in SHARES:
+        wanted = share * sums[..., -1:]
+        place = (sums >= wanted).argmax(axis=-1, keepdims=True)
+        number = np.take_along_axis(numbers, place, axis=-1)
+        more = np.take_along_axis(sums, place, axis=-1) - wanted
+        # Within a bin the logarithms count as evenly spread.
+        with np.errstate(invalid="ignore"):
+            bins = place + 1 - more / number
+        magnitudes = np.exp2(HISTOGRAM_LOWEST + HISTOGRAM_OCTAVES * bins)
+        quantiles.append(magnitudes[..., 0])
+    return np.array(quantiles)
 
 
-def _row(series: Sequence[Part], rule: str, name: str) -> list[str]:
-    """Return the cells of a tensor, nothing before its first histogram."""
-    lasts = [matching(series, name, column, rule)[-1].last(name) for column in HISTOGRAM]
-    if None in lasts:
-        return []
-    steps, counts = zip(*filter(None, lasts), strict=True)
-    row = [printable(name), str(steps[0])]
-    row += [f"{quantile(counts, share):.2g}" for share in _QUANTILES.values()]
-    return [*row, f"{counts[-1]:,.0f}"]
+def magnitudes_of(series: Iterable[Part]) -> Iterator[Magnitudes]:
+    """Yield the quantiles of each tensor that has histograms."""
+    groups: dict[tuple[str, str, tuple[str, ...]], dict[str, Part]] = {}
+    for part, repeated in of_lowest_ranks(series):
+        rule, stat, point, names = part.key
+        if stat in HISTOGRAM and len(part) and not repeated:
+            groups.setdefault((rule, point, names), {})[stat] = part
+    for (rule, _, names), parts in groups.items():
+        # A run that is still being written may have one more row of some columns.
+        rows = min(map(len, parts.values()))
+        every = -(-rows // _MOST_STEPS)
+        counts = []
+        for stat in HISTOGRAM:
+            stored = list(parts[stat].stored(0, rows))
+            steps, values, present = arrays(stored[::every], len(names))
+            counts.append(values.astype(float))
+        quantiles = quantiles_of(np.stack(counts, axis=-1))
+        for column, name in enumerate(names):
+            known = present[:, column]
+            yield Magnitudes(rule, name, steps[known], quantiles[:, known, column])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradsurgeon.records.store import Key, Part
+from gradsurgeon.records.store import Part
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
 from gradsurgeon.report.sheets import NO_NORM, Sheet, read_sheet, records_of
 from gradsurgeon.report.spikes import Floats, Ints
@@ -55,7 +55,10 @@ class History:
         norms = []
         size = 0
         for part, repeated in series:
-            if self._is_norm(part.key) and len(part):
+            is_norm = part.key.stat == STAT
+            if part.key.stat in OF_UPDATES:
+                is_norm = kinds.get(part.key.rule) == UPDATES
+            if is_norm and len(part):
                 norms.append((part, repeated))
                 size += len(part) * len(part.key.names)
         self.rows_of_a_column = max(1, -(-size // MOST_VALUES))
@@ -71,21 +74,14 @@ class History:
     def _read(self, series: Part, repeated: Collection[int]) -> None:
         columns = [column for column in range(len(series.key.names)) if column not in repeated]
         sheet = read_sheet(series, columns, self.rows_of_a_column)
-        origin = self._origin_of(series.key)
+        rule, stat, point, _ = series.key
+        kind = OF_UPDATES.get(stat, self._kinds.get(rule, GRADIENT))
+        origin = RecordOrigin(kind, rule, point)
         has_norms = (sheet.norms != NO_NORM).any(axis=1)
         for line in np.flatnonzero(has_norms).tolist():
             places = self._places.setdefault((origin, sheet.names[line]), [])
             places.append((sheet, line))
         self._sheets.append((origin, sheet))
-
-    def _is_norm(self, key: Key) -> bool:
-        if key.stat in OF_UPDATES:
-            return self._kinds.get(key.rule) == UPDATES
-        return key.stat == STAT
-
-    def _origin_of(self, key: Key) -> RecordOrigin:
-        kind = self._kinds.get(key.rule, GRADIENT)
-        return RecordOrigin(OF_UPDATES.get(key.stat, kind), key.rule, key.point)
 
     def _choose(self, order: Sequence[str]) -> dict[tuple[str, str], RecordOrigin]:
         """Return the records to show, in the order of rules and of the model."""
@@ -105,12 +101,6 @@ class History:
         for origin, name in sorted(self._places, key=rank):
             best.setdefault((origin.kind, name), origin)
         return {pair: best[pair] for pair in sorted(best, key=position)}
-
-    @property
-    def hidden(self) -> set[RecordOrigin]:
-        """Records of l2 norms that are not shown, because others of the same kind are."""
-        origins = {origin for origin, _ in self._places}
-        return origins.difference(self.shown.values())
 
     @property
     def kinds(self) -> list[str]:
@@ -137,23 +127,21 @@ class History:
             for line, name in enumerate(sheet.names):
                 if self.shown.get((GRADIENT, name)) == origin:
                     lines.append(line)
-            if lines:
-                _group(groups, _SheetPart(origin.point, sheet, lines))
+            if not lines:
+                continue
+            part = _SheetPart(origin.point, sheet, lines)
+            # The tensors of a model may have several optimizers.
+            group = next((group for group in groups if _adds_up(group[0], part)), None)
+            if group is None:
+                groups.append([part])
+            else:
+                group.append(part)
         return list(map(_whole, groups))
 
 
 def _place(item: str, ordered: Sequence[str]) -> int:
     """Return the place of an item; others come last."""
     return ordered.index(item) if item in ordered else len(ordered)
-
-
-def _group(groups: list[list[_SheetPart]], part: _SheetPart) -> None:
-    """Add a part to the group with whose norms its norms add up, or to a group of its own."""
-    for group in groups:
-        if _adds_up(group[0], part):
-            group.append(part)
-            return
-    groups.append([part])
 
 
 def _adds_up(first: _SheetPart, second: _SheetPart) -> bool:
@@ -173,12 +161,12 @@ def _whole(parts: Sequence[_SheetPart]) -> WholeNorm:
     has_norm = np.zeros(length, bool)
     names: list[str] = []
     for part in parts:
-        names += [part.sheet.names[line] for line in part.lines]
-        norms = part.sheet.norms[part.lines, :length]
-        is_missing = norms == NO_NORM
-        norms[is_missing] = 0
-        has_norm |= ~is_missing.all(axis=0)
-        squares += np.square(norms, dtype=float).sum(axis=0)
+        for line in part.lines:
+            names.append(part.sheet.names[line])
+            norms = part.sheet.norms[line, :length]
+            is_there = norms != NO_NORM
+            has_norm |= is_there
+            squares += np.square(np.where(is_there, norms, 0), dtype=float)
     order = np.flatnonzero(has_norm)
     order = order[np.argsort(steps[order], kind="stable")]
     point = parts[0].point
@@ -205,9 +193,13 @@ def grid_of(tracks: Sequence[Track], most: int) -> Grid:
     width = -(-(end - begin + 1) // most)
     used = np.unique((all_steps - begin) // width)
     norms = np.full((len(tracks), len(used)), NO_NORM)
-    for row, track in enumerate(tracks):
-        columns = np.searchsorted(used, (track.steps - begin) // width)
+    starts_by_id = {}
+    for shared, steps in steps_by_id.items():
+        columns = np.searchsorted(used, (steps - begin) // width)
         starts = np.flatnonzero(np.diff(columns, prepend=-1))
-        norms[row, columns[starts]] = np.maximum.reduceat(track.norms, starts)
+        starts_by_id[shared] = (starts, columns[starts])
+    for row, track in enumerate(tracks):
+        starts, columns = starts_by_id[id(track.steps)]
+        norms[row, columns] = np.maximum.reduceat(track.norms, starts)
     firsts = begin + used * width
     return Grid(firsts, np.minimum(firsts + width - 1, end), norms)

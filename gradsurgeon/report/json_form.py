@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradsurgeon.records.store.layout import json_number
 from gradsurgeon.report.ending import Ending
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import RuleInfo
+from gradsurgeon.report.rules_and_events import COSINE, RuleInfo
 
 if TYPE_CHECKING:
     from gradsurgeon.report.losses import LossSeries
@@ -27,6 +27,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "title": report.title,
         "band": report.outcome.band._asdict(),
         "ended": _ended(report.ended),
+        "ranks": [rank._asdict() for rank in report.progress],
         "steps": None if report.steps is None else list(report.steps),
         "notes": list(report.notes),
         "remarks": remarks,
@@ -58,11 +59,11 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
 
 
 def _losses(loss: LossSeries) -> dict[str, Any]:
-    from gradsurgeon.report.losses import MOST_POINTS, thinned  # noqa: PLC0415 # needs numpy
+    from gradsurgeon.report.losses import thinned  # noqa: PLC0415 # needs numpy
 
     calls = len(loss.values)
     values: dict[str, Any] = {"rule": loss.rule, "stat": loss.stat, "name": loss.name}
-    values["steps"], values["values"] = thinned(loss.steps, loss.values, MOST_POINTS)
+    values["steps"], values["values"] = thinned(loss.steps, loss.values, lowest=loss.stat == COSINE)
     values["calls"] = calls
     values["nonfinite"] = calls - len(loss.finite)
     for word, number in loss.numbers.items():

@@ -21,9 +21,15 @@ _MOST_TAGGED = 8
 _ROWS = 28
 # A loss is one number, of which they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf", LOSS)
-_HEAD = ("history", "mean", "least", "largest", "last", "< 0", "calls", "non-finite")
-# JSON has at most so many points of a curve.
-MOST_POINTS = 2000
+_NUMBERS = ("mean", "least", "largest", "last")
+# The columns of a table: a learning rate is finite, and no cosine.
+_HEADS = {
+    RATE: ("group", "history", "least", "largest", "last"),
+    COSINE: ("loss", "history", *_NUMBERS, "< 0", "non-finite"),
+}
+_HEAD = ("loss", "history", *_NUMBERS, "non-finite")
+# JSON and the page have at most so many points of a curve.
+_MOST_POINTS = 2000
 TITLES = {
     LOSS: "loss of each update",
     RATE: "learning rates",
@@ -88,23 +94,29 @@ def rates_of(series: Iterable[Part], last: int) -> list[LossSeries]:
     rates = []
     for rate in _joined(recorded):
         first = rate.steps[0]
-        steps = np.linspace(first, last, min(MOST_POINTS, last - first + 1)).astype(np.int64)
+        points = min(_MOST_POINTS, last - first + 1)
+        steps = np.linspace(first, last, points).astype(np.int64)
         places = np.searchsorted(rate.steps, steps, side="right") - 1
         rates.append(rate._replace(steps=steps, values=rate.values[places]))
     return rates
 
 
-def thinned(steps: Ints, values: Floats, most: int) -> tuple[list[int], list[float | str]]:
-    """Return at most so many points of a curve, each the worst of a few: the first non-finite, or else the largest."""
-    badness = np.where(np.isfinite(values), values, np.inf)
+def thinned(
+    steps: Ints, values: Floats, *, lowest: bool = False
+) -> tuple[list[int], list[float | str]]:
+    """Return at most so many points of a curve, each the worst of a few: the first non-finite, or else the largest.
+
+    With `lowest` it is the smallest value, as of a cosine.
+    """
     # Several records of one step make one point.
     _, starts = np.unique(steps, return_index=True)
-    stride = -(-len(starts) // most)
-    starts = starts[:: max(1, stride)]
-    ends = np.append(starts[1:], len(steps))
-    worst = []
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        worst.append(start + int(np.argmax(badness[start:end])))
+    starts = starts[:: max(1, -(-len(starts) // _MOST_POINTS))]
+    points = np.searchsorted(starts, np.arange(len(steps)), side="right")
+    calmness = values
+    if not lowest:
+        calmness = -values
+    calmness = np.where(np.isfinite(values), calmness, -np.inf)
+    worst = np.lexsort([calmness, points])[starts]
     shown = [json_number(float(f"{value:.6g}")) for value in values[worst]]
     return steps[worst].tolist(), shown
 
@@ -114,19 +126,13 @@ def _joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
     joint: dict[tuple[str, str, str], list[LossSeries]] = {}
     for loss in recorded:
         joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
-    return list(map(_in_one, joint.values()))
-
-
-def _in_one(parts: Sequence[LossSeries]) -> LossSeries:
-    all_steps = []
-    all_values = []
-    for part in parts:
-        all_steps.append(part.steps)
-        all_values.append(part.values)
-    steps = np.concatenate(all_steps)
-    values = np.concatenate(all_values)
-    order = np.argsort(steps, kind="stable")
-    return parts[0]._replace(steps=steps[order], values=values[order])
+    series = []
+    for parts in joint.values():
+        steps = np.concatenate([part.steps for part in parts])
+        values = np.concatenate([part.values for part in parts])
+        order = np.argsort(steps, kind="stable")
+        series.append(parts[0]._replace(steps=steps[order], values=values[order]))
+    return series
 
 
 def _tagged(series: Iterable[Part], params: Collection[str]) -> Iterator[LossSeries]:
@@ -153,10 +159,7 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
     read = list(blocks(part))
     if not read:
         return
-    all_steps, all_values, all_present = zip(*read, strict=True)
-    steps = np.concatenate(all_steps)
-    values = np.concatenate(all_values)
-    present = np.concatenate(all_present)
+    steps, values, present = [np.concatenate(arrays) for arrays in zip(*read, strict=True)]
     for name in names:
         column = part.columns[name]
         has_value = present[:, column]
@@ -165,9 +168,7 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
             yield LossSeries(part.key.rule, part.key.stat, name, steps[has_value], of_name)
 
 
-def loss_tables(
-    losses: Sequence[LossSeries], *, observed: bool
-) -> Iterator[tuple[Table, Sequence[LossSeries]]]:
+def loss_tables(losses: Sequence[LossSeries]) -> Iterator[tuple[Table, Sequence[LossSeries]]]:
     """Yield a table and the curves of each statistic that a rule has measured of losses."""
     groups: dict[tuple[str, str], list[LossSeries]] = {}
     for loss in losses:
@@ -175,7 +176,7 @@ def loss_tables(
     for (_, stat), series in groups.items():
         if stat == COSINE:
             series.sort(key=_mean)
-        yield _table(stat, series, observed=observed), series
+        yield _table(stat, series), series
 
 
 def _mean(pair: LossSeries) -> float:
@@ -184,50 +185,46 @@ def _mean(pair: LossSeries) -> float:
     return math.inf if math.isnan(mean) else mean
 
 
-def _table(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Table:
+def _table(stat: str, series: Sequence[LossSeries]) -> Table:
     shown = series[:_ROWS]
-    curves: list[list[float]] = []
+    curves = []
     for loss in shown:
+        curve = loss.values
         # A log scale has no place for 0 and less.
-        has_log = loss.numbers["least"] > 0
-        curves.append(loss.values.tolist() if has_log else [])
+        if not loss.numbers["least"] > 0:
+            curve = curve[:0]
+        curves.append(curve)
     rule = printable(series[0].rule)
-    head = ["group" if stat == RATE else "loss", *_HEAD]
+    head = _HEADS.get(stat, _HEAD)
     return Table(
         f"{TITLES.get(stat, 'losses')}, recorded by {rule} in {_steps(series)}",
         head,
-        list(map(_row, shown)),
+        [_row(loss, head) for loss in shown],
         right=frozenset(range(2, len(head))),
         curves=curves,
-        notes=list(_notes(stat, series, observed=observed)),
+        notes=list(_notes(stat, series)),
     )
 
 
-def _row(loss: LossSeries) -> list[str]:
+def _row(loss: LossSeries, head: Sequence[str]) -> list[str]:
     numbers = loss.numbers
-    row = [printable(loss.name), ""]
-    row += [f"{numbers[field]:.3g}" for field in ("mean", "least", "largest", "last")]
-    row.append(_share(numbers["negative"]))
-    calls = len(loss.values)
-    row.append(f"{calls:,}")
-    nonfinite = calls - len(loss.finite)
-    row.append(f"{nonfinite:,}" if nonfinite else "-")
-    return row
+    nonfinite = len(loss.values) - len(loss.finite)
+    cells = {"< 0": _share(numbers["negative"]), "non-finite": "-"}
+    if nonfinite:
+        cells["non-finite"] = f"{nonfinite:,}"
+    for column in _NUMBERS:
+        cells[column] = f"{numbers[column]:.3g}"
+    return [printable(loss.name), "", *[cells[column] for column in head[2:]]]
 
 
-def _notes(stat: str, series: Sequence[LossSeries], *, observed: bool) -> Iterator[str]:
+def _notes(stat: str, series: Sequence[LossSeries]) -> Iterator[str]:
     if len(series) > _ROWS:
-        yield f"and {len(series) - _ROWS:,} more"
+        yield f"... and {len(series) - _ROWS:,} more"
     if stat == COSINE:
         conflicts = 0
         for pair in series:
             conflicts += pair.numbers["mean"] < 0
         yield f"{count(conflicts, 'pair')} of {len(series):,} conflict on average"
-    if stat == DISTANCE:
-        changed = "would have changed" if observed else "changed"
-        distances = np.concatenate([distance.values for distance in series])
-        share = _share(float((distances > 0).mean()))
-        yield f"{changed} the sum in {share} of calls"
 
 
 def _steps(losses: Sequence[LossSeries]) -> str:

@@ -20,7 +20,6 @@ from gradsurgeon.report.track import RecordOrigin, Track
 _ROWS = 40
 _NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
 _HEAD = ("history", "first", "median", "max", "last", "non-finite")
-_CELLS = 80  # of a history, as wide as the widest view
 # What DDP has reduced is the same to the last bit; other set-ups reduce in another order on each rank.
 _TOLERANCE = 1e-3
 # Ranks whose norms were alike in so many rows are replicas.
@@ -63,9 +62,9 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
         if has_rule:
             row.append(printable(track.origin.rule))
         rows.append(row)
-        curves.append(track.cells(_CELLS))
+        curves.append(track.norms)
     title = f"{_measured(kind, len(tracks))}, recorded by {_named(origins)}"
-    notes = list(_notes(history, kind, len(tracks) - len(shown)))
+    notes = list(_notes(history.rows_of_a_column, len(tracks) - len(shown)))
     return Table(title, head, rows, right=_NUMBERS, curves=curves, notes=notes)
 
 
@@ -77,13 +76,9 @@ def _row(track: Track) -> list[str]:
     return row
 
 
-def _notes(history: History, kind: str, more: int) -> Iterator[str]:
+def _notes(rows: int, more: int) -> Iterator[str]:
     if more:
-        yield f"and {more:,} more; those that are not finite, then spikes, then the largest are shown"
-    hidden = [origin for origin in history.hidden if origin.kind == kind]
-    if hidden:
-        yield f"recorded as well, not shown: {_named(hidden)}"
-    rows = history.rows_of_a_column
+        yield f"... and {more:,} more; those that are not finite, then spikes, then the largest are shown"
     if rows > 1:
         yield f"the run is long: {rows:,} successive steps count as one, by their largest norm"
 
@@ -165,27 +160,25 @@ def _first_difference(lower: Part, higher: Part) -> _NormDifference | None:
     start = max(lower.skipped, higher.skipped)
     alike = 0
     both = zip(blocks(lower.whole, start), blocks(higher.whole, start), strict=False)
-    for (steps, values, present), (other_steps, other_values, other_present) in both:
+    for ours, theirs in both:
         # Of two ranks that are read while they write, one may have more rows.
-        length = min(len(steps), len(other_steps))
-        if not np.array_equal(steps[:length], other_steps[:length]):
+        length = min(len(ours[0]), len(theirs[0]))
+        steps, norms, present = [array[:length] for array in ours]
+        other_steps, other_norms, other_present = [array[:length] for array in theirs]
+        if not np.array_equal(steps, other_steps):
             return None  # the ranks have recorded other steps
-        ours = values[:length]
-        theirs = other_values[:length]
         with np.errstate(all="ignore"):
-            is_close = np.isclose(ours, theirs, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
-        apart = ~is_close & present[:length] & other_present[:length]
-        if apart.any():
-            row, column = np.argwhere(apart)[0].tolist()
-            alike += row
-            step = int(steps[row])
+            is_close = np.isclose(norms, other_norms, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        apart = np.argwhere(~is_close & present & other_present)
+        if len(apart):
+            row, column = apart[0]
             name = printable(lower.key.names[column])
-            norm = f"{ours[row, column]:.3g} on rank {lower.rank}"
-            other_norm = f"{theirs[row, column]:.3g} on rank {higher.rank}"
-            since = f"from step {step} on"
-            if start and not alike:
-                since = f"at step {step} or before"
+            norm = f"{norms[row, column]:.3g} on rank {lower.rank}"
+            other_norm = f"{other_norms[row, column]:.3g} on rank {higher.rank}"
+            since = f"from step {steps[row]} on"
+            if start and not alike + row:
+                since = f"at step {steps[row]} or before"
             sentence = f"ranks differ {since}: the norm of {name} is {norm} and {other_norm}"
-            return _NormDifference(step, alike, sentence)
+            return _NormDifference(int(steps[row]), alike + int(row), sentence)
         alike += length
     return None

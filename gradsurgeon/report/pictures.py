@@ -45,16 +45,16 @@ def features(
         raise ValueError(
             f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {min(names)}"
         )
-    last = None
-    for key in sorted(kept):
-        is_of_step = step in (None, key[1])
-        is_of_call = call in (None, key[2])
-        if key[0] in names and is_of_step and is_of_call:
-            last = key
-    if last is None:
+    fitting = [
+        key
+        for key in kept
+        if key[0] in names and step in (None, key[1]) and call in (None, key[2])
+    ]
+    if not fitting:
         raise RecordError(
             f"rule {rule} has kept nothing of step={step}, call={call}: see `session.captured({rule!r})`"
         )
+    last = max(fitting)
     maps = _channels(last[0], kept[last], sample)
     figure: Figure = plots.features(maps, last, sample)
     return figure

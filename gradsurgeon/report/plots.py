@@ -1,7 +1,7 @@
 """The pictures of norms over the steps and of captured tensors. Torch is not needed."""
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,15 @@ from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store import RecordQueries
 from gradsurgeon.records.store.recorded import RecordSource
-from gradsurgeon.report.histograms import quantile
-from gradsurgeon.report.history import OF_EACH_CALL, History, WholeNorm
+from gradsurgeon.report.histograms import quantiles_of
+from gradsurgeon.report.history import OF_EACH_CALL, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import GRADIENT, edits_of
 from gradsurgeon.report.sources import unread
 from gradsurgeon.report.tables import shortened
 from gradsurgeon.report.track import Track
+from gradsurgeon.tensors.statistics import HISTOGRAM
 
 Name = str | Sequence[str]
 
@@ -71,14 +72,12 @@ def matching(wanted: Name, names: Iterable[str], aliases: Mapping[str, str]) -> 
     chosen = set()
     for text in wanted:
         # A name may read as a pattern: `lstm[0]` is a tensor of a module that returns several.
-        if text in known:
-            chosen.add(known[text])
-            continue
-        places = select([compile_pattern(text)], texts)
-        if not places:
+        fitting = [text]
+        if text not in known:
+            fitting = [texts[place] for place in select([compile_pattern(text)], texts)]
+        if not fitting:
             raise KeyError(f'"{text}" is no name of what was recorded; {suggest(text, texts)}')
-        for place in places:
-            chosen.add(known[texts[place]])
+        chosen.update([known[name] for name in fitting])
     return chosen
 
 
@@ -101,7 +100,12 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
         worst = {track.name for track in ranked(tracks)[:_LAYERS]}
         tracks = [track for track in tracks if track.name in worst]
         if kind == GRADIENT:
-            wholes = list(_drawn_wholes(history))
+            # Where a step has several records, the norms of a step do not add up to the norm of all.
+            wholes = [
+                whole
+                for whole in history.gradients
+                if len(whole.names) > 1 and whole.point not in OF_EACH_CALL
+            ]
     figure = Picture(11, 4.8)
     axes = figure.subplots()
     handles = _curves(axes, wholes, labels(wholes, len(report.params)), tracks)
@@ -120,15 +124,14 @@ def histograms(source: RecordQueries, *, name: str | None, rule: str | None) -> 
         raise ValueError("the picture 'histograms' is of one tensor: pass name=")
     records = source.histograms(name, rule=rule)
     steps = [step for step, _ in records]
+    counts = np.array([counts for _, counts in records])
     figure = Picture(11, 3.6)
     axes = figure.subplots()
-    curves = {}
-    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
-        curves[share] = [quantile(counts, share) for _, counts in records]
+    lowest, low, median, high, highest = quantiles_of(counts.reshape(len(steps), len(HISTOGRAM)))
     style: dict[str, Any] = {"alpha": 0.25, "color": _BLUE, "linewidth": 0}
-    axes.fill_between(steps, curves[0.05], curves[0.95], label="5% to 95%", **style)
-    axes.fill_between(steps, curves[0.25], curves[0.75], label="25% to 75%", **style)
-    axes.plot(steps, curves[0.5], color=_BLUE, marker=".", markersize=2, label="median")
+    axes.fill_between(steps, lowest, highest, label="5% to 95%", **style)
+    axes.fill_between(steps, low, high, label="25% to 75%", **style)
+    axes.plot(steps, median, color=_BLUE, marker=".", markersize=2, label="median")
     axes.set_yscale("log")
     axes.grid(alpha=0.25)
     axes.set_xlabel("step")
@@ -136,13 +139,6 @@ def histograms(source: RecordQueries, *, name: str | None, rule: str | None) -> 
     axes.set_title(f"magnitudes of the elements of {_plain(name)}", loc="left", fontsize=10, pad=10)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
-
-
-def _drawn_wholes(history: History) -> Iterator[WholeNorm]:
-    for whole in history.gradients:
-        # Where a step has several records, the norms of a step do not add up to the norm of all.
-        if len(whole.names) > 1 and whole.point not in OF_EACH_CALL:
-            yield whole
 
 
 def _curves(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradsurgeon.common import _html
 from gradsurgeon.common._libraries import is_installed, library
@@ -16,17 +16,15 @@ from gradsurgeon.language import packs
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.memory import LOSS, NOTHING_RECORDED, RATE
-from gradsurgeon.records.store.recorded import of_lowest_ranks
-from gradsurgeon.report.band import REPLICAS, Callout, Outcome
-from gradsurgeon.report.ending import Ending
-from gradsurgeon.report.histograms import histogram_tables
-from gradsurgeon.report.ranks import progress_of, rank_lines
+from gradsurgeon.records.store.recorded import RankEnd, of_lowest_ranks
+from gradsurgeon.report.band import REPLICAS, Callout, Outcome, outcome_of
+from gradsurgeon.report.ending import Ending, Tally, ending_of, tally_of
+from gradsurgeon.report.ranks import RankProgress, progress_of, rank_lines
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
     LOSS_STATS,
     RuleInfo,
     by_kind,
-    captured_table,
     edits_of,
     event_lines,
     listed,
@@ -61,12 +59,10 @@ class Report:
         notes: what else there is to know of the run as a whole.
         start: number of the first update, be it one in which no rule acted.
         end: number of the one after the last, where it is known.
-        captured: what is stored of captured tensors, by rule.
         observed: whether rules only said what they would have changed.
-        ended: how the run ended, `None` for a session.
+        ends: how each rank of a run directory ended, and when it last wrote; nothing of a session.
         frozen: parameters with `requires_grad` off and their numbers of elements.
         are_replicas: whether `DistributedDataParallel` held the model.
-        written: when each rank last wrote, in seconds since 1970; nothing of a session.
     """
 
     title: str
@@ -79,12 +75,10 @@ class Report:
     notes: Sequence[str] = ()
     start: int | None = None
     end: int | None = None
-    captured: Sequence[Mapping[str, Any]] = ()
     observed: bool = False
-    ended: Ending | None = None
+    ends: Mapping[int, RankEnd] = field(default_factory=dict)
     frozen: Mapping[str, int] = field(default_factory=dict)
     are_replicas: bool = False
-    written: Mapping[int, float | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.text()
@@ -96,32 +90,31 @@ class Report:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
         if not width:
             width = shutil.get_terminal_size((_COLUMNS, 24)).columns
-        parts = ["\n".join([*self.head, *self.rank_lines])]
+        parts = ["\n".join([*self.head, *rank_lines(self.progress)])]
         if self.callouts:
             parts.append("\n".join(f"  {line}" for line in self.outcome.callout_lines))
         for place, table in enumerate(self.tables, 1):
-            text = "\n".join(_text(table, width))
+            lines = list(table.lines(width))
+            lines += [f"  {note}" for note in table.notes]
             if place == len(self.norms):
-                text += f"\n  {LEGEND}"
-            parts.append(text)
+                lines.append(f"  {LEGEND}")
+            parts.append("\n".join(lines))
         if self.events:
             parts.append("\n".join(event_lines(self.events)))
         return "\n\n".join(parts)
 
     @cached_property
     def tables(self) -> list[Table]:
-        """Every table in the order of a reader: norms by kind, losses, rules, and captured tensors."""
+        """Every table in the order of a reader: norms by kind, losses, and rules."""
         tables = [norms.table for norms in self.norms]
         if self.norms_title:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
 
-        for table, _ in loss_tables([*self.losses, *self.rates], observed=self.observed):
+        for table, _ in loss_tables([*self.losses, *self.rates]):
             tables.append(table)
-        tables += self.histograms
         if self.statuses:
             tables.append(self.rule_table)
-        tables += map(captured_table, self.captured)
         return tables
 
     @property
@@ -130,13 +123,8 @@ class Report:
         updates = 0
         if self.steps is not None:
             updates = self.steps[1] - self.steps[0] + 1
-        ranks = 1 if self.ended is None else len(self.ended.ranks)
+        ranks = max(1, len(self.ends))
         return rule_table(self.rules, self.statuses, self.events, updates * ranks)
-
-    @cached_property
-    def histograms(self) -> list[Table]:
-        """The tables of histograms."""
-        return list(histogram_tables(self.series))
 
     def history_of(self, *, rule: str | None = None) -> History:
         """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
@@ -202,17 +190,6 @@ class Report:
         return rates_of(self.series, self.steps[1])
 
     @property
-    def newest(self) -> str:
-        """The last losses and learning rates, in words."""
-        words = [f"{loss.name} {loss.values[-1]:.4g}" for loss in self.tagged]
-        rates = sorted({float(rate.values[-1]) for rate in self.rates})
-        if rates:
-            words.append(f"learning rate {rates[0]:.4g}")
-        if len(rates) > 1:
-            words[-1] += f" to {rates[-1]:.4g}"
-        return printable(", ".join(words))
-
-    @property
     def tagged(self) -> list[LossSeries]:
         """The values of losses: tagged ones, and those that backward passes began from."""
         return [loss for loss in self.losses if loss.stat not in LOSS_STATS]
@@ -238,10 +215,22 @@ class Report:
         return tuple(seen)
 
     @cached_property
+    def tally(self) -> Tally:
+        """The kinds of events, and what traps and checks found."""
+        return tally_of(self.events, edits_of(self.rules))
+
+    @cached_property
+    def ended(self) -> Ending | None:
+        """How the run ended, `None` for a session."""
+        if not self.ends:
+            return None
+        return ending_of(self.ends, self.tally)
+
+    @cached_property
     def outcome(self) -> Outcome:
         """The band, what was found, and facts."""
         is_pack = self.title.startswith(packs.PREFIX)
-        return Outcome(self.ended, self.events, edits_of(self.rules), self.callouts, is_pack)
+        return outcome_of(self.ended, self.tally, self.callouts, is_pack=is_pack)
 
     @property
     def is_partial(self) -> bool:
@@ -302,9 +291,9 @@ class Report:
         return lines
 
     @cached_property
-    def rank_lines(self) -> list[str]:
-        """The last step and moment of each rank, and which one lags; nothing of a single rank."""
-        return list(rank_lines(progress_of(self.series, self.written)))
+    def progress(self) -> list[RankProgress]:
+        """How far each rank of a run directory came."""
+        return progress_of(self.series, self.ends)
 
     def _extent(self) -> str:
         """Return the steps and the number of events, in words."""
@@ -335,9 +324,3 @@ class Report:
         if self.start is not None:
             seen.append(self.start)
         return min(seen), max(seen)
-
-
-def _text(table: Table, columns: int) -> Iterator[str]:
-    yield from table.lines(columns)
-    for note in table.notes:
-        yield f"  ... {note}" if note.startswith("and ") else f"  {note}"

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradsurgeon.common.events import Event, RuleStatus, is_trip
 from gradsurgeon.errors import printable
@@ -24,20 +24,6 @@ OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
 OF_WEIGHTS = frozenset({WEIGHTS, UPDATES, *OF_UPDATES.values()})
 LOSS_STATS = frozenset({COSINE, RATIO, WEIGHT, DISTANCE})
 _RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
-_CAPTURED_HEAD = (
-    "tensor",
-    "step",
-    "call",
-    "shape",
-    "dtype",
-    "min",
-    "mean",
-    "max",
-    "non-finite",
-    "",
-)
-_CAPTURED_NUMBERS = frozenset({1, 2, 5, 6, 7, 8})
-_LOAD_CAPTURED = "the tensors themselves are in the session: `session.captured(RULE)`"
 _READERS = ("trap", "observe", "capture", "check")
 # In the status of a rule that was due and has not fired.
 _DUE = "was due in"
@@ -85,36 +71,6 @@ def rule_table(
         names = [printable(rule), printable(info.action)]
         rows.append([*names, f"{status.matched:,}", fired, changed, last, remark])
     return Table(f"rules ({len(statuses)})", _RULES_HEAD, rows, right=frozenset({2, 3, 4, 5}))
-
-
-def captured_table(captured: Mapping[str, Any]) -> Table:
-    """Return the table of the tensors that one rule has kept."""
-    rows = list(map(_captured_row, captured["tensors"]))
-    notes = []
-    if captured["more"]:
-        notes.append(f"and {captured['more']:,} more, of which nothing was stored")
-    notes.append(_LOAD_CAPTURED)
-    title = f"captures kept by {printable(captured['rule'])}"
-    return Table(title, _CAPTURED_HEAD, rows, _CAPTURED_NUMBERS, notes=notes)
-
-
-def _captured_row(tensor: Mapping[str, Any]) -> list[str]:
-    row = [printable(tensor["name"]), str(tensor["step"]), str(tensor["call"])]
-    shape = tensor.get("shape")
-    if shape is None:
-        row.append("-")
-    elif not shape:
-        row.append("a single number")
-    else:
-        row.append(" x ".join(map(str, shape)))
-    row.append(tensor["dtype"].removeprefix("torch."))
-    for key in ("low", "mean", "high"):
-        number = tensor.get(key)
-        row.append("-" if number is None else f"{number:.3g}")
-    nonfinite = tensor.get("nonfinite")
-    row.append(f"{nonfinite:,}" if nonfinite else "-")
-    row.append(printable(tensor.get("note", "")))
-    return row
 
 
 def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:

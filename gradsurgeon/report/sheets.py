@@ -31,10 +31,12 @@ def read_sheet(series: Part, columns: Sequence[int], every: int) -> Sheet:
     all_steps = [np.empty(0, np.int64)]
     all_norms = [np.empty((0, len(columns)), np.float32)]
     for steps, values, present in blocks(series, every=every):
-        norms = np.where(present, values, np.float32(NO_NORM))
+        norms = values
+        if not present.all():
+            norms = np.where(present, values, np.float32(NO_NORM))
         firsts = np.arange(0, len(steps), every)
         all_steps.append(steps[firsts])
-        all_norms.append(np.maximum.reduceat(norms[:, columns], firsts))
+        all_norms.append(np.maximum.reduceat(norms, firsts)[:, columns])
     names = [series.key.names[column] for column in columns]
     by_row = np.concatenate(all_norms)
     return Sheet(names, np.concatenate(all_steps), np.ascontiguousarray(by_row.T))
@@ -49,13 +51,8 @@ def records_of(places: Sequence[tuple[Sheet, int]], *, once: bool) -> tuple[Ints
     sheet, line = places[0]
     if len(places) == 1 and (np.diff(sheet.steps) > 0).all():
         return sheet.steps, sheet.norms[line]  # nearly always
-    all_steps = []
-    all_norms = []
-    for sheet, line in places:
-        all_steps.append(sheet.steps)
-        all_norms.append(sheet.norms[line])
-    steps = np.concatenate(all_steps)
-    norms = np.concatenate(all_norms)
+    steps = np.concatenate([sheet.steps for sheet, _ in places])
+    norms = np.concatenate([sheet.norms[line] for sheet, line in places])
     order = np.lexsort((norms != NO_NORM, steps))
     steps = steps[order]
     norms = norms[order]

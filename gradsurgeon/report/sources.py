@@ -12,9 +12,8 @@ from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import database_name, section
 from gradsurgeon.records.store.recorded import Recorded, RecordSource
-from gradsurgeon.report.ending import ending_of
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo, edits_of
+from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo
 
 _RANKS = 8  # so many that lack a file are named
 _KINDS = {"grad": GRADIENT, "value": WEIGHTS, "update": UPDATES}
@@ -27,8 +26,8 @@ def summary(source: RecordSource, *, newest: int | None = None) -> Report:
     report = unread(source.recorded(), newest)
     if is_installed("numpy"):
         # The files of a run may be closed before somebody looks at the report.
-        _ = (report.steps, report.losses, report.rates, report.ranks, report.rank_lines)
-        _ = (report.history.tracks, report.history.gradients, report.histograms)
+        _ = (report.steps, report.losses, report.rates, report.ranks, report.progress)
+        _ = (report.history.tracks, report.history.gradients)
     return report
 
 
@@ -40,9 +39,6 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     meta = recorded.meta
     pending = recorded.pending
     rules = _rule_infos(section(meta, "plan").get("rules", ()), section(meta, "roles"))
-    ended = None
-    if recorded.ends:
-        ended = ending_of(recorded.ends, recorded.events, edits_of(rules))
     statuses = {}
     for rule, status in recorded.statuses.items():
         statuses[rule] = settled(status, pending)
@@ -63,12 +59,10 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
         notes=tuple(_notes(recorded)),
         start=meta.get("start_step"),
         end=recorded.next_step,
-        captured=recorded.captured,
         observed=meta.get("mode") == "observe",
-        ended=ended,
+        ends=recorded.ends,
         frozen=frozen,
         are_replicas=meta.get("replicas") is True,
-        written={rank: end.written for rank, end in recorded.ends.items()},
     )
 
 

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
@@ -42,7 +41,7 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
     if len(norms) <= LEAST_PAST:
         return None
     # Most norms are no higher than the norms right before them, and need not be compared further.
-    recent = sliding_window_view(norms[:-1], _AFTER).max(axis=1)
+    recent = of_windows(np.maximum, norms[:-1], _AFTER)
     places = _AFTER + np.flatnonzero(norms[_AFTER:] > _FALLS * recent)
     places = places[places >= LEAST_PAST]
     if not len(places):
@@ -53,6 +52,15 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
         return None
     place = places[best]
     return Spike(int(steps[place]), float(norms[place]), float(times[best]))
+
+
+def of_windows(extreme: np.ufunc, values: Floats, width: int) -> Floats:
+    """Return the largest, or the least, of each so many successive values."""
+    length = len(values) - width + 1
+    result = values[:length]
+    for start in range(1, width):
+        result = extreme(result, values[start : start + length])
+    return result
 
 
 def _times(values: Floats, places: Ints) -> Floats:

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from gradsurgeon.language.planning.table import grid
 
-Curve = Sequence[float | None]
-
 _SPARK_WIDTH = 32
 _SPARK_LEAST = 8
 _HISTORY = 1  # the column of the curves
@@ -35,7 +33,7 @@ class Table(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[str]]  # fit to be printed; the cell of a curve is empty
     right: frozenset[int] = frozenset()  # columns of numbers
-    curves: Sequence[Curve] = ()  # one for each row; `None` stands for a gap, NaN for non-finite
+    curves: Sequence[Any] = ()  # an array for each row; a negative value stands for a gap
     notes: Sequence[str] = ()  # sentences that a reader needs, below the table
 
     def lines(self, columns: int, most: int | None = None) -> Iterator[str]:
@@ -96,33 +94,30 @@ def shortened(name: str, most: int) -> str:
     return f"{short[:start]}…{short[len(short) - end :]}"
 
 
-def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Draw a history of norms on a log scale in at most so many characters; ``None`` is no gradient."""
+def sparkline(values: Any, width: int) -> str:
+    """Draw a history of norms on a log scale in at most so many characters; a negative norm stands for no gradient."""
+    import numpy as np  # noqa: PLC0415 # tables without curves need none
+
     cells = min(width, len(values))
+    if not cells:
+        return ""
+    starts = np.arange(cells) * len(values) // cells
     # The largest value of a few steps stands for them: a spike of one step, or a non-finite one, survives.
-    tops = []
-    logs = []
-    for cell in range(cells):
-        start = cell * len(values) // cells
-        stop = (cell + 1) * len(values) // cells
-        top = _top(values[start:stop])
-        tops.append(top)
-        if top is not None and 0 < top < math.inf:
-            logs.append(math.log10(top))
-    low, high = decades(logs)
-    drawn = ""
-    for top in tops:
-        if top is None:
-            drawn += ABSENT
-        elif not math.isfinite(top):
-            drawn += NONFINITE
-        elif top <= 0:
-            drawn += ZERO
-        else:
-            share = (math.log10(top) - low) / (high - low)
-            level = min(len(BLOCKS) - 1, int(share * len(BLOCKS)))
-            drawn += BLOCKS[max(0, level)]
-    return drawn
+    tops = np.maximum.reduceat(values, starts).tolist()
+    low, high = decades([math.log10(top) for top in tops if 0 < top < math.inf])
+    return "".join([_block(top, low, high) for top in tops])
+
+
+def _block(top: float, low: float, high: float) -> str:
+    if not math.isfinite(top):
+        return NONFINITE
+    if top == 0:
+        return ZERO
+    if top < 0:
+        return ABSENT
+    share = (math.log10(top) - low) / (high - low)
+    level = min(len(BLOCKS) - 1, int(share * len(BLOCKS)))
+    return BLOCKS[max(0, level)]
 
 
 def decades(logs: Sequence[float]) -> tuple[float, float]:
@@ -132,16 +127,3 @@ def decades(logs: Sequence[float]) -> tuple[float, float]:
     low = max(low, high - _DECADES_MOST)
     room = max(0.0, _DECADES_LEAST - (high - low)) / 2
     return low - room, high + room
-
-
-def _top(values: Sequence[float | None]) -> float | None:
-    """Return the largest value, NaN where one is not finite, ``None`` where there is none."""
-    top = None
-    for value in values:
-        if value is None:
-            continue
-        if not math.isfinite(value):
-            return math.nan
-        if top is None or value > top:
-            top = value
-    return top

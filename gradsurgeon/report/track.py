@@ -5,10 +5,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from gradsurgeon.report.sheets import NO_NORM
-from gradsurgeon.report.spikes import Floats, Ints, Spike, largest_spike
+from gradsurgeon.report.spikes import Floats, Ints, Spike, largest_spike, of_windows
 
 _ENDS = 8  # steps at each end of a run that tell how far a norm grew
 _DEAD = 8  # steps with a norm of 0 at the end of a run that are no accident
@@ -98,7 +97,7 @@ class Track:
         begin = np.median(norms[: min(_ENDS, quarter)])
         # A single high norm is no growth, unless a non-finite one follows.
         few = min(3, quarter)
-        lasting = sliding_window_view(norms, few).min(axis=1)
+        lasting = of_windows(np.minimum, norms, few)
         # The last call of a module that is seldom called is no growth either.
         end = lasting.max() if few > 1 else lasting[-1]
         if not np.isfinite(self.last):
@@ -118,13 +117,3 @@ class Track:
         if len(later) < max(_DEAD, 3 * pause):
             return None
         return int(self.steps[later[0]])
-
-    def cells(self, most: int) -> list[float | None]:
-        """Return the history in at most so many cells: the largest norm, non-finite if one is, `None` for no gradient."""
-        number = min(most, len(self.steps))
-        starts = np.arange(number) * len(self.steps) // number
-        norms = np.maximum.reduceat(self.norms, starts)
-        cells: list[float | None] = norms.tolist()
-        for place in np.flatnonzero(norms == NO_NORM):
-            cells[place] = None
-        return cells

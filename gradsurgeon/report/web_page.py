@@ -5,12 +5,12 @@ import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from gradsurgeon.common.events import Event
 from gradsurgeon.errors import RecordError
@@ -18,19 +18,22 @@ from gradsurgeon.records.store.files import check_replaceable, replacing
 from gradsurgeon.records.store.layout import section
 from gradsurgeon.records.store.run import StoredRun, open_run
 from gradsurgeon.report.callouts import nouns
+from gradsurgeon.report.histograms import SHARES, magnitudes_of
 from gradsurgeon.report.history import Grid, grid_of
-from gradsurgeon.report.losses import LossSeries, loss_tables, thinned
+from gradsurgeon.report.losses import loss_tables, thinned
 from gradsurgeon.report.norms import NormTable, labels, ranked, urgent_table
+from gradsurgeon.report.ranks import rank_lines
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
+    COSINE,
     GRADIENT,
     LOSS_STATS,
     EventGroup,
-    captured_table,
     shown_groups,
 )
 from gradsurgeon.report.sheets import NO_NORM
 from gradsurgeon.report.sources import summary
+from gradsurgeon.report.spikes import Floats, Ints
 
 # What every page begins with: nothing else is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"
@@ -43,12 +46,9 @@ _LEAST_COLUMNS = 200
 _MOST_CELLS = 750_000
 _MOST_ROWS = 10
 _MOST_MARKS = 600
-_MOST_POINTS = 1500
 _CURVES = 20
-# Of each of several losses: fewer points than pixels, and enough to see since when.
-_POINTS_OF_LOSS = 500
-# Colours of the band.
-_LEVELS = {"fine": "good", "look": "warning", "broken": "bad"}
+_MOST_MAGNITUDES = 60
+_ABOUT = ("created", "torch", "gradsurgeon")
 _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
@@ -101,26 +101,30 @@ def _assets(*names: str) -> str:
 
 def page_data(run: StoredRun) -> dict[str, Any]:
     report = summary(run)
+    outcome = report.outcome
     ended = None
     if report.ended is not None:
-        ended = report.ended._asdict()
-        ended["level"] = _LEVELS[report.outcome.band.state]
-        if report.ended.state == "running" and report.outcome.band.state == "fine":
-            ended["level"] = "running"
-    notes = [*report.notes, *report.rank_lines]
+        ended = {
+            "state": report.ended.state,
+            "words": report.ended.words,
+            "diagnosis": outcome.diagnosis,
+            "trips": report.tally.trips,
+            "findings": report.tally.kinds["check"],
+        }
+    notes = [*report.notes, *rank_lines(report.progress)]
     if report.frozen_note:
         notes.append(report.frozen_note)
     span: list[int] = []
     if report.steps is not None:
         span.extend(report.steps)
     losses = [line(loss.name, loss.steps, loss.values) for loss in report.tagged]
-    captures = [captured_table(captured).plain() for captured in report.captured]
     page = {
         "title": report.title,
         "folder": str(run.path),
-        "facts": list(_facts(run, report)),
+        "ranks": len(report.ends),
+        "about": {key: str(run.meta.get(key, "")) for key in _ABOUT},
         "notes": notes,
-        "band": report.outcome.band._asdict(),
+        "band": outcome.band._asdict(),
         "ended": ended,
         # In an observed run, the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
@@ -130,45 +134,38 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "nothing": report.norms_title,
         "losses": losses,
         "rates": [line(rate.name, rate.steps, rate.values) for rate in report.rates],
-        "captures": captures,
         "versus": list(_versus(report)),
+        "magnitudes": list(_magnitudes(report)),
     }
     page["rules"] = report.rule_table.plain()
-    page["files"] = list(_files(run))
+    page["rule_file"] = section(run.meta, "rules")
     page.update(_events(report.events))
     return page
 
 
-def _facts(run: StoredRun, report: Report) -> Iterator[tuple[str, str]]:
-    if report.steps is not None:
-        first, last = report.steps
-        yield "steps", f"{first:,} to {last:,}"
-    if report.ended is not None:
-        ranks = len(report.ended.ranks)
-        if ranks > 1:
-            yield "ranks", str(ranks)
-    words = {"created": "began", "torch": "torch", "gradsurgeon": "gradsurgeon"}
-    for key, word in words.items():
-        if key in run.meta:
-            yield word, str(run.meta[key])
-
-
-def _files(run: StoredRun) -> Iterator[dict[str, Any]]:
-    """Yield name and text of each rule file."""
-    rules = section(run.meta, "rules")
-    entries = rules.get("files")
-    if not entries:
-        entries = [rules]
-    for entry in entries:
-        yield {"file": entry.get("file", "?"), "text": entry.get("text", "")}
-
-
 def _versus(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the section on each statistic that compares losses."""
-    for table, curves in loss_tables(report.losses, observed=report.observed):
+    for table, curves in loss_tables(report.losses):
         stat = curves[0].stat
         if stat in LOSS_STATS:
-            yield {"title": stat, "table": table.plain(), "lines": _loss_lines(curves)}
+            lines = []
+            for curve in curves[:_CURVES]:
+                # A call that did not reach a loss has no point.
+                known = ~np.isnan(curve.values)
+                lowest = stat == COSINE
+                lines.append(
+                    line(curve.name, curve.steps[known], curve.values[known], lowest=lowest)
+                )
+            yield {"title": stat, "table": table.plain(), "lines": lines}
+
+
+def _magnitudes(report: Report) -> Iterator[dict[str, Any]]:
+    """Yield the quantiles of each tensor with histograms; a few steps of many, and a few tensors of many."""
+    for magnitudes in islice(magnitudes_of(report.series), _MOST_MAGNITUDES):
+        lines = []
+        for share, values in zip(SHARES, magnitudes.quantiles, strict=True):
+            lines.append(line(f"{share:.0%}", magnitudes.steps, values))
+        yield {"name": magnitudes.name, "rule": magnitudes.rule, "lines": lines}
 
 
 def _kind(report: Report, table: NormTable) -> dict[str, Any]:
@@ -189,7 +186,7 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
         "kind": table.kind,
         "noun": nouns(table.kind),
         # The map shows all tensors: none is left out.
-        "notes": [note for note in urgent.notes if not note.startswith("and ")],
+        "notes": [note for note in urgent.notes if not note.startswith("... and ")],
         "table": urgent.plain(),
         "urgent": [track.name for track in shown],
         "wholes": lines,
@@ -240,36 +237,19 @@ def _marks(events: Sequence[Event]) -> list[list[Any]]:
 
 def _event(group: EventGroup) -> dict[str, Any]:
     event = group.first
-    where = group.repeated
-    if not where:
-        where = f"step {event.step}"
-    if group.on_ranks:
-        where += f", {group.on_ranks}"
     return {
         "kind": event.kind,
         "rule": event.rule,
         "name": event.name,
         "message": event.message,
-        "where": where,
+        "step": event.step,
+        "repeated": group.repeated,
+        "ranks": group.on_ranks,
+        "diagnosis": event.diagnosis,
     }
 
 
-def line(label: str, steps: ArrayLike, values: ArrayLike, every: int = 1) -> dict[str, Any]:
-    """Return a curve as it travels in the page, the worst of every few values if there are many.
-
-    Each value is the largest that is known of `every` steps.
-    """
-    shown, numbers = thinned(np.asarray(steps, np.int64), np.asarray(values, float), _MOST_POINTS)
-    return {"label": label, "steps": shown, "values": numbers, "every": every}
-
-
-def _loss_lines(curves: Sequence[LossSeries]) -> list[dict[str, Any]]:
-    """Return curves as they travel in the page; of a long curve one point in a few."""
-    lines = []
-    for curve in curves[:_CURVES]:
-        steps, places = np.unique(curve.steps, return_inverse=True)
-        # A step may have several calls, which count as one.
-        means = np.bincount(places, curve.values) / np.bincount(places)
-        every = -(-len(steps) // _POINTS_OF_LOSS)
-        lines.append(line(curve.name, steps[::every], means[::every], every))
-    return lines
+def line(label: str, steps: Ints, values: Floats, *, lowest: bool = False) -> dict[str, Any]:
+    """Return a curve as it travels in the page, the worst of every few values if there are many."""
+    shown, numbers = thinned(steps, values, lowest=lowest)
+    return {"label": label, "steps": shown, "values": numbers}

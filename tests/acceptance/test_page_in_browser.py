@@ -20,26 +20,40 @@ from page_views import (
 )
 from runs import KEY, meta, values, write
 
+from gradsurgeon.common.diagnosis import Cause, Diagnosis, Line, TensorFacts
 from gradsurgeon.common.events import Event, RuleStatus
+from gradsurgeon.common.rows import Rows
+from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.writer import RunWriter
+from gradsurgeon.tensors.statistics import HISTOGRAM
 
 pytestmark = pytest.mark.slow
 
-DIAGNOSIS = """
+MESSAGE = """
 step 3, rule no-nan: 1 of 1 gradients are not finite after backward
 step skipped
 diagnosis (reproduced): NaN born in the forward pass of head (Linear): aten.sqrt
-  at net.py:34, in forward: return hidden.sqrt()
-  in   self [2] float32: -1 to 4
-  cause: mathematics
-  to try: clamp with `clamp(min=0)`
-  largest magnitudes of the forward pass:
-    one: aten.addmm  4.0
-    two: aten.view  4.0
-    three: aten.mul  1e+23
 in the order in which backward produced them:
   > NaN  a  1 element
 """
+DIAGNOSIS = Diagnosis(
+    "reproduced",
+    (),
+    step=3,
+    rank=0,
+    what="NaN",
+    where="forward",
+    module="head",
+    module_type="Linear",
+    operation="aten.sqrt",
+    lines=(Line("net.py", 34, "forward", "return hidden.sqrt()"),),
+    inputs=(TensorFacts("self", (2, 1), "float32", -1.0, 4.0, 0, 0, 2),),
+    output=TensorFacts("", (2, 1), "float32", 2.0, 2.0, 1, 0, 2),
+    history=(("one: aten.addmm", 4.0), ("two: aten.mul", 1e23)),
+    cause=Cause("mathematics", ("in float64 it is NaN as well",), "clamp with `clamp(min=0)`"),
+    rows=Rows((1,), 1, 2, input="tokens", input_rows=(7,)),
+    bundle="trap-step3-rank0",
+)
 
 
 def _pixel(page: Any, row: int, step: int) -> list[int]:
@@ -238,26 +252,65 @@ def test_a_chart_that_fails_takes_no_other_with_it(page: Any, tmp_path: Path) ->
 
 
 def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
-    message = DIAGNOSIS.strip()
     writer = write(tmp_path / "run", {"a": [1.0, 2.0, 3.0, math.nan]})
-    diagnosis = {
-        "headline": "NaN born in the forward pass of head (Linear): aten.sqrt",
-        "where": "forward",
-        "file": "net.py",
-        "line": 34,
-    }
-    writer.event(Event("trap", "no-nan", 3, 0, "a", message, diagnosis))
+    writer.event(Event("trap", "no-nan", 3, 0, "a", MESSAGE.strip(), DIAGNOSIS.to_json()))
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
     assert (
         page.locator(".band strong").inner_text()
         == "step 3: NaN born in the forward pass of head (Linear): aten.sqrt, net.py:34"
     )
-    text = message[message.index("diagnosis (") : message.index("in the order")].rstrip()
-    assert page.locator("details[open] pre").first.inner_text() == text
+    card = page.locator("details[open] .diagnosis")
+    words = zip(
+        card.locator("dt").all_inner_texts(), card.locator("dd").all_inner_texts(), strict=True
+    )
+    assert list(words) == [
+        ("at", "net.py:34 return hidden.sqrt()"),
+        ("rows", "all in row 1 of 2, from row 7 of the input tokens; finite with other rows there"),
+        ("to try", "clamp with `clamp(min=0)`"),
+        ("cause", "mathematics; in float64 it is NaN as well"),
+        ("certainty", "reproduced"),
+        ("in", "input [2, 1] float32: -1 to 4"),
+        ("out", "[2, 1] float32: 1 of 2 NaN, else 2"),
+        ("largest before", "one: aten.addmm 4 → two: aten.mul 1e+23"),
+        ("again", "gradsurgeon replay trap-step3-rank0 --model MODULE:BUILD"),
+    ]
     assert not page.get_by_text("> NaN").is_visible()
-    page.get_by_text("the gradients").click()
+    page.get_by_text("the message as in the terminal").click()
     assert page.get_by_text("> NaN").is_visible()
+
+
+def test_a_diagnosis_without_some_keys_is_shown(page: Any, tmp_path: Path) -> None:
+    writer = write(tmp_path / "run", {"a": [1.0, math.nan]})
+    keys = {"headline": "NaN born in head", "where": "forward", "certainty": "partial"}
+    writer.event(Event("trap", "no-nan", 1, 0, "a", MESSAGE.strip(), keys))
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    assert page.locator("details[open] .diagnosis").inner_text().split() == ["certainty", "partial"]
+
+
+def test_histograms_are_bands_that_open(page: Any, tmp_path: Path) -> None:
+    names = ("a", "b")
+    writer = write(tmp_path / "run", {"a": [1.0, 2.0, 3.0]})
+    for step in range(3):
+        for column, stat in enumerate(HISTOGRAM):
+            # Elements of a few magnitudes, which grow.
+            number = float(40 + step <= column < 50 + step)
+            writer.add(Key("bins", stat, "accumulated", names), step, values(number, 0.0))
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    assert page.locator("h2").all_inner_texts()[-2:] == ["Magnitudes", "Rules"]
+    entries = page.locator("section", has=page.get_by_role("heading", name="Magnitudes"))
+    charts = entries.locator(".u-over")
+    assert charts.count() == 1
+    fills = page.evaluate(
+        "[...current.axes[0].views].find((view) => view.fills?.length).plot.bands.length"
+    )
+    assert fills == 2
+    assert entries.locator("li").all_inner_texts() == ["95%", "75%", "50%", "25%", "5%"]
+    # Of a tensor of zeros there is nothing to draw, and the page stays whole.
+    entries.locator("summary").last.click()
+    assert charts.count() == 2
 
 
 def test_of_many_curves_the_worst_stand_out_until_the_mouse_is_at_another(

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kept_sink import Kept
@@ -18,7 +19,8 @@ import gradsurgeon
 from gradsurgeon.errors import RecordError, RuleFileError
 from gradsurgeon.records.store import Records
 from gradsurgeon.report import summary
-from gradsurgeon.report.histograms import quantile
+from gradsurgeon.report.histograms import SHARES, quantiles_of
+from gradsurgeon.report.web_page import page_data
 from gradsurgeon.tensors import _histogram, measure
 from gradsurgeon.tensors.statistics import HISTOGRAM
 
@@ -133,10 +135,21 @@ def test_records_are_read_back(at: str, tmp_path: Path) -> None:
         columns = run.history("0.weight", "histogram_zeros", rule="elements")
         assert [count for _, count in columns] == [counts[64] for counts in by_hand]
         report = summary(run)
-    text = str(report)
-    assert "magnitudes of elements other than 0, recorded by elements\n" in text
-    assert "magnitudes of elements other than 0, recorded by weights\n" in text
-    assert "histogram_" not in text
+        magnitudes = page_data(run)["magnitudes"]
+    assert "histogram_" not in str(report)
+    shown = {(entry["name"], entry["rule"]): entry["lines"] for entry in magnitudes}
+    assert {name for name, rule in shown if rule == "elements"} == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
+    lines = shown["0.weight", "elements"]
+    assert [line["label"] for line in lines] == ["5%", "25%", "50%", "75%", "95%"]
+    assert [line["steps"] for line in lines] == [[0, 1, 2]] * 5
+    wanted = quantiles_of(np.array(by_hand))
+    for line, values in zip(lines, wanted, strict=True):
+        assert line["values"] == pytest.approx(values.tolist(), rel=1e-5)
 
 
 def test_memory_that_is_full_gives_whole_histograms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +186,13 @@ def test_a_tracker_gets_no_curve_for_each_bin() -> None:
 def test_quantiles_are_right_to_a_bin() -> None:
     tensor = torch.randn(4000).mul(3).exp() * torch.randn(4000).sign()
     counts = counted(tensor)
-    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
+    nothing = [0.0] * 64 + [5.0, 1.0]
+    quantiles = quantiles_of(np.array([counts, nothing]))
+    assert quantiles.shape == (len(SHARES), 2)
+    for share, (quantile, of_nothing) in zip(SHARES, quantiles, strict=True):
         exact = float(tensor.abs().quantile(share))
-        assert exact / 1.5 < quantile(counts, share) < exact * 1.5
-    assert math.isnan(quantile([0.0] * 64 + [5.0, 1.0], 0.5))
+        assert exact / 1.5 < quantile < exact * 1.5
+        assert math.isnan(of_nothing)
 
 
 def test_the_picture_is_of_one_tensor() -> None:

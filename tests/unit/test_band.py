@@ -8,8 +8,8 @@ import pytest
 
 from gradsurgeon import Event
 from gradsurgeon.records.store.recorded import RankEnd
-from gradsurgeon.report.band import EXPLODING, NONFINITE, PASSED, REPLICAS, Callout, Outcome
-from gradsurgeon.report.ending import ending_of
+from gradsurgeon.report.band import EXPLODING, NONFINITE, PASSED, REPLICAS, Callout, outcome_of
+from gradsurgeon.report.ending import ending_of, tally_of
 
 ENDED = {0: RankEnd("finished", {}, None)}
 STOPPED = {0: RankEnd("finished", {"error": "KeyError"}, None)}
@@ -84,7 +84,8 @@ CASES: dict[str, tuple[object, ...]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_has_one_band(name: str) -> None:
     ends, events, callouts, band, found, lines = CASES[name]
-    outcome = Outcome(ending_of(ends, events, {"cut"}), events, {"cut"}, callouts)  # type: ignore[arg-type]
+    tally = tally_of(events, {"cut"})  # type: ignore[arg-type]
+    outcome = outcome_of(ending_of(ends, tally), tally, callouts)  # type: ignore[arg-type]
     assert str(outcome.band) == band
     assert outcome.top[0] == band
     assert outcome.found == found
@@ -94,15 +95,21 @@ def test_a_run_has_one_band(name: str) -> None:
 
 
 def test_a_rule_of_a_pack_may_have_nothing_to_do() -> None:
-    outcome = Outcome(ending_of(ENDED, [NEVER], ()), [NEVER], (), [], is_pack=True)
+    tally = tally_of([NEVER])
+    outcome = outcome_of(ending_of(ENDED, tally), tally, [], is_pack=True)
     assert str(outcome.band) == "fine: ended, 1 rule never fired"
 
 
 def test_a_session_without_a_fault_has_no_band() -> None:
-    assert Outcome(None, [], set(), [SPIKE]).top == []
-    assert Outcome(None, [CHECK], set(), []).top == [f"look: {CHECK.message}"]
+    assert outcome_of(None, tally_of([]), [SPIKE]).top == []
+    assert outcome_of(None, tally_of([CHECK]), []).top == [f"look: {CHECK.message}"]
 
 
 def test_trips_and_findings_are_counted_apart() -> None:
-    ending = ending_of(ENDED, [CHECK, OTHER_CHECK, TRAP, CUT], {"cut"})
-    assert (ending.trips, ending.findings) == (1, 2)
+    tally = tally_of([CHECK, OTHER_CHECK, TRAP, CUT], {"cut"})
+    assert (tally.trips, tally.kinds["check"]) == (1, 2)
+
+
+def test_a_diagnosis_comes_first_and_hides_no_other_finding() -> None:
+    tally = tally_of([CHECK, TRAP, replace(DIAGNOSED, rank=1)])
+    assert tally.findings == ("step 3: NaN born in a, train.py:9", CHECK.message)

@@ -19,6 +19,7 @@ from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.history import History, WholeNorm
+from gradsurgeon.report.sheets import NO_NORM
 from gradsurgeon.report.spikes import LEAST_PAST, PAST, TIMES
 from gradsurgeon.report.track import Track
 
@@ -231,11 +232,11 @@ def hold(track: Track, records: Sequence[tuple[int, float | None]]) -> None:
         assert same(found.value, facts.spike[1])
         assert same(found.times, facts.spike[2])
     assert [step for step, _ in records] == track.steps.tolist()
-    cells = track.cells(10**6)
-    assert [value is None for value in cells] == [value is None for _, value in records]
-    for cell, (_, value) in zip(cells, records, strict=True):
-        if cell is not None and value is not None:
-            assert same(cell, value)
+    for norm, (_, value) in zip(track.norms.tolist(), records, strict=True):
+        if value is None:
+            assert norm == NO_NORM
+        else:
+            assert same(norm, value)
 
 
 def hold_wholes(

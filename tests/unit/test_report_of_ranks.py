@@ -12,6 +12,7 @@ from runs import write
 
 from gradsurgeon.cli.watch import newest_report, screen
 from gradsurgeon.records.store.run import open_run
+from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.ranks import RankProgress, rank_lines
 from gradsurgeon.report.web_page import page_data
 
@@ -33,6 +34,10 @@ def test_report_screen_and_page_say_which_rank_lags(tmp_path: Path) -> None:
     with open_run(tmp_path) as run:
         assert page_data(run)["notes"][-2:] == expected
     report = newest_report(tmp_path)
+    assert to_dict(report)["ranks"] == [
+        {"rank": 0, "step": 8, "written": NOON, "behind": 0},
+        {"rank": 1, "step": 3, "written": NOON - 60, "behind": 5},
+    ]
     assert str(report).splitlines()[2:4] == expected
     assert screen(report, 200)[2:4] == expected
 
@@ -49,5 +54,9 @@ def test_report_screen_and_page_say_which_rank_lags(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_ranks_alike_share_a_line(steps: Sequence[int | None], expected: list[str]) -> None:
-    ranks = [RankProgress(rank, step, None) for rank, step in enumerate(steps)]
+    furthest = max(-1 if step is None else step for step in steps)
+    ranks = []
+    for rank, step in enumerate(steps):
+        behind = furthest - (-1 if step is None else step)
+        ranks.append(RankProgress(rank, step, None, behind))
     assert list(rank_lines(ranks)) == expected

@@ -96,10 +96,6 @@ def json_number(value: float) -> float | str:
     """Return a number for JSON. NaN and infinity become texts."""
     if math.isfinite(value):
         return float(digits(value))
-    return nonfinite_name(value)
-
-
-def nonfinite_name(value: float) -> str:
     return _NAMES.get(value, "NaN")
 
 

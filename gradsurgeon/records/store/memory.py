@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -290,17 +290,19 @@ class RecordQueries(ABC):
             KeyError: there is no such name; the text gives the nearest names.
             RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
         """
-        columns = [self.history(name, column, rule=rule) for column in HISTOGRAM]
-        if all(columns) and len(set(map(len, columns))) > 1:
-            # A row of some columns is gone, as memory is bounded, or has just come.
-            first = max(records[0][0] for records in columns)
-            last = min(records[-1][0] for records in columns)
-            columns = [[pair for pair in of_one if first < pair[0] < last] for of_one in columns]
-        histograms = []
-        for records in zip(*columns, strict=False):
-            counts = tuple([number for _, number in records])
-            histograms.append((records[0][0], counts))
-        return histograms
+        # By step, and by call within the step.
+        rows: dict[tuple[int, int], list[float]] = {}
+        for column in HISTOGRAM:
+            calls: Counter[int] = Counter()
+            for step, number in self.history(name, column, rule=rule):
+                rows.setdefault((step, calls[step]), []).append(number)
+                calls[step] += 1
+        # A row of some columns may be gone, as memory is bounded, or has just come.
+        return [
+            (step, tuple(counts))
+            for (step, _), counts in sorted(rows.items())
+            if len(counts) == len(HISTOGRAM)
+        ]
 
     def _asked(self, _name: str, _stat: str, answer: Callable[[], Answer]) -> Answer:
         """Return an answer of this process, or of the rank that has the records of a tensor."""

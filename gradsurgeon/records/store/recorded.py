@@ -32,8 +32,6 @@ class Recorded:
         next_step: the number of the next update; `None` if nothing but the records tells it.
         ends: how each rank ended; nothing of a session.
         missing_ranks: ranks of the job that have no file.
-        captured: by rule, its `tensors`, and how many `more` there were, as `CapturedTensors.described` has them; in a run
-            directory those of the lowest rank that kept some.
     """
 
     meta: Mapping[str, Any]
@@ -46,7 +44,6 @@ class Recorded:
     next_step: int | None = None
     ends: Mapping[int, RankEnd] = field(default_factory=dict)
     missing_ranks: Sequence[int] = ()
-    captured: Sequence[Mapping[str, Any]] = ()
 
 
 class RecordSource(Protocol):

@@ -104,16 +104,7 @@ class StoredRun(RecordQueries):
             statuses=self.status(),
             ends={file.rank: file.end() for file in self._files},
             missing_ranks=missing_ranks(self),
-            captured=self._captured(),
         )
-
-    def _captured(self) -> Sequence[Mapping[str, Any]]:
-        """Return what the lowest rank that kept copies wrote of them."""
-        for file in self._files:
-            captured: Sequence[Mapping[str, Any]] = file.left().get("captured", ())
-            if captured:
-                return captured
-        return ()
 
     @property
     def rules(self) -> list[dict[str, Any]]:
@@ -159,8 +150,10 @@ class StoredRun(RecordQueries):
 
     def _lookup(self) -> Lookup:
         logged: dict[str, tuple[set[str], set[str]]] = {}
-        for rule, planned in self.stats.items():
-            logged[rule] = (set(planned), set(self.names_of(rule)))
+        for rule, role in section(self.meta, "roles").items():
+            stats = role.get("stats")
+            if stats:
+                logged[rule] = (set(stats), set(self.names_of(rule)))
         for series in self:
             stats, names = logged.setdefault(series.key.rule, (set(), set()))
             stats.add(series.key.stat)
@@ -169,16 +162,6 @@ class StoredRun(RecordQueries):
         for _, names in logged.values():
             known |= names
         return Lookup(sorted(known), self._aliases, logged, self.series)
-
-    @property
-    def stats(self) -> dict[str, tuple[str, ...]]:
-        """The statistics that each recording rule was to record, by rule id."""
-        stats_by_rule = {}
-        for rule, role in section(self.meta, "roles").items():
-            stats = tuple(role.get("stats", ()))
-            if stats:
-                stats_by_rule[rule] = stats
-        return stats_by_rule
 
     def names_of(self, rule: str) -> tuple[str, ...]:
         """Return the names that a rule was bound to."""

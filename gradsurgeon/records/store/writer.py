@@ -34,15 +34,6 @@ class _Written:
     step: int | None = None
 
 
-def _further_keys(event: Event) -> str | None:
-    """Return the keys of an event without a column as JSON, ``None`` if they are empty."""
-    if event.diagnosis is None and not event.sample_ids:
-        return None
-    keys = {"diagnosis": event.diagnosis, "sample_ids": event.sample_ids}
-    # No value of a script's tensors may raise here.
-    return json.dumps(keys, default=str)
-
-
 class RunWriter(Outlet):
     """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
 
@@ -113,6 +104,11 @@ class RunWriter(Outlet):
     def event(self, event: Event) -> None:
         with self._lock:
             if not self.closed:
+                more = None
+                if event.diagnosis is not None or event.sample_ids:
+                    keys = {"diagnosis": event.diagnosis, "sample_ids": event.sample_ids}
+                    # No value of a script's tensors may raise here.
+                    more = json.dumps(keys, default=str)
                 number = next(self._event_ids)
                 self._batch["events"][number] = (
                     number,
@@ -123,7 +119,7 @@ class RunWriter(Outlet):
                     event.rank,
                     layout.clean(event.name),
                     layout.clean(event.message),
-                    _further_keys(event),
+                    more,
                 )
                 # The clock of `commit` goes on: the statuses of the rules have to be written in time.
                 self._write()

@@ -85,8 +85,8 @@ function tickText(at) {
 
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width, digits, and whether it is quiet. */
 class Chart {
-  constructor(part, axis, { title, unit = "", prefix = "", hint = "", lines, log = true, height = 170, marks = [] }) {
-    Object.assign(this, { axis, log, height, marks, lines: lines.map((line, at) => ({ colour: `curve-${at % 10}`, ...line })) });
+  constructor(part, axis, { title, unit = "", prefix = "", hint = "", lines, log = true, height = 170, marks = [], fills = [] }) {
+    Object.assign(this, { axis, log, height, marks, fills, lines: lines.map((line, at) => ({ colour: `curve-${at % 10}`, ...line })) });
     this.box = element("div", { class: "plot" });
     this.step = element("span", { class: "step" });
     this.entries = this.lines.map((line, index) => this.entry(line, index, title));
@@ -158,7 +158,8 @@ class Chart {
         stroke: () => this.tone(index), width: this.lines[index].width || (this.lines[index].quiet ? 1 : 1.7),
         points: { show: false, filter: () => isolated(column), size: 6, fill: () => this.tone(index) },
       }))],
-      focus: { alpha: this.lines.length > 1 ? 0.3 : 1 },
+      bands: this.fills,
+      focus: { alpha: this.lines.length > 1 && !this.fills.length ? 0.3 : 1 },
       cursor: { y: false, focus: { prox: 16 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => this.axis.choose() } },
       hooks: {
         drawAxes: [() => this.drawMarks()],
@@ -232,6 +233,8 @@ class Chart {
   /** Draws anew: in another width, over other steps, or in other colours. */
   update() {
     const { min, max } = this.axis;
+    // A chart in a closed fold has no width, and is drawn anew when it opens.
+    if (!this.box.clientWidth) return;
     this.plot.setSize({ width: this.box.clientWidth, height: this.height });
     this.plot.setScale("x", { min, max });
     this.plot.redraw(false, true);

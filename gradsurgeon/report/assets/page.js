@@ -2,13 +2,14 @@
 // The page: how a run ended, its curves, what went wrong, what stands out, all norms, its rules.
 
 const main = document.getElementById("main"), root = document.documentElement;
+const LEVELS = { fine: "good", look: "warning", broken: "bad" };
 const GRAVITY = ["bad", "warning", "running", "good"];
 const ICONS = { bad: "✕", warning: "!", running: "▸", good: "✓" };
-const MOST_OF_LINE = 300, LOUD = 2;
+const MOST_OF_LINE = 600, LOUD = 2;
 const UNTOUCHED = 10000;
 // What the page opens on: so many columns of the map before the first trap, and a share of them after it.
 const COLUMNS_BEFORE = 100, AFTER = 0.12, LEAST_AFTER = 3;
-const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite, a pink band many of them.";
+const HINT = "Drag to zoom, double-click to see all steps. A vertical line is a trip, a shaded band a skipped step, ▼ at the top a value that is not finite, a pink band many of them. In a long run a point is the largest of a few steps.";
 const NO_LOSS = "The loss is drawn here if a norm-log rule acts on parameters, and backward passes begin at one number.";
 // The width of what stands left of every plot and map, so that all of them share one x axis.
 let gutter = 0;
@@ -39,47 +40,59 @@ function section(title, hint = "") {
 function nameOfRun(run) {
   const last = (one, count) => one.folder.split("/").filter(Boolean).slice(-count).join("/");
   const count = Array.from({ length: 20 }, (_, at) => at + 1).find((parts) => data.runs.every((other) => other === run || last(other, parts) !== last(run, parts)));
-  return count ? last(run, count) : run.folder;
+  const name = count ? last(run, count) : run.folder, modelOf = (one) => one.title.split(" on ").pop(), model = modelOf(run);
+  // The first of several models of a script has the folder of all.
+  return data.runs.every((other) => modelOf(other) === model) || name === model ? name : `${name} (${model})`;
 }
 
 const wholesOf = (run) => run.kinds.flatMap((kind) => kind.wholes);
 /** Tells whether an event, or a mark of some, is a trap that tripped. */
 const isTrip = (event) => MARKS[event.kind || event[2]] === "bad";
 
+/** Returns the colour of a band: a run that goes on has a colour of its own if nothing is wrong. */
+function levelOf(run) {
+  return run.ended?.state === "running" && run.band.state === "fine" ? "running" : LEVELS[run.band.state];
+}
+
+/** Lists what a reader may want to know of a run, each a word and a text. */
+function factsOf({ span, ranks, about: { created, torch, gradsurgeon } }) {
+  const steps = span.map((step) => step.toLocaleString("en")).join(" to "), began = created && `${created.slice(0, 16).replace("T", " ")} UTC`;
+  const facts = [["steps", steps], ["ranks", ranks > 1 ? String(ranks) : ""], ["began", began], ["torch", torch], ["gradsurgeon", gradsurgeon]];
+  return facts.filter(([, text]) => text).map(([word, text]) => element("span", {}, `${word} `, element("b", {}, text)));
+}
+
 function band(run) {
-  const name = short(nameOfRun(run), 200), { sentence } = run.band, { level, words, diagnosis } = run.ended || { level: "warning", words: sentence };
+  const name = short(nameOfRun(run), 200), { sentence } = run.band, level = levelOf(run), { words, diagnosis } = run.ended || { words: sentence };
   const more = sentence.startsWith(words) ? diagnosis : words;
   document.getElementById("title").replaceChildren(name, " ", element("small", {}, short(run.title, 200)));
   document.title = `${name}: gradsurgeon report`;
   main.append(
     element("div", { class: `band ${level}`, role: "status" }, element("span", { class: "icon", "aria-hidden": "true" }, ICONS[level]),
       element("div", {}, element("strong", {}, short(sentence, 400)), more ? element("p", {}, short(more, 400)) : null)),
-    element("p", { class: "facts" }, ...run.facts.map(([word, text]) => element("span", {}, `${word} `, element("b", {}, text)))),
+    element("p", { class: "facts" }, ...factsOf(run)),
     ...data.problems.map((problem) => element("p", { class: "problem" }, `Not on this page: ${problem}`)),
     ...run.notes.map(note));
 }
 
 function eventEntry(event) {
   const [start, ...rest] = event.message.split("\n"), first = start.replace(/^step \d+(, rule [^:]*)?(: |, )/, ""), isLong = first.length > MOST_OF_LINE;
-  const told = [event.where, short(event.rule || event.name)].filter(Boolean).join(", ");
+  const told = [event.repeated || `step ${event.step}`, event.ranks, short(event.rule || event.name)].filter(Boolean).join(", ");
   const line = element("span", {}, element("span", { class: `kind ${event.kind}` }, event.kind), ` ${told}: ${short(first, MOST_OF_LINE)}`);
   if (!rest.length && !isLong) return element("p", {}, line);
-  const lines = isLong ? [start, ...rest] : rest, pre = (part) => element("pre", {}, part.join("\n"));
-  // The diagnosis says more than the gradients that it explains.
-  const begin = lines.findIndex((text) => text.startsWith("diagnosis (")), end = lines.findIndex((text, place) => place > begin && !text.startsWith("  "));
-  const gradients = [...lines.slice(0, begin), ...(end > 0 ? lines.slice(end) : [])];
-  const made = fold(line, ...(begin > 0 ? [pre(lines.slice(begin, end > 0 ? end : undefined)), fold("the gradients", pre(gradients))] : [pre(lines)]));
-  return made;
+  const text = element("pre", {}, (isLong ? [start, ...rest] : rest).join("\n"));
+  // A diagnosis that blames something says more than the gradients that it explains.
+  if (!event.diagnosis?.where) return fold(line, text);
+  return fold(line, element("p", {}, element("strong", {}, short(event.diagnosis.headline, 300))), diagnosisOf(event.diagnosis), fold("the message as in the terminal", text));
 }
 
 /** Draws lines in one chart, if there are any. */
 function chart(part, axis, title, lines, marks, log) {
-  const every = Math.max(...lines.map((line) => line.every)), hint = every > 1 ? `The run is long: a point is the largest that is known of ${every} steps.` : "";
-  if (lines.length) new Chart(part, axis, { title, unit: title.startsWith("norm") ? "l2 norm" : "", lines, hint, log, marks, height: 150 });
+  const isRate = title === "learning rate", unit = title.startsWith("norm") ? "l2 norm" : "";
+  if (lines.length) new Chart(part, axis, { title, unit, lines, log, marks, height: isRate ? 100 : 150 });
 }
 
 function happened(run, axis) {
-  const part = section("What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
+  const part = section(data.runs.length > 1 ? `What happened in ${short(nameOfRun(run))}` : "What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
   chart(part, axis, "loss", run.losses, run.marks, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
   chart(part, axis, "learning rate", run.rates, run.marks, false);
   chart(part, axis, "norm of the gradient", wholes, run.marks, true);
@@ -133,7 +146,7 @@ async function kindSection(run, kind, axis, state) {
   const map = new HeatMap(axis, kind.map, cells, kind.kind, draw);
   part.append(
     heading("h3", `${count} of ${names.length.toLocaleString("en")}: not finite first, then spikes, then the largest`, "Spikes are in the order of their size (times the steps around them), the largest in the order of their medians."), table(withoutPrefix(kind.table)), curves,
-    heading("h3", `All ${names.length.toLocaleString("en")} ${kind.noun}s`, `A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`), map.box);
+    heading("h3", `All ${names.length.toLocaleString("en")} ${kind.noun}s${kind.kind === "gradient" ? " that got a gradient" : ""}`, `A row is a ${kind.noun}, or a module with the largest norm in it; a column is a step, or a few by their largest norm. Click a module to unfold it, a ${kind.noun} to draw it as a curve.`), map.box);
   axis.views.add(map);
   current.maps[kind.kind] = map;
   if (state) map.restore(state);
@@ -142,11 +155,11 @@ async function kindSection(run, kind, axis, state) {
 }
 
 function rules(run) {
-  const files = run.files.filter((file) => file.text);
+  const { files: included = [] } = run.rule_file, files = (included.length ? included : [run.rule_file]).filter((file) => file.text);
   if (!run.rules.rows.length && !files.length) return;
   const part = section("Rules"), head = run.rules.head.map((text) => (text === "changed" && run.observed ? "would have changed" : text));
   if (run.rules.rows.length) part.append(table({ ...run.rules, head }));
-  part.append(...files.map(({ file, text }) => fold(file, element("pre", {}, text))));
+  part.append(...files.map(({ file, text }) => fold(file || "?", element("pre", {}, text))));
 }
 
 /** Shows how each run ended, and the loss and norm of all of them in one colour per run. */
@@ -155,7 +168,7 @@ function beside(axis) {
   const last = (run) => (run.losses.length ? shown(run.losses[0].values.at(-1)) : "-");
   const cells = (run, index) => [
     element("span", {}, swatch(`var(--${paint(index)})`), button(short(nameOfRun(run)), () => show(index), { "aria-pressed": index === current.index, title: run.folder })),
-    element("span", { class: `kind ${run.ended ? run.ended.level : ""}` }, run.ended ? short(run.ended.words, 200) : "?"),
+    element("span", { class: `kind ${levelOf(run)}` }, run.ended ? short(run.ended.words, 200) : "?"),
     String(run.ended ? run.ended.trips : 0), String(run.ended ? run.ended.findings : 0), last(run), run.span.length ? run.span[1].toLocaleString("en") : "-"];
   part.append(table({ head: ["run", "ended", "traps", "findings", "last loss", "last step"], rows: data.runs.map(cells) }));
   // All events of all runs would hide the curves.
@@ -185,7 +198,7 @@ async function show(index, state = {}) {
   lossSections(run, axis);
   standsOut(run);
   const maps = state.maps || {}, done = run.kinds.map((kind) => kindSection(run, kind, axis, maps[kind.kind]));
-  captures(run);
+  magnitudes(run, axis);
   rules(run);
   await Promise.all(done);
 }
@@ -229,7 +242,7 @@ function live(seconds, state) {
 
 async function begin() {
   // What the reader had chosen before the page reloaded itself.
-  const state = history.state || {}, theme = themes(state.theme), weight = ({ ended }) => (ended ? 1000 * GRAVITY.indexOf(ended.level) - Math.min(999, ended.trips + ended.findings) : 1500);
+  const state = history.state || {}, theme = themes(state.theme), weight = (run) => 1000 * GRAVITY.indexOf(levelOf(run)) - (run.ended ? Math.min(999, run.ended.trips + run.ended.findings) : 0);
   history.replaceState(null, "");
   document.body.append(element("footer", { hidden: "" }, panel.reading, panel.reset));
   const worst = data.runs.reduce((best, run, index) => (weight(run) < weight(data.runs[best]) ? index : best), 0);

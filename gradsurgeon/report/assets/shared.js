@@ -125,5 +125,6 @@ function shown(value, digits = 3) {
   if (v === null || v === undefined) return "";
   if (!Number.isFinite(v)) return String(v).replace("inity", "");
   const size = Math.abs(v);
-  return v !== 0 && (size >= 1e5 || size < 1e-3) ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits)));
+  const rounded = Number(v.toPrecision(digits));
+  return v !== 0 && (size >= 1e5 || size < 1e-3) ? rounded.toExponential() : String(rounded);
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ def compare(
     """
     library("numpy", "report", "compare")
     from gradsurgeon.report.comparison.comparison import compared, of_models  # noqa: PLC0415 # needs numpy
-    from gradsurgeon.report.comparison.reading import Words, read  # noqa: PLC0415 # the same
+    from gradsurgeon.report.comparison.reading import Words, names_in, read, renaming  # noqa: PLC0415 # the same
 
     if isinstance(noise, str | os.PathLike | StoredRun):
         noise = [noise]
@@ -51,7 +51,10 @@ def compare(
         for repetition in noise:
             opened = models_of(repetition, stack)
             noise_models.append(counterparts(references, opened))
-        rename = _renaming(renamed, references.values(), models.values())
+        rename: Callable[[str], str] = str
+        if renamed is not None:
+            old = names_in(references.values())
+            rename = renaming(renamed, old, names_in(models.values()))
         same = counterparts(references, models)
         comparisons = []
         for name, model in same.items():
@@ -65,15 +68,3 @@ def compare(
         only_run = [name for name, model in models.items() if model not in same.values()]
         only_reference = [name for name in references if name not in same]
         return of_models(comparisons, only_run, only_reference)
-
-
-def _renaming(
-    renamed: str | os.PathLike[str] | Mapping[str, str] | None,
-    references: Iterable[StoredRun],
-    models: Iterable[StoredRun],
-) -> Callable[[str], str]:
-    from gradsurgeon.report.comparison.reading import names_in, renaming  # noqa: PLC0415 # needs numpy
-
-    if renamed is None:
-        return str
-    return renaming(renamed, names_in(references), names_in(models))

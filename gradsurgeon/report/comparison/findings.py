@@ -1,6 +1,6 @@
 """What the distances of two runs say: the border, what modules add, how it goes on. Needs numpy."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,20 +154,15 @@ def inside_of(pairs: Pairs, border: int) -> str:
     return around
 
 
-class _Added(NamedTuple):
-    """A module that adds to a difference, and how far its input was apart at least."""
-
-    module: ModuleDifference
-    start: float
-
-
 def modules_of(pairs: Pairs, border: int) -> list[ModuleDifference]:
     """Return the modules that add most to the difference in the pass of the border, in the order of their inputs."""
     cells = pairs.cells
     same = pairs.like(border, "step", "rank", "part") & ~cells["undecided"]
     apart = pairs.apart
     came: dict[tuple[str, int], float] = {}
-    added: dict[tuple[str, int], _Added] = {}
+    # What goes out, by module and call, as a multiple of what came in.
+    times: dict[tuple[str, int], float] = {}
+    went: dict[tuple[str, int], float] = {}
     for at in np.flatnonzero(same & (cells["state"] == BOTH)).tolist():
         base = pairs.kind(at).base
         name = pairs.name(at)
@@ -177,30 +172,18 @@ def modules_of(pairs: Pairs, border: int) -> list[ModuleDifference]:
             came[key] = max(distance, came.get(key, 0.0))
         elif base == "output" and key in came and apart[at]:
             start = max(came[key], float(cells["limit"][at]), 1e-30)
-            module = ModuleDifference(name, came[key], distance)
-            is_largest = key not in added or distance > added[key].module.went_out
-            if distance >= _ADDS * start and is_largest:
-                added[key] = _Added(module, start)
-
-    def times(key: tuple[str, int]) -> float:
-        return added[key].module.went_out / added[key].start
-
-    inner = [key for key in added if not _has_cause_inside(added[key], added.values())]
-    inner.sort(key=times, reverse=True)
-    most = inner[:_MODULES]
-    most.sort(key=list(came).index)
-    return [added[key].module for key in most]
-
-
-def _has_cause_inside(addition: _Added, others: Iterable[_Added]) -> bool:
-    """Tell whether a module inside adds the difference, as no more came into it."""
-    name = addition.module.name
-    for other in others:
-        inner = other.module
-        is_within = is_inside(inner.name, name) and inner.name != name
-        if is_within and inner.came_in < _ADDS * addition.start:
-            return True
-    return False
+            if distance >= _ADDS * start:
+                times[key] = max(distance / start, times.get(key, 0.0))
+                went[key] = max(distance, went.get(key, 0.0))
+    most = []
+    for key in sorted(times, key=times.__getitem__, reverse=True):
+        # A module inside adds the difference if no more came into it.
+        limit = _ADDS * went[key] / times[key]
+        inner = [other for other in times if is_inside(other[0], key[0]) and other[0] != key[0]]
+        if all(came[other] >= limit for other in inner):
+            most.append(key)
+    most = sorted(most[:_MODULES], key=list(came).index)
+    return [ModuleDifference(name, came[name, call], went[name, call]) for name, call in most]
 
 
 def steps_of(pairs: Pairs) -> Iterator[StepDifference]:

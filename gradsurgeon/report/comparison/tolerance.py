@@ -224,7 +224,10 @@ def refuse_unlike(
         before = np.maximum.accumulate(far)
         before = np.concatenate([[0.0], before])[: len(far)]
         # The first tensor that noise moves shows how large the noise is.
-        begin = DECIDED_BY_ROUNDING if _perturbs(repetition) else _FAR
+        begin = _FAR
+        rules = section(repetition.meta, "plan").get("rules", ())
+        if any(rule["action"] == "perturb" for rule in rules):
+            begin = DECIDED_BY_ROUNDING
         limit = np.where(before == 0, begin, np.maximum(_FAR, _JUMP * before))
         is_apart_from_noise = _ALIKE * spread[places] < far
         strange = np.flatnonzero((far > limit) & is_apart_from_noise)
@@ -247,12 +250,6 @@ def _spread(values: Floats, noise_runs: int) -> Floats:
     pairs = combinations(range(1, 2 + noise_runs), 2)
     apart = [distances(values[:, one], values[:, other]) for one, other in pairs]
     return np.asarray(np.min(apart, axis=0))
-
-
-def _perturbs(repetition: Reading) -> bool:
-    """Tell whether a rule of a noise run makes the noise."""
-    rules = section(repetition.meta, "plan").get("rules", ())
-    return any(rule["action"] == "perturb" for rule in rules)
 
 
 def _refuse(repetition: Reading, what: str, remedy: str) -> None:
