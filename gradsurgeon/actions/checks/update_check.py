@@ -71,10 +71,11 @@ class UpdateCheck(Check):
     def __init__(self) -> None:
         self._owners: dict[Hashable, _OptimizerUpdates] = {}
         self._outside = OutsideLeaves()
+        # The parameters that backward passes have reached.
+        self._reached: set[int] = set()
 
     def after_pass(self, done: Pass) -> Iterator[Finding]:
-        for owner in self._owners.values():
-            owner.dead.reached(done.reached)
+        self._reached.update(done.reached)
         yield from self._outside.after_pass(done)
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class UpdateCheck(Check):
             owner.tests = {}
             owner.suspects.clear()
             yield from _causes(owner, update, waited)
-        yield from owner.dead.after_update(update, owner.updates, owner.moved, owner.samples)
+        yield from owner.dead.after_update(update, owner.updates, owner.moved, self._reached)
         if owner.updates == 1:
             owner.usual = _usual_gradient(update)
         ends_window = _ends_window(owner.updates)
