@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from gradsurgeon.common.events import Event, is_trip
+from gradsurgeon.common.events import NO_RULE_ACTS, Event, is_trip
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.ending import Ending, first_diagnosis
-from gradsurgeon.report.rules_and_events import by_kind
 
 State = Literal["fine", "look", "broken"]
 # Callouts of these kinds are faults, and counted as findings. Others are facts: healthy trainings have them also.
@@ -66,27 +65,29 @@ class Outcome:
             sentence = findings[0]
             if len(findings) > 1:
                 sentence += f" (and {count(len(findings) - 1, 'other fault')})"
-            state: State = "look"
-            if self._stayed_nonfinite:
-                state = "broken"
-            return Band(state, sentence)
+            callouts = {callout.kind for callout in self.callouts}
+            # Norms may stay non-finite to the end.
+            if "trap" in self._kinds and NONFINITE in callouts:
+                return Band("broken", sentence)
+            return Band("look", sentence)
+        for event in self.events:
+            if event.message.startswith(NO_RULE_ACTS):
+                return Band("look", f"step {event.step}: {event.message}")
         words = "no fault found"
         if ending is not None:
             words = ending.words
         # A `GradScaler` skips steps of healthy trainings, so its events are no reason.
-        kinds = by_kind(self.events)
-        is_idle = kinds["never-fired"] and not self.is_pack
-        if kinds["skipped-step"] or is_idle:
+        is_idle = "never-fired" in self._kinds and not self.is_pack
+        if "skipped-step" in self._kinds or is_idle:
             return Band("look", words)
         if ending is not None and ending.is_clean and not self.callouts:
             words += ", clean"
         return Band("fine", words)
 
-    @property
-    def _stayed_nonfinite(self) -> bool:
-        """Whether a trap tripped, and norms were non-finite to the end."""
-        kinds = {callout.kind for callout in self.callouts}
-        return NONFINITE in kinds and bool(by_kind(self.events)["trap"])
+    @cached_property
+    def _kinds(self) -> set[str]:
+        """The kinds of the events."""
+        return {event.kind for event in self.events}
 
     @property
     def top(self) -> list[str]:
@@ -125,11 +126,10 @@ class Outcome:
     @cached_property
     def faults(self) -> list[str]:
         """The callouts that are faults, and that no event tells."""
-        kinds = by_kind(self.events)
         faults = set(_FAULTS)
-        if kinds["trap"]:
+        if "trap" in self._kinds:
             faults -= {NONFINITE, PASSED}
-        if kinds["scaler-skip"]:
+        if "scaler-skip" in self._kinds:
             faults.discard(PASSED)
         return [callout.text for callout in self.callouts if callout.kind in faults]
 
@@ -141,8 +141,9 @@ class Outcome:
     @property
     def found(self) -> str:
         """How many faults were found, in words. "nothing" is of a run of which there is nothing else to say."""
-        if self.findings:
-            return count(len(self.findings), "fault")
+        number = len(self.findings)
+        if number:
+            return count(number, "fault")
         if self.callouts or self.band.state != "fine":
             return "no fault"
         return "nothing"
@@ -150,15 +151,10 @@ class Outcome:
     @property
     def callout_lines(self) -> list[str]:
         """The faults of the records, then at most four lines of facts under their title."""
-        lines = list(self.faults)
         facts = self.facts
         if not facts:
-            return lines
-        lines.append("facts:")
-        shown = facts
-        if len(facts) > _FACTS:
-            shown = facts[: _FACTS - 1]
-        lines += [f"  {fact}" for fact in shown]
-        if len(facts) > len(shown):
-            lines.append(f"  and {len(facts) - len(shown):,} more")
-        return lines
+            return self.faults
+        more = len(facts) - _FACTS + 1
+        if more > 1:
+            facts = [*facts[:-more], f"and {more:,} more"]
+        return [*self.faults, "facts:", *(f"  {fact}" for fact in facts)]
