@@ -61,8 +61,8 @@ class _OptimizerUpdates:
     # The largest usual size of a gradient so far.
     usual: float = 0.0
     dead: DeadParams = field(default_factory=DeadParams)
-    # Where the gradient of a suspect is largest, and its values there right before this update.
-    tests: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Where the gradient of a suspect is largest, its values there right before this update, and the updates without a move.
+    tests: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
 
 
 class UpdateCheck(Check):
@@ -84,12 +84,13 @@ class UpdateCheck(Check):
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
-        for index in owner.suspects:
+        for index in list(owner.suspects):
             param = update.params.get(index)
             grad = update.grads.get(index)
             if param is not None and grad is not None:
                 places = largest(grad)
-                owner.tests[index] = (places, torch.take(param, places))
+                values = torch.take(param, places)
+                owner.tests[index] = (places, values, owner.suspects.pop(index))
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:
@@ -97,10 +98,8 @@ class UpdateCheck(Check):
         owner.updates += 1
         owner.performed += update.took_place
         if owner.tests:
-            waited = _unmoved_suspects(owner, update)
+            yield from _causes(owner, update)
             owner.tests = {}
-            owner.suspects.clear()
-            yield from _causes(owner, update, waited)
         yield from owner.dead.after_update(update, owner.updates, owner.moved, self._reached)
         if owner.updates == 1:
             owner.usual = _usual_gradient(update)
@@ -116,19 +115,16 @@ class UpdateCheck(Check):
         span = 0
         if ends_window:
             span = owner.updates - owner.sampled
+            owner.sampled = owner.updates
         for indices in by_device(new, new):
             before = [owner.samples.get(index, new[index]) for index in indices]
             after = [new[index] for index in indices]
             finite = torch.stack([values.isfinite().all() for values in after])
             judge = partial(self._judge, owner, update, indices, span)
             update.later(torch.stack([differing(before, after), finite.float()]), judge)
-        if ends_window:
-            for index in owner.suspects.keys() - new.keys():
-                del owner.suspects[index]
-            owner.samples = {**owner.samples, **new}
-            owner.sampled = owner.updates
-        else:
-            owner.samples = {**new, **owner.samples}
+        if not ends_window:
+            new |= owner.samples
+        owner.samples |= new
 
     def _judge(
         self,
@@ -160,24 +156,19 @@ def _ends_window(number: int) -> bool:
     return number > 1 and number % WINDOW == 1
 
 
-def _unmoved_suspects(owner: _OptimizerUpdates, update: Update) -> dict[int, int]:
-    """Return the suspects that this update has not moved either, and the number of updates since they last moved."""
-    unmoved = {}
-    for index, (places, before) in owner.tests.items():
+def _causes(owner: _OptimizerUpdates, update: Update) -> Iterator[Finding]:
+    """Yield one finding for each cause for which parameters that should have moved did not."""
+    waited = {}
+    for index, (places, before, updates) in sorted(owner.tests.items()):
         now = torch.take(update.params[index], places)
         if not bool(differing([before], [now])):
-            unmoved[index] = owner.suspects[index]
-    return unmoved
-
-
-def _causes(owner: _OptimizerUpdates, update: Update, waited: dict[int, int]) -> Iterator[Finding]:
-    """Yield one finding for each cause for which parameters that should have moved did not."""
+            waited[index] = updates
     if not waited:
         return
     # Compared with earlier ones also: near a minimum all gradients are rounding noise.
     owner.usual = max(owner.usual, _usual_gradient(update))
     by_cause: dict[str, list[int]] = {}
-    for index, updates in sorted(waited.items()):
+    for index, updates in waited.items():
         grad = update.grads.get(index)
         if grad is None or not _rms(grad) > _NOISE * owner.usual:
             continue
@@ -190,16 +181,17 @@ def _causes(owner: _OptimizerUpdates, update: Update, waited: dict[int, int]) ->
         first = indices[0]
         text = _STILL.format(updates=waited[first]) + _consequence(cause, update, first)
         if cause == "lr":
-            yield Finding(cause, text, _without_rate(owner, update))
-        else:
-            yield Finding(cause, text, tuple(indices))
+            indices = _without_rate(owner, update)  # noqa: PLW2901 # those with small gradients too
+        yield Finding(cause, text, tuple(indices))
 
 
-def _without_rate(owner: _OptimizerUpdates, update: Update) -> tuple[int, ...]:
+def _without_rate(owner: _OptimizerUpdates, update: Update) -> list[int]:
     """Return the parameters that never moved and whose learning rate is 0, also those with too small a gradient."""
-    still = set(update.indices) - owner.moved
-    groups = update.groups
-    return tuple(index for index in groups if index in still and not _learning_rate(groups[index]))
+    indices = []
+    for index, group in update.groups.items():
+        if index not in owner.moved and not _learning_rate(group):
+            indices.append(index)
+    return indices
 
 
 def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:
@@ -290,16 +282,10 @@ def _broken(update: Update, nonfinite: Sequence[int]) -> Iterator[Finding]:
 
 
 def _rms(grad: Tensor) -> float:
-    values = _numbers.values(grad)
-    if not values.numel():
-        return 0.0
-    if values.is_complex():
-        values = values.abs()
-    return float(values.float().square().mean().sqrt())
+    """Return the usual size of an element of a gradient, NaN if it has none."""
+    return float(_numbers.values(grad).abs().float().square().mean().sqrt())
 
 
 def _usual_gradient(update: Update) -> float:
     sizes = [_rms(update.grads[index]) for index in update.indices if index in update.grads]
-    if not sizes:
-        return 0.0
-    return float(torch.tensor(sizes).median())
+    return max(0.0, float(torch.tensor(sizes).nanmedian()))
