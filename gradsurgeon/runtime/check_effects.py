@@ -43,12 +43,17 @@ class ModelFacts:
             context.names, lambda: context.ranks, context.parameters.params
         )
 
+    @property
+    def reaches_ranks(self) -> bool:
+        """Whether there are other ranks. The script may have ended the process group."""
+        return self._context.ranks.are_several and _dist.world() > 1
+
     def passed(self, done: BackwardPass) -> None:
-        if self._context.ranks.are_several and _dist.world() > 1:
+        if self.reaches_ranks:
             self.replication.passed(done.indices, done.averaging)
 
     def updated(self, counter: StepCounter) -> None:
-        if self._context.ranks.are_several and _dist.world() > 1:
+        if self.reaches_ranks:
             self.replication.updated(counter.indices)
 
 
@@ -139,15 +144,16 @@ class CheckEffect(Effect):
             self._report(self.context.counters.latest, self.check.at_end())
 
     def _update(self, update: WeightUpdate, bound: Bound, **facts: Any) -> Update:
-        # The script may have ended the process group.
-        is_reachable = self.context.ranks.are_several and _dist.world() > 1
+        topic = ""
+        if self._facts.reaches_ranks:
+            topic = self._topic
         return Update(
             **self._facts_of(bound.counter.step),
             indices=bound.indices,
             owner=bound.counter,
             optimizer=update.optimizer(),
             evaluations=self._facts.kept.evaluations,
-            topic=self._topic if is_reachable else "",
+            topic=topic,
             find_replicas=self._facts.replication.replicas,
             **facts,
         )

@@ -135,25 +135,24 @@ class UpdateCheck(Check):
         seen: Tensor,
     ) -> Iterator[Finding]:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
-        shares, finite = seen.tolist()
-        nonfinite = [
-            index for index, is_finite in zip(indices, finite, strict=True) if not is_finite
-        ]
-        yield from _broken(update, nonfinite)
-        for index, share in zip(indices, shares, strict=True):
+        nonfinite = []
+        for index, share, is_finite in zip(indices, *seen.tolist(), strict=True):
+            if not is_finite:
+                nonfinite.append(index)
             if share:
                 owner.moved.add(index)
-                if span:
-                    owner.suspects.pop(index, None)
+                owner.suspects.pop(index, None)
             elif span:
                 owner.suspects[index] = owner.suspects.get(index, 0) + span
+        yield from _broken(update, nonfinite)
 
 
 def _ends_window(number: int) -> bool:
     """Tell whether the samples after this update are compared with those at the end of the last window."""
+    window = WINDOW
     if number > SETTLED + 1:
-        return number % LATER == 1
-    return number > 1 and number % WINDOW == 1
+        window = LATER
+    return number > 1 and number % window == 1
 
 
 def _causes(owner: _OptimizerUpdates, update: Update) -> Iterator[Finding]:
@@ -207,30 +206,29 @@ def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:
 
 
 def _cause_of_owned(update: Update, index: int, owner: _OptimizerUpdates) -> str:
+    group = update.groups[index]
     if not owner.performed:
         return "skipped"
-    group = update.groups[index]
+    # An optimizer that stops at a tolerance, or a proximal step that holds a weight at 0.
+    if "tolerance_grad" in group or not bool(update.params[index].detach().any()):
+        return ""
     lr = _learning_rate(group)
-    is_unwritten = bool(lr) and _should_move(update, index, lr)
-    # A schedule that ends, a proximal step that holds a weight at 0, or an optimizer that stops at a tolerance.
-    is_over = index in owner.moved and not is_unwritten
-    may_rest = is_over or "tolerance_grad" in group
-    if may_rest or not bool(update.params[index].detach().any()):
+    if lr and _should_move(update, index, lr):
+        return "unwritten"
+    # A schedule may end, and a training come to its minimum.
+    if index in owner.moved:
         return ""
     if not lr:
         return "lr"
-    if is_unwritten:
-        return "unwritten"
     return "rounded"
 
 
 def _patience(cause: str, update: Update, index: int) -> int:
     """Return how many updates a parameter may rest for a cause that may pass."""
+    is_half = update.params[index].dtype in _numbers.HALF
     if cause == "lr":
         return PATIENCE
-    if update.params[index].dtype not in _numbers.HALF or cause in ("frozen", "skipped"):
-        return WINDOW
-    if cause == "unowned" or _has_float32_copy(update, index):
+    if is_half and (cause == "unowned" or _has_float32_copy(update, index)):
         return PATIENCE
     return WINDOW
 
