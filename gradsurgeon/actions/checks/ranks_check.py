@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -185,38 +185,25 @@ class _Series:
 def _measured(update: Update, indices: Sequence[int], sampled: Sequence[int]) -> Tensor:
     """Return the numbers of a row by parameter, of which ``sampled`` ones have all. Shape ``[parameters, 4]``."""
     device = update.params[indices[0]].device
-    grads = {index: update.grads[index] for index in indices if index in update.grads}
-    weights = {index: update.params[index] for index in sampled}
-    dense = {}
-    for index in sampled:
-        if index in grads and grads[index].layout is torch.strided:
-            dense[index] = grads[index]
-
+    with_grad = [index for index in indices if index in update.grads]
     # A missing gradient counts as zero.
-    missing = torch.zeros((), device=device)
-    unknown = torch.full((2,), math.nan, device=device)
-    norms = _by_parameter(indices, grads, update.norms, missing)
-    of_gradients = _by_parameter(indices, dense, partial(_sampled, dense), unknown)
-    of_weights = _by_parameter(indices, weights, partial(_sampled, weights), unknown)
-    return torch.cat([norms.unsqueeze(1), of_gradients[:, 1:], of_weights], 1)
+    norms = dict.fromkeys(indices, torch.zeros((), device=device))
+    for group in by_device(with_grad, update.grads):
+        measured = update.norms(group).to(device)
+        norms |= zip(group, measured.unbind(), strict=True)
+    held = set(sampled).intersection(with_grad)
+    dense = [index for index in sorted(held) if update.grads[index].layout is torch.strided]
+    unknown = dict.fromkeys(indices, torch.full((2,), math.nan, device=device))
+    of_gradients = unknown | _sampled(dense, update.grads, device)
+    of_weights = unknown | _sampled(sampled, update.params, device)
+    columns = [torch.stack([*rows.values()]) for rows in (norms, of_gradients, of_weights)]
+    return torch.cat([columns[0].unsqueeze(1), columns[1][:, 1:], columns[2]], 1)
 
 
-def _sampled(tensors: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor:
-    return norms_and_sums([sample(tensors[index]) for index in indices])
-
-
-def _by_parameter(
-    indices: Sequence[int],
-    tensors: Mapping[int, Tensor],
-    measure: Callable[[Sequence[int]], Tensor],
-    otherwise: Tensor,
-) -> Tensor:
-    """Measure tensors device by device; return a row for each index, the last argument if there is no tensor."""
-    groups = by_device(tensors, tensors)
-    if len(groups) == 1 and len(tensors) == len(indices):  # nearly always
-        return measure(groups[0]).to(otherwise.device)
-    rows: dict[int, Tensor] = {}
-    for group in groups:
-        measured = measure(group).to(otherwise.device)
-        rows |= zip(group, measured.unbind(), strict=True)
-    return torch.stack([rows.get(index, otherwise) for index in indices])
+def _sampled(
+    indices: Sequence[int], tensors: Mapping[int, Tensor], device: torch.device
+) -> dict[int, Tensor]:
+    if not indices:
+        return {}
+    samples = [sample(tensors[index]).to(device) for index in indices]
+    return dict(zip(indices, norms_and_sums(samples).unbind(), strict=True))
