@@ -25,7 +25,7 @@ class CheckRanks(CheckRule):
 
     ## Cost
     The norm of each gradient in each due update, which a `nan-trap` on the same gradients has measured already. A norm and
-    a sum of 1,024 elements of each gradient and weight in the first 32 passes, then of an eighth of the parameters. Each
+    a sum of 1,024 elements of each gradient and weight in the first 32 passes, then in one update of eight. Each
     rank sends its numbers to the store of the job and waits for no other rank; the first rank of each group compares.
     """
 

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -22,10 +22,9 @@ _FEW_RANKS = 64
 _FIRST = 32
 # So many rows of the first rank wait for other ranks.
 _MOST_WAITING = 256
-# After so many passes, a row has the weights of one part of the parameters: a difference of weights stays.
+# After so many passes, one row in eight has samples: a difference of weights stays.
 _SETTLED = 32
-_MOST_PARTS = 8
-_PART = 4
+_LATER = 8
 
 # A row on its way: passes, step, and the numbers as bytes.
 _Packed = tuple[tuple[int, int], int, bytes]
@@ -48,11 +47,9 @@ class RanksCheck(Check):
             if replicas.key not in self._series:
                 self._series[replicas.key] = _Series(replicas, update.topic)
             series = self._series[replicas.key]
-            sampled: Sequence[int] = ()
             # A closure may be evaluated away from the weights that ranks have in common.
-            if not update.has_moved:
-                sampled = series.part(replicas.passes)
-            values = _measured(update, replicas.indices, sampled)
+            is_sampled = not update.has_moved and _has_samples(replicas.passes)
+            values = _measured(update, replicas.indices, is_sampled=is_sampled)
             update.later(values, partial(series.add, replicas, update.step))
         return ()
 
@@ -77,15 +74,6 @@ class _Series:
         for rank in self._others:
             self._theirs[rank] = {}
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
-
-    def part(self, passes: tuple[int, int]) -> Sequence[int]:
-        """Return the parameters whose weights a row has. All ranks choose alike for the same passes."""
-        parts = min(_MOST_PARTS, len(self._indices) // _PART)
-        if sum(passes) <= _SETTLED or parts <= 1:
-            return self._indices
-        # Drawn: passes may come in fours.
-        first = zlib.crc32(repr(passes).encode()) % parts
-        return self._indices[first::parts]
 
     def add(self, replicas: Replicas, step: int, values: Tensor) -> Iterator[Finding]:
         """Add the row of an update of this rank."""
@@ -182,28 +170,29 @@ class _Series:
             self._theirs[rank] = {passes: row for passes, row in rows.items() if passes > last}
 
 
-def _measured(update: Update, indices: Sequence[int], sampled: Sequence[int]) -> Tensor:
-    """Return the numbers of a row by parameter, of which ``sampled`` ones have all. Shape ``[parameters, 4]``."""
+def _has_samples(passes: tuple[int, int]) -> bool:
+    """Tell whether a row has samples of gradients and weights. All ranks choose alike for the same passes."""
+    # Drawn: passes may come in fours.
+    return sum(passes) <= _SETTLED or zlib.crc32(repr(passes).encode()) % _LATER == 0
+
+
+def _measured(update: Update, indices: Sequence[int], *, is_sampled: bool) -> Tensor:
+    """Return the numbers of a row by parameter, NaN for what is not measured. Shape ``[parameters, 4]``."""
     device = update.params[indices[0]].device
-    with_grad = [index for index in indices if index in update.grads]
     # A missing gradient counts as zero.
-    norms = dict.fromkeys(indices, torch.zeros((), device=device))
-    for group in by_device(with_grad, update.grads):
-        measured = update.norms(group).to(device)
-        norms |= zip(group, measured.unbind(), strict=True)
-    held = set(sampled).intersection(with_grad)
-    dense = [index for index in sorted(held) if update.grads[index].layout is torch.strided]
-    unknown = dict.fromkeys(indices, torch.full((2,), math.nan, device=device))
-    of_gradients = unknown | _sampled(dense, update.grads, device)
-    of_weights = unknown | _sampled(sampled, update.params, device)
-    columns = [torch.stack([*rows.values()]) for rows in (norms, of_gradients, of_weights)]
-    return torch.cat([columns[0].unsqueeze(1), columns[1][:, 1:], columns[2]], 1)
-
-
-def _sampled(
-    indices: Sequence[int], tensors: Mapping[int, Tensor], device: torch.device
-) -> dict[int, Tensor]:
-    if not indices:
-        return {}
-    samples = [sample(tensors[index]).to(device) for index in indices]
-    return dict(zip(indices, norms_and_sums(samples).unbind(), strict=True))
+    zero = torch.zeros((), device=device)
+    norms = dict.fromkeys(indices, zero)
+    for group in by_device([index for index in indices if index in update.grads], update.grads):
+        norms |= zip(group, update.norms(group).to(device).unbind(), strict=True)
+    column = torch.stack([*norms.values()]).unsqueeze(1)
+    if not is_sampled:
+        return torch.nn.functional.pad(column, (0, 3), value=math.nan)
+    grads = []
+    weights = []
+    for index in indices:
+        grad = update.grads.get(index, zero)
+        if grad.layout is not torch.strided:
+            grad = zero + math.nan
+        grads.append(sample(grad).to(device))
+        weights.append(sample(update.params[index]).to(device))
+    return torch.cat([column, norms_and_sums(grads)[:, 1:], norms_and_sums(weights)], 1)
