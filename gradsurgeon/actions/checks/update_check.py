@@ -235,7 +235,7 @@ def _patience(cause: str, update: Update, index: int) -> int:
 
 def _has_float32_copy(update: Update, index: int) -> bool:
     numel = update.params[index].numel()
-    for value in update.state.get(index, {}).values():
+    for value in update.state_of(index).values():
         if isinstance(value, Tensor) and value.numel() == numel and value.dtype == torch.float32:
             return True
     return False
@@ -259,7 +259,7 @@ def _learning_rate(group: Mapping[str, Any]) -> float:
 def _should_move(update: Update, index: int, lr: float) -> bool:
     """Tell whether an update with the gradient is larger than what the parameter's dtype rounds away."""
     param = update.params[index].detach()
-    state = update.state.get(index, {})
+    state = update.state_of(index)
     grad = update.grads[index].detach()
     if grad.is_sparse:
         grad = grad.to_dense()
