@@ -43,10 +43,7 @@ class Model:
     def __init__(self, root: nn.Module, holders: Mapping[int, nn.Module]) -> None:
         self._root = weakref.ref(root)
         self._holders = weakref.WeakValueDictionary(holders)
-        self._modal = weakref.WeakSet[nn.Module]()
-        for module in root.modules():
-            if isinstance(module, _MODAL):
-                self._modal.add(module)
+        self._modal = weakref.WeakSet([each for each in root.modules() if isinstance(each, _MODAL)])
         # By parameter, the name of the class of its module.
         self.kinds = {index: type(holder).__name__ for index, holder in holders.items()}
 

@@ -24,6 +24,8 @@ SETTLED = 20
 LATER = 100
 # So few parameters tell whether gradients were cleared: a script clears all of an optimizer or none.
 _MOST_SAMPLED = 4
+# No update has come from a forward pass in training mode yet.
+_NEVER = -1
 _ALIKE = 1e-3
 _APART = 1e-2
 
@@ -89,14 +91,10 @@ class LoopCheck(Check):
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, _LoopState] = {}
-        # Whether an update has come from forward passes in training mode; the steps since without one.
-        self._has_trained = False
+        # The number of evaluations before the last update from forward passes in training mode; the steps since then.
+        self._evaluations_before: int | None = _NEVER
         self._evaluated_steps: list[int] = []
-        # The number of evaluations before the last update in training mode.
-        self._evaluations_before: int | None = None
-        # Whether the script has returned to training mode after an evaluation: then it knows how to.
-        self._has_returned = False
-        # Whether the script changed the mode for training, not for an evaluation.
+        # Whether the script changes the mode itself: back after an evaluation, or for training.
         self._mode_is_meant = False
         self._modes: set[bool] = set()
         # Losses that were not finite, in passes that may feed the next update.
@@ -180,17 +178,15 @@ class LoopCheck(Check):
         modes = self._modes
         self._modes = set()
         count = update.evaluations
+        before = self._evaluations_before
         if False in modes:
-            if self._has_trained and count != self._evaluations_before:
-                self._has_returned = True
-            self._has_trained = True
-            self._evaluated_steps = []
+            if before not in (_NEVER, count):
+                self._mode_is_meant = True
             self._evaluations_before = count
-        elif modes and self._has_trained:
-            if not self._evaluated_steps:
-                # Without an evaluation the script has changed the mode for training itself.
-                was_evaluated = count is None or count != self._evaluations_before
-                self._mode_is_meant = self._has_returned or not was_evaluated
+            self._evaluated_steps = []
+        elif modes and before != _NEVER:
+            if not self._evaluated_steps and count is not None and count == before:
+                self._mode_is_meant = True
             self._evaluated_steps.append(update.step)
             if len(self._evaluated_steps) == IN_A_ROW and not self._mode_is_meant:
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated_steps[0]))
@@ -202,10 +198,7 @@ def _maker(done: Pass) -> str:
         return ""
     node: Any = done.graph.roots[0]
     while isinstance(node, Node) and node.name() in _BY_A_NUMBER:
-        factor, (other, _) = node.next_functions
-        if other is not None:
-            break
-        node, _ = factor
+        node, _ = node.next_functions[0]
     if not isinstance(node, Node):
         return ""
     operation = node.name().partition("Backward")[0]
