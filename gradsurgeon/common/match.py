@@ -110,6 +110,30 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
 
 
 _LITERAL = re.compile(r"[\w.]+")
+# The text between two dots of a glob. Braces and brackets may contain further dots.
+_SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
+
+
+def segments(text: str, most: int) -> Iterator[Sequence[str]]:
+    """Yield what a segment of a matching name can be, for each segment of a glob that has at most ``most`` possibilities."""
+    if text.startswith("re:"):
+        return
+    for segment in _SEGMENT.findall(text):
+        numbers = None
+        if segment[0] == "{":
+            numbers = _RANGE.fullmatch(segment[1:-1])
+        if numbers:
+            low = int(numbers[1])
+            high = int(numbers[2])
+            if high - low < most:
+                yield [str(number) for number in range(low, high + 1)]
+        elif set("*?[]{}").isdisjoint(segment):
+            yield [without_zeros(segment)]
+
+
+def without_zeros(segment: str) -> str:
+    """Return a segment without leading zeros: a range matches both ``007`` and ``7``."""
+    return segment.lstrip("0") or "0"
 
 
 def _check_expression(text: str) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from gradsurgeon.actions import Rule, Where, in_order
-from gradsurgeon.common.match import compile_pattern, select, suggest
+from gradsurgeon.common.match import compile_pattern, segments, select, suggest, without_zeros
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Param
 
@@ -49,11 +49,31 @@ class NameIndex:
             if text not in self._named:
                 return {}
             return {text: self._named[text]}
+        # If a segment of the pattern is known, only the names that have it are compared.
+        names = self._names
+        candidates = []
+        for choice in segments(text, len(names)):
+            places: list[int] = []
+            for segment in choice:
+                places += self._having.get(segment, ())
+            candidates.append(places)
+        if candidates:
+            fewest = min(candidates, key=len)
+            names = [names[place] for place in sorted(set(fewest))]
         hits = {}
-        for place in select([pattern], self._names):
-            name = self._names[place]
+        for place in select([pattern], names):
+            name = names[place]
             hits[name] = self._named[name]
         return hits
+
+    @cached_property
+    def _having(self) -> dict[str, list[int]]:
+        """By segment, the places of the names that have it."""
+        having: dict[str, list[int]] = {}
+        for place, name in enumerate(self._names):
+            for segment in name.split("."):
+                having.setdefault(without_zeros(segment), []).append(place)
+        return having
 
     def _matched(self, texts: Sequence[str]) -> dict[str, Thing]:
         """Return the things that patterns match, by canonical name."""
