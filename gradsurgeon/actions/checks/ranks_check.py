@@ -26,8 +26,9 @@ _MOST_WAITING = 256
 _SETTLED = 32
 _LATER = 8
 
+_Passes = tuple[int, int]
 # A row on its way: passes, step, and the numbers as bytes.
-_Packed = tuple[tuple[int, int], int, bytes]
+_Packed = tuple[_Passes, int, bytes]
 
 
 def topic_of(rule: str, names: Sequence[str]) -> str:
@@ -68,11 +69,11 @@ class _Series:
         self._indices = replicas.indices
         self._batch: list[RankNumbers] = []
         self._sent = 0
-        # What follows is for the first rank.
-        self._own: dict[tuple[int, int], tuple[RankNumbers, Replicas]] = {}
-        self._theirs: dict[int, dict[tuple[int, int], RankNumbers]] = {}
-        for rank in self._others:
-            self._theirs[rank] = {}
+        # What follows is for the first rank: the rows that wait, by passes and rank, and the replicas of its own rows.
+        self._rows: dict[_Passes, dict[int, RankNumbers]] = {}
+        self._replicas: dict[_Passes, Replicas] = {}
+        # By other rank, the passes of its last row.
+        self._last = dict.fromkeys(self._others, (-1, -1))
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
 
     def add(self, replicas: Replicas, step: int, values: Tensor) -> Iterator[Finding]:
@@ -83,9 +84,10 @@ class _Series:
         # Without a store the ranks cannot be compared.
         with suppress(RuntimeError):
             if self._is_first:
-                self._keep(row, replicas)
+                self._keep(self._first, row)
+                self._replicas.setdefault(row.passes, replicas)
                 # Another rank may be ahead: its later batches wait in the store.
-                while is_complete and self._newest() < row.passes:
+                while is_complete and min(self._last.values()) < row.passes:
                     if not self._receive(self._others):
                         break
             elif is_complete:
@@ -95,7 +97,7 @@ class _Series:
         if is_complete:
             self._batch = []
             self._sent += 1
-            yield from self._compared(min(row.passes, self._newest()))
+            yield from self._compared(min(row.passes, *self._last.values()))
 
     @property
     def _batch_size(self) -> int:
@@ -103,10 +105,12 @@ class _Series:
             return 1
         return _BATCH
 
-    def _keep(self, row: RankNumbers, replicas: Replicas) -> None:
-        self._own.setdefault(row.passes, (row, replicas))
-        while len(self._own) > _MOST_WAITING:
-            del self._own[min(self._own)]
+    def _keep(self, rank: int, row: RankNumbers) -> None:
+        self._rows.setdefault(row.passes, {}).setdefault(rank, row)
+        while len(self._rows) > _MOST_WAITING:
+            oldest = min(self._rows)
+            del self._rows[oldest]
+            self._replicas.pop(oldest, None)
 
     def close(self) -> Iterator[Finding]:
         """Send the last rows, or compare what the other ranks have sent so far."""
@@ -117,7 +121,7 @@ class _Series:
             elif self._batch:
                 self._show_rest()
         self._channel.close()
-        yield from self._compared(max(self._own, default=(0, 0)))
+        yield from self._compared(max(self._rows, default=(0, 0)))
 
     @property
     def _is_first(self) -> bool:
@@ -148,29 +152,21 @@ class _Series:
     def _take_in(self, rank: int, batch: Sequence[_Packed]) -> None:
         for passes, step, content in batch:
             numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
-            row = RankNumbers(passes, step, numbers.view(4, -1))
-            self._theirs[rank].setdefault(passes, row)
+            self._keep(rank, RankNumbers(passes, step, numbers.view(4, -1)))
+            self._last[rank] = passes
 
-    def _newest(self) -> tuple[int, int]:
-        """Return the newest passes whose rows have come from all other ranks and are not compared yet."""
-        return min(max(rows, default=(-1, -1)) for rows in self._theirs.values())
-
-    def _compared(self, last: tuple[int, int]) -> Iterator[Finding]:
+    def _compared(self, last: _Passes) -> Iterator[Finding]:
         """Compare the rows up to some passes. A rank that skipped an update has no row for it."""
-        for passes in sorted(self._own):
+        for passes in sorted(self._rows):
             if passes > last:
                 break
-            row, replicas = self._own.pop(passes)
-            others = {}
-            for rank, rows in self._theirs.items():
-                if passes in rows:
-                    others[rank] = rows[passes]
-            yield from self._comparison.compare(row, others, replicas)
-        for rank, rows in self._theirs.items():
-            self._theirs[rank] = {passes: row for passes, row in rows.items() if passes > last}
+            rows = self._rows.pop(passes)
+            own = rows.pop(self._first, None)
+            if own is not None:
+                yield from self._comparison.compare(own, rows, self._replicas.pop(passes))
 
 
-def _has_samples(passes: tuple[int, int]) -> bool:
+def _has_samples(passes: _Passes) -> bool:
     """Tell whether a row has samples of gradients and weights. All ranks choose alike for the same passes."""
     # Drawn: passes may come in fours.
     return sum(passes) <= _SETTLED or zlib.crc32(repr(passes).encode()) % _LATER == 0
