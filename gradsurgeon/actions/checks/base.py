@@ -70,15 +70,14 @@ class Model:
         """Return those of some parameters that are in a list of modules, as experts and heads, of which others live."""
         root = self._root()
         idle: set[int] = set()
-        if root is None or not dead:
+        if root is None:
             return idle
         for branches in root.modules():
-            if not isinstance(branches, nn.ModuleList | nn.ModuleDict):
-                continue
-            parts = [self._indices_in(branch) for branch in branches.children()]
-            dead_parts = [part for part in parts if part.issubset(dead)]
-            if len(dead_parts) < len(parts):
-                idle.update(*dead_parts)
+            if isinstance(branches, nn.ModuleList | nn.ModuleDict):
+                parts = [self._indices_in(branch) for branch in branches.children()]
+                dead_parts = [part for part in parts if part.issubset(dead)]
+                if len(dead_parts) < len(parts):
+                    idle.update(*dead_parts)
         return idle
 
     def _indices_in(self, module: nn.Module) -> set[int]:

@@ -1,6 +1,5 @@
 """Finds parameters of an optimizer that never get a gradient, or only gradients of 0, and never move."""
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 from functools import partial
 from traceback import walk_stack
@@ -58,19 +57,19 @@ class DeadParams:
         if number not in (SECOND, THIRD):
             return
         self.close()
-        holder = update.model.holder
-        learning = {id(holder(index)) for index in moved}
-        by_cause: defaultdict[str, list[int]] = defaultdict(list)
+        by_cause: dict[str, list[int]] = {cause: [] for cause in _TEXTS}
+        learning = {id(update.model.holder(index)) for index in moved}
         for index in self._dead(update, moved):
             cause = self._cause(update, index, reached)
             # Beside a weight that moves, a bias may have a gradient of 0 by mathematics.
-            if cause != "resting" or id(holder(index)) not in learning:
+            is_inert = cause == "resting" and id(update.model.holder(index)) in learning
+            if cause and not is_inert:
                 by_cause[cause].append(index)
+        # A factor alone is held at 0 by no other.
+        if len(by_cause["zeros"]) == 1:
+            del by_cause["zeros"]
         for cause, indices in by_cause.items():
-            is_due = number == THIRD or cause in _KNOWN
-            # A factor alone is held at 0 by no other.
-            is_alone = cause == "zeros" and len(indices) == 1
-            if cause and is_due and not is_alone:
+            if indices and (number == THIRD or cause in _KNOWN):
                 owned = len(update.groups)
                 text = _TEXTS[cause].format(number=len(indices), owned=owned, updates=number)
                 yield Finding(cause, text, tuple(indices))
@@ -94,15 +93,13 @@ class DeadParams:
 
     def _dead(self, update: Update, moved: Collection[int]) -> list[int]:
         """Return the parameters that have never moved. Waits for the device."""
-        dead = []
-        for index, before in self._samples.items():
-            param = update.params.get(index)
-            if param is None or index in moved:
-                continue
-            if torch.equal(sample(param), before):
-                dead.append(index)
-        idle = update.model.idle_branches(dead)
-        return [index for index in dead if index not in idle]
+        still = [index for index in self._samples if index in update.params and index not in moved]
+        dead = {
+            index
+            for index in still
+            if torch.equal(sample(update.params[index]), self._samples[index])
+        }
+        return sorted(dead - update.model.idle_branches(dead))
 
     def _cause(self, update: Update, index: int, reached: Collection[int]) -> str:
         """Return why a parameter does not move, a key of `_TEXTS`; empty if the next batch may move it."""

@@ -213,12 +213,10 @@ def _any_of(grads: Mapping[int, Tensor], indices: Sequence[int]) -> list[Tensor]
 
 def _dense_grads(grads: Mapping[int, Tensor], indices: Sequence[int]) -> dict[int, Tensor]:
     """Return those gradients that are dense and have elements. A rank may hold no element of a gradient."""
-    dense = {}
-    for index in indices:
-        grad = grads.get(index)
-        if grad is not None and grad.layout == torch.strided and grad.numel():
-            dense[index] = grad
-    return dense
+    held = {index: grads[index] for index in indices if index in grads}
+    return {
+        index: grad for index, grad in held.items() if grad.layout == torch.strided and grad.numel()
+    }
 
 
 def _look_for_gone(owner: _LoopState, update: Update) -> None:

@@ -108,10 +108,10 @@ class UpdateCheck(Check):
             self._sample(owner, update, ends_window=ends_window)
 
     def _sample(self, owner: _OptimizerUpdates, update: Update, *, ends_window: bool) -> None:
-        new = {}
-        for index in update.indices:
-            if index in update.grads and update.params[index].numel():
-                new[index] = sample(update.params[index])
+        members = [index for index in update.indices if index in update.grads]
+        new = {
+            index: sample(update.params[index]) for index in members if update.params[index].numel()
+        }
         span = 0
         if ends_window:
             span = owner.updates - owner.sampled
@@ -186,11 +186,8 @@ def _causes(owner: _OptimizerUpdates, update: Update) -> Iterator[Finding]:
 
 def _without_rate(owner: _OptimizerUpdates, update: Update) -> list[int]:
     """Return the parameters that never moved and whose learning rate is 0, also those with too small a gradient."""
-    indices = []
-    for index, group in update.groups.items():
-        if index not in owner.moved and not _learning_rate(group):
-            indices.append(index)
-    return indices
+    still = [index for index in update.groups if index not in owner.moved]
+    return [index for index in still if not _learning_rate(update.groups[index])]
 
 
 def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:

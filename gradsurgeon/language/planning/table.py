@@ -86,13 +86,10 @@ def _range(texts: Sequence[str]) -> str:
     """Return ``{0..3}`` for consecutive numbers, ``{0,2,7}`` for others, or the only one."""
     if len(texts) == 1:
         return texts[0]
-    numbers = sorted(map(int, texts))
-    first = numbers[0]
-    last = numbers[-1]
-    is_padded = any(text != "0" and text.startswith("0") for text in texts)
-    if last - first == len(numbers) - 1 and not is_padded:
-        return f"{{{first}..{last}}}"
     pieces = sorted(texts, key=int)
+    first = int(pieces[0])
+    if pieces == [str(first + place) for place in range(len(pieces))]:
+        return f"{{{pieces[0]}..{pieces[-1]}}}"
     if len(pieces) > _MAX_PIECES:
         pieces[_MAX_PIECES:] = ["..."]
     return f"{{{','.join(pieces)}}}"
