@@ -1,6 +1,5 @@
 """Finds ranks whose gradients or weights differ although they should be replicas of one another."""
 
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -137,7 +136,7 @@ def _is_compared(replicas: Replicas) -> bool:
 
 
 def _measured(update: Update, indices: Sequence[int]) -> Tensor:
-    """Return the numbers of a row by parameter, NaN for what cannot be measured. Shape ``[parameters, 4]``."""
+    """Return the numbers of a row by parameter. Shape ``[parameters, 4]``."""
     device = update.params[indices[0]].device
     # A missing gradient counts as zero.
     zero = torch.zeros((), device=device)
@@ -150,7 +149,7 @@ def _measured(update: Update, indices: Sequence[int]) -> Tensor:
     for index in indices:
         grad = update.grads.get(index, zero)
         if grad.layout is not torch.strided:
-            grad = zero + math.nan
+            grad = zero  # Its norm is compared.
         grads.append(sample(grad).to(device))
         weights.append(sample(update.params[index]).to(device))
     return torch.cat([column, norms_and_sums(grads)[:, 1:], norms_and_sums(weights)], 1)

@@ -63,7 +63,7 @@ class RankNumbers:
         passes: the passes that led to the update, counted alike on all ranks.
         step: the number of the update on this rank.
         numbers: by parameter the norm and a signed sum of the gradient, and the norm and a signed sum of the weight.
-            All but the first are NaN where they were not measured. Shape ``[4, parameters]``.
+            Shape ``[4, parameters]``.
     """
 
     passes: tuple[int, int]
@@ -97,7 +97,7 @@ class ReplicaComparison:
         self._equal = torch.zeros(len(self._others), len(indices))
         # Likewise: whether the weights were ever alike.
         self._met = torch.zeros(len(self._others), len(indices), dtype=torch.bool)
-        # The last norms of gradients that were compared in full.
+        # The last norms of gradients.
         self._norms = torch.zeros(len(indices))
         # By rank: how many updates more than the first rank it had made at its first row.
         self._leads: dict[int, int] = {}
@@ -166,15 +166,14 @@ class ReplicaComparison:
 
     def _note_equal(self, ours: Tensor, theirs: Tensor) -> None:
         """Count the gradients that show, by being equal, that ranks averaged them."""
-        norms, sums = ours
-        is_known = sums.isfinite()
+        norms = ours[0]
         # A gradient of zero, or one that never changes, is equal on ranks that have nothing in common.
-        is_new = is_known & (norms > 0) & ((norms - self._norms).abs() > _ROUNDING * norms)
+        is_new = (norms > 0) & ((norms - self._norms).abs() > _ROUNDING * norms)
         is_telling = is_new & (ours == theirs).all(1)
         # A few small gradients may be equal by chance, as where scripts take their signs.
         are_most = is_telling.sum(1, keepdim=True) > is_new.sum() / 2
         self._equal += is_telling & are_most
-        self._norms = torch.where(is_known, norms, self._norms)
+        self._norms = norms
 
     def _differences_of_gradients(
         self, own: RankNumbers, theirs: Tensor, unreported: Tensor, replicas: Replicas
