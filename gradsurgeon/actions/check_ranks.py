@@ -24,9 +24,10 @@ class CheckRanks(CheckRule):
     their own, training before the wrapper. Parts of a sharded parameter. Differences of rounding, below a ten-thousandth.
 
     ## Cost
-    The norm of each gradient in each due update, which a `nan-trap` on the same gradients has measured already. A norm and
-    a sum of 1,024 elements of each gradient and weight in the first 32 passes, then of an eighth of the parameters. Each
-    rank sends its numbers to the store of the job and waits for no other rank; the first rank of each group compares.
+    In each update of the first 32 passes, then in one of eight: the norm of each gradient, which a `nan-trap` on the same
+    gradients has measured already, and a norm and a sum of 1,024 elements of each gradient and weight. Above 64 ranks in one of
+    eight from the start. Each rank sends its numbers to the store of the job and waits for no other rank; the first rank of
+    each group compares.
     """
 
     action: Literal["check-ranks"] = "check-ranks"

@@ -84,7 +84,7 @@ class CheckUpdate(CheckRule):
         moved = self.moved
         if moved is None:
             return Examination(UpdateCheck(), self.then)
-        least = moved.min or 0.0
+        if moved.min is None:
+            return Examination(MovedCheck(), self.then)
         within = moved.within or 10
-        check = MovedCheck(least=least, within=within, unmoved=moved.max is not None)
-        return Examination(check, self.then)
+        return Examination(MovedCheck(least=moved.min, within=within), self.then)

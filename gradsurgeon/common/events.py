@@ -18,6 +18,8 @@ EventKind = Literal[
 
 # The kinds of events by which a rule says that an update is not as it should be.
 TRIPS: frozenset[EventKind] = frozenset({"trap", "spike", "check"})
+# Begins the notice that all rules of a session rest.
+NO_RULE_ACTS = "no rule acts: "
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,8 @@ def _band(
         if stayed_nonfinite and tally.kinds["trap"]:
             return Band("broken", sentence)
         return Band("look", sentence)
+    if tally.no_rule:
+        return Band("look", tally.no_rule)
     # A `GradScaler` skips steps of healthy trainings, so its events are no reason.
     is_idle = tally.kinds["never-fired"] and not is_pack
     if tally.kinds["skipped-step"] or is_idle:

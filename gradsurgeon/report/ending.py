@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-from gradsurgeon.common.events import TRIPS, Event
+from gradsurgeon.common.events import NO_RULE_ACTS, TRIPS, Event
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store.recorded import RankEnd
@@ -19,6 +19,7 @@ class Tally(NamedTuple):
 
     kinds: Counter[str]  # how many events there are of each kind
     findings: tuple[str, ...]  # of traps and checks, a sentence each, those with a diagnosis first
+    no_rule: str = ""  # why no rule acts, in a sentence with the step
 
     @property
     def trips(self) -> int:
@@ -31,11 +32,14 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> Tally:
     counted = []
     diagnoses: dict[str, str] = {}
     others: dict[str, str] = {}
+    no_rule = ""
     for event in events:
         is_trip = event.kind in TRIPS
         if is_trip and event.rule in edits:
             continue
         counted.append(event)
+        if event.message.startswith(NO_RULE_ACTS):
+            no_rule = f"step {event.step}: {event.message}"
         if not is_trip:
             continue
         # A trap that trips in many steps is one finding. A check reports each of its findings once.
@@ -47,7 +51,7 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> Tally:
             diagnoses.setdefault(key, diagnosis)
         others.setdefault(key, event.message.partition("\n")[0])
     findings = {**diagnoses, **others, **diagnoses}
-    return Tally(by_kind(counted), tuple(findings.values()))
+    return Tally(by_kind(counted), tuple(findings.values()), no_rule)
 
 
 def _diagnosis(event: Event) -> str:

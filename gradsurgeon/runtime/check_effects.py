@@ -1,6 +1,6 @@
 """The effect of checks: it hands a check the facts of each moment, and makes events of its findings."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,12 +43,17 @@ class ModelFacts:
             context.names, lambda: context.ranks, context.parameters.params
         )
 
+    @property
+    def reaches_ranks(self) -> bool:
+        """Whether there are other ranks. The script may have ended the process group."""
+        return self._context.ranks.are_several and _dist.world() > 1
+
     def passed(self, done: BackwardPass) -> None:
-        if self._context.ranks.are_several and _dist.world() > 1:
+        if self.reaches_ranks:
             self.replication.passed(done.indices, done.averaging)
 
     def updated(self, counter: StepCounter) -> None:
-        if self._context.ranks.are_several and _dist.world() > 1:
+        if self.reaches_ranks:
             self.replication.updated(counter.indices)
 
 
@@ -69,8 +74,8 @@ class CheckEffect(Effect):
         self._raises = examination.then == "raise"
         self._facts = facts
         self._topic = topic_of(rule.id, context.names)
-        # The findings that were reported: cause and place.
-        self._reported: set[tuple[str, Hashable]] = set()
+        # The findings that were reported: cause and name.
+        self._reported: set[tuple[str, str]] = set()
 
     def has(self, method: str) -> bool:
         # Each update counts as a firing.
@@ -139,15 +144,16 @@ class CheckEffect(Effect):
             self._report(self.context.counters.latest, self.check.at_end())
 
     def _update(self, update: WeightUpdate, bound: Bound, **facts: Any) -> Update:
-        # The script may have ended the process group.
-        is_reachable = self.context.ranks.are_several and _dist.world() > 1
+        topic = ""
+        if self._facts.reaches_ranks:
+            topic = self._topic
         return Update(
             **self._facts_of(bound.counter.step),
             indices=bound.indices,
             owner=bound.counter,
             optimizer=update.optimizer(),
             evaluations=self._facts.kept.evaluations,
-            topic=self._topic if is_reachable else "",
+            topic=topic,
             find_replicas=self._facts.replication.replicas,
             **facts,
         )
@@ -174,31 +180,28 @@ class CheckEffect(Effect):
     def _report(self, step: int, findings: Iterable[Finding]) -> None:
         """Make events of findings, each cause once for each tensor; errors are raised at the next update."""
         for finding in findings:
-            places: Sequence[Hashable] = finding.indices
-            if not places:
-                places = (finding.names,)
-            news = []
-            for place in places:
-                if (finding.cause, place) not in self._reported:
-                    self._reported.add((finding.cause, place))
-                    news.append(place)
+            names = [*self.context.names_of(finding.indices), *finding.names]
+            # A finding on the whole model names nothing.
+            if not names:
+                names.append("")
+            news = [name for name in names if (finding.cause, name) not in self._reported]
+            self._reported.update((finding.cause, name) for name in news)
             if news:
-                at = step if finding.step is None else finding.step
-                self._emit(finding, news, at)
+                self._emit(finding, news, step)
 
-    def _emit(self, finding: Finding, news: Sequence[Hashable], step: int) -> None:
+    def _emit(self, finding: Finding, names: Sequence[str], step: int) -> None:
+        if finding.step is not None:
+            step = finding.step
+        it = "it"
+        if len(names) > 1:
+            it = "them"
         rule = self.rule.id
-        names = [self.context.names[index] for index in finding.indices if index in news]
-        if not names:
-            names += finding.names
-        it = "them" if len(names) > 1 else "it"
         text = finding.text.format(names=shorten_prefix(names), it=it)
         message = f"{self.context.place(step, rule)}: {text}"
-        name = names[0] if names else ""
         self.log.count_changed(rule, 1)
-        self.log.emit("check", message, rule=rule, step=step, name=name)
+        self.log.emit("check", message, rule=rule, step=step, name=names[0])
         if self._raises:
-            error = CheckError(message, rule=rule, step=step, rank=_dist.rank(), name=name)
+            error = CheckError(message, rule=rule, step=step, rank=_dist.rank(), name=names[0])
             self.log.raise_later(error)
 
 

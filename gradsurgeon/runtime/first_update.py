@@ -6,7 +6,6 @@ from contextlib import suppress
 
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effects import Effects
@@ -22,7 +21,7 @@ _CANCELS = (
     "{optimizer} divides each gradient by its running size, so a constant factor of {factor:g} changes next to nothing: give these "
     "parameters a group with a learning rate of their own"
 )
-_RESUMED = "{optimizer} has made {updates:,} updates already, and steps count from 0 here{loss}; if this continues a training, {remedy}"
+_RESUMED = "{optimizer} has made {updates} updates already, and steps count from 0 here{loss}; if this continues a training, {remedy}"
 _LOSS = ", so schedules and learned bounds start anew"
 _UNDER_RUN = (
     "pass --resume RUN, or --start-step {updates} where the earlier run has no run directory"
@@ -32,19 +31,37 @@ _UNDER_APPLY = "pass start_step={updates} to apply, or its state to session.load
 
 def mention(context: Context, effects: Effects, optimizer: Optimizer, counter: StepCounter) -> None:
     """Mention what surprises in an optimizer, given the counter of its updates; under `run` with a line."""
-    updates = _updates_of(optimizer)
-    # `torch.distributed.checkpoint` makes the state of a fresh optimizer by one step.
-    if updates > 1 and not counter.step:
-        loss = ""
-        if any(_counts_steps(effect.rule) for effect in effects.all):
-            loss = _LOSS
-        remedy = _UNDER_RUN if context.outside else _UNDER_APPLY
-        remedy = remedy.format(updates=updates)
-        name = type(optimizer).__name__
-        text = _RESUMED.format(optimizer=name, updates=updates, loss=loss, remedy=remedy)
-        # A session that only looks may begin anywhere: the event is enough.
-        context.event_log.notice_once("resumed", text, warn=context.outside or bool(loss))
     mention_scales(context, effects, optimizer)
+    updates = _updates_of(optimizer)
+    if counter.step or not updates:
+        return
+    loss = ""
+    for effect in effects.all:
+        # It acts by the number of the step, or learns a bound from updates before.
+        if not effect.rule.steps.always or effect.rule.judges_first:
+            loss = _LOSS
+    remedy = _UNDER_APPLY
+    if context.outside:
+        remedy = _UNDER_RUN
+    remedy = remedy.format(updates=updates)
+    name = type(optimizer).__name__
+    text = _RESUMED.format(optimizer=name, updates=updates, loss=loss, remedy=remedy)
+    # A session that only looks may begin anywhere: the event is enough.
+    context.event_log.notice_once("resumed", text, warn=context.outside or bool(loss))
+
+
+def _updates_of(optimizer: Optimizer) -> str:
+    """Return the updates that a loaded state counts, `N` if it counts none, empty if there are none. Waits for the device."""
+    if _torch.is_capturing():
+        return ""
+    with suppress(Exception):  # a fresh optimizer has no state
+        state = next(iter(optimizer.state.values()))
+        # `torch.distributed.checkpoint` makes the state of a fresh optimizer by one step on gradients of 0.
+        if "step" in state and state["step"] > 1:
+            return str(int(state["step"]))
+        if "step" not in state and state["momentum_buffer"].any():
+            return "N"
+    return ""
 
 
 def mention_scales(context: Context, effects: Effects, optimizer: Optimizer) -> None:
@@ -52,7 +69,7 @@ def mention_scales(context: Context, effects: Effects, optimizer: Optimizer) -> 
     owned = context.parameters.owned(params_of(optimizer))
     for effect in effects.on_params("backward", "step"):
         rule = effect.rule
-        if not isinstance(rule, Scale) or not set(owned).intersection(effect.indices):
+        if not isinstance(rule, Scale) or set(owned).isdisjoint(effect.indices):
             continue
         if _cancels(rule, optimizer):
             text = _CANCELS.format(optimizer=type(optimizer).__name__, factor=rule.factor)
@@ -60,20 +77,6 @@ def mention_scales(context: Context, effects: Effects, optimizer: Optimizer) -> 
             context.event_log.notice_once(
                 "cancels", text, rule=rule.id, step=step, warn=context.outside
             )
-
-
-def _updates_of(optimizer: Optimizer) -> int:
-    """Return the updates that a loaded state counts, 0 without one. Waits for the device once: a fresh optimizer has no state."""
-    if not _torch.is_capturing():
-        with suppress(Exception):  # not every optimizer counts
-            state = next(iter(optimizer.state.values()))
-            return int(state["step"])
-    return 0
-
-
-def _counts_steps(rule: Rule) -> bool:
-    """Tell whether a rule acts by the number of the step, or learns a bound from updates before."""
-    return not rule.steps.always or rule.judges_first
 
 
 def _cancels(rule: Scale, optimizer: Optimizer) -> bool:

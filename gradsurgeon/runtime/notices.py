@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from gradsurgeon.actions import CheckRule, EditRule, LossRule, Rule
+from gradsurgeon.actions import CheckRule, LossRule, Rule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effects import Effects, by_parameter
@@ -86,16 +86,15 @@ class Notices:
         """Warn once per rule whose result differs between the parts and their sum, if there is a text for it."""
         for index in indices:
             step = self._context.counters[index].step
-            name = self._context.names[index]
             for effect in self._contributing.get(index, ()):
                 rule = effect.rule
-                differs = not rule.linear
-                if topic == "reentrant" and not isinstance(rule, EditRule):
-                    # Sums of scaled parts are right, but the sum of their statistics is not.
-                    differs = True
-                template = of_losses if isinstance(rule, LossRule) else text
+                template = text
+                if isinstance(rule, LossRule):
+                    template = of_losses
+                # Sums of scaled parts are right, but the sum of their statistics is not.
+                differs = not rule.linear or (topic == "reentrant" and not rule.edits)
                 if template and differs and rule.steps.includes(step):
-                    message = template.replace("{name}", name)
+                    message = template.replace("{name}", self._context.names[index])
                     self._log.notice_once(topic, message, rule=rule.id, step=step, warn=True)
 
     def newly_unowned(self) -> list[int]:
@@ -106,28 +105,25 @@ class Notices:
 
     def _without_owner(self) -> list[int]:
         counters = self._context.counters
-        unowned = [index for index in self.arrived if counters[index] is counters.common]
-        return sorted(unowned)
+        return [index for index in sorted(self.arrived) if counters[index] is counters.common]
 
     def warn_of_unowned(self) -> None:
         """Report, once per rule, parameters that get gradients but that no stepped optimizer owns."""
         step = self._context.counters.latest
-        unowned = self._without_owner()
-        settled = {index for index in unowned if self._unowned[index] >= SETTLED}
+        settled = {index for index in self._without_owner() if self._unowned[index] >= SETTLED}
         if not settled:
             return
         for effect in self._effects.on_params("check"):
             if isinstance(effect.rule, CheckRule) and effect.rule.tells_owners:
                 settled.difference_update(effect.indices)
         for effect in (*self._effects.judging, *self._effects.on_params("step")):
-            unowned_here = [index for index in effect.indices if index in settled]
+            indices = [index for index in effect.indices if index in settled]
             rule = effect.rule.id
             cause = self._log.cause(rule)
             # A rule that was not due yet may still meet their optimizer.
             was_due = cause or rule not in self._log.silent
-            if unowned_here and was_due and cause != _UNOWNED:
-                names = shorten_names(self._context.names_of(unowned_here))
-                text = _NO_OPTIMIZER.format(names=names)
+            if indices and was_due and cause != _UNOWNED:
+                text = _NO_OPTIMIZER.format(names=shorten_names(self._context.names_of(indices)))
                 self._log.notice_once("unowned", text, rule=rule, step=step, warn=True)
 
     def count_due(self, counter: StepCounter, *, owned: bool) -> None:

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
+from gradsurgeon.common.events import NO_RULE_ACTS
 from gradsurgeon.errors import BindError, GradSurgeonError, TrapError, printable, shorten_names
 from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.runtime.step_counters import Schedule, StepCounters
@@ -54,7 +55,7 @@ class Guard:
 
     def report(self, error: Exception) -> None:
         """Report an error that ended the work inside."""
-        text = f"no rule acts: {reason(error)}"
+        text = NO_RULE_ACTS + reason(error)
         if text not in self._said:
             self._said.add(text)
             self._say(text)
@@ -134,7 +135,7 @@ class Refusals(Guard):
             verb = "rests" if len(news) == 1 else "rest"
             self._emit(f"{verb}: {reason(error)}", news)
             return
-        self._emit(f"no rule acts: {reason(error)}", ())
+        self._emit(NO_RULE_ACTS + reason(error), ())
         for reference in self._last_acts:
             with suppress(Exception):
                 act = reference()

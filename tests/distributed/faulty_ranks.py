@@ -201,7 +201,7 @@ def first_rank_skips_an_update(job: Job) -> None:
 
 @faulty(38, "0.0.weight", _WEIGHTS, "Rank 1 has made 37 updates and rank 0 38", _SKIPPED)
 def update_skipped_late(job: Job) -> None:
-    """Later rows have the weights of some parameters, and come in batches, of which this is the last."""
+    """Of the later updates one in eight is compared."""
     layers = nn.Sequential(*(net(seed, out=16) for seed in range(6)))
     _skip(job, DistributedDataParallel(layers), rank=1, step=37, steps=39)
 

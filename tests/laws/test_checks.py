@@ -106,7 +106,7 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         11,
         ("the learning rate is 1.0e-02", "its step leaves it unchanged"),
     ),
-    "outside_of_the_model": ("a tensor of shape [3]", 20, ("no module and no optimizer",)),
+    "outside_of_the_model": ("a tensor of shape [3]", 29, ("no module and no optimizer",)),
     "weights_made_nan": (
         "0.weight",
         0,
@@ -128,7 +128,7 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
         199,
         ("2 of 4 trained parameters", "in 200 updates", "`detach()`"),
     ),
-    "without_autograd": ("0.weight, 0.bias", 199, ("they run under `torch.no_grad()`",)),
+    "without_autograd": ("0.weight, 0.bias", 199, ("they run, and the loss", "`torch.no_grad()`")),
     "loss_without_effect": (
         "0.weight, 0.bias, 2.weight and 1 more",
         199,

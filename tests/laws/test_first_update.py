@@ -65,11 +65,31 @@ def test_a_training_that_begins_or_goes_on_is_not_told() -> None:
     assert told(FREEZE, optimizer, model, x) == ([], [])
     notices, _ = told(FREEZE, optimizer, model, x, start_step=6)
     assert not any("has made" in notice for notice in notices)
-    # SGD counts no updates.
+    # Plain SGD has no state.
+    model, x = model_and_data()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, x, plain)
+    assert told(FREEZE, plain, model, x) == ([], [])
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_momentum_tells_of_updates_that_it_does_not_count(*, is_fresh: bool) -> None:
     model, x = model_and_data()
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train(model, x, momentum)
-    assert told(FREEZE, momentum, model, x) == ([], [])
+    if is_fresh:
+        # As `torch.distributed.checkpoint` makes the state of a fresh optimizer.
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        momentum.step()
+    else:
+        train(model, x, momentum)
+    notices, _ = told(FREEZE, momentum, model, x)
+    if is_fresh:
+        assert notices == []
+        return
+    (notice,) = notices
+    assert notice.startswith("SGD has made N updates already, and steps count from 0 here")
+    assert "pass start_step=N to apply" in notice
 
 
 OPTIMIZERS = [

@@ -19,6 +19,8 @@ from small import rule_file
 import gradsurgeon
 from gradsurgeon import BindError, NonFiniteGradientError, load
 from gradsurgeon.actions import LossRule
+from gradsurgeon.actions.checks.base import Finding, Update
+from gradsurgeon.actions.checks.update_check import UpdateCheck
 from gradsurgeon.language import packs
 from gradsurgeon.language.planning import binding
 from gradsurgeon.runtime.refusals import Guard, Refusals
@@ -216,6 +218,25 @@ def test_a_fault_of_ours_is_one_line_that_names_its_place(monkeypatch: pytest.Mo
         "gradsurgeon: no rule acts: ZeroDivisionError: nothing left (language/planning/binding.py:"
     )
     assert line.endswith("; a fault of gradsurgeon, please report it)")
+
+
+def test_a_fault_of_ours_that_stops_all_rules_is_no_fine_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_check: object, update: Update) -> list[Finding]:
+        if update.step == 2:
+            raise ZeroDivisionError("nothing left")
+        return []
+
+    monkeypatch.setattr(UpdateCheck, "after_update", fails)
+    done = launched(trainings.plain)
+    assert same(done.weights, list(trainings.plain()))
+    at = done.lines.index("gradsurgeon: Sequential, 2 steps")
+    band, ended = done.lines[at + 1 : at + 3]
+    assert band.startswith("  look: step 2: no rule acts: ZeroDivisionError: nothing left (")
+    assert ended == "  ended"
+    (checked,) = [line for line in done.lines if line.startswith("  checked: ")]
+    assert checked.endswith("; found: no fault")
 
 
 # -------------------------------------------------------------------------------------------------

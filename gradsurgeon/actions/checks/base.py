@@ -43,10 +43,7 @@ class Model:
     def __init__(self, root: nn.Module, holders: Mapping[int, nn.Module]) -> None:
         self._root = weakref.ref(root)
         self._holders = weakref.WeakValueDictionary(holders)
-        self._modal = weakref.WeakSet[nn.Module]()
-        for module in root.modules():
-            if isinstance(module, _MODAL):
-                self._modal.add(module)
+        self._modal = weakref.WeakSet([each for each in root.modules() if isinstance(each, _MODAL)])
         # By parameter, the name of the class of its module.
         self.kinds = {index: type(holder).__name__ for index, holder in holders.items()}
 
@@ -73,15 +70,14 @@ class Model:
         """Return those of some parameters that are in a list of modules, as experts and heads, of which others live."""
         root = self._root()
         idle: set[int] = set()
-        if root is None or not dead:
+        if root is None:
             return idle
         for branches in root.modules():
-            if not isinstance(branches, nn.ModuleList | nn.ModuleDict):
-                continue
-            parts = [self._indices_in(branch) for branch in branches.children()]
-            dead_parts = [part for part in parts if part.issubset(dead)]
-            if len(dead_parts) < len(parts):
-                idle.update(*dead_parts)
+            if isinstance(branches, nn.ModuleList | nn.ModuleDict):
+                parts = [self._indices_in(branch) for branch in branches.children()]
+                dead_parts = [part for part in parts if part.issubset(dead)]
+                if len(dead_parts) < len(parts):
+                    idle.update(*dead_parts)
         return idle
 
     def _indices_in(self, module: nn.Module) -> set[int]:
@@ -93,11 +89,8 @@ class Model:
         root = self._root()
         if root is None:
             return False
-        for module in root.modules():
-            config = getattr(module, "config", None)
-            if getattr(config, "tie_word_embeddings", None) is False:
-                return True
-        return False
+        configs = [getattr(module, "config", None) for module in root.modules()]
+        return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
 
 
 Missed = Literal["bypassed", "twice", "alone", "unknown"]
@@ -154,11 +147,8 @@ class Moment:
         """The gradients that are there now."""
         grads = {}
         for index, param in zip(self.members, self.find(self.members), strict=True):
-            if param is None:
-                continue
-            grad = param.grad
-            if grad is not None:
-                grads[index] = grad
+            if param is not None and param.grad is not None:
+                grads[index] = param.grad
         return _local_parts(grads)
 
     def has_finite_grad(self, index: int) -> bool:
@@ -238,15 +228,19 @@ class Update(Moment):
             for group in self.optimizer.param_groups:
                 for param in group["params"]:
                     by_id[id(param)] = group
-        return self._by_index(by_id)
+        groups = {}
+        for index, found in zip(self.indices, self.find(self.indices), strict=True):
+            if id(found) in by_id:
+                groups[index] = by_id[id(found)]
+        return groups
 
-    @cached_property
-    def state(self) -> Mapping[int, Mapping[str, Any]]:
-        """By parameter, what the optimizer keeps for it."""
-        by_id = {}
-        if self.optimizer is not None:
-            by_id = {id(param): state for param, state in self.optimizer.state.items()}
-        return self._by_index(by_id)
+    def state_of(self, index: int) -> Mapping[str, Any]:
+        """Return what the optimizer keeps for a parameter."""
+        (param,) = self.find((index,))
+        if self.optimizer is None or param is None:
+            return {}
+        state: Mapping[str, Any] = self.optimizer.state.get(param, {})
+        return state
 
     @cached_property
     def replicas(self) -> Sequence[Replicas]:
@@ -259,13 +253,6 @@ class Update(Moment):
         if known is not None:
             return known
         return _numbers.norms([self.grads[index] for index in indices])
-
-    def _by_index(self, by_id: Mapping[int, Any]) -> dict[int, Any]:
-        values = {}
-        for index, param in zip(self.indices, self.find(self.indices), strict=True):
-            if id(param) in by_id:
-                values[index] = by_id[id(param)]
-        return values
 
 
 class Check:

@@ -1,8 +1,8 @@
 """Finds parameters of an optimizer that never get a gradient, or only gradients of 0, and never move."""
 
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Collection, Iterator
+from functools import partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -10,202 +10,127 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.actions.checks.base import Finding, Model, Update
+from gradsurgeon.actions.checks.base import Finding, Update
 from gradsurgeon.tensors import _dist, _numbers, _unsaved_hooks
 from gradsurgeon.tensors.sampling import sample
 
-# At the first look candidates are noted, at the second known causes are told, at the third unknown ones too.
+# At the first look candidates are noted, at the second known causes are reported, at the third all causes.
 FIRST = 10
 SECOND = 20
 THIRD = 200
+_KNOWN = ("reentrant", "zeros")
 
-_SILENT = (
-    "{number} of {owned} trained parameters, {{names}}, never got a gradient in {updates} updates: "
-)
-_REENTRANT = (
-    "they run in a reentrant checkpoint whose inputs need no gradient. Pass `use_reentrant=False` to `checkpoint`, or "
-    "call `model.enable_input_require_grads()`"
-)
-_UNRECORDED = "they run under `torch.no_grad()`. Take them out of it, or set requires_grad to False"
-_UNREACHED = "they run, and the loss does not depend on them. Look for `detach()`, `.data`, or an output that the loss leaves out"
-_ZEROS = (
-    "{names} are 0 and get gradients of exactly 0, because each is multiplied by another. Initialise one of each pair "
-    "with random numbers"
-)
-_RESTING = (
-    "{number} of {owned} trained parameters, {{names}}, never moved in {updates} updates: their gradients are exactly 0. "
-    "Look for a factor that is 0, units that are always off, or a loss without effect"
-)
-# How a module can run.
-_CHECKPOINTED = "checkpointed"
-_WITHOUT_GRADIENT = "without gradient"
-_RECORDED = "recorded"
+_NUMBER = "{number} of {owned} trained parameters, {{names}}, never "
+_SILENT = f"{_NUMBER}got a gradient in {{updates}} updates: they run"
+_TEXTS = {
+    "reentrant": f"{_SILENT} in a reentrant checkpoint whose inputs need no gradient. Pass `use_reentrant=False` to "
+    "`checkpoint`, or call `model.enable_input_require_grads()`",
+    "unreached": f"{_SILENT}, and the loss does not depend on them. Look for `torch.no_grad()`, `detach()`, `.data`, or an "
+    "unused output",
+    "zeros": "{{names}} are 0 and get gradients of exactly 0, because each is multiplied by another. Initialise one of each "
+    "pair with random numbers",
+    "resting": f"{_NUMBER}moved in {{updates}} updates: their gradients are exactly 0. Look for a factor that is 0, units that "
+    "are always off, or a loss without effect",
+}
 
 
 class DeadParams:
-    """Follows the parameters of one optimizer that got no gradient at the first look."""
+    """Follows the parameters of one optimizer that have not moved at the first look."""
 
     def __init__(self) -> None:
         # By parameter, a sample of its values at the first look.
-        self._silent: dict[int, Tensor] = {}
-        # Factors that hold each other at 0.
-        self._zeros: tuple[int, ...] = ()
-        self._calls = WatchedCalls()
-
-    def reached(self, indices: Iterable[int]) -> None:
-        """Note a pass: what it reached is not dead."""
-        if self._silent:
-            for index in indices:
-                self._silent.pop(index, None)
-
-    def close(self) -> None:
-        self._calls.close()
-
-    def after_update(
-        self,
-        update: Update,
-        number: int,
-        moved: Collection[int],
-        samples: Mapping[int, Tensor],
-    ) -> Iterator[Finding]:
-        """Look at the update with this number of its optimizer; `samples` are earlier values of those with gradients."""
-        if self._silent:
-            self.reached(update.grads)
-        if number == FIRST:
-            self._note_silent(update, samples)
-        elif number == SECOND:
-            self._calls.close()
-            yield from self._told(update, number, {_CHECKPOINTED: _REENTRANT})
-            self._zeros = _zeros(update, moved, samples)
-            if self._zeros:
-                yield Finding("zeros", _ZEROS, self._zeros)
-        elif number == THIRD:
-            causes = {_WITHOUT_GRADIENT: _UNRECORDED, _RECORDED: _UNREACHED}
-            yield from self._told(update, number, causes)
-            yield from _resting(update, number, {*moved, *self._zeros}, samples)
-            self._silent.clear()
-
-    def _note_silent(self, update: Update, samples: Mapping[int, Tensor]) -> None:
-        params = update.params
-        for index in _owned(update):
-            is_candidate = index not in samples and index not in update.grads
-            if is_candidate and params[index].requires_grad:
-                self._silent[index] = sample(params[index])
-        self._calls.watch(update.model, self._silent)
-
-    def _told(self, update: Update, number: int, causes: dict[str, str]) -> Iterator[Finding]:
-        """Yield a finding for each cause, by the way in which the modules of silent parameters ran."""
-        idle = update.model.idle_branches(self._silent)
-        for way, cause in causes.items():
-            indices = []
-            for index, before in self._silent.items():
-                is_told = self._calls.ways.get(index) == {way} and index not in idle
-                if is_told and torch.equal(sample(update.params[index]), before):
-                    indices.append(index)
-            if indices:
-                owned = len(update.groups)
-                text = _SILENT.format(number=len(indices), owned=owned, updates=number) + cause
-                yield Finding(f"silent-{way}", text, tuple(indices))
-
-
-class WatchedCalls:
-    """Watches for a while in which ways the modules of some parameters run."""
-
-    def __init__(self) -> None:
-        self.ways: dict[int, set[str]] = {}
+        self._samples: dict[int, Tensor] = {}
+        # By parameter, how its module last ran, a key of `_TEXTS`; none if it has not run.
+        self._calls: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
 
-    def watch(self, model: Model, indices: Iterable[int]) -> None:
-        for index in indices:
-            holder = model.holder(index)
-            if holder is None or isinstance(holder, torch.jit.ScriptModule):
+    def close(self) -> None:
+        while self._handles:
+            _unsaved_hooks.take_off(self._handles.pop())
+
+    def after_update(
+        self, update: Update, number: int, moved: Collection[int], reached: Collection[int]
+    ) -> Iterator[Finding]:
+        """Look at the update with this number, given the parameters that have moved, and that passes have reached."""
+        if number == FIRST:
+            self._note(update, moved, reached)
+        if number not in (SECOND, THIRD):
+            return
+        self.close()
+        by_cause: dict[str, list[int]] = {cause: [] for cause in _TEXTS}
+        learning = {id(update.model.holder(index)) for index in moved}
+        for index in self._dead(update, moved):
+            cause = self._cause(update, index, reached)
+            # Beside a weight that moves, a bias may have a gradient of 0 by mathematics.
+            is_inert = cause == "resting" and id(update.model.holder(index)) in learning
+            if cause and not is_inert:
+                by_cause[cause].append(index)
+        # A factor alone is held at 0 by no other.
+        if len(by_cause["zeros"]) == 1:
+            del by_cause["zeros"]
+        for cause, indices in by_cause.items():
+            if indices and (number == THIRD or cause in _KNOWN):
+                owned = len(update.groups)
+                text = _TEXTS[cause].format(number=len(indices), owned=owned, updates=number)
+                yield Finding(cause, text, tuple(indices))
+
+    def _note(self, update: Update, moved: Collection[int], reached: Collection[int]) -> None:
+        for index in update.groups:
+            param = update.params.get(index)
+            if index in moved or param is None or not _is_plain(param):
                 continue
-            ways = self.ways.setdefault(index, set())
-            handle = holder.register_forward_pre_hook(_Note(ways))
+            # Another batch may reach other rows of a table. A part in evaluation mode is not meant to train.
+            is_table = update.model.kinds.get(index, "").startswith("Embedding")
+            if is_table or update.model.is_resting(index):
+                continue
+            self._samples[index] = sample(param)
+            module = update.model.holder(index)
+            if index in reached or module is None or isinstance(module, torch.jit.ScriptModule):
+                continue
+            handle = module.register_forward_pre_hook(partial(_note_call, self._calls, index))
             _unsaved_hooks.leave_behind(handle)
             self._handles.append(handle)
 
-    def close(self) -> None:
-        for handle in self._handles:
-            _unsaved_hooks.take_off(handle)
-        self._handles.clear()
+    def _dead(self, update: Update, moved: Collection[int]) -> list[int]:
+        """Return the parameters that have never moved. Waits for the device."""
+        still = [index for index in self._samples if index in update.params and index not in moved]
+        dead = {
+            index
+            for index in still
+            if torch.equal(sample(update.params[index]), self._samples[index])
+        }
+        return sorted(dead - update.model.idle_branches(dead))
+
+    def _cause(self, update: Update, index: int, reached: Collection[int]) -> str:
+        """Return why a parameter does not move, a key of `_TEXTS`; empty if the next batch may move it."""
+        grad = update.grads.get(index)
+        if grad is None:
+            if index in reached:
+                return ""
+            return self._calls.get(index, "")
+        if bool(_numbers.values(grad).any()):
+            return ""
+        param = update.params[index].detach()
+        if param.dim() > 1 and not bool(param.any()):
+            return "zeros"
+        return "resting"
 
 
-class _Note:
-    """A hook that notes in which way a module runs."""
-
-    def __init__(self, ways: set[str]) -> None:
-        self._ways = ways
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        del args
-        if torch.is_grad_enabled():
-            self._ways.add(_RECORDED)
-        elif module.training and _is_in_reentrant_checkpoint():
-            self._ways.add(_CHECKPOINTED)
-        elif module.training:
-            self._ways.add(_WITHOUT_GRADIENT)
+def _note_call(calls: dict[int, str], index: int, module: nn.Module, args: Any) -> None:
+    """Note how the module of a parameter is about to run."""
+    del args
+    if torch.is_grad_enabled():
+        calls[index] = "unreached"
+    elif module.training:
+        calls[index] = "unreached"
+        if _is_in_reentrant_checkpoint():
+            calls[index] = "reentrant"
 
 
 def _is_in_reentrant_checkpoint() -> bool:
     code = CheckpointFunction.forward.__code__
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # `inspect.stack` reads source files
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is code for frame, _ in walk_stack(None))
 
 
-def _owned(update: Update) -> list[int]:
-    """Return the parameters of the optimizer that are no tables: another batch may reach other rows."""
-    indices = []
-    for index in update.groups:
-        param = update.params.get(index)
-        is_table = update.model.kinds.get(index, "").startswith("Embedding")
-        is_plain = param is not None and type(param) in _dist.PLAIN and param.numel() > 0
-        if is_plain and not is_table:
-            indices.append(index)
-    return indices
-
-
-def _at_zero(update: Update, moved: Collection[int], samples: Mapping[int, Tensor]) -> list[int]:
-    """Return the parameters that have never moved, and whose gradients are exactly 0. Waits for the device."""
-    indices = []
-    for index in _owned(update):
-        grad = update.grads.get(index)
-        if index in moved or grad is None or index not in samples or update.model.is_resting(index):
-            continue
-        is_still = torch.equal(sample(update.params[index]), samples[index])
-        if is_still and not bool(_numbers.values(grad).any()):
-            indices.append(index)
-    idle = update.model.idle_branches(indices)
-    return [index for index in indices if index not in idle]
-
-
-def _zeros(
-    update: Update, moved: Collection[int], samples: Mapping[int, Tensor]
-) -> tuple[int, ...]:
-    """Return factors that hold each other at 0."""
-    factors = []
-    for index in _at_zero(update, moved, samples):
-        param = update.params[index].detach()
-        if param.dim() > 1 and not bool(param.any()):
-            factors.append(index)
-    # A factor alone is held by no other.
-    if len(factors) <= 1:
-        return ()
-    return tuple(factors)
-
-
-def _resting(
-    update: Update, number: int, moved: Collection[int], samples: Mapping[int, Tensor]
-) -> Iterator[Finding]:
-    holder = update.model.holder
-    # Beside a weight that moves, a bias may have a gradient of 0 by mathematics.
-    learning = {id(holder(index)) for index in moved}
-    still = _at_zero(update, moved, samples)
-    indices = [index for index in still if id(holder(index)) not in learning]
-    if indices:
-        text = _RESTING.format(number=len(indices), owned=len(update.groups), updates=number)
-        yield Finding("resting", text, tuple(indices))
+def _is_plain(param: Tensor) -> bool:
+    return type(param) in _dist.PLAIN and param.requires_grad and param.numel() > 0

@@ -24,6 +24,8 @@ SETTLED = 20
 LATER = 100
 # So few parameters tell whether gradients were cleared: a script clears all of an optimizer or none.
 _MOST_SAMPLED = 4
+# No update has come from a forward pass in training mode yet.
+_NEVER = -1
 _ALIKE = 1e-3
 _APART = 1e-2
 
@@ -67,8 +69,8 @@ class _LoopState:
     used: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # Sampled parameters that kept their gradients into a new pass.
     kept: set[int] = field(default_factory=set)
-    # Whether passes since the last update gave the sampled parameters other gradients than 0; a 0-dim tensor.
-    got_gradients: Tensor | None = None
+    # By pass since the last update, whether it gave the sampled parameters other gradients than 0; 0-dim tensors.
+    got_gradients: list[Tensor] = field(default_factory=list)
     stale_in_a_row: int = 0
     gone_in_a_row: int = 0
     # Whether an update found gradients that still carry the loss scale.
@@ -89,14 +91,10 @@ class LoopCheck(Check):
 
     def __init__(self) -> None:
         self._owners: dict[Hashable, _LoopState] = {}
-        # Whether an update has come from forward passes in training mode; the steps since without one.
-        self._has_trained = False
+        # The number of evaluations before the last update from forward passes in training mode; the steps since then.
+        self._evaluations_before: int | None = _NEVER
         self._evaluated_steps: list[int] = []
-        # The number of evaluations before the last update in training mode.
-        self._evaluations_before: int | None = None
-        # Whether the script has returned to training mode after an evaluation: then it knows how to.
-        self._has_returned = False
-        # Whether the script changed the mode for training, not for an evaluation.
+        # Whether the script changes the mode itself: back after an evaluation, or for training.
         self._mode_is_meant = False
         self._modes: set[bool] = set()
         # Losses that were not finite, in passes that may feed the next update.
@@ -110,26 +108,23 @@ class LoopCheck(Check):
             for index, (places, values) in used.items():
                 if _is_kept(grads.get(index), places, values):
                     owner.kept.add(index)
-            owner.kept = {index for index in owner.kept if _any_of(grads, (index,))}
+            owner.kept = {index for index in owner.kept if any(_any_of(grads, (index,)))}
             # The script has cleared the gradients of a non-finite loss.
-            if self._nonfinite_losses and not _any_of(grads, owner.sampled):
+            if self._nonfinite_losses and not any(_any_of(grads, owner.sampled)):
                 self._nonfinite_losses.clear()
         return ()
 
     def after_pass(self, done: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
             if owner.looks:
-                _note_new_gradients(owner, done)
+                owner.got_gradients += _any_of(done.grads, owner.sampled)
             if owner.is_scaled and len(owner.clips) < IN_A_ROW:
                 owner.sizes_after_pass = _sizes(done.grads, owner.indices)
         is_evaluated = done.model.is_evaluated()
         if is_evaluated is not None:
             self._modes.add(is_evaluated)
-        loss = done.loss
-        if loss is not None:
-            is_nonfinite = loss.isfinite().logical_not().float()
-            values = torch.stack([is_nonfinite, loss.float()])
-            done.later(values, partial(self._judge_loss, done))
+        if done.loss is not None:
+            done.later(done.loss.float(), partial(self._judge_loss, done))
         return ()
 
     def before_unscaling(self, update: Update) -> Iterator[Finding]:
@@ -154,7 +149,7 @@ class LoopCheck(Check):
         owner.updates += 1
         owner.last_step = update.step
         owner.kept = set()
-        owner.got_gradients = None
+        owner.got_gradients = []
         owner.sizes_after_pass = ()
         if owner.looks:
             for index, grad in _dense_grads(update.grads, owner.sampled).items():
@@ -163,8 +158,8 @@ class LoopCheck(Check):
         return ()
 
     def _judge_loss(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
-        is_nonfinite, loss = seen.tolist()
-        if not is_nonfinite:
+        loss = float(seen)
+        if math.isfinite(loss):
             return ()
         # The trap reports a NaN that is in the gradients also.
         for index in done.indices:
@@ -183,17 +178,15 @@ class LoopCheck(Check):
         modes = self._modes
         self._modes = set()
         count = update.evaluations
+        before = self._evaluations_before
         if False in modes:
-            if self._has_trained and count != self._evaluations_before:
-                self._has_returned = True
-            self._has_trained = True
-            self._evaluated_steps = []
+            if before not in (_NEVER, count):
+                self._mode_is_meant = True
             self._evaluations_before = count
-        elif modes and self._has_trained:
-            if not self._evaluated_steps:
-                # Without an evaluation the script has changed the mode for training itself.
-                was_evaluated = count is None or count != self._evaluations_before
-                self._mode_is_meant = self._has_returned or not was_evaluated
+            self._evaluated_steps = []
+        elif modes and before != _NEVER:
+            if not self._evaluated_steps and count is not None and count == before:
+                self._mode_is_meant = True
             self._evaluated_steps.append(update.step)
             if len(self._evaluated_steps) == IN_A_ROW and not self._mode_is_meant:
                 yield Finding("mode", _EVALUATED.format(since=self._evaluated_steps[0]))
@@ -205,10 +198,7 @@ def _maker(done: Pass) -> str:
         return ""
     node: Any = done.graph.roots[0]
     while isinstance(node, Node) and node.name() in _BY_A_NUMBER:
-        factor, (other, _) = node.next_functions
-        if other is not None:
-            break
-        node, _ = factor
+        node, _ = node.next_functions[0]
     if not isinstance(node, Node):
         return ""
     operation = node.name().partition("Backward")[0]
@@ -216,49 +206,34 @@ def _maker(done: Pass) -> str:
     return f" (made by `{name}`)"
 
 
-def _any_of(grads: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor | None:
-    """Return whether some gradients have an element other than 0; ``None`` if none of these gradients is there."""
-    flags = [_numbers.values(grads[index]).any() for index in indices if index in grads]
-    if not flags:
-        return None
-    device = flags[0].device
-    return torch.stack([flag.to(device) for flag in flags]).any()
+def _any_of(grads: Mapping[int, Tensor], indices: Sequence[int]) -> list[Tensor]:
+    """Return whether some gradients have an element other than 0, a 0-dim tensor each."""
+    return [_numbers.values(grads[index]).any() for index in indices if index in grads]
 
 
 def _dense_grads(grads: Mapping[int, Tensor], indices: Sequence[int]) -> dict[int, Tensor]:
     """Return those gradients that are dense and have elements. A rank may hold no element of a gradient."""
-    dense = {}
-    for index in indices:
-        grad = grads.get(index)
-        if grad is not None and grad.layout == torch.strided and grad.numel():
-            dense[index] = grad
-    return dense
-
-
-def _note_new_gradients(owner: _LoopState, done: Pass) -> None:
-    got_gradients = _any_of(done.grads, owner.sampled)
-    if owner.got_gradients is None:
-        owner.got_gradients = got_gradients
-    elif got_gradients is not None:
-        owner.got_gradients = owner.got_gradients | got_gradients
+    held = {index: grads[index] for index in indices if index in grads}
+    return {
+        index: grad for index, grad in held.items() if grad.layout == torch.strided and grad.numel()
+    }
 
 
 def _look_for_gone(owner: _LoopState, update: Update) -> None:
     """Ask whether the gradients that passes gave have gone before the update."""
-    if owner.got_gradients is None:
-        return
-    has_gradients = _any_of(update.grads, owner.sampled)
-    if has_gradients is None:
-        has_gradients = torch.zeros_like(owner.got_gradients)
-    flags = torch.stack([owner.got_gradients, has_gradients])
-    update.later(flags, partial(_judge_gone, owner, update))
+    number = len(owner.got_gradients)
+    if number:
+        flags = [*owner.got_gradients, *_any_of(update.grads, owner.sampled)]
+        device = flags[0].device
+        values = torch.stack([flag.to(device) for flag in flags])
+        update.later(values, partial(_judge_gone, owner, update, number))
 
 
-def _judge_gone(owner: _LoopState, update: Update, seen: Tensor) -> Iterator[Finding]:
-    got_gradients, has_gradients = seen.tolist()
-    are_gone = got_gradients and not has_gradients
+def _judge_gone(owner: _LoopState, update: Update, number: int, seen: Tensor) -> Iterator[Finding]:
+    """Judge what so many flags say of passes, and the others of the update."""
+    are_gone = bool(seen[:number].any()) and not bool(seen[number:].any())
     # The script may clear the sampled parameters on purpose: then other parameters have gradients.
-    if are_gone and not _any_of(update.grads, update.indices):
+    if are_gone and not any(_any_of(update.grads, update.indices)):
         owner.gone_in_a_row += 1
     else:
         owner.gone_in_a_row = 0

@@ -1,6 +1,6 @@
 """Finds parameters that moved less, or more, than a rule says."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -24,23 +24,25 @@ _CHUNK = 2**20
 class MovedCheck(Check):
     """Compares weights right after updates with those before the first one.
 
-    A share of ``least`` elements must differ once ``within`` performed updates, or all elements are to stay ``unmoved``.
+    A share of ``least`` elements must differ once ``within`` performed updates; if ``within`` is 0, no element may.
     """
 
-    def __init__(self, *, least: float = 0.0, within: int = 0, unmoved: bool = False) -> None:
+    def __init__(self, *, least: float = 0.0, within: int = 0) -> None:
         self._least = least
         self._within = within
-        self._unmoved = unmoved
-        self._first: dict[int, Tensor] = {}
-        self._steps: dict[int, int] = {}
+        self._values: Callable[[Tensor], Tensor] = sample
+        if not within:
+            self._values = fingerprint
+        # By parameter that is still compared: the first values, and their step.
+        self._first: dict[int, tuple[Tensor, int]] = {}
+        # By parameter, the performed updates since then.
         self._updates: dict[int, int] = {}
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         for index in update.indices:
             param = update.params.get(index)
-            if index not in self._steps and param is not None and param.numel():
-                self._first[index] = self._values(param)
-                self._steps[index] = update.step
+            if index not in self._updates and param is not None and param.numel():
+                self._first[index] = self._values(param), update.step
                 self._updates[index] = 0
         return ()
 
@@ -51,37 +53,35 @@ class MovedCheck(Check):
                 new[index] = self._values(update.params[index])
                 self._updates[index] += update.took_place
         for indices in by_device(new, new):
-            first = [self._first[index] for index in indices]
+            first = [self._first[index][0] for index in indices]
             now = [new[index] for index in indices]
             update.later(differing(first, now), partial(self._judge, update, indices))
         return ()
 
-    def _values(self, param: Tensor) -> Tensor:
-        if self._unmoved:
-            return fingerprint(param)
-        return sample(param)
-
     def _judge(self, update: Update, indices: Sequence[int], seen: Tensor) -> Iterator[Finding]:
-        shares = dict(zip(indices, seen.tolist(), strict=True))
-        if self._unmoved:
-            moved = [index for index, share in shares.items() if share]
-            if moved:
-                text = _MOVED.format(first=self._steps[moved[0]], step=update.step)
-                yield Finding("moved", text, tuple(moved))
+        wrong: dict[int, float] = {}
+        for index, share in zip(indices, seen.tolist(), strict=True):
+            if index not in self._first:
+                continue
+            if not self._within:
+                is_wrong = share > 0
+            elif share >= self._least:
+                is_wrong = False
+                del self._first[index]
+            else:
+                is_wrong = self._updates[index] >= self._within
+            if is_wrong:
+                wrong[index] = share
+        if not wrong:
             return
-        late = []
-        for index, share in shares.items():
-            if share >= self._least:
-                self._first.pop(index, None)
-            elif index in self._first and self._updates[index] >= self._within:
-                late.append(index)
-        if late:
-            share = min(shares[index] for index in late)
-            first = self._steps[late[0]]
-            text = _TOO_FEW.format(within=self._within, share=share, first=first, least=self._least)
-            yield Finding("unmoved", text, tuple(late))
-        for index in late:
+        at_first = {"first": self._first[min(wrong)][1]}
+        text = _MOVED.format(step=update.step, **at_first)
+        if self._within:
+            share = min(wrong.values())
+            text = _TOO_FEW.format(within=self._within, share=share, least=self._least, **at_first)
+        for index in wrong:
             del self._first[index]
+        yield Finding("moved", text, tuple(wrong))
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Finds ranks whose gradients or weights differ although they should be replicas of one another."""
 
-import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -15,20 +14,14 @@ from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors._channel import Channel, numbered
 from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
 
-# Rows are sent so many together.
-_BATCH = 8
-# Up to so many ranks, each sends its first rows one by one, and later also shows a batch that is not complete yet.
+# Up to so many ranks, each update of the first passes is compared; of the later ones one in eight: a difference of weights stays.
 _FEW_RANKS = 64
-_FIRST = 32
+_FIRST_PASSES = 32
+_LATER = 8
 # So many rows of the first rank wait for other ranks.
 _MOST_WAITING = 256
-# After so many passes, a row has the weights of one part of the parameters: a difference of weights stays.
-_SETTLED = 32
-_MOST_PARTS = 8
-_PART = 4
 
-# A row on its way: passes, step, and the numbers as bytes.
-_Packed = tuple[tuple[int, int], int, bytes]
+_Passes = tuple[int, int]
 
 
 def topic_of(rule: str, names: Sequence[str]) -> str:
@@ -45,14 +38,13 @@ class RanksCheck(Check):
         if not update.topic:
             return ()
         for replicas in update.replicas:
+            # A closure may be evaluated away from the weights that ranks have in common.
+            if update.has_moved or not _is_compared(replicas):
+                continue
             if replicas.key not in self._series:
                 self._series[replicas.key] = _Series(replicas, update.topic)
             series = self._series[replicas.key]
-            sampled: Sequence[int] = ()
-            # A closure may be evaluated away from the weights that ranks have in common.
-            if not update.has_moved:
-                sampled = series.part(replicas.passes)
-            values = _measured(update, replicas.indices, sampled)
+            values = _measured(update, replicas.indices)
             update.later(values, partial(series.add, replicas, update.step))
         return ()
 
@@ -67,156 +59,97 @@ class _Series:
     def __init__(self, replicas: Replicas, topic: str) -> None:
         self._channel = Channel(f"{topic}/{replicas.key}", replicas.ranks)
         self._first, *self._others = replicas.ranks
-        self._are_few = len(replicas.ranks) <= _FEW_RANKS
-        self._indices = replicas.indices
-        self._batch: list[RankNumbers] = []
-        self._sent = 0
-        # What follows is for the first rank.
-        self._own: dict[tuple[int, int], tuple[RankNumbers, Replicas]] = {}
-        self._theirs: dict[int, dict[tuple[int, int], RankNumbers]] = {}
-        for rank in self._others:
-            self._theirs[rank] = {}
+        # What follows is for the first rank: the rows that wait, by passes and rank, and the replicas of its own rows.
+        self._rows: dict[_Passes, dict[int, RankNumbers]] = {}
+        self._replicas: dict[_Passes, Replicas] = {}
+        # By other rank, the passes of its last row.
+        self._last = dict.fromkeys(self._others, (-1, -1))
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
-
-    def part(self, passes: tuple[int, int]) -> Sequence[int]:
-        """Return the parameters whose weights a row has. All ranks choose alike for the same passes."""
-        parts = min(_MOST_PARTS, len(self._indices) // _PART)
-        if sum(passes) <= _SETTLED or parts <= 1:
-            return self._indices
-        # Drawn: passes may come in fours.
-        first = zlib.crc32(repr(passes).encode()) % parts
-        return self._indices[first::parts]
 
     def add(self, replicas: Replicas, step: int, values: Tensor) -> Iterator[Finding]:
         """Add the row of an update of this rank."""
         row = RankNumbers(replicas.passes, step, values.T.contiguous())
-        self._batch.append(row)
-        is_complete = len(self._batch) >= self._batch_size
         # Without a store the ranks cannot be compared.
         with suppress(RuntimeError):
-            if self._is_first:
-                self._keep(row, replicas)
-                # Another rank may be ahead: its later batches wait in the store.
-                while is_complete and self._newest() < row.passes:
-                    if not self._receive(self._others):
-                        break
-            elif is_complete:
-                self._channel.post(self._first, self._packed())
-            elif self._are_few:
-                self._show_rest()
-        if is_complete:
-            self._batch = []
-            self._sent += 1
-            yield from self._compared(min(row.passes, self._newest()))
+            if not self._is_first:
+                content = _numbers.to_bytes(row.numbers)
+                self._channel.post(self._first, (row.passes, row.step, content))
+                return
+            self._keep(self._first, row)
+            self._replicas.setdefault(row.passes, replicas)
+            # Another rank may be ahead: its later rows wait in the store.
+            while min(self._last.values()) < row.passes:
+                if not self._receive(self._others):
+                    break
+        yield from self._compared(min(row.passes, *self._last.values()))
 
-    @property
-    def _batch_size(self) -> int:
-        if self._are_few and self._sent < _FIRST:
-            return 1
-        return _BATCH
-
-    def _keep(self, row: RankNumbers, replicas: Replicas) -> None:
-        self._own.setdefault(row.passes, (row, replicas))
-        while len(self._own) > _MOST_WAITING:
-            del self._own[min(self._own)]
+    def _keep(self, rank: int, row: RankNumbers) -> None:
+        self._rows.setdefault(row.passes, {}).setdefault(rank, row)
+        while len(self._rows) > _MOST_WAITING:
+            oldest = min(self._rows)
+            del self._rows[oldest]
+            self._replicas.pop(oldest, None)
 
     def close(self) -> Iterator[Finding]:
-        """Send the last rows, or compare what the other ranks have sent so far."""
+        """Compare what the other ranks have sent so far."""
         with suppress(RuntimeError):
             if self._is_first:
                 for rank in self._others:
-                    self._receive_all(rank)
-            elif self._batch:
-                self._show_rest()
+                    while self._receive([rank]):
+                        pass
         self._channel.close()
-        yield from self._compared(max(self._own, default=(0, 0)))
+        yield from self._compared(max(self._rows, default=(0, 0)))
 
     @property
     def _is_first(self) -> bool:
         return self._channel.rank == self._first
 
-    def _packed(self) -> list[_Packed]:
-        return [(row.passes, row.step, _numbers.to_bytes(row.numbers)) for row in self._batch]
-
-    def _show_rest(self) -> None:
-        """Show a batch that is not complete: the first rank may end before it is."""
-        self._channel.set(f"last/{self._channel.rank}", self._packed())
-
     def _receive(self, ranks: Sequence[int]) -> bool:
-        """Take in the next batch of each of some ranks; tell whether all of these had come."""
-        batches = self._channel.take(ranks)
-        if batches is None:
+        """Take in the next row of each of some ranks; tell whether all of these had come."""
+        messages = self._channel.take(ranks)
+        if messages is None:
             return False
-        for rank, batch in zip(ranks, batches, strict=True):
-            self._take_in(rank, batch)
+        for rank, (passes, step, content) in zip(ranks, messages, strict=True):
+            numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
+            self._keep(rank, RankNumbers(passes, step, numbers.view(4, -1)))
+            self._last[rank] = passes
         return True
 
-    def _receive_all(self, rank: int) -> None:
-        while self._receive([rank]):
-            pass
-        if self._channel.check(f"last/{rank}"):
-            self._take_in(rank, self._channel.get(f"last/{rank}"))
-
-    def _take_in(self, rank: int, batch: Sequence[_Packed]) -> None:
-        for passes, step, content in batch:
-            numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
-            row = RankNumbers(passes, step, numbers.view(4, -1))
-            self._theirs[rank].setdefault(passes, row)
-
-    def _newest(self) -> tuple[int, int]:
-        """Return the newest passes whose rows have come from all other ranks and are not compared yet."""
-        return min(max(rows, default=(-1, -1)) for rows in self._theirs.values())
-
-    def _compared(self, last: tuple[int, int]) -> Iterator[Finding]:
+    def _compared(self, last: _Passes) -> Iterator[Finding]:
         """Compare the rows up to some passes. A rank that skipped an update has no row for it."""
-        for passes in sorted(self._own):
+        for passes in sorted(self._rows):
             if passes > last:
                 break
-            row, replicas = self._own.pop(passes)
-            others = {}
-            for rank, rows in self._theirs.items():
-                if passes in rows:
-                    others[rank] = rows[passes]
-            yield from self._comparison.compare(row, others, replicas)
-        for rank, rows in self._theirs.items():
-            self._theirs[rank] = {passes: row for passes, row in rows.items() if passes > last}
+            rows = self._rows.pop(passes)
+            own = rows.pop(self._first, None)
+            if own is not None:
+                yield from self._comparison.compare(own, rows, self._replicas.pop(passes))
 
 
-def _measured(update: Update, indices: Sequence[int], sampled: Sequence[int]) -> Tensor:
-    """Return the numbers of a row by parameter, of which ``sampled`` ones have all. Shape ``[parameters, 4]``."""
+def _is_compared(replicas: Replicas) -> bool:
+    """Tell whether an update is compared. All ranks choose alike for the same passes."""
+    passes = replicas.passes
+    if sum(passes) <= _FIRST_PASSES and len(replicas.ranks) <= _FEW_RANKS:
+        return True
+    # Drawn: passes may come in fours.
+    return zlib.crc32(repr(passes).encode()) % _LATER == 0
+
+
+def _measured(update: Update, indices: Sequence[int]) -> Tensor:
+    """Return the numbers of a row by parameter. Shape ``[parameters, 4]``."""
     device = update.params[indices[0]].device
-    grads = {index: update.grads[index] for index in indices if index in update.grads}
-    weights = {index: update.params[index] for index in sampled}
-    dense = {}
-    for index in sampled:
-        if index in grads and grads[index].layout is torch.strided:
-            dense[index] = grads[index]
-
     # A missing gradient counts as zero.
-    missing = torch.zeros((), device=device)
-    unknown = torch.full((2,), math.nan, device=device)
-    norms = _by_parameter(indices, grads, update.norms, missing)
-    of_gradients = _by_parameter(indices, dense, partial(_sampled, dense), unknown)
-    of_weights = _by_parameter(indices, weights, partial(_sampled, weights), unknown)
-    return torch.cat([norms.unsqueeze(1), of_gradients[:, 1:], of_weights], 1)
-
-
-def _sampled(tensors: Mapping[int, Tensor], indices: Sequence[int]) -> Tensor:
-    return norms_and_sums([sample(tensors[index]) for index in indices])
-
-
-def _by_parameter(
-    indices: Sequence[int],
-    tensors: Mapping[int, Tensor],
-    measure: Callable[[Sequence[int]], Tensor],
-    otherwise: Tensor,
-) -> Tensor:
-    """Measure tensors device by device; return a row for each index, the last argument if there is no tensor."""
-    groups = by_device(tensors, tensors)
-    if len(groups) == 1 and len(tensors) == len(indices):  # nearly always
-        return measure(groups[0]).to(otherwise.device)
-    rows: dict[int, Tensor] = {}
-    for group in groups:
-        measured = measure(group).to(otherwise.device)
-        rows |= zip(group, measured.unbind(), strict=True)
-    return torch.stack([rows.get(index, otherwise) for index in indices])
+    zero = torch.zeros((), device=device)
+    norms = dict.fromkeys(indices, zero)
+    for group in by_device([index for index in indices if index in update.grads], update.grads):
+        norms |= zip(group, update.norms(group).to(device).unbind(), strict=True)
+    column = torch.stack([*norms.values()]).unsqueeze(1)
+    grads = []
+    weights = []
+    for index in indices:
+        grad = update.grads.get(index, zero)
+        if grad.layout is not torch.strided:
+            grad = zero  # Its norm is compared.
+        grads.append(sample(grad).to(device))
+        weights.append(sample(update.params[index]).to(device))
+    return torch.cat([column, norms_and_sums(grads)[:, 1:], norms_and_sums(weights)], 1)

@@ -63,7 +63,7 @@ class RankNumbers:
         passes: the passes that led to the update, counted alike on all ranks.
         step: the number of the update on this rank.
         numbers: by parameter the norm and a signed sum of the gradient, and the norm and a signed sum of the weight.
-            All but the first are NaN where they were not measured. Shape ``[4, parameters]``.
+            Shape ``[4, parameters]``.
     """
 
     passes: tuple[int, int]
@@ -97,7 +97,7 @@ class ReplicaComparison:
         self._equal = torch.zeros(len(self._others), len(indices))
         # Likewise: whether the weights were ever alike.
         self._met = torch.zeros(len(self._others), len(indices), dtype=torch.bool)
-        # The last norms of gradients that were compared in full.
+        # The last norms of gradients.
         self._norms = torch.zeros(len(indices))
         # By rank: how many updates more than the first rank it had made at its first row.
         self._leads: dict[int, int] = {}
@@ -114,10 +114,9 @@ class ReplicaComparison:
     ) -> Iterator[Finding]:
         """Compare the rows of some other ranks at one update with the row of the first rank."""
         skipped = self._ranks_that_skipped(own, others)
-        theirs = own.numbers.new_full((len(self._others), *own.numbers.shape), torch.nan)
-        for position, rank in enumerate(self._others):
-            if rank in others:
-                theirs[position] = others[rank].numbers
+        unknown = torch.full_like(own.numbers, torch.nan)
+        rows = {rank: row.numbers for rank, row in others.items()}
+        theirs = torch.stack([rows.get(rank, unknown) for rank in self._others])
         gradients_apart = _differs(own.numbers[:2], theirs[:, :2])
         was_proven = self._equal >= _PROOF
         self._equal[gradients_apart] = 0
@@ -127,8 +126,7 @@ class ReplicaComparison:
         least = 0.0
         if not replicas.promised:
             averaged = self._equal >= _PROOF
-            largest_weight = own.numbers[2].nan_to_num().max()
-            least = _UNSEEN * largest_weight.item()
+            least = _UNSEEN * float(own.numbers[2].nan_to_num().max())
         weights_apart = self._weights_apart(own.numbers[2:], theirs[:, 2:], least, skipped)
         are_finite = (own.numbers[2:] + theirs[:, 2:]).isfinite().all(1)
         weights_alike = are_finite & ~weights_apart
@@ -168,15 +166,14 @@ class ReplicaComparison:
 
     def _note_equal(self, ours: Tensor, theirs: Tensor) -> None:
         """Count the gradients that show, by being equal, that ranks averaged them."""
-        norms, sums = ours
-        is_known = sums.isfinite()
+        norms = ours[0]
         # A gradient of zero, or one that never changes, is equal on ranks that have nothing in common.
-        is_new = is_known & (norms > 0) & ((norms - self._norms).abs() > _ROUNDING * norms)
+        is_new = (norms > 0) & ((norms - self._norms).abs() > _ROUNDING * norms)
         is_telling = is_new & (ours == theirs).all(1)
         # A few small gradients may be equal by chance, as where scripts take their signs.
         are_most = is_telling.sum(1, keepdim=True) > is_new.sum() / 2
         self._equal += is_telling & are_most
-        self._norms = torch.where(is_known, norms, self._norms)
+        self._norms = norms
 
     def _differences_of_gradients(
         self, own: RankNumbers, theirs: Tensor, unreported: Tensor, replicas: Replicas
@@ -241,17 +238,13 @@ class ReplicaComparison:
             self._reported[cause][difference.place] = True
             by_remedy.setdefault((difference.step, difference.remedy), []).append(difference)
         for (step, remedy), group in by_remedy.items():
-            ranks = {self._first}
-            places = set()
-            for difference in group:
-                ranks.add(difference.rank)
-                places.add(difference.place)
-            named_ranks = _dist.named(sorted(ranks))
-            text = _WEIGHTS.format(ranks=named_ranks, remedy=remedy)
+            group.sort(key=attrgetter("place"))
+            ranks = _dist.named(sorted({self._first, *(each.rank for each in group)}))
+            text = _WEIGHTS.format(ranks=ranks, remedy=remedy)
             if cause == "gradients":
-                first = min(group, key=attrgetter("place"))
-                text = _GRADIENTS.format(ranks=named_ranks, numbers=first.numbers, remedy=remedy)
-            indices = tuple(self._indices[place] for place in sorted(places))
+                text = _GRADIENTS.format(ranks=ranks, numbers=group[0].numbers, remedy=remedy)
+            places = dict.fromkeys(each.place for each in group)
+            indices = tuple(self._indices[place] for place in places)
             yield Finding(cause, text, indices, step=step)
 
     def _norms_of(self, rank: int, ours: float, theirs: float) -> str:

@@ -22,9 +22,8 @@ _ROUNDING = 1e-4
 _LAYERS = ("Linear", "Conv", "RNN", "LSTM", "GRU", "Attention")
 # An identity, or another pattern of few numbers, is the same in two tensors that were never tied.
 _DISTINCT = 16
-# Units that are equal for so many updates, with gradients that differ, are no copies.
-_UPDATES = 20
 # After so many updates, one in a hundred is looked at for parameters that came later.
+_UPDATES = 20
 _LATER = 100
 
 
@@ -34,8 +33,8 @@ class StructureCheck(Check):
     def __init__(self) -> None:
         self._updates: Counter[Hashable] = Counter()
         self._seen: set[int] = set()
-        # Weights whose rows are equal, and the number of updates in which they were.
-        self._equal: dict[int, int] = {}
+        # Weights whose rows are equal, and have been in each update that was looked at.
+        self._equal: set[int] = set()
 
     def before_update(self, update: Update) -> Iterator[Finding]:
         self._updates[update.owner] += 1
@@ -44,52 +43,41 @@ class StructureCheck(Check):
             return
         new = []
         for index in update.indices:
-            has_come = index in update.grads and index not in self._seen
-            if has_come and _is_matrix(update.params[index]):
-                new.append(index)
+            if index in update.grads and index not in self._seen:
+                param = update.params[index]
+                if param.dim() > 1 and param.layout == torch.strided and param.is_floating_point():
+                    new.append(index)
         self._seen.update(new)
-        for index in new:
-            if _has_equal_units(update, index):
-                self._equal[index] = 0
-        for units, indices in sorted(self._take_copies(update).items()):
+        self._equal.update(index for index in new if _is_layer(update, index))
+        for units, indices in self._copies(update).items():
             yield Finding("copies", _COPIES.format(units=units), tuple(indices))
-        if not new or update.model.is_configured_untied():
-            return
-        for pair in _untied(update, new):
-            yield Finding("untied", _UNTIED, pair)
+        if new and not update.model.is_configured_untied():
+            for pair in _untied(update, new):
+                yield Finding("untied", _UNTIED, pair)
 
-    def _take_copies(self, update: Update) -> dict[int, list[int]]:
-        """Return, by number of units, the weights whose units are copies; forget weights that need no further look."""
+    def _copies(self, update: Update) -> dict[int, list[int]]:
+        """Return, by number of units, the weights whose units are copies; forget those, and weights whose rows differ."""
         copies: dict[int, list[int]] = {}
-        for index in list(self._equal):
+        for index in sorted(self._equal):
             param = update.params.get(index)
-            if param is None:
-                continue
-            self._equal[index] += 1
-            are_equal = _rows_equal(param)
-            if are_equal and _has_equal_rows(update.grads.get(index)):
+            if param is None or not _rows_equal(param):
+                self._equal.discard(index)
+            elif _has_equal_rows(update.grads.get(index)):
+                self._equal.discard(index)
                 copies.setdefault(len(param), []).append(index)
-                del self._equal[index]
-            elif not are_equal or self._equal[index] > _UPDATES:
-                del self._equal[index]
         return copies
 
 
-def _is_matrix(param: Tensor) -> bool:
-    return param.dim() > 1 and param.layout == torch.strided and param.is_floating_point()
-
-
-def _has_equal_units(update: Update, index: int) -> bool:
+def _is_layer(update: Update, index: int) -> bool:
     # An embedding has no units: equal rows are tokens that the loss treats alike.
     # A matrix of no layer, such as a field or a position code, may have equal rows for good reason.
     kind = update.model.kinds.get(index, "")
-    if not any(word in kind for word in _LAYERS):
-        return False
-    param = update.params[index]
-    return len(param) > 1 and _rows_equal(param)
+    return any(word in kind for word in _LAYERS)
 
 
 def _rows_equal(param: Tensor) -> bool:
+    if len(param) <= 1:
+        return False
     weight = param.detach()
     # The first two rows answer nearly always.
     return torch.equal(weight[0], weight[1]) and torch.equal(weight, weight[:1].expand_as(weight))

@@ -61,8 +61,8 @@ class _OptimizerUpdates:
     # The largest usual size of a gradient so far.
     usual: float = 0.0
     dead: DeadParams = field(default_factory=DeadParams)
-    # Where the gradient of a suspect is largest, and its values there right before this update.
-    tests: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Where the gradient of a suspect is largest, its values there right before this update, and the updates without a move.
+    tests: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
 
 
 class UpdateCheck(Check):
@@ -71,10 +71,11 @@ class UpdateCheck(Check):
     def __init__(self) -> None:
         self._owners: dict[Hashable, _OptimizerUpdates] = {}
         self._outside = OutsideLeaves()
+        # The parameters that backward passes have reached.
+        self._reached: set[int] = set()
 
     def after_pass(self, done: Pass) -> Iterator[Finding]:
-        for owner in self._owners.values():
-            owner.dead.reached(done.reached)
+        self._reached.update(done.reached)
         yield from self._outside.after_pass(done)
 
     def close(self) -> None:
@@ -83,12 +84,13 @@ class UpdateCheck(Check):
 
     def before_update(self, update: Update) -> Iterable[Finding]:
         owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
-        for index in owner.suspects:
+        for index in list(owner.suspects):
             param = update.params.get(index)
             grad = update.grads.get(index)
             if param is not None and grad is not None:
                 places = largest(grad)
-                owner.tests[index] = (places, torch.take(param, places))
+                values = torch.take(param, places)
+                owner.tests[index] = (places, values, owner.suspects.pop(index))
         return ()
 
     def after_update(self, update: Update) -> Iterable[Finding]:
@@ -96,11 +98,9 @@ class UpdateCheck(Check):
         owner.updates += 1
         owner.performed += update.took_place
         if owner.tests:
-            waited = _unmoved_suspects(owner, update)
+            yield from _causes(owner, update)
             owner.tests = {}
-            owner.suspects.clear()
-            yield from _causes(owner, update, waited)
-        yield from owner.dead.after_update(update, owner.updates, owner.moved, owner.samples)
+        yield from owner.dead.after_update(update, owner.updates, owner.moved, self._reached)
         if owner.updates == 1:
             owner.usual = _usual_gradient(update)
         ends_window = _ends_window(owner.updates)
@@ -108,26 +108,23 @@ class UpdateCheck(Check):
             self._sample(owner, update, ends_window=ends_window)
 
     def _sample(self, owner: _OptimizerUpdates, update: Update, *, ends_window: bool) -> None:
-        new = {}
-        for index in update.indices:
-            if index in update.grads and update.params[index].numel():
-                new[index] = sample(update.params[index])
+        members = [index for index in update.indices if index in update.grads]
+        new = {
+            index: sample(update.params[index]) for index in members if update.params[index].numel()
+        }
         span = 0
         if ends_window:
             span = owner.updates - owner.sampled
+            owner.sampled = owner.updates
         for indices in by_device(new, new):
             before = [owner.samples.get(index, new[index]) for index in indices]
             after = [new[index] for index in indices]
             finite = torch.stack([values.isfinite().all() for values in after])
             judge = partial(self._judge, owner, update, indices, span)
             update.later(torch.stack([differing(before, after), finite.float()]), judge)
-        if ends_window:
-            for index in owner.suspects.keys() - new.keys():
-                del owner.suspects[index]
-            owner.samples = {**owner.samples, **new}
-            owner.sampled = owner.updates
-        else:
-            owner.samples = {**new, **owner.samples}
+        if not ends_window:
+            new |= owner.samples
+        owner.samples |= new
 
     def _judge(
         self,
@@ -138,45 +135,39 @@ class UpdateCheck(Check):
         seen: Tensor,
     ) -> Iterator[Finding]:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
-        shares, finite = seen.tolist()
-        nonfinite = [
-            index for index, is_finite in zip(indices, finite, strict=True) if not is_finite
-        ]
-        yield from _broken(update, nonfinite)
-        for index, share in zip(indices, shares, strict=True):
+        nonfinite = []
+        for index, share, is_finite in zip(indices, *seen.tolist(), strict=True):
+            if not is_finite:
+                nonfinite.append(index)
             if share:
                 owner.moved.add(index)
-                if span:
-                    owner.suspects.pop(index, None)
+                owner.suspects.pop(index, None)
             elif span:
                 owner.suspects[index] = owner.suspects.get(index, 0) + span
+        yield from _broken(update, nonfinite)
 
 
 def _ends_window(number: int) -> bool:
     """Tell whether the samples after this update are compared with those at the end of the last window."""
+    window = WINDOW
     if number > SETTLED + 1:
-        return number % LATER == 1
-    return number > 1 and number % WINDOW == 1
+        window = LATER
+    return number > 1 and number % window == 1
 
 
-def _unmoved_suspects(owner: _OptimizerUpdates, update: Update) -> dict[int, int]:
-    """Return the suspects that this update has not moved either, and the number of updates since they last moved."""
-    unmoved = {}
-    for index, (places, before) in owner.tests.items():
+def _causes(owner: _OptimizerUpdates, update: Update) -> Iterator[Finding]:
+    """Yield one finding for each cause for which parameters that should have moved did not."""
+    waited = {}
+    for index, (places, before, updates) in sorted(owner.tests.items()):
         now = torch.take(update.params[index], places)
         if not bool(differing([before], [now])):
-            unmoved[index] = owner.suspects[index]
-    return unmoved
-
-
-def _causes(owner: _OptimizerUpdates, update: Update, waited: dict[int, int]) -> Iterator[Finding]:
-    """Yield one finding for each cause for which parameters that should have moved did not."""
+            waited[index] = updates
     if not waited:
         return
     # Compared with earlier ones also: near a minimum all gradients are rounding noise.
     owner.usual = max(owner.usual, _usual_gradient(update))
     by_cause: dict[str, list[int]] = {}
-    for index, updates in sorted(waited.items()):
+    for index, updates in waited.items():
         grad = update.grads.get(index)
         if grad is None or not _rms(grad) > _NOISE * owner.usual:
             continue
@@ -189,16 +180,14 @@ def _causes(owner: _OptimizerUpdates, update: Update, waited: dict[int, int]) ->
         first = indices[0]
         text = _STILL.format(updates=waited[first]) + _consequence(cause, update, first)
         if cause == "lr":
-            yield Finding(cause, text, _without_rate(owner, update))
-        else:
-            yield Finding(cause, text, tuple(indices))
+            indices = _without_rate(owner, update)  # noqa: PLW2901 # those with small gradients too
+        yield Finding(cause, text, tuple(indices))
 
 
-def _without_rate(owner: _OptimizerUpdates, update: Update) -> tuple[int, ...]:
+def _without_rate(owner: _OptimizerUpdates, update: Update) -> list[int]:
     """Return the parameters that never moved and whose learning rate is 0, also those with too small a gradient."""
-    still = set(update.indices) - owner.moved
-    groups = update.groups
-    return tuple(index for index in groups if index in still and not _learning_rate(groups[index]))
+    still = [index for index in update.groups if index not in owner.moved]
+    return [index for index in still if not _learning_rate(update.groups[index])]
 
 
 def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:
@@ -214,37 +203,36 @@ def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:
 
 
 def _cause_of_owned(update: Update, index: int, owner: _OptimizerUpdates) -> str:
+    group = update.groups[index]
     if not owner.performed:
         return "skipped"
-    group = update.groups[index]
+    # An optimizer that stops at a tolerance, or a proximal step that holds a weight at 0.
+    if "tolerance_grad" in group or not bool(update.params[index].detach().any()):
+        return ""
     lr = _learning_rate(group)
-    is_unwritten = bool(lr) and _should_move(update, index, lr)
-    # A schedule that ends, a proximal step that holds a weight at 0, or an optimizer that stops at a tolerance.
-    is_over = index in owner.moved and not is_unwritten
-    may_rest = is_over or "tolerance_grad" in group
-    if may_rest or not bool(update.params[index].detach().any()):
+    if lr and _should_move(update, index, lr):
+        return "unwritten"
+    # A schedule may end, and a training come to its minimum.
+    if index in owner.moved:
         return ""
     if not lr:
         return "lr"
-    if is_unwritten:
-        return "unwritten"
     return "rounded"
 
 
 def _patience(cause: str, update: Update, index: int) -> int:
     """Return how many updates a parameter may rest for a cause that may pass."""
+    is_half = update.params[index].dtype in _numbers.HALF
     if cause == "lr":
         return PATIENCE
-    if update.params[index].dtype not in _numbers.HALF or cause in ("frozen", "skipped"):
-        return WINDOW
-    if cause == "unowned" or _has_float32_copy(update, index):
+    if is_half and (cause == "unowned" or _has_float32_copy(update, index)):
         return PATIENCE
     return WINDOW
 
 
 def _has_float32_copy(update: Update, index: int) -> bool:
     numel = update.params[index].numel()
-    for value in update.state.get(index, {}).values():
+    for value in update.state_of(index).values():
         if isinstance(value, Tensor) and value.numel() == numel and value.dtype == torch.float32:
             return True
     return False
@@ -268,7 +256,7 @@ def _learning_rate(group: Mapping[str, Any]) -> float:
 def _should_move(update: Update, index: int, lr: float) -> bool:
     """Tell whether an update with the gradient is larger than what the parameter's dtype rounds away."""
     param = update.params[index].detach()
-    state = update.state.get(index, {})
+    state = update.state_of(index)
     grad = update.grads[index].detach()
     if grad.is_sparse:
         grad = grad.to_dense()
@@ -289,16 +277,10 @@ def _broken(update: Update, nonfinite: Sequence[int]) -> Iterator[Finding]:
 
 
 def _rms(grad: Tensor) -> float:
-    values = _numbers.values(grad)
-    if not values.numel():
-        return 0.0
-    if values.is_complex():
-        values = values.abs()
-    return float(values.float().square().mean().sqrt())
+    """Return the usual size of an element of a gradient, NaN if it has none."""
+    return float(_numbers.values(grad).abs().float().square().mean().sqrt())
 
 
 def _usual_gradient(update: Update) -> float:
     sizes = [_rms(update.grads[index]) for index in update.indices if index in update.grads]
-    if not sizes:
-        return 0.0
-    return float(torch.tensor(sizes).median())
+    return max(0.0, float(torch.tensor(sizes).nanmedian()))

@@ -1,5 +1,6 @@
 """Tables for people: aligned columns, counted nouns, and many names in a few words."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,8 +11,6 @@ NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 _NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
 _MAX_PIECES = 6  # of a list of numbers with gaps
-
-_Row = tuple[tuple[str, ...], ...]  # for each position of a number, all its values
 
 
 def count(number: int, noun: str) -> str:
@@ -55,56 +54,42 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     >>> fold_names(["h.0.w", "h.1.w", "h.2.w", "h.1.b"])
     {'h.{0..2}.w': ['h.0.w', 'h.1.w', 'h.2.w'], 'h.1.b': ['h.1.b']}
     """
-    # By the texts between the numbers.
-    groups: dict[tuple[str, ...], dict[_Row, list[str]]] = {}
+    # By the texts between the numbers; each name by its numbers.
+    groups: dict[tuple[str, ...], dict[tuple[str, ...], str]] = {}
     for name in names:
         parts = _NUMBER.split(name)
-        texts = tuple(parts[::2])
-        row: _Row = tuple((number,) for number in parts[1::2])
-        groups.setdefault(texts, {})[row] = [name]
+        groups.setdefault(tuple(parts[::2]), {})[tuple(parts[1::2])] = name
     folded: dict[str, list[str]] = {}
     for texts, rows in groups.items():
-        for merged_row, members in _merge(rows, columns=len(texts) - 1).items():
-            pieces = [texts[0]]
-            for numbers, between in zip(merged_row, texts[1:], strict=True):
-                pieces += [_range(numbers), between]
-            text = "".join(pieces)
-            # Distinct names may have equal numbers: 1 and 01.
-            folded.setdefault(text, []).extend(members)
+        columns = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+        if math.prod(map(len, columns)) == len(rows):
+            folded.setdefault(_joined(texts, columns), []).extend(rows.values())
+            continue
+        # Not all combinations are there: the first number alone is folded.
+        alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        for row in rows:
+            alike.setdefault(row[1:], []).append(row)
+        for rest, members in alike.items():
+            columns = [[row[0] for row in members], *([number] for number in rest)]
+            folded.setdefault(_joined(texts, columns), []).extend(rows[row] for row in members)
     return folded
 
 
-def _merge(rows: dict[_Row, list[str]], columns: int) -> dict[_Row, list[str]]:
-    """Join rows that differ in one column, for each column in turn."""
-    for column in range(columns):
-        alike: dict[_Row, list[_Row]] = {}
-        for row in rows:
-            rest = row[:column] + row[column + 1 :]
-            alike.setdefault(rest, []).append(row)
-        merged: dict[_Row, list[str]] = {}
-        for rest, group in alike.items():
-            numbers: list[str] = []
-            names: list[str] = []
-            for row in group:
-                numbers += row[column]
-                names += rows[row]
-            joined = (*rest[:column], tuple(numbers), *rest[column:])
-            merged[joined] = names
-        rows = merged
-    return rows
+def _joined(texts: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
+    text = texts[0]
+    for numbers, between in zip(columns, texts[1:], strict=True):
+        text += _range(numbers) + between
+    return text
 
 
-def _range(texts: tuple[str, ...]) -> str:
+def _range(texts: Sequence[str]) -> str:
     """Return ``{0..3}`` for consecutive numbers, ``{0,2,7}`` for others, or the only one."""
     if len(texts) == 1:
         return texts[0]
-    numbers = sorted(map(int, texts))
-    first = numbers[0]
-    last = numbers[-1]
-    is_padded = any(text != "0" and text.startswith("0") for text in texts)
-    if last - first == len(numbers) - 1 and not is_padded:
-        return f"{{{first}..{last}}}"
     pieces = sorted(texts, key=int)
+    first = int(pieces[0])
+    if pieces == [str(first + place) for place in range(len(pieces))]:
+        return f"{{{pieces[0]}..{pieces[-1]}}}"
     if len(pieces) > _MAX_PIECES:
         pieces[_MAX_PIECES:] = ["..."]
     return f"{{{','.join(pieces)}}}"
