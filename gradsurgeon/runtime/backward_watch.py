@@ -224,7 +224,8 @@ def _losses_of(outputs: Sequence[Any]) -> Iterator[Tensor]:
             continue
         value = readable(loss)
         if value is not None:
-            yield value
+            # Readers expect a number: a mean over the batch may have dimensions of size 1.
+            yield value.reshape(())
 
 
 @contextmanager
