@@ -251,6 +251,10 @@ class Rule(Options):
         """Return the name of the action, as written in a rule file."""
         return str(cls.model_fields["action"].default)
 
+    def shape_problem(self, shape: tuple[int, ...]) -> str:  # noqa: ARG002 # of derived rules
+        """Return why the rule cannot act on a parameter of this shape, after its name; empty if it can."""
+        return ""
+
     def complex_problem(self) -> str:
         """Return why the rule cannot act on complex gradients; empty if it can."""
         return ""

@@ -62,6 +62,7 @@ class Effect:
         edits: whether it changes tensors.
         combines: whether it replaces the sum of several gradients by another one.
         hides: whether it hides gradients from the optimizer.
+        holds: whether it keeps weights as they are while an optimizer updates others.
         takes_any: whether it takes tensors of any dtype and layout, not only numbers that arithmetic is for.
         judges: whether it looks at updates, and may object to them.
         searches: whether it searches gradients for non-finite elements.
@@ -74,6 +75,7 @@ class Effect:
     edits = False
     combines = False
     hides = False
+    holds = False
     takes_any = False
     judges = False
     searches = False

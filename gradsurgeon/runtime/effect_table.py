@@ -13,6 +13,7 @@ from gradsurgeon.actions import (
     Examination,
     LossComparison,
     LossRule,
+    MaskedUpdate,
     Observer,
     Rule,
     Spikes,
@@ -23,7 +24,7 @@ from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.language.planning import Plan
 from gradsurgeon.runtime.check_effects import CheckEffect, ModelFacts
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.editing_effects import ElementEdit, Hide, NormEdit
+from gradsurgeon.runtime.editing_effects import ElementEdit, Hide, MaskedEdit, NormEdit
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects, ModuleEffects
 from gradsurgeon.runtime.loss_effects import LossEffect
@@ -58,6 +59,7 @@ def _record(rule: Rule, context: Context, indices: tuple[int, ...], observer: Ob
 
 _EFFECTS: Mapping[type, Any] = {
     Edit: ElementEdit,
+    MaskedUpdate: MaskedEdit,
     ByNorm: NormEdit,
     Hidden: Hide,
     Copies: Copy,
