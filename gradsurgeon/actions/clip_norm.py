@@ -12,6 +12,7 @@ from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import ByNorm
 from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._ramps import NumberFrom0, fixed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,9 @@ class ClipNorm(EditRule):
     )
 
     action: Literal["clip-norm"] = "clip-norm"
-    max_norm: Annotated[float, Field(ge=0, description="The largest norm that stays as it is.")]
+    max_norm: Annotated[
+        NumberFrom0, Field(description="The largest norm that stays as it is, or a ramp.")
+    ]
     norm_type: Annotated[
         Literal[2, "inf"],
         Field(description='Order of the norm: 2, or "inf" for the largest element.'),
@@ -78,7 +81,7 @@ class ClipNorm(EditRule):
         return False
 
     def compile(self) -> ByNorm:
-        max_norm = self.max_norm
+        max_norm = fixed(self.max_norm)
 
         def factor(norm: Tensor) -> Tensor:
             # Multiplying by 1 costs less than asking the device whether to multiply.

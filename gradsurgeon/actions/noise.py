@@ -10,6 +10,7 @@ from pydantic import Field
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import At, Edit
 from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._ramps import NumberFrom0, fixed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,9 @@ class Noise(EditRule):
     EXAMPLES: ClassVar = (Example({"std": 0.0}, [1.0, -3.0], expect=[1.0, -3.0]),)
 
     action: Literal["noise"] = "noise"
-    std: Annotated[float, Field(ge=0, description="Standard deviation in the first update.")]
+    std: Annotated[
+        NumberFrom0, Field(description="Standard deviation in the first update, or a ramp.")
+    ]
     decay: Annotated[
         float, Field(ge=0, description="How fast the variance sinks: by `(1 + step)^decay`.")
     ] = 0.55
@@ -52,7 +55,7 @@ class Noise(EditRule):
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
         def apply(grad: Tensor, at: At) -> Tensor:
-            std = self.std / (1 + at.step) ** (self.decay / 2)
+            std = fixed(self.std) / (1 + at.step) ** (self.decay / 2)
             key = hashlib.blake2b(f"{self.seed} {at.step} {at.name}".encode(), digest_size=7)
             generator = torch.Generator(grad.device)
             generator.manual_seed(int.from_bytes(key.digest(), "big"))

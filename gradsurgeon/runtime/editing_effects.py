@@ -44,7 +44,7 @@ class ElementEdit(Effect):
             gradients.check_layouts(self.rule, indices)
         edited = _dist.parts(gradients.writable(indices))
         step = bound.counter.step
-        in_place = self.compiled.apply_
+        in_place = self.compiled_at(step).apply_
         together = []
         for index, part in zip(indices, edited, strict=True):
             is_together = in_place is not None and part.layout is torch.strided
@@ -64,7 +64,7 @@ class ElementEdit(Effect):
 
     def _apply_at(self, name: str, index: int, step: int, grad: Tensor) -> Apply:
         """Return the arithmetic for one tensor; ``index`` is the parameter, -1 for other tensors."""
-        compiled = self.compiled
+        compiled: Edit = self.compiled_at(step)
         if not compiled.takes_at:
             return compiled.apply
         param = None
@@ -164,9 +164,10 @@ class NormEdit(Effect):
     compiled: ByNorm
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
+        compiled = self.compiled_at(origin.step)
         with torch.no_grad():
-            norm = _numbers.norm(unscaled(tensor.detach(), origin.scale), self.compiled.order)
-            factors = self.compiled.factor(norm)
+            norm = _numbers.norm(unscaled(tensor.detach(), origin.scale), compiled.order)
+            factors = compiled.factor(norm)
         # On a device the factor stays unread.
         factor = float(factors) if _torch.is_host(factors) else factors
         if not origin.is_again:
@@ -197,7 +198,7 @@ class NormEdit(Effect):
             self.log.count_fired(self.rule.id, bound.counter.step, len(having))
 
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
-        by_norm = self.compiled
+        by_norm = self.compiled_at(step)
         rule = self.rule.id
         norms = gradients.norms(indices, by_norm.order)
         if by_norm.over_rule:

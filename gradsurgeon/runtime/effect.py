@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.gradients import Gradients
@@ -92,10 +92,20 @@ class Effect:
         self.log = context.event_log
         self.indices = indices
         self.compiled = compiled
+        self._has_ramps = isinstance(rule, EditRule) and bool(rule.ramps)
+        self._compiled_step = rule.steps.from_
         self.keeps_zero = rule.keeps_zero
         self.may_overflow = rule.may_overflow
         self.stats: Sequence[str] = ()
         self.moment: str = rule.point
+
+    def compiled_at(self, step: int) -> Any:
+        """Return what the rule compiles to in an update: some numbers change with it."""
+        if self._has_ramps and step != self._compiled_step:
+            assert isinstance(self.rule, EditRule)  # noqa: S101 # only edits have ramps
+            self.compiled = self.rule.in_step(step).compile()
+            self._compiled_step = step
+        return self.compiled
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:  # noqa: ARG002 # of derived effects
         """Act on one tensor, out of place: autograd may share it. Return the tensor that takes its place."""

@@ -10,6 +10,7 @@ from gradsurgeon.actions import (
     Combination,
     Decision,
     Edit,
+    EditRule,
     Examination,
     LossComparison,
     LossRule,
@@ -109,6 +110,8 @@ def _trust_passes(effects: Iterable[Effect], modules: Sequence[ModuleEffects]) -
 
 
 def _compiled(rule: Rule) -> Any:
+    if isinstance(rule, EditRule):
+        rule = rule.in_step(rule.steps.from_)
     try:
         return rule.compile()
     except BindError:
