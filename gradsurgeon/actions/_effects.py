@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from gradsurgeon.common.events import EventKind
-from gradsurgeon.errors import GradientSpikeError, NonFiniteGradientError, TrapError
+from gradsurgeon.errors import (
+    GradientSpikeError,
+    GradSurgeonError,
+    NonFiniteGradientError,
+    TrapError,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +33,10 @@ class ByNorm:
     """
 
     order: float
-    over_rule: bool  # one norm over all gradients of the rule, instead of one for each
-    # Takes norms, float32 of any shape; the factor 1 leaves a gradient as it is.
+    # Takes norms, float32 of any shape; at most 1, which leaves a gradient as it is.
     factor: Callable[[Tensor], Tensor]
+    # Gradients whose names it maps to one text share one norm; without it each gradient has its own.
+    group: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,19 @@ class MaskedUpdate(Edit):
     """
 
     trains: Callable[[Tensor, At], Tensor] = field(kw_only=True)
+
+
+_DIVIDED = "its rows are divided over ranks, and no rank has one whole: leave it out by `exclude`"
+
+
+def refuse_divided(at: At) -> None:
+    """Raise if rows of a tensor, or a vector, are divided over ranks."""
+    if at.shard is None:
+        return
+    whole = list(zip(at.shard.shape, at.shard.places, strict=True))
+    for size, places in whole[1:] or whole:
+        if len(places) < size:
+            raise GradSurgeonError(_DIVIDED)
 
 
 def _takes_two(function: Callable[..., object]) -> bool:

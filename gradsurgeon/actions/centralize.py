@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from gradsurgeon.actions._base import Example
-from gradsurgeon.actions._effects import At, Edit
+from gradsurgeon.actions._effects import At, Edit, refuse_divided
 from gradsurgeon.actions._kinds import EditRule
-from gradsurgeon.errors import GradSurgeonError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _VECTOR = 1
-_DIVIDED = "its rows are divided over ranks, so this rank cannot take their mean: leave it out by `exclude`"
 
 
 class Centralize(EditRule):
@@ -46,10 +44,7 @@ class Centralize(EditRule):
         def apply(grad: Tensor, at: At) -> Tensor:
             if grad.dim() <= _VECTOR:
                 return grad.clone()
-            if at.shard is not None:
-                for size, places in zip(at.shard.shape[1:], at.shard.places[1:], strict=True):
-                    if len(places) < size:
-                        raise GradSurgeonError(_DIVIDED)
+            refuse_divided(at)
             wide = _numbers.in_float32(grad)
             mean = wide.mean(tuple(range(1, grad.dim())), keepdim=True)
             return (wide - mean).to(grad.dtype)

@@ -70,7 +70,7 @@ class Mask(EditRule):
     def may_overflow(self) -> bool:
         return False
 
-    def shape_problem(self, shape: tuple[int, ...]) -> str:
+    def param_problem(self, name: str, shape: tuple[int, ...]) -> str:  # noqa: ARG002 # of any name
         if not shape:
             return "is a single number, which has no rows"
         if not self._trains(shape[0]):

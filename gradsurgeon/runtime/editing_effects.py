@@ -190,7 +190,7 @@ class NormEdit(Effect):
             gradients.check_layouts(self.rule, having)
         indices = having
         # A hidden gradient does not count in a norm over all.
-        if self.compiled.over_rule and gradients.hidden:
+        if self.compiled.group is not None and gradients.hidden:
             indices = [index for index in having if index not in gradients.hidden]
         if indices:
             self._shorten(gradients, indices, bound.counter.step)
@@ -198,11 +198,38 @@ class NormEdit(Effect):
             self.log.count_fired(self.rule.id, bound.counter.step, len(having))
 
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
-        by_norm = self.compiled_at(step)
-        rule = self.rule.id
+        by_norm: ByNorm = self.compiled_at(step)
         norms = gradients.norms(indices, by_norm.order)
-        if by_norm.over_rule:
-            norms = _numbers.over(norms, by_norm.order)
+        for group, norms_of_group in self._grouped(by_norm, indices, norms):
+            self._shorten_group(by_norm, gradients, group, norms_of_group, step)
+
+    def _grouped(
+        self, by_norm: ByNorm, indices: Sequence[int], norms: Tensor
+    ) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield gradients with their norms, or with the one norm that they share."""
+        if by_norm.group is None:
+            yield indices, norms
+            return
+        groups: dict[str, list[int]] = {}
+        for position, index in enumerate(indices):
+            group = by_norm.group(self.context.names[index])
+            groups.setdefault(group, []).append(position)
+        for positions in groups.values():
+            shared = norms
+            if len(groups) > 1:
+                shared = norms[_torch.integers(tuple(positions), norms.device)]
+            members = [indices[position] for position in positions]
+            yield members, _numbers.over(shared, by_norm.order)
+
+    def _shorten_group(
+        self,
+        by_norm: ByNorm,
+        gradients: Gradients,
+        indices: Sequence[int],
+        norms: Tensor,
+        step: int,
+    ) -> None:
+        rule = self.rule.id
         factors = by_norm.factor(norms)
         is_counted = gradients.shorten(rule, indices, factors)
         if is_counted:

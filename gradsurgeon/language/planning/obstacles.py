@@ -192,7 +192,7 @@ def _misshapen(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
     for param in params:
         if param.shape is None:
             continue
-        problem = rule.shape_problem(param.shape)
+        problem = rule.param_problem(param.name, param.shape)
         if problem:
             yield f"{printable(param.name)} {problem}; leave it out by `exclude`"
 
