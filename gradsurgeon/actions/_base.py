@@ -318,8 +318,10 @@ def _action_of(entry: Mapping[Any, Any]) -> type[Rule] | Flaw:
     near = did_you_mean(action, known_actions)
     if module:
         message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
-        command = f"gradsurgeon lint --import {module[:60]}"
-        hint = f"rule files import nothing: import it before `apply`, or by `{command}`"
+        option = f"--import {module[:60]}"
+        hint = (
+            f"rule files import nothing: import it before `apply`, or add `{option}` to the command"
+        )
     elif near:
         hint = f"{near} {known}"
     else:

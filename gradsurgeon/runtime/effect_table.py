@@ -25,9 +25,10 @@ from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.language.planning import Plan
 from gradsurgeon.runtime.check_effects import CheckEffect, ModelFacts
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.editing_effects import ElementEdit, Hide, MaskedEdit, NormEdit
+from gradsurgeon.runtime.editing_effects import Hide, NormEdit
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects, ModuleEffects
+from gradsurgeon.runtime.element_edits import ElementEdit, MaskedEdit
 from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributions
 from gradsurgeon.runtime.spike_effect import SpikeEffect
