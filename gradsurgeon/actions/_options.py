@@ -113,7 +113,7 @@ def _flaws_of(
     elif kind == "extra_forbidden":
         hint = ""
         if len(path) == 1:
-            hint = key_meant(key)
+            hint = key_meant(key, given)
         hint = hint or did_you_mean(key, [name for name in fields if name not in given])
         hint = hint or f"known: {', '.join(fields)}"
         yield Flaw(path, f"unknown key `{key[:60]}`", hint, "unknown-key")

@@ -1,5 +1,7 @@
 """Words that people write in rule files from habit, and the form that means the same here."""
 
+from collections.abc import Container
+
 _FORMS = {
     "clip-norm": "action: clip-norm, per: rule, max_norm: 1.0",
     "clip-each": "action: clip-norm, per: parameter, max_norm: 1.0",
@@ -39,14 +41,14 @@ _WORDS = {
     "mask": "lottery-mask mask-rows row-mask rows mask-grad gradient-mask prune pruning-mask freeze-rows freeze-embedding",
     "norm-log": "watch log monitor norm grad-norm grad-norms gradient-norm log-norm log-norms log-grad log-gradients total-norm "
     "track-grad-norm plot-grad-flow record track stats",
-    "histogram": "hist histograms log-histogram",
+    "histogram": "hist histogram histograms log-histogram",
     "noise": "add-noise gradient-noise grad-noise gaussian-noise annealed-noise langevin",
     "centralize": "gc center centre gradient-centralization grad-centralization",
     "combine": "pcgrad cagrad mgda imtl-g a-gem gradient-surgery multi-task",
     "capture": "save store keep cache dump save-grad retain-grad hook",
 }
 _KEYS = {
-    "name": "id: NAME",
+    "name": "id: my-rule",
     "every": "steps: {every: 10}",
     "interval": "steps: {every: 10}",
     "freq": "steps: {every: 10}",
@@ -110,9 +112,12 @@ def action_meant(word: str) -> str:
     return _meant(_ACTIONS.get(_normalized(word)))
 
 
-def key_meant(word: str) -> str:
-    """Return a hint with the form that a word stands for as a key of a rule; empty if it is unknown."""
-    return _meant(_KEYS.get(word.casefold().replace("-", "_")))
+def key_meant(word: str, given: Container[str]) -> str:
+    """Return a hint with the form that a word stands for as a key of a rule with other keys; empty if it is unknown."""
+    form = _KEYS.get(word.casefold().replace("-", "_"))
+    if form is not None and form.partition(":")[0] in given:
+        return ""
+    return _meant(form)
 
 
 def value_meant(key: str, value: object) -> str:

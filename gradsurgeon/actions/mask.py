@@ -44,7 +44,11 @@ class Mask(EditRule):
     EXAMPLES: ClassVar = (
         Example({"rows": "1:"}, [-3.0, 0.5, 2.0], expect=[0.0, 0.5, 2.0]),
         Example({"rows": ":-1"}, [-3.0, 0.5, float("nan")], expect=[-3.0, 0.5, 0.0]),
-        Example({"rows": "-2:2", "then": "freeze"}, [1.0, 2.0, 4.0], expect=[0.0, 2.0, 0.0]),
+        Example(
+            {"rows": "-2:2", "then": "freeze", "at": "step"},
+            [1.0, 2.0, 4.0],
+            expect=[0.0, 2.0, 0.0],
+        ),
     )
 
     action: Literal["mask"] = "mask"

@@ -194,11 +194,14 @@ def clip_of_each(context: LintContext) -> Iterator[LintFinding]:
     `clip_grad_norm_` of torch, and of most trainings, clips all gradients by their common norm. Without `per` this rule
     bounds the norm of each gradient, so the norm of all can be much larger, and their proportions change.
 
-    Write `per: rule` for one common norm, or `per: parameter` if each gradient shall have its own.
+    Write `per: rule` for one common norm, or `per: parameter` if each gradient shall have its own. In a file in which some
+    clip has a `per`, the others mean what they say.
     """
-    for rule in context.rules:
-        is_plain = isinstance(rule, ClipNorm) and "per" not in rule.model_fields_set
-        if is_plain and rule.target == "params" and rule.point == "step":
+    clips = [rule for rule in context.rules if isinstance(rule, ClipNorm)]
+    if any("per" in rule.model_fields_set for rule in clips):
+        return  # whoever has written one `per` knows the others
+    for rule in clips:
+        if rule.target == "params" and rule.point == "step":
             message = "clips each gradient by itself, where `clip_grad_norm_` clips all by their common norm"
             hint = "write `per: rule` for the common norm, or `per: parameter`"
             yield LintFinding(rule, ("action",), message, hint)
