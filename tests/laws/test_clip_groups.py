@@ -81,9 +81,9 @@ def test_parameters_below_no_such_module_are_refused() -> None:
 
 
 def unit_norm(tensor: Tensor) -> Tensor:
-    if tensor.ndim <= 1:
-        return tensor.norm(2.0)
-    return tensor.norm(2.0, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+    dims = tuple(range(1, tensor.ndim)) or None
+    norm: Tensor = torch.linalg.vector_norm(tensor, 2.0, dim=dims, keepdim=True)
+    return norm
 
 
 def adaptive_clip(model: Net, factor: float, least: float = 1e-3) -> None:

@@ -82,7 +82,7 @@ def test_a_word_for_a_key_gets_the_form(word: str, key: str) -> None:
     rule: dict[str, Any] = {"id": "it", "action": "norm-log", "params": "*", word: 10}
     rule.pop(key, None)
     with pytest.raises(gradsurgeon.RuleFileError) as refused:
-        gradsurgeon.load(rule_file(rule))
+        gradsurgeon.load({"version": 1, "rules": [rule]})
     assert [*form_in(str(refused.value))] == [key]
 
 
