@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradsurgeon import report as report
+    from gradsurgeon.actions import At as At
     from gradsurgeon.actions import CaptureRule as CaptureRule
     from gradsurgeon.actions import CheckRule as CheckRule
     from gradsurgeon.actions import Decision as Decision
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from gradsurgeon.actions import LossRule as LossRule
     from gradsurgeon.actions import Observer as Observer
     from gradsurgeon.actions import ObserverRule as ObserverRule
+    from gradsurgeon.actions import Shard as Shard
     from gradsurgeon.actions import TrapRule as TrapRule
     from gradsurgeon.actions.capture import Capture as Capture
+    from gradsurgeon.actions.centralize import Centralize as Centralize
     from gradsurgeon.actions.check_loop import CheckLoop as CheckLoop
     from gradsurgeon.actions.check_ranks import CheckRanks as CheckRanks
     from gradsurgeon.actions.check_structure import CheckStructure as CheckStructure
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
     from gradsurgeon.actions.combine import Combine as Combine
     from gradsurgeon.actions.conflict import Conflict as Conflict
     from gradsurgeon.actions.freeze import Freeze as Freeze
+    from gradsurgeon.actions.mask import Mask as Mask
     from gradsurgeon.actions.nan_trap import NanTrap as NanTrap
+    from gradsurgeon.actions.noise import Noise as Noise
     from gradsurgeon.actions.norm_log import NormLog as NormLog
     from gradsurgeon.actions.perturb import Perturb as Perturb
     from gradsurgeon.actions.sanitize import Sanitize as Sanitize
@@ -78,9 +83,9 @@ if TYPE_CHECKING:
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
-    "actions": "CaptureRule CheckRule Decision Edit EditRule Examination Example FreezeRule LossRule Observer ObserverRule "
-    "TrapRule Capture CheckLoop CheckRanks CheckStructure CheckUpdate Clamp ClipNorm Combine Conflict Freeze NanTrap NormLog "
-    "Perturb Sanitize Scale SpikeTrap Zero",
+    "actions": "At CaptureRule CheckRule Decision Edit EditRule Examination Example FreezeRule LossRule Observer ObserverRule "
+    "Shard TrapRule Capture Centralize CheckLoop CheckRanks CheckStructure CheckUpdate Clamp ClipNorm Combine Conflict Freeze "
+    "Mask NanTrap Noise NormLog Perturb Sanitize Scale SpikeTrap Zero",
     "actions.checks.base": "Check Finding",
     "report.comparison": "compare",
     "report.comparison.comparison": "Comparison",

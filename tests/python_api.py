@@ -49,6 +49,8 @@ KINDS = (
 )
 PARTS = (
     "Edit",
+    "At",
+    "Shard",
     "Observer",
     "Decision",
     "Examination",

@@ -10,13 +10,16 @@ from gradsurgeon.actions._base import check_rule as check_rule
 from gradsurgeon.actions._base import in_order as in_order
 from gradsurgeon.actions._base import known_actions as known_actions
 from gradsurgeon.actions._effects import NEVER as NEVER
+from gradsurgeon.actions._effects import At as At
 from gradsurgeon.actions._effects import ByNorm as ByNorm
 from gradsurgeon.actions._effects import Combination as Combination
 from gradsurgeon.actions._effects import Decision as Decision
 from gradsurgeon.actions._effects import Edit as Edit
 from gradsurgeon.actions._effects import Examination as Examination
 from gradsurgeon.actions._effects import LossComparison as LossComparison
+from gradsurgeon.actions._effects import MaskedUpdate as MaskedUpdate
 from gradsurgeon.actions._effects import Observer as Observer
+from gradsurgeon.actions._effects import Shard as Shard
 from gradsurgeon.actions._effects import Spikes as Spikes
 from gradsurgeon.actions._fields import FROM_LIST as FROM_LIST
 from gradsurgeon.actions._fields import TARGETS as TARGETS

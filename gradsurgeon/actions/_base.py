@@ -23,6 +23,7 @@ from gradsurgeon.actions._fields import (
     parse_tensor,
 )
 from gradsurgeon.actions._options import Expect, Options, Steps, Where, read_options
+from gradsurgeon.actions._synonyms import action_meant
 from gradsurgeon.errors import did_you_mean
 
 Point = Literal["backward", "accumulated", "step"]
@@ -251,6 +252,10 @@ class Rule(Options):
         """Return the name of the action, as written in a rule file."""
         return str(cls.model_fields["action"].default)
 
+    def param_problem(self, name: str, shape: tuple[int, ...]) -> str:  # noqa: ARG002 # of derived rules
+        """Return why the rule cannot act on a parameter, after its name; empty if it can."""
+        return ""
+
     def complex_problem(self) -> str:
         """Return why the rule cannot act on complex gradients; empty if it can."""
         return ""
@@ -307,11 +312,16 @@ def _action_of(entry: Mapping[Any, Any]) -> type[Rule] | Flaw:
     if name in known_actions and module in ("", known_actions[name].__module__):
         return known_actions[name]
     message = f"unknown action `{action[:60]}`"
+    meant = action_meant(action)
+    if meant and not module:
+        return Flaw("action", message, meant, "unknown-action")
     near = did_you_mean(action, known_actions)
     if module:
         message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
-        command = f"gradsurgeon lint --import {module[:60]}"
-        hint = f"rule files import nothing: import it before `apply`, or by `{command}`"
+        option = f"--import {module[:60]}"
+        hint = (
+            f"rule files import nothing: import it before `apply`, or add `{option}` to the command"
+        )
     elif near:
         hint = f"{near} {known}"
     else:

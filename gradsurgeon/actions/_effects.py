@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from gradsurgeon.common.events import EventKind
-from gradsurgeon.errors import GradientSpikeError, NonFiniteGradientError, TrapError
+from gradsurgeon.errors import (
+    GradientSpikeError,
+    GradSurgeonError,
+    NonFiniteGradientError,
+    TrapError,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +33,40 @@ class ByNorm:
     """
 
     order: float
-    over_rule: bool  # one norm over all gradients of the rule, instead of one for each
-    # Takes norms, float32 of any shape; the factor 1 leaves a gradient as it is.
+    # Takes norms, float32 of any shape; at most 1, which leaves a gradient as it is.
     factor: Callable[[Tensor], Tensor]
+    # Gradients whose names it maps to one text share one norm; without it each gradient has its own.
+    group: Callable[[str], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a tensor that a rank holds, or the stored rows of a sparse gradient.
+
+    Attributes:
+        shape: the shape of the whole tensor.
+        places: for each dimension, the indices in the whole tensor of what is here; int64.
+    """
+
+    shape: tuple[int, ...]
+    places: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Where and when an edit acts.
+
+    Attributes:
+        name: the name of the parameter, or of the tensor of a module or a tag, as in records.
+        weight: the parameter, detached; of a sharded one the part that the gradient belongs to. None for other tensors.
+        step: the number of the update, from 0.
+        shard: which part of the whole the gradient is; None if it is the whole.
+    """
+
+    name: str
+    weight: Tensor | None
+    step: int
+    shard: Shard | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +74,56 @@ class Edit:
     """Arithmetic that maps a gradient to another gradient.
 
     Attributes:
-        apply: maps a strided gradient to a new one of the same shape, dtype and device, out of place,
-            because autograd may hand one tensor to several consumers.
-        apply_: the same in place, on many gradients without other owners.
+        apply: ``apply(grad)`` or ``apply(grad, at)`` maps a strided gradient to a new one of the same shape, dtype and
+            device, out of place, because autograd may hand one tensor to several consumers. ``at`` is an `At`.
+        apply_: the same in place, on many gradients without other owners, if that is faster.
+        takes_at: whether ``apply`` takes two arguments.
     """
 
-    apply: Callable[[Tensor], Tensor]
-    apply_: Callable[[Sequence[Tensor]], None]
+    apply: Callable[..., Tensor]
+    apply_: Callable[[Sequence[Tensor]], None] | None = None
+    takes_at: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "takes_at", _takes_two(self.apply))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedUpdate(Edit):
+    """An edit with elements that an update must not change: neither their weights, nor what the optimizer keeps of them.
+
+    Attributes:
+        trains: ``trains(weight, at)`` returns which elements an update may change, bool, in a shape that broadcasts.
+    """
+
+    trains: Callable[[Tensor, At], Tensor] = field(kw_only=True)
+
+
+_DIVIDED = "its rows are divided over ranks, and no rank has one whole: leave it out by `exclude`"
+
+
+def refuse_divided(at: At) -> None:
+    """Raise if rows of a tensor, or a vector, are divided over ranks."""
+    if at.shard is None:
+        return
+    whole = list(zip(at.shard.shape, at.shard.places, strict=True))
+    for size, places in whole[1:] or whole:
+        if len(places) < size:
+            raise GradSurgeonError(_DIVIDED)
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    try:
+        params = inspect.signature(function).parameters.values()
+    except ValueError:  # functions of torch have no signature
+        return False
+    required = [
+        param
+        for param in params
+        if param.default is param.empty
+        and param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) > 1
 
 
 @dataclass(frozen=True, slots=True)

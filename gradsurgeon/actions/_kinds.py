@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
 
@@ -31,6 +31,7 @@ from gradsurgeon.actions._fields import (
     each_once,
     parse_tensor,
 )
+from gradsurgeon.actions._ramps import Ramp
 from gradsurgeon.errors import printable
 
 _READING: tuple[Point, ...] = ("accumulated", "backward", "step")
@@ -48,13 +49,31 @@ class EditRule(Rule):
     linear: ClassVar[bool] = False
 
     @property
+    def ramps(self) -> dict[str, Ramp]:
+        """The options whose numbers change with the update."""
+        return {name: value for name, value in self if isinstance(value, Ramp)}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        notes = [
+            f"`{name}` {ramp.described(self.steps.from_)}" for name, ramp in self.ramps.items()
+        ]
+        return tuple(notes)
+
+    def in_step(self, step: int) -> Self:
+        """Return the rule with the numbers that it has in one update."""
+        start = self.steps.from_
+        numbers = {name: ramp.value(step, start) for name, ramp in self.ramps.items()}
+        return self.model_copy(update=numbers)
+
+    @property
     def may_overflow(self) -> bool:
         """Whether the edit can make a finite gradient non-finite."""
         return True
 
     @abstractmethod
     def compile(self) -> Edit | ByNorm:
-        """Return the arithmetic. Needs torch; called once per session."""
+        """Return the arithmetic. Needs torch; called once per session, and for a ramp once per update."""
 
 
 class ObserverRule(Rule):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gradsurgeon.actions._fields import Dtype, Flaw, Glob, Path, described, flawed
+from gradsurgeon.actions._synonyms import key_meant, value_meant
 from gradsurgeon.errors import did_you_mean
 
 # Types by what pydantic calls their errors, as the author of a rule file calls them.
@@ -110,8 +111,11 @@ def _flaws_of(
     elif kind == "invalid_key":
         yield Flaw(path[:-1], f"keys are texts, found {described(path[-1])}", check="key-type")
     elif kind == "extra_forbidden":
-        near = did_you_mean(key, [name for name in fields if name not in given])
-        hint = near or f"known: {', '.join(fields)}"
+        hint = ""
+        if len(path) == 1:
+            hint = key_meant(key, given)
+        hint = hint or did_you_mean(key, [name for name in fields if name not in given])
+        hint = hint or f"known: {', '.join(fields)}"
         yield Flaw(path, f"unknown key `{key[:60]}`", hint, "unknown-key")
     elif kind == "missing":
         description = getattr(field, "description", "") or ""
@@ -146,8 +150,10 @@ def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
     wanted = _TYPES.get(kind) or text.removeprefix("Input should be ").replace("'", "`")
     if wanted == text:  # of a validator of an action of the user
         return Flaw(path, f"`{key or 'the rule'}`: {text}")
-    hint = ""
-    if field.examples:
+    hint = value_meant(key, value)
+    if hint:
+        pass
+    elif field.examples:
         hint = f"such as {field.examples[0]}".replace("'", "")
     elif kind == "literal_error" and isinstance(value, str):
         choices = error["ctx"]["expected"].split("'")[1::2]

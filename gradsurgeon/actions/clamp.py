@@ -13,6 +13,7 @@ from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._ramps import Number, ends, fixed
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -56,8 +57,12 @@ class Clamp(EditRule):
     )
 
     action: Literal["clamp"] = "clamp"
-    min: Annotated[float | None, Field(description="Lower bound of every element.")] = None
-    max: Annotated[float | None, Field(description="Upper bound of every element.")] = None
+    min: Annotated[Number | None, Field(description="Lower bound of every element, or a ramp.")] = (
+        None
+    )
+    max: Annotated[Number | None, Field(description="Upper bound of every element, or a ramp.")] = (
+        None
+    )
 
     def flaws(self) -> Iterator[Flaw]:
         yield from super().flaws()
@@ -67,9 +72,12 @@ class Clamp(EditRule):
             message = "clamp needs a bound: neither `min` nor `max` is given"
             hint = "add `min`, `max` or both"
             yield Flaw("min", message, hint, "missing-key")
-        elif low is not None and high is not None and low > high:
-            message = f"min ({low:g}) is greater than max ({high:g})"
-            yield Flaw("min", message, "exchange them, or leave one out")
+        elif low is not None and high is not None:
+            for below, above in zip(ends(low), ends(high), strict=True):
+                if below > above:
+                    message = f"min ({below:g}) is greater than max ({above:g})"
+                    yield Flaw("min", message, "exchange them, or leave one out")
+                    break
 
     @property
     def may_overflow(self) -> bool:
@@ -77,16 +85,16 @@ class Clamp(EditRule):
 
     @property
     def keeps_zero(self) -> bool:
-        if self.min is not None and self.min > 0:
+        if self.min is not None and max(ends(self.min)) > 0:
             return False
-        return self.max is None or self.max >= 0
+        return self.max is None or min(ends(self.max)) >= 0
 
     @property
     def notes(self) -> tuple[str, ...]:
         if self.at == "step":
-            return ()
+            return super().notes
         text = "bounds the unscaled contribution of each backward pass; their sum can exceed it"
-        return (text,)
+        return (*super().notes, text)
 
     def complex_problem(self) -> str:
         return "complex numbers have no order, so `clamp` cannot bound them"
@@ -94,9 +102,10 @@ class Clamp(EditRule):
     def compile(self) -> Edit:
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
-        def rounded(bound: float | None, kind: dtype, absent: float) -> float:
-            if bound is None:
+        def rounded(number: Number | None, kind: dtype, absent: float) -> float:
+            if number is None:
                 return absent
+            bound = fixed(number)
             # torch refuses a bound beyond float16; the largest finite number has the same effect.
             limit = torch.finfo(kind).max
             return torch.tensor(max(-limit, min(limit, bound)), dtype=kind).item()

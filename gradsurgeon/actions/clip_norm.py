@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example
-from gradsurgeon.actions._effects import ByNorm
+from gradsurgeon.actions._effects import At, ByNorm, Edit, refuse_divided
 from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._ramps import NumberFrom0, fixed
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_PER = ("parameter", "rule", "module", "unit")
+_EUCLIDEAN = 2
+# As in `timm.utils.adaptive_clip_grad`.
+_LEAST_WEIGHT = 1e-3
+_BY_ITSELF = (
+    "clips each gradient by itself, where clip_grad_norm_ of torch clips all by their common norm: write `per: parameter`, or "
+    "`per: rule` for the common norm"
+)
 
 
 class ClipNorm(EditRule):
@@ -56,29 +68,76 @@ class ClipNorm(EditRule):
     )
 
     action: Literal["clip-norm"] = "clip-norm"
-    max_norm: Annotated[float, Field(ge=0, description="The largest norm that stays as it is.")]
+    max_norm: Annotated[
+        NumberFrom0, Field(description="The largest norm that stays as it is, or a ramp.")
+    ]
     norm_type: Annotated[
         Literal[2, "inf"],
         Field(description='Order of the norm: 2, or "inf" for the largest element.'),
     ] = 2
     per: Annotated[
-        Literal["parameter", "rule"],
-        Field(description="Each gradient by itself, or one norm over all matches of the rule."),
+        str,
+        Field(
+            description="What has one norm: each `parameter`, all matches of the `rule`, the matches of each `module`, those below "
+            'each prefix such as "transformer.h.{n}", or each output `unit`, which is a row of the first dimension.'
+        ),
     ] = "parameter"
+    relative_to: Annotated[
+        Literal["weight"] | None,
+        Field(
+            description="With `per: unit`: `max_norm` is a multiple of the norm of the weights of the unit."
+        ),
+    ] = None
 
     def flaws(self) -> Iterator[Flaw]:
         yield from super().flaws()
-        if self.per == "rule" and (self.params is None or self.at == "backward"):
-            message = "gradients exist one at a time here: there is no norm over the rule"
+        if self.per not in _PER and "{n}" not in self.per:
+            message = (
+                f'`per` must be {", ".join(_PER)}, or a prefix with {{n}}, found "{self.per[:60]}"'
+            )
+            yield Flaw("per", message, 'such as `per: rule`, or `per: "transformer.h.{n}"`')
+        elif self.per in ("parameter", "unit"):
+            pass
+        elif self.params is None or self.at == "backward":
+            message = "gradients exist one at a time here: there is no norm over several"
             hint = "use `per: parameter`, or `params` and `at: step`"
             yield Flaw("per", message, hint)
+        if self.relative_to is not None and self.per != "unit":
+            message = "`relative_to` compares each unit with its weights"
+            yield Flaw("relative_to", message, "add `per: unit`, or remove it")
+        if self.per == "unit" and (self.params is None or self.norm_type != _EUCLIDEAN):
+            message = "`per: unit` takes the 2-norm of rows of parameters"
+            yield Flaw("per", message, "name `params`, and leave `norm_type` out")
+
+    def param_problem(self, name: str, shape: tuple[int, ...]) -> str:  # noqa: ARG002 # of any shape
+        if "{n}" in self.per and self._group_of(name) == name:
+            return f"is below no module `{self.per}`"
+        return ""
+
+    def _group_of(self, name: str) -> str:
+        """Return the name of what a parameter shares its norm with."""
+        if self.per == "rule":
+            return ""
+        if self.per == "module":
+            return name.rpartition(".")[0]
+        prefix = re.escape(self.per).replace(r"\{n\}", r"\d+")
+        found = re.match(rf"{prefix}(?=\.)", name)
+        return name if found is None else found[0]
 
     @property
     def may_overflow(self) -> bool:
         return False
 
-    def compile(self) -> ByNorm:
-        max_norm = self.max_norm
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if "per" in self.model_fields_set or self.params is None:
+            return super().notes
+        return (*super().notes, _BY_ITSELF)
+
+    def compile(self) -> ByNorm | Edit:
+        if self.per == "unit":
+            return Edit(self._clip_units)
+        max_norm = fixed(self.max_norm)
 
         def factor(norm: Tensor) -> Tensor:
             # Multiplying by 1 costs less than asking the device whether to multiply.
@@ -86,4 +145,34 @@ class ClipNorm(EditRule):
             # A comparison is one launch on a device, `isfinite` is four.
             return clipped.masked_fill_((norm < math.inf).logical_not_(), 1.0)
 
-        return ByNorm(float(self.norm_type), self.per == "rule", factor)
+        group = None
+        if self.per != "parameter":
+            group = self._group_of
+        return ByNorm(float(self.norm_type), factor, group)
+
+    def _clip_units(self, grad: Tensor, at: At) -> Tensor:
+        """Clip each unit; relative to its weights as `timm.utils.adaptive_clip_grad` does (Brock et al. 2021)."""
+        refuse_divided(at)
+        norms = _norms_of_units(grad)
+        bounds = norms.new_tensor(fixed(self.max_norm))
+        if self.relative_to is not None:
+            assert at.weight is not None  # noqa: S101 # rules on parameters only
+            bounds = bounds * _norms_of_units(at.weight).clamp(min=_LEAST_WEIGHT)
+        factors = (bounds / norms.clamp(min=1e-6)).clamp(max=1.0)
+        # A NaN would spread over its unit.
+        factors = factors.masked_fill_((norms < math.inf).logical_not_(), 1.0)
+        return (grad * factors).to(grad.dtype)
+
+
+def _norms_of_units(tensor: Tensor) -> Tensor:
+    """Return the norm of each row, of a vector as a whole; float32 at least."""
+    import torch  # noqa: PLC0415 # reading rules must not need torch
+
+    from gradsurgeon.tensors import _numbers  # noqa: PLC0415 # the same
+
+    wide = _numbers.in_float32(tensor)
+    dims: tuple[int, ...] | None = None
+    if tensor.dim() > 1:
+        dims = tuple(range(1, tensor.dim()))
+    norms: Tensor = torch.linalg.vector_norm(wide, dim=dims, keepdim=True)
+    return norms

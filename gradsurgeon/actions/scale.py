@@ -10,6 +10,7 @@ from pydantic import Field
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._ramps import Number, ends, fixed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,17 +42,19 @@ class Scale(EditRule):
     )
 
     action: Literal["scale"] = "scale"
-    factor: Annotated[float, Field(description="The number that multiplies every element.")]
+    factor: Annotated[
+        Number, Field(description="The number that multiplies every element, or a ramp.")
+    ]
 
     @property
     def may_overflow(self) -> bool:
-        return abs(self.factor) > 1.0
+        return max(map(abs, ends(self.factor))) > 1.0
 
     def compile(self) -> Edit:
 
         from gradsurgeon.tensors import _numbers  # noqa: PLC0415 # the same
 
-        factor = self.factor
+        factor = fixed(self.factor)
 
         def apply(grad: Tensor) -> Tensor:
             return grad * factor

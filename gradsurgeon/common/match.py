@@ -41,6 +41,8 @@ _PARTS: dict[str, Any] = {
 }
 _GLOB = 'write a glob, such as "*.layers.{0..5}.*"'
 
+# Rows of a tensor, as Python writes them.
+_ROWS = re.compile(r"(.+)\[(-?[0-9]*:-?[0-9]*)\]")
 _RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
 
 _Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions, None being a star
@@ -85,6 +87,10 @@ def compile_pattern(text: str) -> Pattern:
         expression = text.removeprefix("re:")
         _check_expression(expression)
         return Pattern(text, expression)
+    rows = _ROWS.fullmatch(text)
+    if rows is not None:
+        message = f"a pattern names whole tensors, and `[{rows[2]}]` is a part of one"
+        raise PatternError(message, f'write "{rows[1]}" with `action: mask, rows: "{rows[2]}"`')
     for char in text:
         if char in "^$()|+\\":
             hint = 'regular expressions are written "re:..."'

@@ -1,60 +1,19 @@
-"""The effects of rules that change gradients and values, or hide gradients from an optimizer."""
+"""The effects of rules that shorten gradients by their norm, or hide gradients from an optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import ByNorm, Edit
+from gradsurgeon.actions import ByNorm
 from gradsurgeon.runtime.effect import Bound, Effect
 from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
 from gradsurgeon.runtime.origin import Origin
-from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
-from gradsurgeon.tensors import _dist, _numbers, _torch
-
-
-class ElementEdit(Effect):
-    """Edits each element by itself. In observe mode it edits copies, to count what it would change."""
-
-    edits = True
-    compiled: Edit
-
-    def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
-        if not origin.is_again:
-            self.log.count_fired(self.rule.id, origin.step)
-            if self.context.mode == "observe":
-                self._count_changed(unscaled(tensor, origin.scale))
-        return _numbers.on_values(in_true_units(self.compiled.apply, origin.scale), tensor)
-
-    def act(self, gradients: Gradients, bound: Bound) -> None:
-        indices = gradients.having(bound.indices)
-        if not indices:
-            return
-        if not self.keeps_zero:
-            gradients.check_layouts(self.rule, indices)
-        edited = _dist.parts(gradients.writable(indices))
-        if self.context.mode == "observe":
-            for part in edited:
-                self._count_changed(part)
-        dense = [grad for grad in edited if grad.layout is torch.strided]
-        if dense:
-            self.compiled.apply_(dense)
-        if len(dense) < len(edited):
-            for grad in edited:
-                if grad.layout is not torch.strided:
-                    # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
-                    grad.copy_(_numbers.on_values(self.compiled.apply, grad))
-        self.log.count_fired(self.rule.id, bound.counter.step, len(indices))
-
-    def _count_changed(self, grad: Tensor) -> None:
-        """Count whether the edit would change an element. Does not wait for a device."""
-        with torch.no_grad():
-            elements = _numbers.values(grad)
-            changes = _numbers.differs(elements, self.compiled.apply(elements)).any()
-        self.log.count_changed(self.rule.id, changes)
+from gradsurgeon.runtime.scaler_watch import unscaled
+from gradsurgeon.tensors import _numbers, _torch
 
 
 class NormEdit(Effect):
@@ -65,9 +24,10 @@ class NormEdit(Effect):
     compiled: ByNorm
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
+        compiled = self.compiled_at(origin.step)
         with torch.no_grad():
-            norm = _numbers.norm(unscaled(tensor.detach(), origin.scale), self.compiled.order)
-            factors = self.compiled.factor(norm)
+            norm = _numbers.norm(unscaled(tensor.detach(), origin.scale), compiled.order)
+            factors = compiled.factor(norm)
         # On a device the factor stays unread.
         factor = float(factors) if _torch.is_host(factors) else factors
         if not origin.is_again:
@@ -90,7 +50,7 @@ class NormEdit(Effect):
             gradients.check_layouts(self.rule, having)
         indices = having
         # A hidden gradient does not count in a norm over all.
-        if self.compiled.over_rule and gradients.hidden:
+        if self.compiled.group is not None and gradients.hidden:
             indices = [index for index in having if index not in gradients.hidden]
         if indices:
             self._shorten(gradients, indices, bound.counter.step)
@@ -98,11 +58,38 @@ class NormEdit(Effect):
             self.log.count_fired(self.rule.id, bound.counter.step, len(having))
 
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
-        by_norm = self.compiled
-        rule = self.rule.id
+        by_norm: ByNorm = self.compiled_at(step)
         norms = gradients.norms(indices, by_norm.order)
-        if by_norm.over_rule:
-            norms = _numbers.over(norms, by_norm.order)
+        for group, norms_of_group in self._grouped(by_norm, indices, norms):
+            self._shorten_group(by_norm, gradients, group, norms_of_group, step)
+
+    def _grouped(
+        self, by_norm: ByNorm, indices: Sequence[int], norms: Tensor
+    ) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Yield gradients with their norms, or with the one norm that they share."""
+        if by_norm.group is None:
+            yield indices, norms
+            return
+        groups: dict[str, list[int]] = {}
+        for position, index in enumerate(indices):
+            group = by_norm.group(self.context.names[index])
+            groups.setdefault(group, []).append(position)
+        for positions in groups.values():
+            shared = norms
+            if len(groups) > 1:
+                shared = norms[_torch.integers(tuple(positions), norms.device)]
+            members = [indices[position] for position in positions]
+            yield members, _numbers.over(shared, by_norm.order)
+
+    def _shorten_group(
+        self,
+        by_norm: ByNorm,
+        gradients: Gradients,
+        indices: Sequence[int],
+        norms: Tensor,
+        step: int,
+    ) -> None:
+        rule = self.rule.id
         factors = by_norm.factor(norms)
         is_counted = gradients.shorten(rule, indices, factors)
         if is_counted:
@@ -135,6 +122,7 @@ class Hide(Effect):
     """Counts gradients that the optimizer does not find: by `Due.hidden_by` it steps without them."""
 
     hides = True
+    holds = True
 
     def act(self, gradients: Gradients, bound: Bound) -> None:
         indices = gradients.having(bound.indices)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.gradients import Gradients
@@ -62,6 +62,7 @@ class Effect:
         edits: whether it changes tensors.
         combines: whether it replaces the sum of several gradients by another one.
         hides: whether it hides gradients from the optimizer.
+        holds: whether it keeps weights as they are while an optimizer updates others.
         takes_any: whether it takes tensors of any dtype and layout, not only numbers that arithmetic is for.
         judges: whether it looks at updates, and may object to them.
         searches: whether it searches gradients for non-finite elements.
@@ -74,6 +75,7 @@ class Effect:
     edits = False
     combines = False
     hides = False
+    holds = False
     takes_any = False
     judges = False
     searches = False
@@ -90,10 +92,20 @@ class Effect:
         self.log = context.event_log
         self.indices = indices
         self.compiled = compiled
+        self._has_ramps = isinstance(rule, EditRule) and bool(rule.ramps)
+        self._compiled_step = rule.steps.from_
         self.keeps_zero = rule.keeps_zero
         self.may_overflow = rule.may_overflow
         self.stats: Sequence[str] = ()
         self.moment: str = rule.point
+
+    def compiled_at(self, step: int) -> Any:
+        """Return what the rule compiles to in an update: some numbers change with it."""
+        if self._has_ramps and step != self._compiled_step:
+            assert isinstance(self.rule, EditRule)  # noqa: S101 # only edits have ramps
+            self.compiled = self.rule.in_step(step).compile()
+            self._compiled_step = step
+        return self.compiled
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:  # noqa: ARG002 # of derived effects
         """Act on one tensor, out of place: autograd may share it. Return the tensor that takes its place."""
@@ -165,7 +177,7 @@ class Effect:
     @property
     def needs_all(self) -> bool:
         """Whether it needs all gradients of an update, while the update can still be held back."""
-        if self.hides or getattr(self.rule, "per", "") == "rule":
+        if self.hides or getattr(self.rule, "per", "parameter") not in ("parameter", "unit"):
             return True
         return self.judges and not self.edits
 

@@ -10,9 +10,11 @@ from gradsurgeon.actions import (
     Combination,
     Decision,
     Edit,
+    EditRule,
     Examination,
     LossComparison,
     LossRule,
+    MaskedUpdate,
     Observer,
     Rule,
     Spikes,
@@ -23,9 +25,10 @@ from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.language.planning import Plan
 from gradsurgeon.runtime.check_effects import CheckEffect, ModelFacts
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.editing_effects import ElementEdit, Hide, NormEdit
+from gradsurgeon.runtime.editing_effects import Hide, NormEdit
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects, ModuleEffects
+from gradsurgeon.runtime.element_edits import ElementEdit, MaskedEdit
 from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributions
 from gradsurgeon.runtime.spike_effect import SpikeEffect
@@ -58,6 +61,7 @@ def _record(rule: Rule, context: Context, indices: tuple[int, ...], observer: Ob
 
 _EFFECTS: Mapping[type, Any] = {
     Edit: ElementEdit,
+    MaskedUpdate: MaskedEdit,
     ByNorm: NormEdit,
     Hidden: Hide,
     Copies: Copy,
@@ -107,6 +111,8 @@ def _trust_passes(effects: Iterable[Effect], modules: Sequence[ModuleEffects]) -
 
 
 def _compiled(rule: Rule) -> Any:
+    if isinstance(rule, EditRule):
+        rule = rule.in_step(rule.steps.from_)
     try:
         return rule.compile()
     except BindError:

@@ -158,7 +158,7 @@ class Effects:
         refused = []
         for effect in self._at_updates(indices):
             skips = effect.then == "skip-step"
-            if effect.hides or skips:
+            if effect.holds or skips:
                 refused.append(effect.rule.id)
         self.context.refusals.refuse_rules(refused, _LBFGS)
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from torch.optim import Optimizer
 
+from gradsurgeon.actions._ramps import ends
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effects import Effects
@@ -81,7 +82,8 @@ def mention_scales(context: Context, effects: Effects, optimizer: Optimizer) -> 
 
 def _cancels(rule: Scale, optimizer: Optimizer) -> bool:
     # A negative factor turns the update round, and a factor of 0 stops it.
-    if rule.factor <= 0 or not rule.steps.always:
+    # A ramp changes the updates while it lasts.
+    if rule.ramps or min(ends(rule.factor)) <= 0 or not rule.steps.always:
         return False
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     if names.isdisjoint(_DIVIDING):

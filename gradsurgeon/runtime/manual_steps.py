@@ -87,7 +87,7 @@ class ManualSteps:
         context.event_log.notice_once("manual", _NOTICE, step=context.counters.latest)
 
     def _refuse_freezes(self) -> None:
-        freezes = [effect.rule.id for effect in self._effects.on_params("step") if effect.hides]
+        freezes = [effect.rule.id for effect in self._effects.on_params("step") if effect.holds]
         self._context.refusals.refuse_rules(freezes, _NO_FREEZE)
 
     def after_pass(self) -> None:

@@ -30,6 +30,8 @@ EDITS = {
     "g.clamp(-1, 1)": "each parameter",
     "g * 0.1": "each parameter",
     "g * 0)": "each parameter",
+    "g[:1] * 0": "each parameter",
+    "g - g.flatten": "each parameter",
     "nan_to_num": "each parameter",
     "p.register_post_accumulate_grad_hook": "each parameter",
     "p.requires_grad_(False)": "before forward",

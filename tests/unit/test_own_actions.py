@@ -74,8 +74,7 @@ class TestReview:
         assert code == 1
         assert (
             "rules.yaml:3:27: error: no module `own_actions` with the action `flip` has been imported "
-            "(rule files import nothing: import it before `apply`, or by `gradsurgeon lint --import "
-            "own_actions`) [unknown-action]"
+            "(rule files import nothing: import it before `apply`, or add `--import own_actions` to the command) [unknown-action]"
         ) in out
         assert "rules.yaml:4:25: error: unknown action `size-log` (" in out
         assert "; an action of your own is written MODULE:NAME) [unknown-action]" in out

@@ -14,10 +14,12 @@ from gradsurgeon import GradSurgeonError, GradSurgeonWarning, errors, integratio
 from gradsurgeon.actions import ACTIONS
 
 NAMES = [
+    "At",
     "BindError",
     "Binding",
     "Capture",
     "CaptureRule",
+    "Centralize",
     "Check",
     "CheckError",
     "CheckLoop",
@@ -46,8 +48,10 @@ NAMES = [
     "LossRule",
     "Manifest",
     "ManifestError",
+    "Mask",
     "ModelError",
     "NanTrap",
+    "Noise",
     "NonFiniteGradientError",
     "NormLog",
     "Observer",
@@ -63,6 +67,7 @@ NAMES = [
     "Sanitize",
     "Scale",
     "Session",
+    "Shard",
     "SpikeTrap",
     "Statistic",
     "TrapError",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsurgeon.actions import Rule, Steps, TrapRule, Where, in_order
+from gradsurgeon.actions.clip_norm import ClipNorm
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.common.match import contains
 from gradsurgeon.errors import Severity, shorten_names
@@ -186,8 +187,28 @@ def scale_by_zero(context: LintContext) -> Iterator[LintFinding]:
             yield LintFinding(rule, ("factor",), message, "use `action: zero`, without `factor`")
 
 
+@_check('{id: clipped, action: clip-norm, params: "*", max_norm: 1.0}')
+def clip_of_each(context: LintContext) -> Iterator[LintFinding]:
+    """A clip without `per` clips each gradient by itself.
+
+    `clip_grad_norm_` of torch, and of most trainings, clips all gradients by their common norm. Without `per` this rule
+    bounds the norm of each gradient, so the norm of all can be much larger, and their proportions change.
+
+    Write `per: rule` for one common norm, or `per: parameter` if each gradient shall have its own. In a file in which some
+    clip has a `per`, the others mean what they say.
+    """
+    clips = [rule for rule in context.rules if isinstance(rule, ClipNorm)]
+    if any("per" in rule.model_fields_set for rule in clips):
+        return  # whoever has written one `per` knows the others
+    for rule in clips:
+        if rule.target == "params" and rule.point == "step":
+            message = "clips each gradient by itself, where `clip_grad_norm_` clips all by their common norm"
+            hint = "write `per: rule` for the common norm, or `per: parameter`"
+            yield LintFinding(rule, ("action",), message, hint)
+
+
 @_check(
-    '{id: clipped, action: clip-norm, params: "*", max_norm: 1.0}',
+    '{id: clipped, action: clip-norm, params: "*", max_norm: 1.0, per: rule}',
     '{id: gentle-head, action: scale, params: "head.*", factor: 0.5}',
 )
 def effective_order(context: LintContext) -> Iterator[LintFinding]:

@@ -25,6 +25,7 @@ _WITH_VALUE = (
     "--start-step",
     "--sink",
     "--on-event",
+    "--import",
     "--perturb",
     "--seed",
 )
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         if given[name] and not given[name].startswith(packs.PREFIX):
             given[name] = str(Path(given[name]).absolute())
     given["sinks"] = tuple(absolute(sink) for sink in given["sinks"])
+    given["modules"] = tuple(given["modules"])
     return _become_target(target, Settings(**given).environment(os.environ))
 
 
@@ -136,6 +138,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         default=DEFAULT_RULES,
         help=f"the rule file, or a pack by its name; without it {DEFAULT_RULES}, which only looks",
+    )
+    add(
+        "--import",
+        metavar="MODULE",
+        action="append",
+        dest="modules",
+        default=[],
+        help="import this module of yours, which defines actions, before the rules are read; may be given several times",
     )
     add("--record", metavar="DIR", default="", help="write records to this run directory")
     add(

@@ -26,6 +26,7 @@ class Settings:
     observe: bool = False
     pdb: bool = False
     quiet: bool = False
+    modules: tuple[str, ...] = ()  # imported before the rules are read, for actions of the user
     on_event: str = ""  # a command of the shell that gets each event
 
     @property
@@ -65,5 +66,6 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
     if not environment.get(OPTIONS) or is_off(environment):
         return None
     options = json.loads(environment[OPTIONS])
-    options["sinks"] = tuple(options["sinks"])
+    for name in ("sinks", "modules"):
+        options[name] = tuple(options[name])
     return Settings(**options)

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsurgeon import api
+from gradsurgeon.cli.review.model_loading import import_module
 from gradsurgeon.common import _live
 from gradsurgeon.common._patching import Patch
-from gradsurgeon.errors import RuleFileError
+from gradsurgeon.errors import ModelError, RuleFileError
 from gradsurgeon.integrations.launcher.messages import explain
 from gradsurgeon.integrations.launcher.model_roots import roots_of
 from gradsurgeon.integrations.launcher.models import Models, say_from_rank
@@ -32,8 +33,10 @@ from gradsurgeon.tensors._backward_calls import BackwardCall
 def activate(settings: Settings) -> None:
     """Put the rules on the models that this process will train; end the process if the rules are invalid."""
     try:
+        for module in settings.modules:
+            _import(module)
         rules = _perturbed(api.load(settings.rules), settings)
-    except RuleFileError as error:
+    except (RuleFileError, ModelError) as error:
         explain()
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
         raise SystemExit(2) from None
@@ -42,6 +45,15 @@ def activate(settings: Settings) -> None:
     models = Models(settings, rules)
     end = ScriptEnd(models)
     TrainingDetector(models, end.prepare, end.first_step).install()
+
+
+def _import(module: str) -> None:
+    paths = list(sys.path)
+    try:
+        import_module(module)
+    finally:
+        # The script shall find what it finds without rules.
+        sys.path[:] = paths
 
 
 def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:

@@ -175,6 +175,7 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
             f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "
             "run one forward pass before applying rules"
         )
+    yield from _misshapen(rule, params)
     complex_problem = rule.complex_problem()
     if complex_params and complex_problem:
         yield f"{complex_problem}{examples(complex_params)}; leave them out by `exclude` or `where`"
@@ -185,6 +186,15 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
         )
     yield from _unreachable(rule, params, manifest)
     yield from _scripted(match)
+
+
+def _misshapen(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
+    for param in params:
+        if param.shape is None:
+            continue
+        problem = rule.param_problem(param.name, param.shape)
+        if problem:
+            yield f"{printable(param.name)} {problem}; leave it out by `exclude`"
 
 
 def _scripted(match: Match) -> Iterator[str]:

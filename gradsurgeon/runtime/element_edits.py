@@ -1,0 +1,185 @@
+"""The effects of rules that edit each element by itself, and keep some as they are while an optimizer updates others."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradsurgeon.actions import At, Edit, MaskedUpdate, Rule, Shard
+from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
+from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.origin import Origin
+from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
+from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.tensors import _dist, _numbers
+
+Apply = Callable[[Tensor], Tensor]
+
+
+class ElementEdit(Effect):
+    """Edits each element by itself. In observe mode it edits copies, to count what it would change."""
+
+    edits = True
+    compiled: Edit
+
+    def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
+        apply = self._apply_at(origin.name, origin.index, origin.step, tensor)
+        if not origin.is_again:
+            self.log.count_fired(self.rule.id, origin.step)
+            if self.context.mode == "observe":
+                self._count_changed(unscaled(tensor, origin.scale), apply)
+        return _numbers.on_values(in_true_units(apply, origin.scale), tensor)
+
+    def act(self, gradients: Gradients, bound: Bound) -> None:
+        indices = gradients.having(bound.indices)
+        if not indices:
+            return
+        if not self.keeps_zero:
+            gradients.check_layouts(self.rule, indices)
+        edited = _dist.parts(gradients.writable(indices))
+        step = bound.counter.step
+        in_place = self.compiled_at(step).apply_
+        together = []
+        for index, part in zip(indices, edited, strict=True):
+            is_together = in_place is not None and part.layout is torch.strided
+            if is_together:
+                together.append(part)
+            if is_together and self.context.mode == "act":
+                continue
+            apply = self._apply_at(self.context.names[index], index, step, part)
+            if self.context.mode == "observe":
+                self._count_changed(part, apply)
+            if not is_together:
+                # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
+                part.copy_(_numbers.on_values(apply, part))
+        if in_place is not None and together:
+            in_place(together)
+        self.log.count_fired(self.rule.id, step, len(indices))
+
+    def _apply_at(self, name: str, index: int, step: int, grad: Tensor) -> Apply:
+        """Return the arithmetic for one tensor; ``index`` is the parameter, -1 for other tensors."""
+        compiled: Edit = self.compiled_at(step)
+        given: tuple[At, ...] = ()
+        if compiled.takes_at:
+            param = None
+            if index >= 0:
+                param = self.context.parameters.param(index)
+            weight, shard = _part_of(param, grad)
+            given = (At(name, weight, step, shard),)
+
+        def apply(values: Tensor) -> Tensor:
+            try:
+                edited = compiled.apply(values, *given)
+                _check_result(values, edited)
+            except Exception as error:
+                place = f"rule {self.rule.id}: {printable(name)}, step {step}"
+                raise GradSurgeonError(f"{place}: {_failure(error)}") from error
+            return edited
+
+        return apply
+
+    def _count_changed(self, grad: Tensor, apply: Apply) -> None:
+        """Count whether the edit would change an element. Does not wait for a device."""
+        with torch.no_grad():
+            elements = _numbers.values(grad)
+            changes = _numbers.differs(elements, apply(elements)).any()
+        self.log.count_changed(self.rule.id, changes)
+
+
+def _check_result(values: Tensor, edited: object) -> None:
+    if not isinstance(edited, Tensor):
+        raise TypeError(f"the edit must return a tensor, it returned {type(edited).__name__}")
+    if edited.shape != values.shape or edited.dtype != values.dtype:
+        wanted = f"{list(values.shape)} {values.dtype}"
+        raise ValueError(
+            f"the edit must return {wanted}, it returned {list(edited.shape)} {edited.dtype}"
+        )
+
+
+def _failure(error: Exception) -> str:
+    """Return what went wrong in an edit, with the line where it did if the edit is a user's."""
+    if isinstance(error, GradSurgeonError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+
+
+class MaskedEdit(ElementEdit):
+    """Edits each element by itself, and keeps elements as they are during the update: weights and what the optimizer keeps."""
+
+    holds = True
+    compiled: MaskedUpdate
+
+    def __init__(
+        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: MaskedUpdate
+    ) -> None:
+        super().__init__(rule, context, indices, compiled)
+        # By parameter of the update that runs: which elements train, and copies of weight and state.
+        self._held: dict[StepCounter, list[_Held]] = {}
+
+    def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
+        optimizer = update.optimizer()
+        if gradients is None or optimizer is None or self.context.mode != "act":
+            return
+        held = []
+        for index in gradients.having(bound.indices):
+            param = self.context.parameters.param(index)
+            if param is None:
+                continue
+            weight, shard = _part_of(param, param)
+            assert weight is not None  # noqa: S101 # of this parameter
+            at = At(self.context.names[index], weight, update.counter.step, shard)
+            copies = {name: part.clone() for name, part in _kept_of(optimizer, param)}
+            held.append(_Held(param, self.compiled.trains(weight, at), copies))
+        self._held[bound.counter] = held
+
+    def after_update(self, update: WeightUpdate, bound: Bound) -> None:
+        held = self._held.pop(bound.counter, ())
+        optimizer = update.optimizer()
+        if optimizer is None or not update.took_place:
+            return
+        with torch.no_grad():
+            for each in held:
+                for name, part in _kept_of(optimizer, each.param):
+                    # The optimizer may have made its state in this update.
+                    before = each.copies.get(name, part.new_zeros(()))
+                    part.copy_(torch.where(each.trains, part, before))
+
+
+class _Held(NamedTuple):
+    param: Tensor
+    trains: Tensor
+    copies: dict[str, Tensor]
+
+
+def _kept_of(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a parameter, and what its optimizer keeps for each element of it; of shards the parts that this rank holds."""
+    yield "", _dist.local(param).detach()
+    for name, kept in optimizer.state.get(param, {}).items():
+        if isinstance(kept, Tensor) and kept.shape == param.shape:
+            yield str(name), _dist.local(kept).detach()
+
+
+def _part_of(param: Tensor | None, grad: Tensor) -> tuple[Tensor | None, Shard | None]:
+    """Return the part of a parameter that belongs to the stored elements of a gradient, and where it lies in the whole."""
+    if param is None:
+        return None, None
+    weight = _dist.local(param).detach()
+    places = _dist.places(param)
+    if grad.layout is torch.strided:
+        if not places:
+            return weight, None
+        return weight, Shard(tuple(param.shape), tuple(places))
+    # A sparse gradient stores whole rows.
+    (rows,) = grad.coalesce().indices()
+    if not places:
+        places = [torch.arange(size, device=grad.device) for size in param.shape]
+    places[0] = places[0].to(rows.device)[rows]
+    return weight[rows], Shard(tuple(param.shape), tuple(places))
