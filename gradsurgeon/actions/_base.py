@@ -164,6 +164,11 @@ class Rule(Options):
         return True
 
     @property
+    def joins_norms(self) -> bool:
+        """Whether the rule compares one norm over several gradients with its bound."""
+        return False
+
+    @property
     def hides_overflow(self) -> bool:
         """Whether the rule replaces non-finite elements, which a scaler must see."""
         return False

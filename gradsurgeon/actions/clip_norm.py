@@ -125,6 +125,10 @@ class ClipNorm(EditRule):
         return name if found is None else found[0]
 
     @property
+    def joins_norms(self) -> bool:
+        return self.per not in ("parameter", "unit")
+
+    @property
     def may_overflow(self) -> bool:
         return False
 

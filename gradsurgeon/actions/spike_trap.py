@@ -170,6 +170,10 @@ class SpikeTrap(TrapRule):
             yield Flaw("give_up_after", message, "remove it, or write `then: skip-step`")
 
     @property
+    def joins_norms(self) -> bool:
+        return self.per == "rule"
+
+    @property
     def edits(self) -> bool:
         return self.then == "clip"
 

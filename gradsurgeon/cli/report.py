@@ -70,8 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
     kinds = arguments.fail_on
     problems: list[str] = []
     if arguments.html is not None:
+        from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
+
         with writing(arguments.html):
-            problems = _write_page(folders, Path(arguments.html))
+            runs = _runs_of(folders)
+            problems = write_page(runs, Path(arguments.html))
+        shown = count(len(runs) - len(problems), "run")
+        print(f"{printable(arguments.html)}: {shown}; open it in a browser")
     elif arguments.format == "json":
         _print_json(folders)
     else:
@@ -106,16 +111,6 @@ def _runs_of(folders: Sequence[Path]) -> list[Path]:
             runs.append(folder)
         runs += inside
     return runs
-
-
-def _write_page(folders: Sequence[Path], file: Path) -> list[str]:
-    from gradsurgeon.report.web_page import write_page  # noqa: PLC0415 # needs numpy
-
-    runs = _runs_of(folders)
-    problems = write_page(runs, file)
-    shown = count(len(runs) - len(problems), "run")
-    print(f"{printable(str(file))}: {shown}; open it in a browser")
-    return problems
 
 
 def _print_json(folders: Sequence[Path]) -> None:

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
-from gradsurgeon.report.ending import Ending, Tally
+from gradsurgeon.report.ending import Ending, EventTally
 
 State = Literal["fine", "look", "broken"]
 # Callouts of these kinds are faults, and counted as findings. Others are facts: healthy trainings have them also.
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(
-    ending: Ending | None, tally: Tally, callouts: Sequence[Callout], *, is_pack: bool = False
+    ending: Ending | None, tally: EventTally, callouts: Sequence[Callout], *, is_pack: bool = False
 ) -> Outcome:
     """Return what there is to say of a run. Nobody chose the rules of a pack for this model, so one may have nothing to do."""
     fault_kinds = set(_FAULTS)
@@ -105,7 +105,7 @@ def outcome_of(
 
 def _band(
     ending: Ending | None,
-    tally: Tally,
+    tally: EventTally,
     findings: Sequence[str],
     callouts: Sequence[Callout],
     *,

@@ -14,7 +14,7 @@ from gradsurgeon.report.rules_and_events import by_kind
 State = Literal["running", "ended", "stopped", "unknown"]
 
 
-class Tally(NamedTuple):
+class EventTally(NamedTuple):
     """What the events of a run say together; what edits cut is left out."""
 
     kinds: Counter[str]  # how many events there are of each kind
@@ -27,7 +27,7 @@ class Tally(NamedTuple):
         return self.kinds["trap"] + self.kinds["spike"]
 
 
-def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> Tally:
+def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> EventTally:
     """Return what events say together. `edits` are the ids of rules that edit, whose events are no trips."""
     counted = []
     diagnoses: dict[str, str] = {}
@@ -51,7 +51,7 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> Tally:
             diagnoses.setdefault(key, diagnosis)
         others.setdefault(key, event.message.partition("\n")[0])
     findings = {**diagnoses, **others, **diagnoses}
-    return Tally(by_kind(counted), tuple(findings.values()), no_rule)
+    return EventTally(by_kind(counted), tuple(findings.values()), no_rule)
 
 
 def _diagnosis(event: Event) -> str:
@@ -81,7 +81,7 @@ class Ending(NamedTuple):
     is_broken: bool  # a rank was stopped
 
 
-def _outcome(state: State, tally: Tally) -> str:
+def _outcome(state: State, tally: EventTally) -> str:
     """Return what was skipped, and what traps and checks found."""
     kinds = tally.kinds
     skipped = kinds["skipped-step"] + kinds["scaler-skip"]
@@ -103,7 +103,7 @@ def _outcome(state: State, tally: Tally) -> str:
 _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 
 
-def ending_of(ends: Mapping[int, RankEnd], tally: Tally) -> Ending:
+def ending_of(ends: Mapping[int, RankEnd], tally: EventTally) -> Ending:
     states = []
     words = {}
     ranks_by_words: dict[str, list[str]] = {}

@@ -103,6 +103,12 @@ class History:
         return {pair: best[pair] for pair in sorted(best, key=position)}
 
     @property
+    def hidden(self) -> set[RecordOrigin]:
+        """Records of l2 norms that are not shown, because others of the same kind are."""
+        origins = {origin for origin, _ in self._places}
+        return origins.difference(self.shown.values())
+
+    @property
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(kind for kind, _ in self.shown))
 

@@ -64,7 +64,7 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
         rows.append(row)
         curves.append(track.norms)
     title = f"{_measured(kind, len(tracks))}, recorded by {_named(origins)}"
-    notes = list(_notes(history.rows_of_a_column, len(tracks) - len(shown)))
+    notes = list(_notes(history, kind, len(tracks) - len(shown)))
     return Table(title, head, rows, right=_NUMBERS, curves=curves, notes=notes)
 
 
@@ -76,9 +76,13 @@ def _row(track: Track) -> list[str]:
     return row
 
 
-def _notes(rows: int, more: int) -> Iterator[str]:
+def _notes(history: History, kind: str, more: int) -> Iterator[str]:
     if more:
         yield f"... and {more:,} more; those that are not finite, then spikes, then the largest are shown"
+    hidden = [origin for origin in history.hidden if origin.kind == kind]
+    if hidden:
+        yield f"recorded as well, not shown: {_named(hidden)}"
+    rows = history.rows_of_a_column
     if rows > 1:
         yield f"the run is long: {rows:,} successive steps count as one, by their largest norm"
 

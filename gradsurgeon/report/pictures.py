@@ -46,9 +46,7 @@ def features(
             f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {min(names)}"
         )
     fitting = [
-        key
-        for key in kept
-        if key[0] in names and step in (None, key[1]) and call in (None, key[2])
+        key for key in kept if key[0] in names and step in (None, key[1]) and call in (None, key[2])
     ]
     if not fitting:
         raise RecordError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.memory import LOSS, NOTHING_RECORDED, RATE
 from gradsurgeon.records.store.recorded import RankEnd, of_lowest_ranks
 from gradsurgeon.report.band import REPLICAS, Callout, Outcome, outcome_of
-from gradsurgeon.report.ending import Ending, Tally, ending_of, tally_of
+from gradsurgeon.report.ending import Ending, EventTally, ending_of, tally_of
 from gradsurgeon.report.ranks import RankProgress, progress_of, rank_lines
 from gradsurgeon.report.rules_and_events import (
     GRADIENT,
@@ -201,21 +201,21 @@ class Report:
 
     @cached_property
     def callouts(self) -> tuple[Callout, ...]:
-        """What stands out in the records. Without numpy, only parameters that never got a gradient do."""
-        seen: list[Callout] = []
-        if is_installed("numpy"):
-            from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
+        """What stands out in the records; nothing without numpy."""
+        if not is_installed("numpy"):
+            return ()
+        from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
 
-            seen += callouts(self.history, len(self.params))
-            if self.ranks:
-                seen.append(Callout(REPLICAS, self.ranks))
+        seen = list(callouts(self.history, len(self.params)))
+        if self.ranks:
+            seen.append(Callout(REPLICAS, self.ranks))
         silent = self._silent()
         if silent:
             seen.append(Callout("silent", never_reached(silent)))
         return tuple(seen)
 
     @cached_property
-    def tally(self) -> Tally:
+    def tally(self) -> EventTally:
         """The kinds of events, and what traps and checks found."""
         return tally_of(self.events, edits_of(self.rules))
 
@@ -246,21 +246,8 @@ class Report:
             return []  # the rows that are gone may have had a gradient
         logged = logged_params(self.rules, self.statuses)
         logged -= self.frozen.keys()
-        logged -= self._reached(logged)
+        logged -= {name for kind, name in self.history.shown if kind == GRADIENT}
         return [name for name in self.params if name in logged]
-
-    def _reached(self, names: Collection[str]) -> set[str]:
-        """Return those of some parameters of which a gradient was recorded."""
-        if is_installed("numpy"):
-            return {name for kind, name in self.history.shown if kind == GRADIENT}
-        reached = set()
-        for part in self.series:
-            if self._kinds.get(part.key.rule) != GRADIENT:
-                continue
-            for name in part.columns.keys() & names:
-                if part.last(name):
-                    reached.add(name)
-        return reached
 
     @property
     def frozen_note(self) -> str:

@@ -185,8 +185,6 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     return {
         "kind": table.kind,
         "noun": nouns(table.kind),
-        # The map shows all tensors: none is left out.
-        "notes": [note for note in urgent.notes if not note.startswith("... and ")],
         "table": urgent.plain(),
         "urgent": [track.name for track in shown],
         "wholes": lines,

@@ -224,8 +224,7 @@ def _losses_of(outputs: Sequence[Any]) -> Iterator[Tensor]:
             continue
         value = readable(loss)
         if value is not None:
-            # Readers expect a number: a mean over the batch may have dimensions of size 1.
-            yield value.reshape(())
+            yield value.reshape(())  # a mean over the batch may have dimensions of size 1
 
 
 @contextmanager

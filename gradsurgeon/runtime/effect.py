@@ -177,7 +177,7 @@ class Effect:
     @property
     def needs_all(self) -> bool:
         """Whether it needs all gradients of an update, while the update can still be held back."""
-        if self.hides or getattr(self.rule, "per", "parameter") not in ("parameter", "unit"):
+        if self.hides or self.rule.joins_norms:
             return True
         return self.judges and not self.edits
 

@@ -181,10 +181,7 @@ class RankAgreement:
             indices = bound.indices
             # A rule that stops or skips an update by norms at the update itself.
             judges = _decides(rule)
-            has_one_norm = rule.edits and getattr(rule, "per", "parameter") not in (
-                "parameter",
-                "unit",
-            )
+            has_one_norm = rule.edits and rule.joins_norms
             is_concerned = judges or has_one_norm
             if not is_concerned or (rule.id, indices) in self._asked:
                 continue

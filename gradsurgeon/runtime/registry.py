@@ -153,9 +153,12 @@ def _watch() -> ExitStack:
 
 def tag(tensor: Tensor, name: str) -> Tensor:
     """Show a tensor to the rules of all sessions; return the tensor to go on with."""
-    if name == SAMPLE_IDS and not torch.compiler.is_compiling():
+    # An evaluation belongs to no step.
+    if name == SAMPLE_IDS and not torch.compiler.is_compiling() and torch.is_grad_enabled():
         for controller in _controllers():
-            controller.kept.keep_sample_ids(tensor)
+            # The replay of a step runs the call again.
+            if not controller.context.is_paused:
+                controller.kept.keep_sample_ids(tensor)
     # Code compiled without rules on tags recompiles once this list is no longer empty.
     if not _on_tags:
         return tensor

@@ -37,6 +37,7 @@ _MOVED = (
     "step already"
 )
 _HIDDEN = "its optimizer got no gradient"
+_HELD_BACK = "another rule holds this update back"
 # Each trap that judged, with its report if it tripped.
 Findings = Mapping[Trap, TrapReport | None]
 
@@ -83,7 +84,7 @@ class Trip:
         return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
 
     def outcome(self, mode: Mode) -> str:
-        """Return the outcome of the step, as a line of the report."""
+        """Return the outcome of the step, as a line of the report, if no other rule is more severe."""
         if mode == "observe":
             return f"observing only: `then: {self.decision.then}` would have acted"
         if self._is_forced and not self.moved:
@@ -137,12 +138,12 @@ class Conclusions:
             return GOES_ON
         diagnoses = self.diagnosis.diagnose_trips(reports, step, scale, heard)
         # The other ranks must hear of the most severe trip.
-        worst = FINE
+        worst = max([trip.severity for trip in trips], default=FINE)
+        decided = max(worst, heard.severity)
         cause: StopReason | None = None
         for trip in trips:
-            reason = self._emit(trip, step, heard.guilty, diagnoses.get(trip.rule))
-            if cause is None or trip.severity > worst:
-                worst = trip.severity
+            reason = self._emit(trip, step, heard.guilty, diagnoses.get(trip.rule), decided)
+            if cause is None and trip.severity == worst:
                 cause = reason
         if heard.severity > worst:
             return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule), moved=moved)
@@ -190,12 +191,19 @@ class Conclusions:
         return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
 
     def _emit(
-        self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
+        self,
+        trip: Trip,
+        step: int,
+        ranks: tuple[int, ...],
+        diagnosis: Diagnosis | None,
+        decided: int,
     ) -> StopReason:
         """Emit the report of a trap, and return it; ``ranks`` are the ranks that put NaN or Inf into an average."""
         context = self._context
         report = trip.report.caused_by(ranks)
         outcome = trip.outcome(context.mode)
+        if context.mode == "act" and trip.severity < decided:
+            outcome = _HELD_BACK
         keys = event_keys(diagnosis, self._kept.sample_ids)
         place = context.place(step, trip.rule)
         text, shown = texts(place, report, outcome, diagnosis, keys["sample_ids"])
@@ -212,7 +220,7 @@ class Conclusions:
             facts=keys,
             shown=shown,
         )
-        if then == "skip-step":
+        if then == "skip-step" and trip.severity == decided:
             log.emit("skipped-step", f"step {step} skipped: {_HIDDEN}", **where)
         rank = _dist.rank()
         if report.ranks:

@@ -254,10 +254,10 @@ def test_the_page_has_tables_and_curves(run: Path) -> None:
     assert (curves[2]["steps"], curves[2]["values"]) == ([0, 2], [0.25, 0.5])
     (distance,) = distances["lines"]
     assert distance["values"] == [0.0, 0.5, "Infinity"]
-    assert [row[:2] for row in weights["table"]["rows"]] == [
-        ["seg", "1"],
-        ["depth", "0.562"],
-        ["edges", "2"],
+    assert [row[:3] for row in weights["table"]["rows"]] == [
+        ["seg", "", "1"],
+        ["depth", "", "0.562"],
+        ["edges", "", "2"],
     ]
     json.dumps(data, allow_nan=False)
 

@@ -88,7 +88,7 @@ def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
     assert run["rules"]["rows"][0][:4] == ["norms", "norm-log", "2", "60"]
     assert run["rule_file"]["text"] == "version: 1"
     assert kind["urgent"] == list(names)
-    assert kind["table"]["rows"][0] == ["a.weight", "0.5", "0.5", "0.5", "0.5", "1"]
+    assert kind["table"]["rows"][0] == ["a.weight", "", "0.5", "0.5", "0.5", "0.5", "1"]
     assert run["callouts"][0].startswith("non-finite: 1 parameter, first at step 20: a.weight")
 
 
@@ -154,7 +154,7 @@ def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) 
     run = _run(tmp_path / "run")
     assert [mark[0] for mark in run["marks"]] == [*range(0, 600, 2), *range(1400, 2000, 2)]
     (event,) = run["events"]
-    assert (event["message"], event["where"]) == ("event 0", "x1,000, steps 0..1998")
+    assert (event["message"], event["repeated"]) == ("event 0", "x1,000, steps 0..1998")
     assert run["left_out"] == 0
 
 

@@ -128,7 +128,9 @@ function opening(run, axis, half) {
 
 /** Draws the section of one kind of tensors: the most urgent, their curves, and the map of all. */
 async function kindSection(run, kind, axis, state) {
-  const part = section(`${kind.kind[0].toUpperCase()}${kind.kind.slice(1)}s`, [kind.table.title, ...kind.notes].join(". ")), asked = current;
+  // The map shows all tensors: none is left out.
+  const notes = kind.table.notes.filter((text) => !text.startsWith("... and "));
+  const part = section(`${kind.kind[0].toUpperCase()}${kind.kind.slice(1)}s`, [kind.table.title, ...notes].join(". ")), asked = current;
   const cells = await unpack(kind.map);
   // The reader has chosen another run meanwhile.
   if (asked !== current) return;

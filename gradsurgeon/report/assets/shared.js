@@ -82,8 +82,9 @@ function nonfiniteFrom(first, last) {
   return `non-finite from ${first.toLocaleString("en")} to ${last.toLocaleString("en")}`;
 }
 
-/** Makes a table; names stand in the first column, and columns of numbers at the right. */
-function table({ head, rows }) {
+/** Makes a table; names stand in the first column, and columns of numbers at the right. The page draws histories as curves. */
+function table({ head: titles, rows: lines }) {
+  const isShown = (_, at) => titles[at] !== "history", head = titles.filter(isShown), rows = lines.map((cells) => cells.filter(isShown));
   const numeric = head.map((_, at) => rows.every((cells) => NUMBER.test(cells[at])));
   const content = (cell, at) => (typeof cell !== "string" ? cell : at ? short(cell, 300) : nameOf(cell));
   const kind = (cell, at) => [numeric[at] ? "number" : "", /^-?(nan|inf)$/i.test(cell) ? "problem" : ""].join(" ");
