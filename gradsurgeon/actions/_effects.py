@@ -35,7 +35,8 @@ class ByNorm:
     order: float
     # Takes norms, float32 of any shape; at most 1, which leaves a gradient as it is.
     factor: Callable[[Tensor], Tensor]
-    # Gradients whose names it maps to one text share one norm; without it each gradient has its own.
+    # Whether several gradients share one norm: all of them, or those whose names ``group`` maps to one text.
+    joins: bool = False
     group: Callable[[str], str] | None = None
 
 

@@ -116,8 +116,6 @@ class ClipNorm(EditRule):
 
     def _group_of(self, name: str) -> str:
         """Return the name of what a parameter shares its norm with."""
-        if self.per == "rule":
-            return ""
         if self.per == "module":
             return name.rpartition(".")[0]
         prefix = re.escape(self.per).replace(r"\{n\}", r"\d+")
@@ -150,9 +148,9 @@ class ClipNorm(EditRule):
             return clipped.masked_fill_((norm < math.inf).logical_not_(), 1.0)
 
         group = None
-        if self.per != "parameter":
+        if self.per not in ("parameter", "rule"):
             group = self._group_of
-        return ByNorm(float(self.norm_type), factor, group)
+        return ByNorm(float(self.norm_type), factor, self.joins_norms, group)
 
     def _clip_units(self, grad: Tensor, at: At) -> Tensor:
         """Clip each unit; relative to its weights as `timm.utils.adaptive_clip_grad` does (Brock et al. 2021)."""

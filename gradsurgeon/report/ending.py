@@ -19,7 +19,7 @@ class EventTally(NamedTuple):
 
     kinds: Counter[str]  # how many events there are of each kind
     findings: tuple[str, ...]  # of traps and checks, a sentence each, those with a diagnosis first
-    no_rule: str = ""  # why no rule acts, in a sentence with the step
+    no_rule: str = ""  # that no rule acts, in a sentence
 
     @property
     def trips(self) -> int:
@@ -39,7 +39,7 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> EventTally
             continue
         counted.append(event)
         if event.message.startswith(NO_RULE_ACTS):
-            no_rule = f"step {event.step}: {event.message}"
+            no_rule = f"no rule acts, from step {event.step} on"
         if not is_trip:
             continue
         # A trap that trips in many steps is one finding. A check reports each of its findings once.

@@ -50,7 +50,7 @@ class NormEdit(Effect):
             gradients.check_layouts(self.rule, having)
         indices = having
         # A hidden gradient does not count in a norm over all.
-        if self.compiled.group is not None and gradients.hidden:
+        if self.compiled.joins and gradients.hidden:
             indices = [index for index in having if index not in gradients.hidden]
         if indices:
             self._shorten(gradients, indices, bound.counter.step)
@@ -67,17 +67,18 @@ class NormEdit(Effect):
         self, by_norm: ByNorm, indices: Sequence[int], norms: Tensor
     ) -> Iterator[tuple[Sequence[int], Tensor]]:
         """Yield gradients with their norms, or with the one norm that they share."""
-        if by_norm.group is None:
+        if not by_norm.joins:
             yield indices, norms
+            return
+        if by_norm.group is None:
+            yield indices, _numbers.over(norms, by_norm.order)
             return
         groups: dict[str, list[int]] = {}
         for position, index in enumerate(indices):
             group = by_norm.group(self.context.names[index])
             groups.setdefault(group, []).append(position)
         for positions in groups.values():
-            shared = norms
-            if len(groups) > 1:
-                shared = norms[_torch.integers(tuple(positions), norms.device)]
+            shared = norms[_torch.integers(tuple(positions), norms.device)]
             members = [indices[position] for position in positions]
             yield members, _numbers.over(shared, by_norm.order)
 

@@ -186,6 +186,9 @@ class TestJSON:
         fill(tmp_path / "run", trap(11), SKIP)
         found = self.read(tmp_path)
         norms = found.pop("norms")
+        (rank,) = found.pop("ranks")
+        assert rank.pop("written") > 1e9
+        assert rank == {"rank": 0, "step": 29, "behind": 0}
         nothing: Json = {"diagnosis": None, "sample_ids": []}
         assert found == {
             "version": 1,

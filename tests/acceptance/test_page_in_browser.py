@@ -51,7 +51,7 @@ DIAGNOSIS = Diagnosis(
     output=TensorFacts("", (2, 1), "float32", 2.0, 2.0, 1, 0, 2),
     history=(("one: aten.addmm", 4.0), ("two: aten.mul", 1e23)),
     cause=Cause("mathematics", ("in float64 it is NaN as well",), "clamp with `clamp(min=0)`"),
-    rows=Rows((1,), 1, 2, input="tokens", input_rows=(7,)),
+    rows=Rows((1,), 2, input_rows=(7,)),
     bundle="trap-step3-rank0",
 )
 

@@ -287,6 +287,8 @@ NOT_DRIVEN = {
     "runtime/loss_rules.py:NamedPass.delivering": NO_PACK,
     "runtime/loss_rules.py:_refuse_unlike": NO_PACK,
     "runtime/manual_steps.py:ManualSteps._update": VERDICT,
+    "runtime/element_edits.py:ElementEdit._apply_at.apply": CHOSEN,
+    "runtime/element_edits.py:_check_result": CHOSEN,
     "runtime/manual_steps.py:ManualSteps.after_pass": CHOSEN,
     "runtime/model_changes.py:ModelChanges.check": RANKS,
     "runtime/optimizer_watch.py:OptimizerWatch._act": VERDICT,

@@ -47,6 +47,9 @@ BY_ACTION: dict[str, list[Json]] = {
         {"params": "*", "at": "backward", "max_norm": 0.1},
     ],
     "freeze": [{"params": "first.*"}],
+    "mask": [{"params": "*", "rows": ":2", "then": "freeze"}, {"params": "*", "rows": "1:"}],
+    "noise": [{"params": "*", "std": 1e-3}],
+    "centralize": [{"params": "*"}],
     "capture": [{"params": "*"}, {"modules": "*", "tensor": "output"}],
     "norm-log": [
         {"params": "*"},

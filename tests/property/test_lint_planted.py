@@ -150,9 +150,8 @@ PLANTS = [
     Plant("again", "{head}{key}: {value}\n    {key}: {value}", "duplicate-key"),
     Plant("action", "{head}{key}: zzz", "unknown-action", ("action",)),
     Plant("pattern", '{head}{key}: "re:(a*)*"', "bad-pattern", ("params", "exclude")),
-    Plant(
-        "type", "{head}{key}: {{a: 1}}", "wrong-type", ("params", "max_norm", "factor", "optional")
-    ),
+    Plant("type", "{head}{key}: {{a: 1}}", "wrong-type", ("params", "optional")),
+    Plant("no number", "{head}{key}: [1]", "wrong-type", ("max_norm", "factor")),
     Plant("value", "{head}{key}: never", "bad-value", ("at", "then", "per")),
     Plant("id", "{head}{key}: No_{line}", "bad-value", ("id",)),
     Plant("tag", "{head}{key}: !x {value}", "yaml-tag"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gradsurgeon.common import _live
 from gradsurgeon.common._script import variable_of
 from gradsurgeon.language import planning
+from gradsurgeon.tensors.readable import readable
 
 
 def param_ids(module: nn.Module) -> set[int]:
@@ -40,7 +41,7 @@ def _outermost(params: Sequence[Tensor]) -> list[nn.Module]:
     gc.collect()
     modules = _live.instances(nn.Module)
     parents = _parents_by_child(modules)
-    _pass_over_keepers(parents)
+    _pass_over_keepers(parents, trained)
     roots: list[nn.Module] = []
     seen: set[int] = set()
     for module in modules:
@@ -78,18 +79,18 @@ def _owns_any(module: nn.Module, ids: set[int]) -> bool:
     return any(id(param) in ids for param in module._parameters.values())  # noqa: SLF001 # `parameters` hides shared ones
 
 
-def _pass_over_keepers(parents: dict[int, list[nn.Module]]) -> None:
+def _pass_over_keepers(parents: dict[int, list[nn.Module]], trained: set[int]) -> None:
     """Remove parents that only keep a model and frozen copies of it: such a whole is not trained."""
     for child, above in parents.items():
         kept = []
         for keeper in above:
             has_parents = bool(parents.get(id(keeper)))
-            if has_parents or not _keeps_copies(keeper, child):
+            if has_parents or not _keeps_copies(keeper, child, trained):
                 kept.append(keeper)
         parents[child] = kept
 
 
-def _keeps_copies(keeper: nn.Module, child: int) -> bool:
+def _keeps_copies(keeper: nn.Module, child: int, trained: set[int]) -> bool:
     # A container may hold equal layers of which one is trained.
     if isinstance(keeper, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
@@ -101,15 +102,33 @@ def _keeps_copies(keeper: nn.Module, child: int) -> bool:
     if model is None:
         return False  # an empty place for a module
     copies = [module for module in children.values() if param_ids(module)]
+    unlike_copies = trained | param_ids(model)
     for copy in copies:
-        is_trained = any(param.requires_grad for param in copy.parameters())
-        if is_trained or _shapes(copy) != _shapes(model):
+        if not _is_frozen(copy, unlike_copies) or not _equal(copy, model):
             return False
     return bool(copies)
 
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: param.shape for name, param in module.named_parameters()}
+def _is_frozen(copy: nn.Module, others: set[int]) -> bool:
+    """Tell whether no parameter of a copy is trained, or belongs to others."""
+    if any(param.requires_grad for param in copy.parameters()):
+        return False
+    return others.isdisjoint(param_ids(copy))
+
+
+def _equal(copy: nn.Module, model: nn.Module) -> bool:
+    ours = dict(copy.named_parameters())
+    theirs = dict(model.named_parameters())
+    if ours.keys() != theirs.keys():
+        return False
+    for param, other in zip(ours.values(), theirs.values(), strict=True):
+        value = readable(param)
+        other_value = readable(other)
+        if value is None or other_value is None:
+            return False
+        if not torch.equal(value, other_value.to(value)):
+            return False
+    return True
 
 
 def _without_repetition(roots: list[nn.Module], trained: set[int]) -> list[nn.Module]:
