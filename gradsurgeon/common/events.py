@@ -20,6 +20,7 @@ EventKind = Literal[
 TRIPS: frozenset[EventKind] = frozenset({"trap", "spike", "check"})
 # Begins the notice that all rules of a session rest.
 NO_RULE_ACTS = "no rule acts: "
+OUR_FAULT = "a fault of gradsurgeon, please report it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-from gradsurgeon.common.events import NO_RULE_ACTS, TRIPS, Event
+from gradsurgeon.common.events import NO_RULE_ACTS, OUR_FAULT, TRIPS, Event
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store.recorded import RankEnd
@@ -38,7 +38,7 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> EventTally
         if is_trip and event.rule in edits:
             continue
         counted.append(event)
-        if event.message.startswith(NO_RULE_ACTS):
+        if event.message.startswith(NO_RULE_ACTS) and OUR_FAULT in event.message:
             no_rule = f"no rule acts, from step {event.step} on"
         if not is_trip:
             continue

@@ -64,8 +64,7 @@ class Controller:
         self.steps = OptimizerWatch(context, self, self.effects, self.model, self.manual)
         self._notices = Notices(context, self.effects, counters.counter_of)
         self._search_on = options.optimizers is None
-        # Whether a backward pass came and no update followed it yet.
-        self._unstepped = False
+        self._unstepped = False  # a backward pass came, and no update followed it yet
         self._steps = 0
         self._given = list(options.optimizers or ())
         self.attached = False
@@ -283,7 +282,8 @@ class Controller:
                     scale = self.context.scaling.scale_of_step(optimizer)
                     if scale is not None:
                         self.step_skipped_by_scaler(owner.counter, scale)
-        self.context.event_log.raise_raised()
+        if self.context.event_log.raised:
+            self.context.event_log.raise_raised()
 
     @property
     def has_stepped(self) -> bool:

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
-from gradsurgeon.common.events import NO_RULE_ACTS
+from gradsurgeon.common.events import NO_RULE_ACTS, OUR_FAULT
 from gradsurgeon.errors import BindError, GradSurgeonError, TrapError, printable, shorten_names
 from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.runtime.step_counters import Schedule, StepCounters
@@ -165,7 +165,7 @@ def reason(error: Exception) -> str:
     failure = _torch.device_failure(error)
     if failure:
         return printable(failure)
-    return f"{type(error).__name__}: {text} ({_place(error)}; a fault of gradsurgeon, please report it)"
+    return f"{type(error).__name__}: {text} ({_place(error)}; {OUR_FAULT})"
 
 
 def _place(error: Exception) -> str:

@@ -233,7 +233,7 @@ def test_a_fault_of_ours_that_stops_all_rules_is_no_fine_run(
     assert same(done.weights, list(trainings.plain()))
     at = done.lines.index("gradsurgeon: Sequential, 2 steps")
     band, ended = done.lines[at + 1 : at + 3]
-    assert band.startswith("  look: step 2: no rule acts: ZeroDivisionError: nothing left (")
+    assert band == "  look: no rule acts, from step 2 on"
     assert ended == "  ended"
     (checked,) = [line for line in done.lines if line.startswith("  checked: ")]
     assert checked.endswith("; found: no fault")
@@ -275,7 +275,6 @@ NOT_DRIVEN = {
     "integrations/launcher/command.py:_step": ELSEWHERE,
     "integrations/launcher/models.py:Models.check": CHOSEN,
     "integrations/launcher/training_detector.py:activate": ELSEWHERE,
-    "records/captured.py:_numbers": CAUGHT,
     "records/event_log.py:EventLog.raise_raised": VERDICT,
     "records/shared_rows.py:SharedRows.ask": ELSEWHERE,
     "runtime/loss_backward.py:_check": ELSEWHERE,
