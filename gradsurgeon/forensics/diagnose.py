@@ -134,7 +134,10 @@ def _without(samples: Sequence[int], size: int, call: KeptCall) -> KeptCall:
 def _from_samples(rows: Rows, samples: list[int], size: int, call: KeptCall) -> Rows:
     """Return rows that come from some rows of the input, with the ids of these samples."""
     ids: list[int] = []
-    if call.sample_ids is not None and len(call.sample_ids) == size:
+    _, first = next(tensors_in([call.args, call.kwargs]))
+    # Where another dimension has as many places, rows may be steps of time.
+    is_batch = list(first.shape).count(size) == 1
+    if is_batch and call.sample_ids is not None and len(call.sample_ids) == size:
         ids = call.sample_ids[samples].tolist()
     return replace(rows, input_rows=tuple(samples), ids=tuple(ids))
 

@@ -310,6 +310,23 @@ def test_samples_are_named_by_the_ids_that_the_script_tags(case: str) -> None:
     assert tuple(event.diagnosis["rows"]["ids"]) == ids
 
 
+def test_rows_that_may_be_steps_of_time_have_no_ids() -> None:
+    model = Block(unit)
+    optimizer = sgd(model)
+    # The first of two dimensions with as many places as there are samples.
+    x = torch.ones(9, 9, 4)
+    x[3, 5] = 0
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
+        pytest.raises(NonFiniteGradientError) as caught,
+    ):
+        mean(tag_before(model, x)).backward()
+        optimizer.step()
+    rows = caught.value.diagnosis.rows
+    assert rows.rows == (3,)
+    assert rows.ids == ()
+
+
 def test_compiled_code_does_not_break_at_the_tag() -> None:
     def forward(ids: Tensor) -> Tensor:
         return gradsurgeon.tag(ids, "sample_ids") + 1
