@@ -125,14 +125,12 @@ class Clamp(EditRule):
 def _clamp_(grads: Sequence[Tensor], below: float, above: float) -> None:
     import torch  # noqa: PLC0415 # as above
 
-    together = list(grads)
-    if max(map(torch.Tensor.numel, grads)) > _MANY:
-        together = []
-        for grad in grads:
-            if grad.is_cpu and grad.numel() > _MANY:
-                grad.clamp_(below, above)
-            else:
-                together.append(grad)
+    together = []
+    for grad in grads:
+        if grad.is_cpu and grad.numel() > _MANY:
+            grad.clamp_(below, above)
+        else:
+            together.append(grad)
     if together and below > -math.inf:
         torch._foreach_clamp_min_(together, below)  # torch has no public function
     if together and above < math.inf:

@@ -24,6 +24,7 @@ SETTLED = 20
 LATER = 100
 # So few parameters tell whether gradients were cleared: a script clears all of an optimizer or none.
 _MOST_SAMPLED = 4
+_MOST_FLAGS = 256
 # No update has come from a forward pass in training mode yet.
 _NEVER = -1
 _ALIKE = 1e-3
@@ -116,7 +117,8 @@ class LoopCheck(Check):
 
     def after_pass(self, done: Pass) -> Iterable[Finding]:
         for owner in self._owners.values():
-            if owner.looks:
+            # Its optimizer may have made its last update.
+            if owner.looks and len(owner.got_gradients) < _MOST_FLAGS:
                 owner.got_gradients += _any_of(done.grads, owner.sampled)
             if owner.is_scaled and len(owner.clips) < IN_A_ROW:
                 owner.sizes_after_pass = _sizes(done.grads, owner.indices)
@@ -133,10 +135,9 @@ class LoopCheck(Check):
     def before_update(self, update: Update) -> Iterator[Finding]:
         owner = self._owners.setdefault(update.owner, _LoopState())
         if owner.looks:
-            owned = [index for index in update.indices if index in update.groups]
-            owner.indices = owned
-            stride = max(1, len(owned) // _MOST_SAMPLED)
-            owner.sampled = owned[::stride][:_MOST_SAMPLED]
+            owner.indices = list(update.groups)
+            stride = max(1, len(owner.indices) // _MOST_SAMPLED)
+            owner.sampled = owner.indices[::stride][:_MOST_SAMPLED]
             _look_for_gone(owner, update)
             yield from _stale(owner, update)
         findings = self._nonfinite_losses
@@ -232,10 +233,9 @@ def _look_for_gone(owner: _LoopState, update: Update) -> None:
 def _judge_gone(owner: _LoopState, update: Update, number: int, seen: Tensor) -> Iterator[Finding]:
     """Judge what so many flags say of passes, and the others of the update."""
     are_gone = bool(seen[:number].any()) and not bool(seen[number:].any())
+    owner.gone_in_a_row += 1
     # The script may clear the sampled parameters on purpose: then other parameters have gradients.
-    if are_gone and not any(_any_of(update.grads, update.indices)):
-        owner.gone_in_a_row += 1
-    else:
+    if not are_gone or any(_any_of(update.grads, update.indices)):
         owner.gone_in_a_row = 0
     if owner.gone_in_a_row != IN_A_ROW:
         return
@@ -265,11 +265,10 @@ def _is_kept(grad: Tensor | None, places: Tensor, old: Tensor) -> bool:
 
 def _stale(owner: _LoopState, update: Update) -> Iterator[Finding]:
     """Yield a finding if gradients that were there before the last update reach this one, again and again."""
-    stale = sorted(index for index in owner.kept if index in update.grads)
+    stale = sorted(owner.kept.intersection(update.grads))
+    owner.stale_in_a_row += 1
     if not stale:
         owner.stale_in_a_row = 0
-        return
-    owner.stale_in_a_row += 1
     if owner.stale_in_a_row == IN_A_ROW:
         # Any of the sampled parameters stands for all that the script has not cleared.
         text = _STALE.format(step=update.step, before=owner.last_step)
@@ -297,9 +296,9 @@ def _clipped(owner: _LoopState, update: Update) -> Iterator[Finding]:
         owner.clips.append((owner.sizes_after_pass, now))
     if len(owner.clips) < IN_A_ROW:
         return
+    sizes = torch.tensor(owner.clips)
     for place, what in enumerate(("a norm", "elements")):
-        whole = torch.tensor([before[place] for before, _ in owner.clips])
-        clipped = torch.tensor([after[place] for _, after in owner.clips])
+        whole, clipped = sizes[:, :, place].T
         norm = float(clipped[0])
         bound = norm / update.scale
         if bound < _LEAST_BOUND and _is_clip(whole, clipped):

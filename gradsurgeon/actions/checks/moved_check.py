@@ -92,5 +92,6 @@ def fingerprint(tensor: Tensor) -> Tensor:
         wide = chunk.to(torch.int64)
         # Sums modulo 2^64. Odd weights make a change of one element visible, other weights an exchange of two.
         places = torch.arange(len(wide), device=wide.device) + number * _CHUNK
-        sums += torch.stack([(wide * (2 * places + 1)).sum(), (wide * (places * places + 1)).sum()])
+        weights = torch.stack([2 * places + 1, places * places + 1])
+        sums += (weights * wide).sum(1)
     return sums

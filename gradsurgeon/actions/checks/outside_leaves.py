@@ -84,9 +84,8 @@ def _in_model(root: nn.Module, leaves: dict[int, Tensor]) -> Iterator[Finding]:
     for path, module in root.named_modules(prefix=variable):
         # A network inside the loss is in evaluation mode, and not meant to train.
         if module.training:
-            for name, param in module.named_parameters(path, recurse=False):
-                if id(param) in leaves:
-                    names.append(name)
+            params = module.named_parameters(path, recurse=False)
+            names += [name for name, param in params if id(param) in leaves]
     if names:
         shown = variable
         if not variable:

@@ -104,10 +104,9 @@ class ReplicaComparison:
         # Differences of gradients that are a fault only if weights prove to differ, by rank and place.
         self._pending: dict[tuple[int, int], _Difference] = {}
         # The parameters whose gradients, or weights, need no further finding.
-        self._reported = {
-            "gradients": torch.zeros(len(indices), dtype=torch.bool),
-            "weights": torch.zeros(len(indices), dtype=torch.bool),
-        }
+        self._reported: dict[str, Tensor] = {}
+        for cause in ("gradients", "weights"):
+            self._reported[cause] = torch.zeros(len(indices), dtype=torch.bool)
 
     def compare(
         self, own: RankNumbers, others: Mapping[int, RankNumbers], replicas: Replicas
@@ -226,8 +225,8 @@ class ReplicaComparison:
                 remedy = _SKIPPED
             elif replicas.promised or self._met[position, place]:
                 remedy = _SINCE_THEN
-            steps = {"ours": own.step, "theirs": others[rank].step}
-            text = remedy.format(first=self._first, other=rank, **steps)
+            theirs = others[rank].step
+            text = remedy.format(first=self._first, other=rank, ours=own.step, theirs=theirs)
             differences.append(_Difference(place, rank, own.step, text))
         return differences
 

@@ -1,7 +1,6 @@
 """Finds faults in the structure of a model, once, at the first update."""
 
-from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -31,15 +30,12 @@ class StructureCheck(Check):
     """Looks at weights and gradients at the first updates of each parameter."""
 
     def __init__(self) -> None:
-        self._updates: Counter[Hashable] = Counter()
         self._seen: set[int] = set()
         # Weights whose rows are equal, and have been in each update that was looked at.
         self._equal: set[int] = set()
 
     def before_update(self, update: Update) -> Iterator[Finding]:
-        self._updates[update.owner] += 1
-        number = self._updates[update.owner]
-        if number > _UPDATES and number % _LATER:
+        if self._seen and update.step > _UPDATES and update.step % _LATER:
             return
         new = []
         for index in update.indices:
@@ -100,9 +96,8 @@ def _untied(update: Update, indices: list[int]) -> Iterator[tuple[int, int]]:
         table = update.params[embedding].detach()
         for other in others:
             weight = update.params[other].detach()
-            if weight.shape != table.shape or weight.device != table.device:
-                continue
             # The first rows answer nearly always.
-            are_equal = torch.equal(weight[:1], table[:1]) and torch.equal(weight, table)
-            if are_equal and len(torch.unique(sample(table))) >= _DISTINCT:
+            if weight.device != table.device or not torch.equal(weight[:1], table[:1]):
+                continue
+            if torch.equal(weight, table) and len(torch.unique(sample(table))) >= _DISTINCT:
                 yield embedding, other

@@ -66,12 +66,12 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
             folded.setdefault(_joined(texts, columns), []).extend(rows.values())
             continue
         # Not all combinations are there: the first number alone is folded.
-        alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-        for row in rows:
-            alike.setdefault(row[1:], []).append(row)
+        alike: dict[tuple[str, ...], dict[str, str]] = {}
+        for row, name in rows.items():
+            alike.setdefault(row[1:], {})[row[0]] = name
         for rest, members in alike.items():
-            columns = [[row[0] for row in members], *([number] for number in rest)]
-            folded.setdefault(_joined(texts, columns), []).extend(rows[row] for row in members)
+            text = _joined(texts, [list(members), *zip(rest, strict=True)])
+            folded.setdefault(text, []).extend(members.values())
     return folded
 
 
