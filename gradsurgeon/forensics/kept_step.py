@@ -109,10 +109,12 @@ class KeptStep:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
         after = max([call.last_node for call in self.calls])
         nodes = graph.nodes_after(after, _MOST_NODES)
-        size = 0
+        saved: list[Any] = []
         for node in nodes:
-            for tensor in tensors_of(node.saved):
-                size += tensor.nbytes
+            saved += [node.saved]
+        size = 0
+        for tensor in tensors_of(saved):
+            size += tensor.nbytes
         loss = KeptLoss(graph.loss, nodes, size)
         if self.bytes + loss.bytes <= MAX_BYTES:
             self.losses[self.passes + 1] = loss
