@@ -266,7 +266,7 @@ def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
     )
     assert list(words) == [
         ("at", "net.py:34 return hidden.sqrt()"),
-        ("rows", "all in row 1 of 2, from row 7 of the input tokens; finite with other rows there"),
+        ("rows", "all in row 1 of 2, from row 7 of the input"),
         ("to try", "clamp with `clamp(min=0)`"),
         ("cause", "mathematics; in float64 it is NaN as well"),
         ("certainty", "reproduced"),

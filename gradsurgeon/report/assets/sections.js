@@ -9,10 +9,10 @@ function numbered(noun, indices, count = indices.length) {
   return `${noun}${count === 1 ? "" : "s"} ${indices.slice(0, INDICES).join(", ")}${more}`;
 }
 
-function rowsOf({ rows, count, size, columns, input, input_rows: origin, ids }) {
-  const parts = [`all in ${numbered("row", rows, count)} of ${size}`];
+function rowsOf({ rows, size, columns, input_rows: origin, ids }) {
+  const parts = [`all in ${numbered("row", rows)} of ${size}`];
   if (columns.length) parts.push(numbered("column", columns));
-  if (input) parts.push(`from ${numbered("row", origin)} of the input ${input}; finite with other rows there`);
+  if (origin.length) parts.push(`from ${numbered("row", origin)} of the input`);
   if (ids.length) parts.push(numbered("sample_id", ids));
   return parts.join(", ");
 }
