@@ -101,7 +101,7 @@ class Mask(EditRule):
             return kept.view(-1, *[1] * (grad.dim() - 1))
 
         def apply(grad: Tensor, at: At) -> Tensor:
-            return torch.where(trains(grad, at), grad, torch.zeros((), dtype=grad.dtype))
+            return torch.where(trains(grad, at), grad, grad.new_zeros(()))
 
         if self.then == "freeze":
             return MaskedUpdate(apply, trains=trains)

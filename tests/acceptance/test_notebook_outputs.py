@@ -100,7 +100,7 @@ def test_a_diagnosis_shows_where_it_was_born(outputs: list[Json]) -> None:
     text = "".join(diagnosis.texts)
     # All outputs are NaN: nothing finite proves that the replay made the same output.
     assert text.startswith(
-        "diagnosis (partial): NaN born in the forward pass of the root (Root): aten.sqrt; step 2, rank 0"
+        "step 2, rank 0: diagnosis (partial): NaN born in the forward pass of the root (Root): aten.sqrt"
     )
     least = -(1 - 0.1 * sum(gradients()))
     (given,) = re.findall(r"input \[1, 1\] float32: (-[0-9.]+)", text)

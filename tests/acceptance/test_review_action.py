@@ -215,7 +215,9 @@ def test_a_long_review_is_cut_in_the_comment_at_the_end_of_a_line(job: Job) -> N
 
 
 def test_the_change_in_effect_is_shown_where_the_parameters_are_known(job: Job) -> None:
-    bound = CLEAN + '  - {id: bound, action: clip-norm, params: "%s", max_norm: %s}\n'
+    bound = (
+        CLEAN + '  - {id: bound, action: clip-norm, params: "%s", per: parameter, max_norm: %s}\n'
+    )
     job.write({"rules.yaml": bound % ("*.weight", "1.0")})
     job.base = git(job.checkout, "rev-parse", "HEAD")
     zero = '  - {id: no-bias, action: zero, params: "*.bias"}\n'

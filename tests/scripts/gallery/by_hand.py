@@ -116,7 +116,7 @@ def rank_1_takes_longer():
 def divided_state_without_a_wrapper():
     model = mlp()
     sow()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), lr=1e-2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     return train(model, optimizer, before_update=averaging(model))
 
 
