@@ -119,7 +119,7 @@ def test_a_mask_makes_a_nan_in_float16_and_training_goes_on(tmp_path: Path) -> N
     assert [step // 14 for step in steps] == list(range(8))
     assert str(steps) in told.lines[0]
     message = trap["message"]
-    assert trap["where"] == f"x8, steps {steps[0]}..{steps[-1]}"
+    assert trap["repeated"] == f"x8, steps {steps[0]}..{steps[-1]}"
     assert (
         "diagnosis (reproduced): NaN born in the forward pass of attention (Attention)" in message
     )
