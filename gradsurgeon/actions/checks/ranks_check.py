@@ -14,9 +14,9 @@ from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors._channel import Channel, numbered
 from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
 
-# Up to so many ranks, each update of the first passes is compared; of the later ones one in eight: a difference of weights stays.
+# Up to so many ranks, each update is compared; above them one in eight: a difference of weights stays.
 _FEW_RANKS = 64
-_FIRST_PASSES = 32
+_FIRST_PASSES = 2**31
 _LATER = 8
 # So many rows of the first rank wait for other ranks.
 _MOST_WAITING = 256
