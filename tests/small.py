@@ -40,6 +40,24 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
+def edited(
+    rule: Mapping[str, Any], shape: tuple[int, ...], factor: float, updates: int = 1
+) -> list[Tensor]:
+    """Return the gradients that an optimizer gets under one rule, where each element of the script's is a factor."""
+    model: Any = nn.Module()
+    model.w = nn.Parameter(torch.zeros(shape))
+    optimizer = sgd(model, 0.0)
+    found = []
+    with gradsurgeon.apply(model, rule_file(rule, params="*"), optimizer=optimizer):
+        for _ in range(updates):
+            optimizer.zero_grad()
+            (model.w * factor).sum().backward()
+            optimizer.step()
+            assert model.w.grad is not None
+            found.append(model.w.grad.clone())
+    return found
+
+
 def fired(session: Any) -> dict[str, int]:
     """Return how often each rule has fired."""
     return {rule: status.fired for rule, status in session.status().items()}

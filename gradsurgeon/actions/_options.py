@@ -150,9 +150,10 @@ def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
     wanted = _TYPES.get(kind) or text.removeprefix("Input should be ").replace("'", "`")
     if wanted == text:  # of a validator of an action of the user
         return Flaw(path, f"`{key or 'the rule'}`: {text}")
-    hint = value_meant(key, value)
-    if hint:
-        pass
+    hint = ""
+    meant = value_meant(key, value)
+    if meant:
+        hint = meant
     elif field.examples:
         hint = f"such as {field.examples[0]}".replace("'", "")
     elif kind == "literal_error" and isinstance(value, str):

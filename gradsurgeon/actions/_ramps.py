@@ -11,7 +11,7 @@ from pydantic import Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapVa
 from gradsurgeon.actions._fields import Flaw, flawed
 from gradsurgeon.actions._options import Options, read_options
 
-# As Ganin et al. (2016) anneal the factor of a gradient reversal.
+# Ganin et al. (2016) anneal the factor of a gradient reversal so.
 _STEEPNESS = 10.0
 
 

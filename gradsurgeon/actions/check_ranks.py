@@ -24,10 +24,9 @@ class CheckRanks(CheckRule):
     their own, training before the wrapper. Parts of a sharded parameter. Differences of rounding, below a ten-thousandth.
 
     ## Cost
-    In each update of the first 32 passes, then in one of eight: the norm of each gradient, which a `nan-trap` on the same
-    gradients has measured already, and a norm and a sum of 1,024 elements of each gradient and weight. Above 64 ranks in one of
-    eight from the start. Each rank sends its numbers to the store of the job and waits for no other rank; the first rank of
-    each group compares.
+    In each update, above 64 ranks in one of eight: the norm of each gradient, which a `nan-trap` on the same gradients has
+    measured already, and a norm and a sum of 1,024 elements of each gradient and weight. Each rank sends its numbers to the
+    store of the job and waits for no other rank; the first rank of each group compares.
     """
 
     action: Literal["check-ranks"] = "check-ranks"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PER = ("parameter", "rule", "module", "unit")
 _EUCLIDEAN = 2
-# As in `timm.utils.adaptive_clip_grad`.
+# `timm.utils.adaptive_clip_grad` has this bound.
 _LEAST_WEIGHT = 1e-3
 _BY_ITSELF = (
     "clips each gradient by itself, where clip_grad_norm_ of torch clips all by their common norm: write `per: parameter`, or "

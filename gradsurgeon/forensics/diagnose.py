@@ -135,7 +135,7 @@ def _from_samples(rows: Rows, samples: list[int], size: int, call: KeptCall) -> 
     """Return rows that come from some rows of the input, with the ids of these samples."""
     ids: list[int] = []
     _, first = next(tensors_in([call.args, call.kwargs]))
-    # Where another dimension has as many places, rows may be steps of time.
+    # Rows may be steps of time if another dimension has as many places.
     is_batch = list(first.shape).count(size) == 1
     if is_batch and call.sample_ids is not None and len(call.sample_ids) == size:
         ids = call.sample_ids[samples].tolist()

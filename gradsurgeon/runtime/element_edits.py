@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -75,12 +74,16 @@ class ElementEdit(Effect):
             given = (At(name, weight, step, shard),)
 
         def apply(values: Tensor) -> Tensor:
+            place = f"rule {self.rule.id}: {printable(name)}, step {step}"
             try:
                 edited = compiled.apply(values, *given)
                 _check_result(values, edited)
+            except GradSurgeonError as error:
+                raise GradSurgeonError(f"{place}: {error}") from error
             except Exception as error:
-                place = f"rule {self.rule.id}: {printable(name)}, step {step}"
-                raise GradSurgeonError(f"{place}: {_failure(error)}") from error
+                # It keeps its type: torch leaves a checkpointed pass by an error, and scripts catch a lack of memory.
+                error.add_note(place)
+                raise
             return edited
 
         return apply
@@ -103,14 +106,6 @@ def _check_result(values: Tensor, edited: object) -> None:
         )
 
 
-def _failure(error: Exception) -> str:
-    """Return what went wrong in an edit, with the line where it did if the edit is a user's."""
-    if isinstance(error, GradSurgeonError):
-        return str(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-
-
 class MaskedEdit(ElementEdit):
     """Edits each element by itself, and keeps elements as they are during the update: weights and what the optimizer keeps."""
 
@@ -121,7 +116,7 @@ class MaskedEdit(ElementEdit):
         self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: MaskedUpdate
     ) -> None:
         super().__init__(rule, context, indices, compiled)
-        # By parameter of the update that runs: which elements train, and copies of weight and state.
+        # The parameters of the updates that run: which elements train, and copies of weight and state.
         self._held: dict[StepCounter, list[_Held]] = {}
 
     def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:

@@ -154,7 +154,7 @@ class Training:
             normed, norms = gradients.take_norms(due.normed)
             if known is not None:
                 known.keep_norms(normed, norms)
-            # Of a pass that still runs, the snapshot is added when it ends.
+            # A pass that still runs gets its snapshot when it ends.
             if due.keeps_passes and not done.is_part:
                 snapshot = GradientSnapshot(
                     done, context.parameters, counter.indices, normed, norms

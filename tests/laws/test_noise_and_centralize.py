@@ -6,29 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small import rule_file, sgd
-from torch import Tensor, nn
+from small import edited, rule_file, sgd
+from torch import nn
 
 import gradsurgeon
-
-
-def gradients(rule: dict[str, Any], shape: tuple[int, ...], steps: int = 1) -> list[Tensor]:
-    """Return the gradients that an optimizer gets where the script's are all 0."""
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.w = nn.Parameter(torch.zeros(shape))
-    optimizer = sgd(model, 0.0)
-    found = []
-    with gradsurgeon.apply(
-        model, rule_file({"id": "it", "params": "*", **rule}), optimizer=optimizer
-    ):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            (model.w * 0.0).sum().backward()
-            optimizer.step()
-            assert model.w.grad is not None
-            found.append(model.w.grad.clone())
-    return found
 
 
 def noise(**options: Any) -> dict[str, Any]:
@@ -36,7 +17,7 @@ def noise(**options: Any) -> dict[str, Any]:
 
 
 def test_the_deviation_sinks_as_in_the_paper() -> None:
-    found = gradients(noise(decay=0.55), (200, 500), steps=4)
+    found = edited(noise(decay=0.55), (200, 500), 0.0, updates=4)
     for step, grad in enumerate(found):
         wanted = 2.0 / (1 + step) ** (0.55 / 2)
         assert grad.std().item() == pytest.approx(wanted, rel=0.02)
@@ -46,20 +27,20 @@ def test_the_deviation_sinks_as_in_the_paper() -> None:
 
 
 def test_the_noise_depends_on_seed_step_and_name_alone() -> None:
-    first = gradients(noise(), (5, 7), steps=3)
+    first = edited(noise(), (5, 7), 0.0, updates=3)
     torch.manual_seed(99)
-    again = gradients(noise(), (5, 7), steps=3)
+    again = edited(noise(), (5, 7), 0.0, updates=3)
     assert all(map(torch.equal, first, again))
-    other = gradients(noise(seed=1), (5, 7), steps=1)
+    other = edited(noise(seed=1), (5, 7), 0.0, updates=1)
     assert not torch.equal(first[0], other[0])
 
 
 def test_the_random_state_of_the_script_stays() -> None:
     torch.manual_seed(0)
     wanted = torch.rand(3)
-    gradients(noise(), (5, 7))
+    edited(noise(), (5, 7), 0.0)
     torch.manual_seed(0)
-    gradients(noise(), (5, 7))
+    edited(noise(), (5, 7), 0.0)
     torch.manual_seed(0)
     assert torch.equal(torch.rand(3), wanted)
 

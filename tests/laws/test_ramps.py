@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import rule_file, sgd
+from small import edited, rule_file
 from torch import nn
 
 import gradsurgeon
@@ -22,20 +22,7 @@ SHAPES = {
 
 def factors(rule: dict[str, Any], updates: int) -> list[float]:
     """Return by what a rule multiplies a gradient in each update."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2, bias=False)
-    optimizer = sgd(model, 0.0)
-    found = []
-    with gradsurgeon.apply(
-        model, rule_file({"id": "it", "params": "*", **rule}), optimizer=optimizer
-    ):
-        for _ in range(updates):
-            optimizer.zero_grad()
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-            assert model.weight.grad is not None
-            found.append(model.weight.grad[0, 0].item())
-    return found
+    return [grad[0].item() for grad in edited(rule, (2,), 1.0, updates)]
 
 
 @pytest.mark.parametrize("at", ["step", "backward"])

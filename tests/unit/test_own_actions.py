@@ -230,6 +230,55 @@ rules:
         assert "finite before the rules at `step`" in session.events[0].message
         assert all(map(torch.equal, model.parameters(), before))
 
+    @pytest.mark.parametrize("at", ["step", "backward"])
+    def test_an_edit_that_fails_is_named_and_keeps_its_error(self, at: str) -> None:
+        class Picky(gradsurgeon.EditRule):
+            action: Literal["picky"] = "picky"
+
+            def compile(self) -> gradsurgeon.Edit:
+                def apply(grad: torch.Tensor, at: gradsurgeon.At) -> torch.Tensor:
+                    if at.name == "bias":
+                        raise KeyError("no such thing")
+                    return grad * 1
+
+                return gradsurgeon.Edit(apply)
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = sgd(model)
+        rules = rule_file({"id": "mine", "action": "picky", "params": "*", "at": at})
+        with (
+            gradsurgeon.apply(model, rules, optimizer=optimizer),
+            pytest.raises(KeyError, match="no such thing") as raised,
+        ):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+        assert raised.value.__notes__ == ["rule mine: bias, step 0"]
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            (lambda grad: grad.sum(), r"must return \[1, 4\] torch.float32, it returned \[\]"),
+            (lambda grad: grad.double(), "it returned .* torch.float64"),
+            (lambda grad: None, "must return a tensor, it returned NoneType"),
+        ],
+    )
+    def test_an_edit_returns_what_it_got(self, wrong: Any, said: str) -> None:
+        class Changes(gradsurgeon.EditRule):
+            action: Literal["changes"] = "changes"
+
+            def compile(self) -> gradsurgeon.Edit:
+                return gradsurgeon.Edit(wrong)
+
+        model = torch.nn.Linear(4, 1)
+        rules = rule_file({"id": "mine", "action": "changes", "params": "weight", "at": "step"})
+        optimizer = sgd(model)
+        with (
+            gradsurgeon.apply(model, rules, optimizer=optimizer),
+            pytest.raises((TypeError, ValueError), match=said),
+        ):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
     @pytest.mark.parametrize("is_linear", [True, False])
     def test_an_edit_of_parts_of_a_sum_is_told_unless_it_is_linear(
         self, *, is_linear: bool

@@ -14,10 +14,9 @@ from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors._channel import Channel, numbered
 from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
 
-# Up to so many ranks, each update is compared; above them one in eight: a difference of weights stays.
+# With more ranks, one update in so many is compared: a difference of weights stays.
 _FEW_RANKS = 64
-_FIRST_PASSES = 2**31
-_LATER = 8
+_ONE_IN = 8
 # So many rows of the first rank wait for other ranks.
 _MOST_WAITING = 256
 
@@ -128,11 +127,10 @@ class _Series:
 
 def _is_compared(replicas: Replicas) -> bool:
     """Tell whether an update is compared. All ranks choose alike for the same passes."""
-    passes = replicas.passes
-    if sum(passes) <= _FIRST_PASSES and len(replicas.ranks) <= _FEW_RANKS:
+    if len(replicas.ranks) <= _FEW_RANKS:
         return True
     # Drawn: passes may come in fours.
-    return zlib.crc32(repr(passes).encode()) % _LATER == 0
+    return zlib.crc32(repr(replicas.passes).encode()) % _ONE_IN == 0
 
 
 def _measured(update: Update, indices: Sequence[int]) -> Tensor:

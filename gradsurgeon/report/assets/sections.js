@@ -3,8 +3,9 @@
 
 const INDICES = 8;
 
-/** Writes indices after their noun, the first of many; the count may exceed those that are known. */
-function numbered(noun, indices, count = indices.length) {
+/** Writes indices after their noun, the first of many. */
+function numbered(noun, indices) {
+  const count = indices.length;
   const more = count > INDICES ? ` and ${(count - INDICES).toLocaleString("en")} more` : "";
   return `${noun}${count === 1 ? "" : "s"} ${indices.slice(0, INDICES).join(", ")}${more}`;
 }
