@@ -94,7 +94,7 @@ def cases() -> list[Case]:
             rule_sets.case(title, [rule])
             for title, rule in rule_sets.alone()
             # The device made of Python draws no random numbers.
-            if rule["action"] != "perturb"
+            if rule["action"] not in ("perturb", "noise")
         ),
     ]
 

@@ -33,8 +33,7 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
     "sanitize": {"": {}},
     "perturb": {"": {"eps": 1e-6}},
     "mask": {"": {"rows": ":1"}},
-    # No device of the tests draws numbers from a generator of its own.
-    "noise": {},
+    "noise": {"": {"std": 1e-6}},
     "centralize": {"": {}},
     "clip-norm": {
         "": {"max_norm": 1e-3},

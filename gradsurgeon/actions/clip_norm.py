@@ -156,11 +156,12 @@ class ClipNorm(EditRule):
         """Clip each unit; relative to its weights as `timm.utils.adaptive_clip_grad` does (Brock et al. 2021)."""
         refuse_divided(at)
         norms = _norms_of_units(grad)
-        bounds = norms.new_tensor(fixed(self.max_norm))
+        # In numbers of Python: a tensor from the host would be a copy to the device.
+        factors = fixed(self.max_norm) / norms.clamp(min=1e-6)
         if self.relative_to is not None:
             assert at.weight is not None  # noqa: S101 # rules on parameters only
-            bounds = bounds * _norms_of_units(at.weight).clamp(min=_LEAST_WEIGHT)
-        factors = (bounds / norms.clamp(min=1e-6)).clamp(max=1.0)
+            factors = factors * _norms_of_units(at.weight).clamp(min=_LEAST_WEIGHT)
+        factors = factors.clamp(max=1.0)
         # A NaN would spread over its unit.
         factors = factors.masked_fill_((norms < math.inf).logical_not_(), 1.0)
         return (grad * factors).to(grad.dtype)

@@ -99,6 +99,8 @@ class TensorFacts:
 
     def __str__(self) -> str:
         head = printable(f"{self.name} {list(self.shape)} {self.dtype}".lstrip())
+        if self.numel == 1 and self.kind:
+            return f"{head}: {self.kind}"
         counts = {"NaN": self.nan, "Inf": self.inf - self.minus_inf, "-Inf": self.minus_inf}
         parts = [f"{count:,} of {self.numel:,} {kind}" for kind, count in counts.items() if count]
         if self.low is not None and self.high is not None:
