@@ -107,6 +107,8 @@ def _with_samples(
     size = len(first)
     # The dimension may be made of samples and heads.
     samples = sorted({row * size // rows.size for row in rows.rows})
+    if len(samples) == size:
+        return diagnosis
     replayed = replay(_without(samples, size, call), watch_tags)
     source = _to_blame(replayed, failed)
     is_other = source is None or source.diagnosis.lines != diagnosis.lines
@@ -135,8 +137,12 @@ def _from_samples(rows: Rows, samples: list[int], size: int, call: KeptCall) -> 
     """Return rows that come from some rows of the input, with the ids of these samples."""
     ids: list[int] = []
     _, first = next(tensors_in([call.args, call.kwargs]))
+    dims = list(first.shape)
+    if first.is_floating_point():
+        # The last dimension holds features.
+        dims.pop()
     # Rows may be steps of time if another dimension has as many places.
-    is_batch = list(first.shape).count(size) == 1
+    is_batch = dims.count(size) <= 1
     if is_batch and call.sample_ids is not None and len(call.sample_ids) == size:
         ids = call.sample_ids[samples].tolist()
     return replace(rows, input_rows=tuple(samples), ids=tuple(ids))

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.forensics.kept_step import MOST_CALLS, KeptCall, KeptStep, fingerprint
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning import ROOT, class_names, is_scripted, named_modules
-from gradsurgeon.tensors import _backward_calls, _unsaved_hooks
+from gradsurgeon.tensors import _backward_calls, _torch, _unsaved_hooks
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
@@ -179,8 +179,10 @@ class KeptCalls:
                 continue
             output_fingerprint = fingerprint(tensor)
             if output_fingerprint is not None:
+                _, sample = output_fingerprint
                 call.outputs[path] = output_fingerprint
-                call.bytes += output_fingerprint[1].nbytes
+                call.versions[path] = _torch.writes(sample)
+                call.bytes += sample.nbytes
             node = tensor.grad_fn
             if node is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from gradsurgeon.forensics.operations import tensors_of
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning.manifest import class_names
-from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.readable import readable
-from gradsurgeon.tensors.sampling import sample
+from gradsurgeon.tensors.sampling import SAMPLE, sample
 from gradsurgeon.tensors.structure import Path
 
 # Shape and a fixed sample of a tensor, to recognise the tensor by. The sample stays on its device, unread.
@@ -26,11 +26,18 @@ _MOST_NODES = 64
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint | None:
-    """Return what recognises a tensor, ``None`` if the tensor cannot be read. The script may write to the tensor later."""
+    """Return what recognises a tensor, ``None`` if the tensor cannot be read.
+
+    A small tensor is its own sample, unless a view would keep a larger one alive.
+    """
     held = readable(tensor)
     if held is None:
         return None
-    return tuple(tensor.shape), sample(_numbers.values(held))
+    part = _numbers.values(held)
+    shape = tuple(tensor.shape)
+    if part.numel() <= SAMPLE and part.untyped_storage().nbytes() == part.nbytes:
+        return shape, part.flatten()
+    return shape, sample(part)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -54,6 +61,7 @@ class KeptCall:
     buffers: Mapping[str, Tensor]
     autocast: dict[str, tuple[bool, torch.dtype]]
     outputs: dict[Path, Fingerprint] = field(default_factory=dict)
+    versions: dict[Path, int] = field(default_factory=dict)
     grads: dict[Path, Tensor] = field(default_factory=dict)
     last_node: int = 0
     number: int = 0
@@ -68,6 +76,12 @@ class KeptCall:
     def prefix(self) -> str:
         """What comes before the names of its module in those of the model; nothing for the root, whose name is a dot."""
         return f"{self.name}.".lstrip(".")
+
+    def forget_overwritten(self) -> None:
+        """Drop the outputs that the script has written to since: no replay can be compared with them."""
+        for path, (_, sampled) in list(self.outputs.items()):
+            if _torch.writes(sampled) != self.versions[path]:
+                del self.outputs[path]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -83,6 +83,8 @@ class StepDiagnosis:
             bad += report.bad
         rested = sorted([effect.rule.id for effect in self._effects.sites if effect.edits])
         kept = replace(self._kept.step)
+        for call in kept.calls:
+            call.forget_overwritten()
         factor = None
         if scale is not None:
             factor = float(scale)

@@ -35,8 +35,9 @@ class Inner(nn.Module):
         self.lin = nn.Linear(4, 4)
         self.norm = norm
 
-    def forward(self, x: Tensor) -> Any:
-        return torch.sqrt(self.norm(self.lin(x)) + self.shift)
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.sqrt(self.norm(self.lin(x)) + self.shift)
+        return out
 
 
 class Whole(nn.Module):
@@ -46,8 +47,9 @@ class Whole(nn.Module):
         self.inner = inner
         self.last = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.inner(self.first(x)))
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.inner(self.first(x)))
+        return out
 
 
 def scripted(module: nn.Module) -> Any:
