@@ -232,8 +232,15 @@ def test_every_range_of_norms_has_a_readable_axis(page: Any, tmp_path: Path, low
         ticks = page.evaluate("([low, high]) => logTicks(low, high, 6)", [low, high])
         assert all(low <= tick <= high for tick in ticks)
         assert 1 < len(ticks) <= 8
-        texts = page.evaluate("(ticks) => ticks.map(tickText)", ticks)
+        texts = page.evaluate("(ticks) => tickTexts(ticks, tickText)", ticks)
         assert all(0 < len(text) <= 8 for text in texts)
+        assert len(set(texts)) == len(ticks)
+
+
+def test_ticks_of_a_loss_that_hardly_moves_are_told_apart(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    assert page.evaluate("tickTexts([12.58, 12.59], shown)") == ["12.58", "12.59"]
+    assert page.evaluate("tickTexts([1, 2], shown)") == ["1", "2"]
 
 
 def test_a_chart_that_fails_takes_no_other_with_it(page: Any, tmp_path: Path) -> None:

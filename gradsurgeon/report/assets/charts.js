@@ -77,10 +77,17 @@ function logTicks(min, max, most) {
   return ticks.filter((at) => at >= min && at <= max);
 }
 
-function tickText(at) {
+function tickText(at, digits) {
   const exponent = Math.round(at);
-  if (Math.abs(at - exponent) > 1e-9 || (exponent >= -2 && exponent <= 3)) return shown(10 ** at);
+  if (Math.abs(at - exponent) > 1e-9 || (exponent >= -2 && exponent <= 3)) return shown(10 ** at, digits);
   return "10" + String(exponent).replace(/./g, (digit) => (digit === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]));
+}
+
+/** Returns the texts of ticks, with so many digits that no two are alike. */
+function tickTexts(ticks, text) {
+  const texts = (digits) => ticks.map((at) => text(at, digits));
+  const digits = [3, 4, 5, 6, 7, 8].find((some) => new Set(texts(some)).size === ticks.length);
+  return texts(digits ?? 8);
 }
 
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width, digits, and whether it is quiet. */
@@ -110,7 +117,8 @@ class Chart {
 
   entry(line, index, title) {
     const alone = this.lines.length === 1, focus = (at) => () => this.plot.setSeries(at, { focus: true });
-    const made = element("li", {}, alone ? null : swatch(`var(--${line.colour})`), alone && line.label === title ? null : nameOf(line.label, 80), element("span", { class: "value" }));
+    // All curves of filled bands have one colour.
+    const made = element("li", {}, alone || this.fills.length ? null : swatch(`var(--${line.colour})`), alone && line.label === title ? null : nameOf(line.label, 80), element("span", { class: "value" }));
     made.addEventListener("mouseenter", focus(index + 1));
     made.addEventListener("mouseleave", focus(null));
     return made;
@@ -152,7 +160,7 @@ class Chart {
       scales: { x: { time: false, range: () => [this.axis.min, this.axis.max] }, y: { range } },
       axes: [
         { ...axis, incrs: WHOLE, space: TICK_SPACE, size: 26, values: (_, ticks) => ticks.map((at, index) => this.axis.label(at, ticks[index - 1])) },
-        { ...axis, size: () => Math.max(Y_AXIS, gutter - this.box.offsetLeft + this.track.offsetLeft), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => ticks.map((at) => (drawable ? text(at) : "")) },
+        { ...axis, size: () => Math.max(Y_AXIS, gutter - this.box.offsetLeft + this.track.offsetLeft), ...(this.log ? { splits: (_, __, min, max) => logTicks(min, max, most) } : {}), values: (_, ticks) => (drawable ? tickTexts(ticks, text) : ticks.map(() => "")) },
       ],
       series: [{}, ...columns.map((column, index) => ({
         stroke: () => this.tone(index), width: this.lines[index].width || (this.lines[index].quiet ? 1 : 1.7),

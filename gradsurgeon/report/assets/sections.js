@@ -57,7 +57,7 @@ function lossSections(run, axis) {
 /** Draws how large the elements of each tensor were, as bands between quantiles; the first is open. */
 function magnitudes(run, axis) {
   if (!run.magnitudes.length) return;
-  const part = section("Magnitudes", "Of the elements other than 0: the dark band holds half of them, the light band 90 %, and the line is the median. Of many tensors the first 60 are here; run.histograms(NAME) has the counts of all.");
+  const part = section("Magnitudes", "Of the elements other than 0: the dark band holds half of them, the light band 90 %, and the line is the median. What is below 3.6e-15 counts as that. Of many tensors the first 60 are here; run.histograms(NAME) has the counts of all.");
   const fills = [{ series: [1, 5], fill: () => colour("curve-0", 0.16) }, { series: [2, 4], fill: () => colour("curve-0", 0.3) }];
   const rules = new Set(run.magnitudes.map(({ rule }) => rule));
   run.magnitudes.forEach(({ name, rule, lines }, index) => {
