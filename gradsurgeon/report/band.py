@@ -128,7 +128,8 @@ def _band(
         return Band("look", tally.no_rule)
     # A `GradScaler` skips steps of healthy trainings, so its events are no reason.
     is_idle = tally.kinds["never-fired"] and not is_pack
-    if tally.kinds["skipped-step"] or is_idle:
+    kinds = tally.kinds
+    if kinds["skipped-step"] or kinds["hook-lost"] or tally.cut_steps or is_idle:
         return Band("look", words)
     if ending is not None and ending.is_clean and not callouts:
         words += ", clean"

@@ -15,11 +15,12 @@ State = Literal["running", "ended", "stopped", "unknown"]
 
 
 class EventTally(NamedTuple):
-    """What the events of a run say together; what edits cut is left out."""
+    """What the events of a run say together."""
 
-    kinds: Counter[str]  # how many events there are of each kind
+    kinds: Counter[str]  # how many events there are of each kind, without the spikes that rules cut
     findings: tuple[str, ...]  # of traps and checks, a sentence each, those with a diagnosis first
     no_rule: str = ""  # that no rule acts, in a sentence
+    cut_steps: frozenset[int] = frozenset()  # the steps in which rules cut spikes
 
     @property
     def trips(self) -> int:
@@ -30,12 +31,14 @@ class EventTally(NamedTuple):
 def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> EventTally:
     """Return what events say together. `edits` are the ids of rules that edit, whose events are no trips."""
     counted = []
+    cut_steps = set()
     diagnoses: dict[str, str] = {}
     others: dict[str, str] = {}
     no_rule = ""
     for event in events:
         is_trip = event.kind in TRIPS
         if is_trip and event.rule in edits:
+            cut_steps.add(event.step)
             continue
         counted.append(event)
         if event.message.startswith(NO_RULE_ACTS) and OUR_FAULT in event.message:
@@ -51,7 +54,7 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> EventTally
             diagnoses.setdefault(key, diagnosis)
         others.setdefault(key, event.message.partition("\n")[0])
     findings = {**diagnoses, **others, **diagnoses}
-    return EventTally(by_kind(counted), tuple(findings.values()), no_rule)
+    return EventTally(by_kind(counted), tuple(findings.values()), no_rule, frozenset(cut_steps))
 
 
 def _diagnosis(event: Event) -> str:
@@ -82,7 +85,7 @@ class Ending(NamedTuple):
 
 
 def _outcome(state: State, tally: EventTally) -> str:
-    """Return what was skipped, and what traps and checks found."""
+    """Return what was skipped, cut or lost, and what traps and checks found."""
     kinds = tally.kinds
     skipped = kinds["skipped-step"] + kinds["scaler-skip"]
     text = ""
@@ -94,6 +97,10 @@ def _outcome(state: State, tally: EventTally) -> str:
     reported = int(state == "stopped")
     if not text and tally.trips > reported:
         text = f", traps tripped in {count(tally.trips, 'step')}"
+    if tally.cut_steps:
+        text += f", spikes cut in {count(len(tally.cut_steps), 'step')}"
+    if kinds["hook-lost"]:
+        text += f", hooks lost {count(kinds['hook-lost'], 'time')}"
     if kinds["check"]:
         text += f", checks found {count(kinds['check'], 'fault')}"
     return text

@@ -1,6 +1,6 @@
 """Diagnoses a failed step at the first trip of each trap that asks for it, together with other ranks."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.runtime.votes_heard import Heard
 from gradsurgeon.tensors import _dist
+from gradsurgeon.tensors._channel import Channel, numbered
 
 # The kinds of faults that a lower loss scale does not mend.
 _NO_OVERFLOW = frozenset({"mathematics", "bad input"})
@@ -51,8 +52,26 @@ class StepDiagnosis:
         for rule, report in reports.items():
             if rule in self.pending:
                 self.pending.discard(rule)
-                diagnoses[rule] = self._run(self._failed(step, scale, [report]), [rule])
+                diagnoses[rule] = self._averaged(rule, report, step, scale)
         return diagnoses
+
+    def _averaged(
+        self, rule: str, report: TrapReport, step: int, scale: Tensor | None
+    ) -> Diagnosis | None:
+        """Run the calls again if this rank brought NaN or Inf, and get the diagnosis of another rank if that rank did."""
+        own = None
+        if report.guilty is not False:
+            own = self._run(self._failed(step, scale, [report]), [rule])
+        elif not self.pending:
+            self._kept.detach()
+        if not report.peers:
+            return own
+        channel = Channel(numbered(f"trips/{rule}/{step}"), report.peers)
+        by_rank: dict[int, Diagnosis | None] = {}
+        with suppress(RuntimeError):
+            by_rank = channel.meet("diagnosis", own, report.peers, LIMIT)
+        channel.close()
+        return own or _most_certain(by_rank.values())
 
     def diagnose_skip(
         self, step: int, scale: Tensor | None, report: TrapReport
@@ -103,9 +122,7 @@ class StepDiagnosis:
         assert heard.voter is not None  # noqa: S101 # ranks have objected
         own = self._run(failed, rules) if reports else None
         by_rank: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
-        diagnoses = [diagnosis for diagnosis in (own, *by_rank.values()) if diagnosis is not None]
-        # A diagnosis that blames an operation or tensor says most.
-        return max(diagnoses, key=attrgetter("blames"), default=None)
+        return _most_certain([own, *by_rank.values()])
 
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:
@@ -135,3 +152,9 @@ class StepDiagnosis:
             if trap.bundle and trap.rule.id in rules:
                 return Path("gradsurgeon-traps")
         return None
+
+
+def _most_certain(diagnoses: Iterable[Diagnosis | None]) -> Diagnosis | None:
+    """Return the diagnosis of any rank that blames an operation or tensor, else any diagnosis."""
+    present = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+    return max(present, key=attrgetter("blames"), default=None)

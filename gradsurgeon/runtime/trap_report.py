@@ -18,6 +18,8 @@ GOES_ON = "the update goes on (`then: warn`)"
 _SHOWN = 12
 _EDITED = "all were finite after backward: look at how the script changes gradients afterwards (a clip, an edit of `.grad`)"
 
+_ELSEWHERE = "look at the report of the rank that contributed NaN or Inf; if no rank did, the average itself overflowed"
+
 
 @dataclass(frozen=True, slots=True)
 class TrapReport:
@@ -32,8 +34,10 @@ class TrapReport:
     goes_on: str = f"{GOES_ON}: expect non-finite weights"
     # Whether ranks reduce the tensors, so another rank can be the cause.
     reduced: bool = True
-    # Whether this rank contributed NaN or Inf to an average.
-    guilty: bool = False
+    # Whether this rank contributed NaN or Inf to an average; ``None`` if no average was non-finite.
+    guilty: bool | None = None
+    # The ranks of that average.
+    peers: tuple[int, ...] = ()
     # The modules with a non-finite tensor, if modules are watched.
     modules: tuple[str, ...] = ()
     # The parameters with a non-finite gradient at the update.
@@ -43,9 +47,11 @@ class TrapReport:
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
         """Return the report with the ranks that contributed NaN or Inf, if they are known."""
-        if not ranks or not self.reduced:
+        if not self.reduced or not (ranks or self.guilty is False):
             return self
-        cause = f"{_dist.named(ranks)} contributed NaN or Inf"
+        cause = "they were finite on this rank before ranks averaged them"
+        if ranks:
+            cause = f"{_dist.named(ranks)} contributed NaN or Inf"
         return replace(self, head=f"{self.head}; {cause}", ranks=ranks)
 
 
@@ -88,30 +94,29 @@ class GradientEvidence:
         """Return whether one of some gradients is non-finite."""
         return not self.now.keys().isdisjoint(indices)
 
-    @property
-    def _guilty(self) -> bool:
-        # The first pass that reduced a non-finite gradient decides: later passes add to gradients that are non-finite already.
+    def _with_guilt(self, report: TrapReport) -> TrapReport:
+        # The first pass that averaged a non-finite gradient decides: later passes add to gradients that are non-finite already.
         # A rank that did not use its part of the model contributed nothing, and got these gradients from other ranks.
         nonfinite = self.before.union(self.now)
         for snapshot in self.snapshots:
             norms = as_dict(snapshot.norms)
             own_norms = snapshot.done.contributed
-            is_decisive = False
-            for index in nonfinite & own_norms.keys():
-                if math.isfinite(norms.get(index, 0.0)):
-                    continue
-                is_decisive = True
-                if not own_norms[index].isfinite():
-                    return True
-            if is_decisive:
-                return False
-        return False
+            guilty: bool | None = None
+            for index in nonfinite & snapshot.averaged:
+                if not math.isfinite(norms.get(index, 0.0)):
+                    is_own = index in own_norms and not own_norms[index].isfinite()
+                    guilty = guilty or is_own
+            if guilty is False:
+                report = replace(report, hint=_ELSEWHERE)
+            if guilty is not None:
+                return replace(report, guilty=guilty, peers=snapshot.peers)
+        return report
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
         """Return a report on the border after the first pass that shows one, else at the update."""
         report = self._report_after_pass(names) or self._report_at_update(names)
         bad_now = tuple(names[index] for index in self.now)
-        return replace(report, head=why + report.head, guilty=self._guilty, bad=bad_now)
+        return self._with_guilt(replace(report, head=why + report.head, bad=bad_now))
 
     def _report_after_pass(self, names: Sequence[str]) -> TrapReport | None:
         """Return a report on the first pass that left a non-finite gradient, ``None`` if no pass did."""

@@ -89,7 +89,7 @@ class Traps:
                 lines = [self._conclusions.head(counter.step, trip), *report.lines, report.hint]
                 text = "\n".join(lines).rstrip("\n")
                 where = trap.rule.id, trip.severity, concerns, report.name
-                objections.append(Objection(rank, *where, text, report.guilty))
+                objections.append(Objection(rank, *where, text, bool(report.guilty)))
         return objections
 
     def decide(self, update: JudgedUpdate, due: Due, *, moved: bool) -> StepDecision:

@@ -60,13 +60,42 @@ for step in range(4):
     optimizer.step()
 print("trained")
 """
+# The batch of one rank has a number whose root is NaN.
+ROOT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.first(x.sqrt())
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(4):
+    x = torch.ones(8, 4)
+    if step == 2 and dist.get_rank() == {rank}:
+        x[3, 1] = -1
+    optimizer.zero_grad()
+    (model(x).square().mean(){more}).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+# The loss of one rank is NaN, and its gradients are finite.
+NAN_LOSS = " + (float('nan') if step == 2 and dist.get_rank() == 1 else 0)"
 # Seconds. A rank that waits for the store of the job waits for minutes.
 LIMIT = 60.0
 
 
-def launched(script: str, folder: Path) -> list[subprocess.CompletedProcess[bytes]]:
+def launched(script: str, folder: Path, *options: str) -> list[subprocess.CompletedProcess[bytes]]:
     (folder / "train.py").write_text(script, encoding="utf-8")
-    started = start_words(["-m", "gradsurgeon", "run", "train.py"], folder, 2)
+    started = start_words(["-m", "gradsurgeon", "run", *options, "train.py"], folder, 2)
     try:
         return [rank.wait(LIMIT) for rank in started]
     finally:
@@ -88,3 +117,29 @@ def test_a_rank_goes_on_where_the_host_of_the_store_has_ended(tmp_path: Path) ->
     first, second = launched(ENDS, tmp_path)
     assert (first.returncode, first.stdout) == (0, b"trained\n")
     assert (second.returncode, second.stdout) == (0, b"trained\n"), second.stderr
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_healthy_rank_reports_the_rank_that_made_the_nan(guilty: int, tmp_path: Path) -> None:
+    script = ROOT.format(rank=guilty, more="")
+    done = launched(script, tmp_path, "--record", "run")
+    texts = [rank.stderr.decode() for rank in done]
+    by = f"2 of 2 gradients are not finite after backward; rank {guilty} contributed NaN or Inf"
+    for text in texts:
+        assert "the script changed them" not in text
+        assert "NaN born in the forward pass of the root (Net): aten.sqrt, reproduced\n" in text
+        assert f"\n{by}; the update goes on" in text
+    assert f"found by rank {guilty}, in its part of the batch:\n" in texts[1 - guilty]
+    summary = texts[0].partition("gradsurgeon: Net, 4 steps\n")[2]
+    assert summary.startswith(
+        "  broken: step 2: NaN born in the forward pass of the root (Net): aten.sqrt, "
+    )
+    bundle = tmp_path / "run" / f"trap-step2-rank{guilty}"
+    assert f"\n  next: gradsurgeon replay {bundle} --model " in summary
+
+
+def test_the_summary_has_what_another_rank_found(tmp_path: Path) -> None:
+    script = ROOT.format(rank=2, more=NAN_LOSS)
+    first, _ = launched(script, tmp_path, "--record", "run")
+    text = first.stderr.decode().partition("gradsurgeon: Net, 4 steps\n")[2]
+    assert text.startswith("  look: step 2, rule debug-loop: the loss of step 2 ")

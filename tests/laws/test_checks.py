@@ -203,6 +203,23 @@ def test_rule_that_freezes_is_named() -> None:
     assert "rule cold freezes them" in event.message
 
 
+def test_a_late_sample_does_not_call_the_gradients_since_the_last_sample_finite() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = sgd(model, 0.01)
+
+    def spoil(step: int) -> None:
+        if step == 15:
+            model[0].weight.grad[0, 0] = torch.inf
+
+    # The output stays finite, because `tanh` saturates.
+    training = fitted(
+        model, optimizer, lambda _step: model(torch.ones(2, 4)).sum(), 25, before=spoil
+    )
+    event = next(event for event in told(training) if event.rule == CHECKS["rules"][1]["id"])
+    assert event.step == 20
+    assert "0.weight became non-finite within the last 10 updates, and" in event.message
+
+
 def test_updates_that_a_trap_skips_are_named() -> None:
     model = perceptron()
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}

@@ -26,6 +26,7 @@ DIAGNOSED = replace(
 SKIPPED = Event("skipped-step", "nans", 3, 0, "", "step 3: skipped")
 SCALER = Event("scaler-skip", "", 0, 0, "", "step 0: the scaler skipped")
 NEVER = Event("never-fired", "late", 9, 0, "", "never fired")
+LOST = Event("hook-lost", "", 3, 0, "a", "step 3: a lost its hooks")
 CUT = Event("spike", "cut", 3, 0, "a", "step 3: a spike was clipped")
 
 NAN = Callout(NONFINITE, "non-finite: 1 parameter, first at step 3: a")
@@ -43,7 +44,9 @@ CASES: dict[str, tuple[object, ...]] = {
     "no gradient yet": (
         ENDED, [], [SILENT], "fine: ended", "no fault", ["facts:", f"  {SILENT.text}"],
     ),
-    "a cut": (ENDED, [CUT], [], "fine: ended, clean", "nothing", []),
+    "a cut": (ENDED, [CUT, replace(CUT, name="b")], [],
+        "look: ended, spikes cut in 1 step", "no fault", []),
+    "lost hooks": (ENDED, [LOST], [], "look: ended, hooks lost 1 time", "no fault", []),
     "a scaler": (ENDED, [SCALER], [NAN_ONCE], "fine: ended, 1 step skipped", "no fault",
         ["facts:", f"  {NAN_ONCE.text}"]),
     "a scaler that skips for ever": (

@@ -88,7 +88,7 @@ def test_what_a_rule_clips_is_no_trip(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, meta=meta(roles=roles, plan=plan))
     writer.event(Event("spike", "spikes", 3, 0, "a.weight", "step 3: a spike was clipped"))
     writer.close()
-    assert head(tmp_path)[0] == "fine: ended, clean"
+    assert head(tmp_path)[0] == "look: ended, spikes cut in 1 step"
     assert head(tmp_path)[1].startswith("summary: ")
     with gradsurgeon.open_run(tmp_path) as run:
         data = page_data(run)

@@ -43,6 +43,11 @@ _BROKEN = (
     "the update made {names} non-finite although its gradients were finite. Look at the learning rate, and at "
     "eps of the optimizer: 1e-8 is 0 in float16"
 )
+_BROKEN_BETWEEN = (
+    "{{names}} became non-finite within the last {updates} updates, and the gradients of the last one are finite. Look at "
+    "the gradients of the updates before it (`nan-trap`), at the learning rate, and at eps of the optimizer: 1e-8 is 0 in "
+    "float16"
+)
 
 
 @dataclass(slots=True)
@@ -113,14 +118,17 @@ class UpdateCheck(Check):
             index: sample(update.params[index]) for index in members if update.params[index].numel()
         }
         span = 0
+        broken = _BROKEN
         if ends_window:
             span = owner.updates - owner.sampled
+            unseen = owner.updates - max(owner.sampled, _FIRST)
+            broken = _BROKEN_BETWEEN.format(updates=unseen)
             owner.sampled = owner.updates
         for indices in by_device(new, new):
             before = [owner.samples.get(index, new[index]) for index in indices]
             after = [new[index] for index in indices]
             finite = torch.stack([values.isfinite().all() for values in after])
-            judge = partial(self._judge, owner, update, indices, span)
+            judge = partial(self._judge, owner, update, indices, span, broken)
             update.later(torch.stack([differing(before, after), finite.float()]), judge)
         if not ends_window:
             new |= owner.samples
@@ -132,9 +140,13 @@ class UpdateCheck(Check):
         update: Update,
         indices: Sequence[int],
         span: int,
+        broken: str,
         seen: Tensor,
     ) -> Iterator[Finding]:
-        """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
+        """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any.
+
+        ``broken`` is the sentence on non-finite weights.
+        """
         nonfinite = []
         for index, share, is_finite in zip(indices, *seen.tolist(), strict=True):
             if not is_finite:
@@ -144,7 +156,10 @@ class UpdateCheck(Check):
                 owner.suspects.pop(index, None)
             elif span:
                 owner.suspects[index] = owner.suspects.get(index, 0) + span
-        yield from _broken(update, nonfinite)
+        with_grad = [index for index in nonfinite if index in update.grads]
+        finite_grads = [index for index in with_grad if update.has_finite_grad(index)]
+        if finite_grads:
+            yield Finding("non-finite", broken, tuple(finite_grads))
 
 
 def _ends_window(number: int) -> bool:
@@ -266,14 +281,6 @@ def _should_move(update: Update, index: int, lr: float) -> bool:
         size = size.gt(0).float() / 10
     gap = param.abs().float() * torch.finfo(param.dtype).eps
     return bool((lr * size > 2 * gap).any())
-
-
-def _broken(update: Update, nonfinite: Sequence[int]) -> Iterator[Finding]:
-    """Yield a finding if weights became non-finite although their gradients are finite."""
-    with_grad = [index for index in nonfinite if index in update.grads]
-    indices = [index for index in with_grad if update.has_finite_grad(index)]
-    if indices:
-        yield Finding("non-finite", _BROKEN, tuple(indices))
 
 
 def _rms(grad: Tensor) -> float:

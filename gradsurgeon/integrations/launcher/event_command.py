@@ -46,7 +46,7 @@ class EventCommand:
         if not self._settings.on_event or event.kind not in TRIPS:
             return
         if self._waiting.qsize() >= MOST_WAITING:
-            self._fail(f"more than {MOST_WAITING} events came at once, and some did not start it")
+            self._fail(f"{MOST_WAITING} events wait for it already, and later events do not start it")
             return
         self._waiting.put(event)
         # A forked child has no thread. At the end of Python none can be started any more.
@@ -82,8 +82,9 @@ class EventCommand:
 
     def _run(self, document: dict[str, object]) -> None:
         limit = min(LIMIT, self._deadline - time.monotonic())
-        if limit < 0:
-            self._fail("it took too long, and some events did not start it")
+        if limit <= 0:
+            text = f"the script has ended, and {LIMIT:.0f} seconds after that some events had not started it"
+            self._fail(text)
             return
         environment = without_rules(os.environ)
         environment.pop(STATUS_FILE, None)
@@ -108,7 +109,10 @@ class EventCommand:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            self._fail(f"it took more than {limit:.0f} seconds and was ended")
+            given = f"{limit:.0f} seconds"
+            if limit < LIMIT:
+                given = f"what was left of the {LIMIT:.0f} seconds after the end of the script"
+            self._fail(f"it was ended after {given}; the next event starts it again")
         else:
             if status:
                 self._fail(f"it ended with status {status}")

@@ -3,13 +3,14 @@
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
 from gradsurgeon.common._libraries import is_installed
 from gradsurgeon.common.events import Event, RuleStatus, is_trip, settled
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.integrations.launcher.next_commands import after_records
 from gradsurgeon.language.planning import NO_MATCH, Plan, from_model
 from gradsurgeon.language.planning.plan import steps_text
@@ -17,6 +18,7 @@ from gradsurgeon.language.planning.table import NOUNS, count, grid
 from gradsurgeon.records.store.recorded import RankEnd
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import EventGroup, shown_groups, trap_words
+from gradsurgeon.report.run import open_run
 from gradsurgeon.report.sources import unread
 from gradsurgeon.runtime import Attachment
 from gradsurgeon.runtime.session import Session
@@ -105,7 +107,8 @@ def summary(attachment: Attachment, start: int, record: Path | None, spec: str) 
     if start:
         text += f", from step {start}"
     yield text
-    outcome = _report(attachment).outcome
+    report = _report(attachment, record)
+    outcome = report.outcome
     for line in outcome.top:
         yield f"  {line}"
     rules = [rule for rule in plan.rules.rules if not isinstance(rule, CheckRule)]
@@ -119,16 +122,19 @@ def summary(attachment: Attachment, start: int, record: Path | None, spec: str) 
         yield f"  checked: {', '.join(checks)}; found: {outcome.found}"
     for line in outcome.callout_lines:
         yield f"  {line}"
-    yield from _event_lines(attachment.events, outcome.band.sentence)
-    for command in after_records(record, attachment.events, spec):
+    yield from _event_lines(report.events, outcome.band.sentence)
+    for command in after_records(record, report.events, spec):
         yield f"  next: {printable(command)}"
 
 
-def _report(attachment: Attachment) -> Report:
-    """Return the report of the records in memory, which says how the training ended."""
+def _report(attachment: Attachment, record: Path | None) -> Report:
+    """Return the report of the records in memory and of the events of all ranks, which says how the training ended."""
     recorded = Session(attachment).recorded()
     end = RankEnd("finished", attachment.context.recorder.ending, None)
     report = unread(replace(recorded, ends={_dist.rank(): end}))
+    if record is not None and attachment.context.ranks.are_several:
+        with suppress(GradSurgeonError), open_run(record) as run:
+            report = replace(report, events=run.events)
     model = attachment.model()
     if model is None:
         return report
