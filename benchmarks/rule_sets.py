@@ -47,6 +47,8 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
         "": {"above": {"sigmas": 2.5, "warmup": 2}},
         "per parameter": {"above": {"times": 1.05, "warmup": 2}, "per": "parameter"},
         "skip-step": {"above": {"sigmas": 1e9, "warmup": 2}, "then": "skip-step"},
+        "a percentile": {"above": {"percentile": 99}},
+        "a norm": {"above": {"norm": 1e-3}},
     },
     "norm-log": {
         "": {},

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,8 +25,9 @@ class Bound(Protocol):
     """
 
     number: int
-    mean: float
 
+    @property
+    def mean(self) -> float: ...
     def passes(self, norm: float) -> float: ...
     def learn(self, norm: float) -> None: ...
 
@@ -80,9 +82,57 @@ class AdaGC:
         self.number += 1
 
 
+class AutoClip:
+    """A norm above a percentile of the last norms, itself among them, is cut to that (Seetharaman et al. 2020)."""
+
+    def __init__(self, percentile: float, window: int = 1000) -> None:
+        self.percentile, self.window = percentile, window
+        self.history: list[float] = []
+        self.number = 0
+
+    @property
+    def mean(self) -> float:
+        return math.nan  # it has none
+
+    def passes(self, norm: float) -> float:
+        if not math.isfinite(norm):
+            return norm
+        self.number += 1
+        self.history = [*self.history, norm][-self.window :]
+        if len(self.history) < min(self.window, 100):
+            return norm
+        return min(norm, float(np.percentile(self.history, self.percentile)))
+
+    def learn(self, norm: float) -> None:
+        """Learn nothing: the norm has entered already."""
+
+
+class Fixed:
+    """A norm above a number is cut to that."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm = norm
+        self.number, self.mean = 0, 0.0
+
+    def passes(self, norm: float) -> float:
+        return min(norm, self.norm) if math.isfinite(norm) else norm
+
+    def learn(self, norm: float) -> None:
+        self.mean = 0.97 * self.mean + 0.03 * norm if self.number else norm
+        self.number += 1
+
+
+_FORMS: dict[str, Callable[..., Bound]] = {
+    "sigmas": ZClip,
+    "times": AdaGC,
+    "percentile": AutoClip,
+    "norm": Fixed,
+}
+
+
 def bound(above: Mapping[str, Any]) -> Bound:
     """Return what an option `above` asks for."""
-    return ZClip(**above) if "sigmas" in above else AdaGC(**above)
+    return next(made for form, made in _FORMS.items() if form in above)(**above)
 
 
 class ByHand:

@@ -188,16 +188,20 @@ class RunningBound:
         rows: the numbers in the state of each norm: the count of updates, their mean, and more; first zeros.
         advance: maps the state, of shape ``[rows, n]``, and the norms of an update, of shape ``[n]``, to
             the norms after clipping and the next state. It never waits for the device.
-        bounds: maps the state of one norm, as numbers, to the bound of a spike and its
-            description; ``None`` during the warm-up.
+        bounds: maps the state of one norm, as numbers, and what passed of it to the bound of a spike
+            and its description; ``None`` during the warm-up.
         keeps_mean: whether its mean is a mean of the norms; AdaGC starts at the smallest norm.
+        told: how many rows of the state ``bounds`` gets; ``None`` for all.
+        learns_all: whether it also learns the norms of updates that are skipped.
     """
 
     name: str
     rows: int
     advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    bounds: Callable[[Sequence[float]], tuple[float, str] | None]
+    bounds: Callable[[Sequence[float], float], tuple[float, str] | None]
     keeps_mean: bool = True
+    told: int | None = None
+    learns_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ _FORMS = {
     "clip-each": "action: clip-norm, per: parameter, max_norm: 1.0",
     "clamp": "action: clamp, at: step, min: -1.0, max: 1.0",
     "spikes": "action: spike-trap, above: {sigmas: 2.5}",
+    "autoclip": "action: spike-trap, above: {percentile: 99, window: 1000}",
     "sanitize": "action: sanitize",
     "nan-trap": "action: nan-trap",
     "skip": "action: nan-trap, then: skip-step",
@@ -28,7 +29,8 @@ _WORDS = {
     "gradient-clip gradient-clipping grad-clipping clip-by-global-norm max-grad-norm norm-clip",
     "clip-each": "clip-by-norm clip-per-tensor clip-per-parameter",
     "clamp": "clip-value clip-grad-value clip-by-value clip-element clamp-value clamp-grad value-clip",
-    "spikes": "autoclip zclip adagc adaptive-clip adaptive-clipping clip-spike clip-spikes",
+    "spikes": "zclip adagc adaptive-clip adaptive-clipping clip-spike clip-spikes",
+    "autoclip": "autoclip auto-clip percentile-clip clip-percentile",
     "sanitize": "nan-to-num nan2num replace-nan fill-nan remove-nan nan-to-zero nan-replace",
     "nan-trap": "detect-anomaly detect-nan anomaly anomaly-detection check-nan nan-check nan-guard nan-detector isnan "
     "assert-finite check-finite terminate-on-nan",
@@ -75,6 +77,12 @@ _KEYS = {
     "skip": 'exclude: "*.bias"',
     "max_grad_norm": "max_norm: 1.0",
     "clip_value": "min: -1.0, max: 1.0",
+    "percentile": "above: {percentile: 99, window: 1000}",
+    "window": "above: {percentile: 99, window: 1000}",
+    "threshold": "above: {norm: 10}",
+    "norm": "above: {norm: 10}",
+    "sigmas": "above: {sigmas: 2.5}",
+    "times": "above: {times: 1.05}",
     "statistics": "stats: [l2]",
     "metrics": "stats: [l2]",
     "point": "at: step",
@@ -124,6 +132,8 @@ def value_meant(key: str, value: object) -> str:
     """Return a hint with the form that a wrong value of a key stands for; empty if it is unknown."""
     if key == "steps" and isinstance(value, int) and value > 0:
         return _meant(f"steps: {{to: {value}}}")
+    if key == "above" and isinstance(value, int | float):
+        return _meant(f"above: {{norm: {value}}}")
     if key == "at" and isinstance(value, str):
         return _meant(_MOMENTS.get(_normalized(value)))
     if key == "action" and isinstance(value, str):

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Point
+from gradsurgeon.actions._bounds import adagc, autoclip, fixed, zclip
 from gradsurgeon.actions._effects import RunningBound, Spikes, SpikeThen
 from gradsurgeon.actions._fields import Flaw, Limit
 from gradsurgeon.actions._kinds import TrapRule
 from gradsurgeon.actions._options import Options
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# ZClip adds this to a standard deviation, which may be 0.
-_EPSILON = 1e-6
-# A statistic of fewer updates does not know yet how far healthy norms scatter.
-_YOUNG = 100
 _PATIENCE = 10
+# The options that belong to each bound.
+_BELONG = {
+    "sigmas": ("beta", "warmup"),
+    "times": ("beta", "warmup"),
+    "percentile": ("window",),
+    "norm": (),
+}
 
 
 class Above(Options):
-    """The bound of a spike: standard deviations above the mean, or a multiple of it."""
+    """The bound of a spike: learnt from earlier norms, or fixed."""
 
     sigmas: Annotated[
         float | None,
@@ -34,6 +34,11 @@ class Above(Options):
     times: Annotated[
         float | None, Field(gt=1, description="A spike is this many times the running mean.")
     ] = None
+    percentile: Annotated[
+        float | None,
+        Field(gt=0, lt=100, description="A spike is above this percentile of the last norms."),
+    ] = None
+    norm: Annotated[float | None, Field(gt=0, description="A spike is above this norm.")] = None
     beta: Annotated[
         float | None,
         Field(
@@ -49,30 +54,43 @@ class Above(Options):
             description="Updates that are only measured and are never spikes: 25 with `sigmas`, 100 with `times` if not given.",
         ),
     ] = None
+    window: Annotated[
+        int | None,
+        Field(
+            ge=2,
+            le=100_000,
+            description="With `percentile`: how many norms count, 1000 if not given.",
+        ),
+    ] = None
 
     def flaws(self) -> Iterator[Flaw]:
-        if (self.sigmas is None) == (self.times is None):
-            message = "a spike needs a bound, either `sigmas` or `times`"
-            hint = "such as `above: {sigmas: 2.5}` or `above: {times: 1.05}`"
+        given = [form for form in _BELONG if getattr(self, form) is not None]
+        if len(given) != 1:
+            message = "a spike needs one bound: `sigmas`, `times`, `percentile` or `norm`"
+            hint = (
+                "such as `above: {sigmas: 2.5}`, `above: {percentile: 99}` or `above: {norm: 10}`"
+            )
             yield Flaw("", message, hint)
+            return
+        for key in ("beta", "warmup", "window"):
+            if getattr(self, key) is not None and key not in _BELONG[given[0]]:
+                message = f"a bound by `{given[0]}` has no `{key}`"
+                yield Flaw(key, message, "remove it")
 
     def bound(self) -> RunningBound:
+        if self.norm is not None:
+            return fixed(self.norm)
+        if self.percentile is not None:
+            return autoclip(self.percentile, self.window or 1000)
         beta = self.beta
         if self.sigmas is not None:
             if beta is None:
                 beta = 0.97
-            warmup = self.warmup or 25
-            advance = partial(_zclip, self.sigmas, beta, warmup)
-            bound = partial(_zclip_bound, self.sigmas, warmup)
-            return RunningBound("sigmas", 3, advance, bound)
-        assert self.times is not None  # noqa: S101 # one of the two is given
+            return zclip(self.sigmas, beta, self.warmup or 25)
+        assert self.times is not None  # noqa: S101 # one of the four is given
         if beta is None:
             beta = 0.98
-        warmup = self.warmup or 100
-        advance = partial(_adagc, self.times, beta, warmup)
-        bound = partial(_adagc_bound, self.times, warmup)
-        # It starts as the smallest norm and learns clipped norms, so it stays below the mean for long.
-        return RunningBound("times", 2, advance, bound, keeps_mean=False)
+        return adagc(self.times, beta, self.warmup or 100)
 
 
 class SpikeTrap(TrapRule):
@@ -92,6 +110,13 @@ class SpikeTrap(TrapRule):
     absolute bound that the paper has in its warm-up, write a `clip-norm` rule with `steps: {to: 100}` below this rule;
     here the smallest norm is the norm before such a clip.
 
+    `above: {percentile: 99, window: 1000}` is AutoClip (arXiv 2007.14469). A norm above this percentile of the last
+    `window` norms is a spike, and is clipped to the percentile (linear interpolation, as `torch.quantile`). The norm itself is
+    one of them, as in the paper. The first 99 norms are only measured, or all until a smaller window is full. Memory: `window` numbers,
+    with `per: parameter` for each parameter.
+
+    `above: {norm: 10}` is a fixed bound from the first update on. A larger norm is a spike, and is clipped to it.
+
     The report of a spike names the parameters that carry most of it, and the first of them in the order of backward
     whose gradient is larger than usual. If that is the first gradient of the whole pass, the spike came with the loss.
     The report names no origin if that cannot be known: another optimizer or model has the earlier gradients,
@@ -108,6 +133,8 @@ class SpikeTrap(TrapRule):
     either, because it would hold a layer that starts without a gradient at 0 for ever. Steps outside `steps` teach
     nothing. On a CPU the norm of a finite gradient is finite up to 3.4e38, the largest float32; an accelerator sums
     squares in float32, so there the limit is 1.8e19.
+    With `percentile` each finite norm enters, as the script hands it over, whether it is clipped, skipped or neither: otherwise the
+    bound could never rise. `norm` learns nothing; its mean is for reports.
     If an optimizer gets more parameters, the norm over all of them restarts, because it is another quantity.
 
     ## What a young statistic cannot know
@@ -146,11 +173,19 @@ class SpikeTrap(TrapRule):
         Example({"above": {"sigmas": 2.5}}, [3.0, 4.0], expect=[3.0, 4.0]),
         Example({"above": {"times": 1.05}, "per": "parameter"}, [3.0, 4.0], expect=[3.0, 4.0]),
         Example({"above": {"sigmas": 2.5}, "then": "skip-step"}, [3.0, 4.0], trips=False),
+        Example({"above": {"percentile": 99}}, [3.0, 4.0], expect=[3.0, 4.0]),
+        Example({"above": {"norm": 2.5}}, [3.0, 4.0], expect=[1.5, 2.0]),
+        Example({"above": {"norm": 2.5}, "then": "raise"}, [3.0, 4.0], trips=True),
         Example({"above": {"sigmas": 2.5}, "then": "raise"}, [1.0, float("inf")], trips=True),
     )
 
     action: Literal["spike-trap"] = "spike-trap"
-    above: Annotated[Above, Field(description="The bound above which a norm is a spike.")]
+    above: Annotated[
+        Above,
+        Field(
+            description="The bound above which a norm is a spike, such as `{sigmas: 2.5}` or `{norm: 10}`."
+        ),
+    ]
     per: Annotated[
         Literal["rule", "parameter"],
         Field(description="One norm over all matches of the rule, or each gradient by itself."),
@@ -182,76 +217,3 @@ class SpikeTrap(TrapRule):
         if self.then == "skip-step":
             patience = self.give_up_after or _PATIENCE
         return Spikes(self.above.bound(), self.per == "rule", self.then, patience)
-
-
-def _zclip(
-    sigmas: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Advance ZClip, which keeps the number of updates, the mean and the variance."""
-    number, mean, variance = kept.unbind()
-    is_warm = number >= warmup
-    std = variance.clamp(min=0).sqrt()
-    z = (norms - mean) / (std + _EPSILON)
-    is_spike = is_warm & (z > sigmas) & norms.isfinite()
-    clipped = mean + sigmas**2 * std / z
-    passed = norms.where(~is_spike, clipped)
-    # In the warm-up, Welford's algorithm for the mean and the variance so far.
-    after = number + 1
-    distance = passed - mean
-    mean_so_far = mean + distance / after
-    variance_so_far = variance + (distance * (passed - mean_so_far) - variance) / after
-    share = 1 - beta
-    running_mean = beta * mean + share * passed
-    running_variance = beta * variance + share * (passed - running_mean) ** 2
-    new_mean = running_mean.where(is_warm, mean_so_far)
-    new_variance = running_variance.where(is_warm, variance_so_far)
-    return passed, _advanced(kept, passed, after, new_mean, new_variance)
-
-
-def _adagc(
-    times: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Advance AdaGC, which keeps the number of updates and the mean, or in the warm-up the least norm."""
-    number, mean = kept.unbind()
-    is_warm = number >= warmup
-    bound = times * mean
-    is_spike = is_warm & (norms > bound) & norms.isfinite()
-    passed = norms.where(~is_spike, bound)
-    least = passed.where(number == 0, mean.minimum(passed))
-    running_mean = beta * mean + (1 - beta) * passed
-    new_mean = running_mean.where(is_warm, least)
-    return passed, _advanced(kept, passed, number + 1, new_mean)
-
-
-def _advanced(kept: Tensor, passed: Tensor, *rows: Tensor) -> Tensor:
-    """Return new rows, and the kept ones if the norm is 0 or non-finite, which teaches nothing."""
-    new = kept.new_empty(kept.shape)
-    for place, row in enumerate(rows):
-        new[place] = row
-    return new.where(passed.isfinite() & (passed > 0), kept)
-
-
-def _zclip_bound(sigmas: float, warmup: int, kept: Sequence[float]) -> tuple[float, str] | None:
-    number, mean, variance = kept
-    if number < warmup:
-        return None
-    std = max(variance, 0.0) ** 0.5
-    bound = mean + sigmas * (std + _EPSILON)
-    text = (
-        f"running mean {mean:.3g}, standard deviation {std:.3g}{_age(number)}; "
-        f"bound: {sigmas:g} standard deviations above the mean"
-    )
-    return bound, text
-
-
-def _adagc_bound(times: float, warmup: int, kept: Sequence[float]) -> tuple[float, str] | None:
-    number, mean = kept
-    if number < warmup:
-        return None
-    return times * mean, f"{times:g} times the running mean {mean:.3g}{_age(number)}"
-
-
-def _age(number: float) -> str:
-    if number >= _YOUNG:
-        return ""
-    return f", known from {number:.0f} updates so far"

@@ -74,13 +74,18 @@ class JudgedNorms:
         flags = torch.zeros_like(passes, dtype=torch.float32).masked_fill(~passes, math.inf)
         return ((tuple(range(len(self.norms))), flags),)
 
+    @property
+    def told(self) -> Tensor:
+        """The rows of the state before that a description needs."""
+        return self.before[: self.spikes.bound.told]
+
     def to_be_read(self) -> Tensor:
         """Return the numbers that `read` needs, in one tensor."""
-        return torch.cat([self.norms, self.passed, self.before.flatten()])
+        return torch.cat([self.norms, self.passed, self.told.flatten()])
 
     def read(self, numbers: Tensor) -> tuple[list[float], list[float], Tensor]:
-        """Return norms, passed norms and the state before, once the numbers of `to_be_read` are on the host."""
-        table = numbers.reshape(2 + self.spikes.bound.rows, len(self.norms))
+        """Return norms, passed norms and rows of the state before, once the numbers of `to_be_read` are on the host."""
+        table = numbers.reshape(-1, len(self.norms))
         norms, passed = table[:2].tolist()
         return norms, passed, table[2:]
 

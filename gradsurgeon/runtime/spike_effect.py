@@ -155,7 +155,9 @@ class SpikeEffect(Trap):
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
         judged = self._judged.pop(bound.counter, None)
-        if judged is not None and update.took_place:
+        if judged is None:
+            return
+        if update.took_place or self.decision.bound.learns_all:
             with torch.no_grad():
                 judged.learn()
 

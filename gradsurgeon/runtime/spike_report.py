@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from gradsurgeon.actions import Spikes
@@ -29,8 +30,8 @@ def spike_report(
     spikes = judged.spikes
     total = count(len(judged.indices), "gradient")
     if spikes.over_rule:
-        norm = judged.norms.tolist()[0]
-        head = f"spike: over {total} {_above(spikes, norm, judged.before.cpu()[:, 0])}"
+        norm, passed = torch.cat([judged.norms, judged.passed]).tolist()
+        head = f"spike: over {total} {_above(spikes, norm, passed, judged.told.cpu()[:, 0])}"
         title = "each parameter's share of the squared norm:"
         rows = _by_share(judged)
     else:
@@ -54,7 +55,7 @@ def describe_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> 
         if passed[place] < norm:
             excesses[place] = _excess(norm, passed[place])
     place = max(excesses, key=excesses.__getitem__)
-    reason = _above(judged.spikes, norms[place], before[:, place])
+    reason = _above(judged.spikes, norms[place], passed[place], before[:, place])
     cut = f"{reason}: cut to {passed[place]:.3g}"
     if judged.spikes.over_rule:
         return f"over {count(len(judged.indices), 'gradient')} {cut}", ""
@@ -62,13 +63,13 @@ def describe_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> 
     return f"of {printable(name)} {cut}", name
 
 
-def _above(spikes: Spikes, norm: float, kept: Tensor) -> str:
+def _above(spikes: Spikes, norm: float, passed: float, kept: Tensor) -> str:
     """Return the reason, in words, why a norm is a spike."""
     if math.isnan(norm):
         return "the norm is NaN"
     if math.isinf(norm):
         return "the norm is infinite"
-    bound = spikes.bound.bounds(kept.tolist())
+    bound = spikes.bound.bounds(kept.tolist(), passed)
     if bound is None:
         return f"the norm {norm:.3g}"
     return f"the norm {norm:.3g} is above {bound[0]:.3g} ({bound[1]})"
@@ -84,7 +85,7 @@ def _by_excess(judged: JudgedNorms) -> list[tuple[int, str]]:
     """Return the parameters above their own bounds, the largest excess first, with the reason."""
     norms = judged.norms.tolist()
     passed = judged.passed.tolist()
-    before = judged.before.cpu()
+    before = judged.told.cpu()
     excesses = {}
     for place, norm in enumerate(norms):
         # A NaN in either number fails every comparison.
@@ -94,7 +95,7 @@ def _by_excess(judged: JudgedNorms) -> list[tuple[int, str]]:
     rows = []
     # With `reverse`, places of equal excess keep their order.
     for place in sorted(excesses, key=excesses.__getitem__, reverse=True):
-        reason = _above(judged.spikes, norms[place], before[:, place])
+        reason = _above(judged.spikes, norms[place], passed[place], before[:, place])
         rows.append((judged.indices[place], reason))
     return rows
 

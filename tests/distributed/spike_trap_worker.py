@@ -27,6 +27,8 @@ FACTORS = (1, 1.2, 0.9, 1.1, 1, 30, 1, 1.1, 0.9, 50, 0.8, 1.3)
 ABOVE: dict[str, Json] = {
     "sigmas": {"sigmas": 2.5, "beta": 0.9, "warmup": 4},
     "times": {"times": 1.05, "beta": 0.9, "warmup": 4},
+    "percentile": {"percentile": 60, "window": 4},
+    "norm": {"norm": 0.4},
 }
 # Three times the usual: nothing but the fault of one rank is that large.
 HIGH: Json = {"times": 3, "beta": 0.9, "warmup": 3}
