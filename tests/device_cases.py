@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from device_failures import captured, failed, failed_at_the_update, failed_under_apply
 from ranks import Json
-from small import sgd
+from small import fields_of, sgd, tanh_net
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,7 +82,7 @@ def plain(tensor: Tensor) -> list[Any]:
 
 def train(*, on_device: bool, scaled: bool = False) -> Json:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = tanh_net(4, 6, 2)
     if on_device:
         move(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
@@ -95,7 +95,7 @@ def train(*, on_device: bool, scaled: bool = False) -> Json:
             optimizer.step()
         return {
             "weights": [plain(param) for param in model.parameters()],
-            "events": [(event.kind, event.step, event.name) for event in session.events],
+            "events": fields_of(session, "kind", "step", "name"),
             "records": {
                 rule: [
                     value
@@ -118,7 +118,7 @@ def same_as_on_the_host() -> Json:
 def of_losses(*, on_device: bool) -> Json:
     """Combine the gradients of scaled losses by a method that goes by how large they are."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = tanh_net(4, 6, 2)
     x = torch.randn(5, 4)
     if on_device:
         move(model)
@@ -177,7 +177,7 @@ def two_threads() -> Json:
                 losses = model(torch.randn(3, 4), Toy(torch.randn(3, 4)))
                 torch.autograd.backward(losses)
                 optimizer.step()
-            found["events"] += [event.message for event in session.events]
+            found["events"] += fields_of(session, "message")
             found["steps"].append(session.step)
             names = ("host.0.weight", "device.0.weight", "host.19.bias", "device.19.bias")
             found["rows"].append(
@@ -194,7 +194,7 @@ def two_threads() -> Json:
 def reads_of(*ids: str, by_hand: bool = False) -> int:
     """Return how often the host waits in four steps, after two to settle in."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = tanh_net(4, 6, 2)
     move(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     given: Any = [] if by_hand else optimizer
@@ -339,7 +339,7 @@ def private_operations() -> list[list[str]]:
     watchers.append(watch)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(dtype)
+        model = tanh_net(4, 6, 2).to(dtype)
         move(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
         for entry in entries:

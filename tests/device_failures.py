@@ -10,6 +10,7 @@ import tempfile
 import torch
 from pack_trainings import launched
 from ranks import Json
+from small import messages, tanh_net
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -22,7 +23,7 @@ NORMS = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params":
 
 def on_device() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = tanh_net(4, 6, 2)
     move(model)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
 
@@ -105,7 +106,7 @@ def failed_under_apply() -> Json:
     except torch.AcceleratorError as error:
         context = repr(error.__context__)
     failing.__exit__()
-    told = [event.message for event in session.events if event.kind == "notice"]
+    told = messages(session, "notice")
     return {
         "context": context,
         "told": told,

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from models import data
-from torch import Tensor, nn
+from small import fields_of, tanh_net
+from torch import Tensor
 
 import gradsurgeon
 
@@ -125,7 +126,7 @@ class Training:
     def __init__(self, script: Script, *, by_hand: bool) -> None:
         torch.manual_seed(0)
         self.script, self.by_hand = script, by_hand
-        self.model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+        self.model = tanh_net(3, 2, 2)
         self.params: Mapping[str, Tensor] = dict(self.model.named_parameters())
         kind = Derived if script.derived else Momentum
         self.first: Momentum = kind(self.model.parameters(), drops=script.drops)
@@ -183,7 +184,7 @@ class Training:
                 self.look(action)
         if self.session is not None:
             self.clock = self.session.step
-            self.trips = [event.step for event in self.session.events if event.kind == "trap"]
+            self.trips = fields_of(self.session, "step", kind="trap")
             self.session.remove()
         self.look("at the end")
         return self

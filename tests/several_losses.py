@@ -14,6 +14,7 @@ from small import tanh_net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import gradsurgeon
 from gradsurgeon.actions._methods import METHODS
 
 # Of the methods that must be given some.
@@ -35,7 +36,7 @@ class Heads(nn.Module):
 
     def __init__(self, trunk: nn.Module | None = None, width: int = 8) -> None:
         super().__init__()
-        self.trunk: Any = trunk or nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, width))
+        self.trunk: Any = trunk or tanh_net(6, 16, width)
         self.seg = nn.Linear(width, 3)
         self.depth = nn.Linear(width, 2)
 
@@ -158,6 +159,10 @@ def rules(*given: Mapping[str, Any]) -> Json:
     """Return a rule file of rules on the losses `seg` and `depth` and on the trunk, unless they say otherwise."""
     common = {"losses": ["seg", "depth"], "params": "trunk.*"}
     return {"version": 1, "rules": [{"id": rule["action"], **common, **rule} for rule in given]}
+
+
+def applied(model: nn.Module, *given: Mapping[str, Any], **options: Any) -> gradsurgeon.Session:
+    return gradsurgeon.apply(model, rules(*given), **options)
 
 
 def trunk_of(model: nn.Module) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -25,6 +26,11 @@ def rule_file(*rules: Mapping[str, Any], **common: Any) -> Json:
     return {"version": 1, "rules": numbered}
 
 
+def attach(model: nn.Module, *rules: Mapping[str, Any], **options: Any) -> gradsurgeon.Session:
+    """Apply rules that a test has made, as a file has them."""
+    return gradsurgeon.apply(model, rule_file(*rules), **options)
+
+
 def net() -> Any:
     """Return two layers, with the same weights each time."""
     torch.manual_seed(0)
@@ -38,6 +44,11 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
 def weights_of(model: nn.Module) -> list[Tensor]:
     """Return copies of all parameters."""
     return [param.detach().clone() for param in model.parameters()]
+
+
+def equal(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Return whether as many tensors are the same in each element."""
+    return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
 
 
 def edited(
@@ -68,6 +79,13 @@ def kinds_of(told: Any) -> list[str]:
     return [event.kind for event in told.events]
 
 
+def fields_of(told: Any, *names: str, **only: object) -> list[Any]:
+    """Return one field of each event, or several as a tuple, of those events that have the other values."""
+    wanted = only.items()
+    chosen = [e for e in told.events if all(getattr(e, name) == value for name, value in wanted)]
+    return [*map(attrgetter(*names), chosen)]
+
+
 def events_of(told: Any, kind: str) -> list[gradsurgeon.Event]:
     return [event for event in told.events if event.kind == kind]
 
@@ -84,6 +102,11 @@ def steps_of(session: Any, name: str, *more: str, **rule: str) -> list[int]:
 def tanh_net(width: int, hidden: int, out: int) -> nn.Sequential:
     """Return two layers with a tanh between them."""
     return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, out))
+
+
+def relu_net(width: int, hidden: int, out: int) -> nn.Sequential:
+    """Return the same with rectified units."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, out))
 
 
 def linears(*widths: int) -> nn.Sequential:

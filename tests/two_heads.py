@@ -9,6 +9,8 @@ import torch
 from ranks import Json
 from torch import Tensor, nn
 
+import gradsurgeon
+
 HEADS = ["seg_head", "depth_head"]
 CONFLICT = {"action": "conflict"}
 PCGRAD = {"action": "combine", "method": "pcgrad"}
@@ -80,6 +82,10 @@ def jacobian(parts: Sequence[Tensor], features: Tensor) -> Tensor:
 def rules(*given: Json) -> Json:
     common = {"modules": HEADS, "tensor": "input.grad"}
     return {"version": 1, "rules": [{"id": rule["action"], **common, **rule} for rule in given]}
+
+
+def applied(model: nn.Module, *given: Json, **options: Any) -> gradsurgeon.Session:
+    return gradsurgeon.apply(model, rules(*given), **options)
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:

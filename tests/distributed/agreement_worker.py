@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed.batches import mine, shard, whole
 from ranks import Json
-from small import kinds_of, rule_file, sgd, tanh_net
+from small import attach, fields_of, kinds_of, sgd, tanh_net
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -55,7 +55,7 @@ def outcome(model: nn.Module, root: nn.Module, rule: Json, backward: Callable[[i
         backward: makes the gradients of a step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    session = gradsurgeon.apply(root, rule_file(rule))
+    session = attach(root, rule)
     weights = []
     error = None
     for step in range(STEPS):
@@ -72,8 +72,8 @@ def outcome(model: nn.Module, root: nn.Module, rule: Json, backward: Callable[[i
     return {
         "error": error,
         "weights": weights,
-        "events": [(event.kind, event.step, event.name) for event in session.events],
-        "texts": [event.message for event in session.events],
+        "events": fields_of(session, "kind", "step", "name"),
+        "texts": fields_of(session, "message"),
     }
 
 
@@ -186,7 +186,7 @@ def scheduled() -> Json:
     model, called = make("DDP")
     optimizer = sgd(model, 0.05)
     rule = trap(then="skip-step", steps={"every": 2})
-    session = gradsurgeon.apply(called, rule_file(rule))
+    session = attach(called, rule)
     moved = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -218,7 +218,7 @@ def own_spikes() -> Json:
 def uneven() -> Json:
     """Train under `Join`."""
     _, called = make("DDP")
-    session = gradsurgeon.apply(called, rule_file(trap()))
+    session = attach(called, trap())
     text = ""
     try:
         with Join([called]):

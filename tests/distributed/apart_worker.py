@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from distributed.batches import whole
 from ranks import Json
+from small import fields_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -145,7 +146,7 @@ class Run:
         """Return what came of it."""
         events = []
         if self.session is not None:
-            events = [(e.kind, e.step, e.name, e.message) for e in self.session.events]
+            events = fields_of(self.session, "kind", "step", "name", "message")
             with self.listening():
                 self.session.remove()
         return {

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed.batches import data
 from ranks import Json
-from small import rule_file, sgd, tanh_net
+from small import attach, fields_of, rule_file, sgd, tanh_net
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -100,7 +100,7 @@ def words(kind: str) -> Json:
     optimizer = sgd(model, 0.05)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with gradsurgeon.apply(called, rule_file(rule)) as session:
+        with attach(called, rule) as session:
             for step in range(STEPS):
                 optimizer.zero_grad()
                 mine = data(step).chunk(2)[dist.get_rank()].chunk(parts)
@@ -110,7 +110,7 @@ def words(kind: str) -> Json:
                 optimizer.step()
     ours = [one for one in caught if issubclass(one.category, gradsurgeon.GradSurgeonWarning)]
     return {
-        "events": [(e.kind, e.rule, e.step, e.message) for e in session.events],
+        "events": fields_of(session, "kind", "rule", "step", "message"),
         "warnings": [str(one.message) for one in ours],
     }
 

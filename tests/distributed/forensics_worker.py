@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
-from small import messages, rule_file, sgd
+from small import attach, messages, sgd
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -82,9 +82,9 @@ def train(
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": then, **options}
     told, error = [], None
     torch.manual_seed(1)
-    with gradsurgeon.apply(
+    with attach(
         called,
-        rule_file(rule),
+        rule,
         optimizer=optimizer,
         record=None if folder is None else folder / str(dist.get_rank()),
     ) as session:
@@ -130,7 +130,7 @@ def scaled() -> list[str]:
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu")
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "warn"}
-    with gradsurgeon.apply(called, rule_file(rule), optimizer=optimizer) as session:
+    with attach(called, rule, optimizer=optimizer) as session:
         for step in range(STEPS):
             optimizer.zero_grad()
             given = torch.ones(4, 4)

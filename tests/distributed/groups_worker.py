@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
-from small import sgd, tanh_net
+from small import fields_of, sgd, tanh_net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -42,7 +42,7 @@ def stages(**options: Any) -> Json:
     session, refused = apply(of_stage(dist.get_rank()), rule)
     events = []
     if session is not None:
-        events = [(event.kind, event.rule, event.message) for event in session.events]
+        events = fields_of(session, "kind", "rule", "message")
         session.remove()
     dist.barrier()
     return {"refused": refused, "events": events}
@@ -77,7 +77,7 @@ def groups() -> Json:
         out.square().mean().backward()
         optimizer.step()
         weights.append([float(one) for param in net.parameters() for one in param.flatten()])
-    events = [(event.kind, event.step) for event in session.events]
+    events = fields_of(session, "kind", "step")
     session.remove()
     return {"weights": weights, "events": events}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Json
-from several_losses import Checkpointed, Heads, flat_grads, rules, trunk_of, two
-from small import rule_file, sgd, weights_of
+from several_losses import Checkpointed, Heads, applied, flat_grads, rules, trunk_of, two
+from small import attach, equal, fields_of, sgd, weights_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -72,7 +72,7 @@ def run(method: str, setup: str, *, ranks: int) -> Json:
     if method == DRAWN:
         combine.update(method="pcgrad", losses=SIX)
         losses_of = six
-    session = gradsurgeon.apply(model, rules(combine, {"action": "conflict"}))
+    session = applied(model, combine, {"action": "conflict"})
     if ranks > 1:
         called = DistributedDataParallel(model, **SETUPS[setup])
     optimizer = sgd(model)
@@ -128,8 +128,8 @@ def nan() -> Json:
     gradsurgeon.backward(losses)
     optimizer.step()
     return {
-        "unmoved": all(map(torch.equal, before, model.parameters())),
-        "said": [event.message for event in session.events if event.rule == "combine"],
+        "unmoved": equal(before, model.parameters()),
+        "said": fields_of(session, "message", rule="combine"),
     }
 
 
@@ -147,7 +147,7 @@ def refused(kind: str) -> str:
         mesh = init_device_mesh("cpu", (2,))
         parallelize_module(model, mesh, {"trunk.0": ColwiseParallel()})
     try:
-        gradsurgeon.apply(called, rules({"action": "combine", "method": "mgda"}))
+        applied(called, {"action": "combine", "method": "mgda"})
     except GradSurgeonError as error:
         return str(error)
     return "nothing"
@@ -156,7 +156,7 @@ def refused(kind: str) -> str:
 def late() -> str:
     """Shard after the rules are on."""
     model = make().float()
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    session = applied(model, {"action": "combine", "method": "mgda"})
     fully_shard(model)
     said = "nothing"
     with warnings.catch_warnings():
@@ -176,7 +176,7 @@ def unlike(what: str) -> str:
     second = dist.get_rank() == 1
     mode: Any = "observe" if second and what == "mode" else "act"
     rule = {"action": "combine", "method": "imtl-g" if second and what == "method" else "mgda"}
-    gradsurgeon.apply(called, rules(rule), mode=mode)
+    applied(called, rule, mode=mode)
     try:
         gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
     except GradSurgeonError as error:
@@ -191,7 +191,7 @@ def on_features(setup: str) -> Json:
     """Combine what the heads send back to their features, each rank by itself; return what all of them got."""
     model = make()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
-    session = gradsurgeon.apply(model, rule_file(rule))
+    session = attach(model, rule)
     called: Any = model
     if setup == "FSDP2":
         fully_shard(model.trunk)
@@ -217,7 +217,7 @@ def heads_sharded_later(what: Sequence[str]) -> Json:
     """Shard parts after a rule is on what heads send back; return how often it has fired in three passes, and what is said."""
     model = make().float()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
-    session = gradsurgeon.apply(model, rule_file(rule))
+    session = attach(model, rule)
     for part in what:
         fully_shard(model.get_submodule(part))
     optimizer = sgd(model)
@@ -229,7 +229,7 @@ def heads_sharded_later(what: Sequence[str]) -> Json:
             optimizer.step()
         fired = session.status()["heads"].fired
         session.remove()
-    said = [event.message for event in session.events if event.rule == "heads"]
+    said = fields_of(session, "message", rule="heads")
     return {"fired": fired, "said": said}
 
 
@@ -240,7 +240,7 @@ def unlike_pass(what: str) -> Json:
     """Let rank 1 do something else than rank 0 in one pass, and return what is refused and what fires."""
     model, apart = make(), make()
     called = DistributedDataParallel(model)
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    session = applied(model, {"action": "combine", "method": "mgda"})
     refused, alone = [], dist.get_rank() == 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -271,7 +271,7 @@ def failing_on_one() -> Json:
     """Let the solver fail on rank 0 in one step, and on rank 1 in the next one: all do as rank 0 does."""
     model, plain = make(), make()
     called, other = DistributedDataParallel(model), DistributedDataParallel(plain)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    applied(model, {"action": "combine", "method": "mgda"})
     weigh, same, grads = Weigher.__call__, [], []
 
     def fail(weigher: Weigher, products: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def reentrant() -> str:
     """Return how a trunk is refused if single losses run through a part of its graph only."""
     trunk = nn.Sequential(Checkpointed(reentrant=True), nn.Linear(8, 8))
     model = Heads(trunk).double()
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    applied(model, {"action": "combine", "method": "mgda"})
     called = DistributedDataParallel(model)
     try:
         gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
@@ -310,8 +310,8 @@ def reentrant() -> str:
 def beside_a_sharded_one() -> int:
     """Combine in one model, where another one that has rules was sharded after them."""
     model, apart = make(), make().float()
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
-    other = gradsurgeon.apply(apart, rules({"action": "combine", "method": "mgda"}))
+    session = applied(model, {"action": "combine", "method": "mgda"})
+    other = applied(apart, {"action": "combine", "method": "mgda"})
     fully_shard(apart)
     gradsurgeon.backward(two(model, data(0)))
     other.remove()
@@ -323,8 +323,7 @@ def two_models() -> int:
     first, second = make(), make()
     called = [DistributedDataParallel(model) for model in (first, second)]
     sessions = [
-        gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
-        for model in (first, second)
+        applied(model, {"action": "combine", "method": "mgda"}) for model in (first, second)
     ]
     gradsurgeon.backward(two(called[0], data(0).chunk(2)[dist.get_rank()]))
     assert sessions[0].status()["combine"].fired == 1

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from distributed import patterns
 from distributed.patterns import Case, Pattern
 from ranks import Json
+from small import fields_of
 from worker import work
 
 from gradsurgeon.distributed import votes
@@ -43,7 +44,7 @@ def train(pattern: Pattern, how: str) -> Json:
         # Nothing that votes stays, though the session is still there.
         assert not list(_channel._open)
         assert not [one for one in gc.get_objects() if type(one) is votes.Voter]
-        events = [(event.kind, event.step, event.message) for event in case.session.events]
+        events = fields_of(case.session, "kind", "step", "message")
     return {
         "error": error,
         "took": took,

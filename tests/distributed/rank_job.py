@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
+from small import tanh_net
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -64,7 +65,7 @@ class Job:
 
 def net(seed: int = 0, width: int = 32, out: int = 4) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, out))
+    return tanh_net(16, width, out)
 
 
 def experts(job: Job) -> tuple[nn.Sequential, DistributedDataParallel]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed.batches import Block, data, divide, make, mine, shard, whole
 from ranks import Json
-from small import fired, messages, sgd, steps_of, take_step
+from small import fields_of, fired, messages, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -167,7 +167,7 @@ def late() -> Json:
                 if "gradsurgeon" in one.filename or issubclass(one.category, GradSurgeonWarning)
             ],
             "norms": session.history("0.weight"),
-            "events": [(event.kind, event.name) for event in session.events],
+            "events": fields_of(session, "kind", "name"),
             "fired": fired(session),
         }
     after = [whole(param) for param in model.parameters()]
@@ -283,7 +283,7 @@ def tensor_parallel() -> Json:
                 found[f"{name} {kind}"] = {
                     "weights": [whole(param) for param in model.parameters()],
                     "told": told(session, columns(stats)) if stats else {},
-                    "notices": [(event.rule, event.message) for event in session.events],
+                    "notices": fields_of(session, "rule", "message"),
                 }
     model = divide(Block())
     clip = {"id": "c", "action": "clip-norm", "at": "backward", "params": "*", "max_norm": 1.0}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed.batches import Block, data, divide, make, shard, whole
 from ranks import Json
 from running_bounds import ByHand
-from small import rule_file, sgd
+from small import attach, fields_of, sgd
 from spikes import statistics_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -103,7 +103,7 @@ def train(kind: str, rule: Json, variant: str = "plain") -> Json:
     if variant == "scaler":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     parts = 2 if variant == "accumulation" else 1
-    with gradsurgeon.apply(called, rule_file(rule), optimizer=optimizer) as session:
+    with attach(called, rule, optimizer=optimizer) as session:
         for step in range(len(FACTORS)):
             optimizer.zero_grad()
             backward(kind, called, step, parts, scaler)
@@ -114,7 +114,7 @@ def train(kind: str, rule: Json, variant: str = "plain") -> Json:
                 scaler.update()
         return {
             "weights": [whole(param) for param in model.parameters()],
-            "events": [(e.kind, e.step, e.name, e.message) for e in session.events],
+            "events": fields_of(session, "kind", "step", "name", "message"),
             "learnt": learnt(session),
         }
 
@@ -166,7 +166,7 @@ def outcome(
     Weights are those that are to stay alike on all ranks.
     """
     optimizer = sgd(model, 0.01)
-    session = gradsurgeon.apply(called, rule_file(rule), optimizer=optimizer)
+    session = attach(called, rule, optimizer=optimizer)
     weights: list[Any] = []
     error: Json | None = None
     for step in range(len(FACTORS)):
@@ -183,8 +183,8 @@ def outcome(
     found = {
         "error": error,
         "weights": weights,
-        "events": [(e.kind, e.step, e.name) for e in session.events],
-        "texts": [e.message for e in session.events],
+        "events": fields_of(session, "kind", "step", "name"),
+        "texts": fields_of(session, "message"),
         "learnt": learnt(session),
     }
     session.remove()

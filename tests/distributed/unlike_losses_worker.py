@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
-from several_losses import Heads, aggregator, flat_grads, jacobian, rules, trunk_of, two
-from small import sgd
+from several_losses import Heads, aggregator, applied, flat_grads, jacobian, trunk_of, two
+from small import fields_of, sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -53,7 +53,7 @@ def uneven_micro_batches() -> float:
     """Run another number of micro-batches on each rank before the one that is averaged."""
     model = make()
     called = DistributedDataParallel(model)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    applied(model, {"action": "combine", "method": "mgda"})
     wanted = by_hand(model, part(9))
     quiet = range(1 + 2 * dist.get_rank())
     mine = [jacobian(two(model, part(n)), trunk_of(model)) for n in quiet]
@@ -70,7 +70,7 @@ def pass_of_one_rank(kind: str) -> Json:
     model, largest = make(), 0.0
     called = DistributedDataParallel(model)
     optimizer = sgd(model)
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    session = applied(model, {"action": "combine", "method": "mgda"})
     for step in range(3):
         if dist.get_rank() == 0 and kind == "plain":
             two(model, part(7))["seg"].backward()
@@ -82,14 +82,14 @@ def pass_of_one_rank(kind: str) -> Json:
         largest = max(largest, off(model, wanted))
         optimizer.step()
         model.zero_grad()
-    return {"off": largest, "said": [event.message for event in session.events]}
+    return {"off": largest, "said": fields_of(session, "message")}
 
 
 def wrapped(when: str) -> float:
     """Wrap the model before the first pass, after one of the bare model, or once more after one."""
     model, largest = make(), 0.0
     called: Any = model if when == "after a pass" else DistributedDataParallel(model)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    applied(model, {"action": "combine", "method": "mgda"})
     gradsurgeon.backward(two(called, part(0)))
     if when != "before":
         called = DistributedDataParallel(model)
@@ -109,7 +109,7 @@ def passes_between(what: str) -> float:
     model = make()
     called = DistributedDataParallel(model)
     optimizer = sgd(model)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    applied(model, {"action": "combine", "method": "mgda"})
     largest = 0.0
     for step in range(3):
         optimizer.zero_grad()
@@ -143,7 +143,7 @@ def with_parts_of_their_own(how: str) -> Json:
         called = DistributedDataParallel(model)
     optimizer = sgd(model)
     rule = {"action": "combine", "method": "mgda", "params": "*"}
-    gradsurgeon.apply(model, rules(rule, {"action": "conflict", "params": "*"}))
+    applied(model, rule, {"action": "conflict", "params": "*"})
     largest = 0.0
     for step in range(3):
         optimizer.zero_grad()
@@ -198,7 +198,7 @@ def met_in_the_pass(kind: str, *, alike: bool) -> Json:
     called = DistributedDataParallel(model, find_unused_parameters=True)
     # It takes no such layer whose parameters are on a host.
     model.trunk.norm.__class__ = Synchronized
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    session = applied(model, {"action": "combine", "method": "mgda"})
     both = two(called, part(0))
     if kind in NOTHING and dist.get_rank() == 1:
         # What a script writes where a batch has nothing for a head.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import Json
-from small import kinds_of, linears, rule_file, sgd, take_step
+from small import fields_of, kinds_of, linears, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
@@ -71,7 +71,7 @@ class Script:
 
     def told(self) -> Json:
         """Return what came of it."""
-        events = [(event.kind, event.step, event.message) for event in self.session.events]
+        events = fields_of(self.session, "kind", "step", "message")
         self.session.remove()
         return {"moved": self.moved, "error": self.error, "events": events}
 
@@ -113,7 +113,7 @@ def experts() -> Json:
             optimizer.step()
             optimizer.zero_grad()
             moved.append(not torch.equal(before, layer.weight))
-        events = [(event.kind, event.step, event.message) for event in session.events]
+        events = fields_of(session, "kind", "step", "message")
     return {"moved": moved, "error": "", "events": events}
 
 

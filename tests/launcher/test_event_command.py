@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from outside import Folder, Launched
 from ranks import Json
+from small import messages
 
 import gradsurgeon
 from gradsurgeon.common.events import Event
@@ -98,7 +99,7 @@ def test_a_command_that_fails_is_a_notice(folder: Folder) -> None:
     text = "the command of --on-event: it ended with status 3; training does not depend on it"
     assert done.lines.count(f"gradsurgeon: {text}") == 1
     with gradsurgeon.open_run(folder.path / "run") as run:
-        assert [event.message for event in run.events if event.kind == "notice"] == [text]
+        assert messages(run, "notice") == [text]
 
 
 def test_thousands_of_events_start_one_command_at_a_time(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from outside import Folder
+from small import fields_of
 
 import gradsurgeon
 
@@ -52,7 +53,7 @@ def test_a_trap_names_the_model(folder: Folder, bad: int, title: str) -> None:
     # What is found out at the end is in the records of each.
     for place in ("run", "run/Net-2"):
         with gradsurgeon.open_run(folder.path / place) as run:
-            never = [event.rule for event in run.events if event.kind == "never-fired"]
+            never = fields_of(run, "rule", kind="never-fired")
         assert never == ["late"], place
     # A report says which of them it is of, and which others there are.
     own, other = report(folder, "run"), report(folder, "run/Net-2")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
 from ranks import Json
-from small import sgd
+from small import relu_net, sgd
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
@@ -150,7 +150,7 @@ def without_autograd() -> Training:
 
 def loss_without_effect() -> Training:
     """a loss that is always 0"""
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    model = relu_net(16, 16, 1)
 
     def loss_at(_step: int) -> Tensor:
         return functional.cross_entropy(model(torch.rand(8, 16)), torch.rand(8, 1))

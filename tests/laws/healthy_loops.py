@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
 from ranks import Json
-from small import sgd
+from small import relu_net, sgd, tanh_net
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
@@ -401,7 +401,7 @@ def gradient_momentum() -> Training:
 
 def points_of_a_derivative() -> Training:
     """The inputs are leaves that want a gradient, and the same ones in each step, as in physics-informed training."""
-    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = tanh_net(1, 16, 1)
     points = torch.linspace(0, 1, 50).unsqueeze(1).requires_grad_()
 
     def loss_at(_step: int) -> Tensor:
@@ -545,7 +545,7 @@ def losses_that_the_script_skips() -> Training:
 def loss_network() -> Training:
     """A network inside the loss gets gradients and never trains: the script left requires_grad on."""
     trained = perceptron()
-    judge = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    judge = relu_net(4, 16, 8).eval()
     model, batch = nn.ModuleDict({"trained": trained, "judge": judge}), regression()
 
     def loss_at(_step: int) -> Tensor:
@@ -687,7 +687,7 @@ def part_for_evaluations() -> Training:
 def loss_network_of_its_own() -> Training:
     """A network inside the loss belongs to no model that trains, and is in evaluation mode."""
     model = perceptron()
-    judge = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)).eval()
+    judge = relu_net(4, 16, 8).eval()
     batch = regression()
 
     def loss_at(_step: int) -> Tensor:

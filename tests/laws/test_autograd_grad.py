@@ -15,7 +15,7 @@ import torch
 from models import data
 from pairs import singly
 from ranks import Json
-from small import net, rule_file, sgd, take_step
+from small import attach, fields_of, net, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
@@ -125,11 +125,11 @@ def test_rules_on_parameters_leave_alone_what_is_not_training(use: str, point: s
     model = net()
     optimizer = sgd(model)
     first = {**POINTS[point], "params": "*", "steps": {"to": 1}}
-    with gradsurgeon.apply(model, rule_file(first)) as session:
+    with attach(model, first) as session:
         for _ in range(3):
             assert torch.equal(USES[use](model), wanted)
         assert session.status()["r0"].fired == 0
-        notices = [event.message for event in session.events]
+        notices = fields_of(session, "message")
         model.zero_grad()
         model(X).square().sum().backward()
         optimizer.step()
@@ -182,7 +182,7 @@ def test_rules_on_modules_act_as_hooks_by_hand(use: str, name: str) -> None:
     by_hand(plain, name)
     wanted = USES[use](plain)
     model = net()
-    with gradsurgeon.apply(model, rule_file({**MODULES[name], "modules": "0"})) as session:
+    with attach(model, {**MODULES[name], "modules": "0"}) as session:
         for _ in range(2):  # what the first call leaves behind must not be in the way of the second
             assert torch.equal(USES[use](model), wanted)
         check_that_training_goes_on(model, session, name)
@@ -210,7 +210,7 @@ def test_rules_on_modules_leave_transforms_alone_and_say_so(use: str, name: str)
         by_hand(plain, name)
     wanted = USES[use](plain)
     model = net()
-    with gradsurgeon.apply(model, rule_file({**MODULES[name], "modules": "0"})) as session:
+    with attach(model, {**MODULES[name], "modules": "0"}) as session:
         with nullcontext() if acts else pytest.warns(GradSurgeonWarning, match="r0: left a tensor"):
             assert torch.allclose(USES[use](model), wanted, atol=1e-6)
         assert torch.allclose(USES[use](model), wanted, atol=1e-6)
@@ -239,7 +239,7 @@ def test_a_module_that_runs_in_transforms_alone_is_said_to() -> None:
     model = net()
     optimizer = sgd(model)
     with (
-        gradsurgeon.apply(model, rule_file({**MODULES["scale output"], "modules": "0"})) as session,
+        attach(model, {**MODULES["scale output"], "modules": "0"}) as session,
         pytest.warns(GradSurgeonWarning) as warned,
     ):
         for _ in range(3):
@@ -261,7 +261,7 @@ def test_a_module_that_runs_in_transforms_alone_is_said_to() -> None:
 def test_a_script_that_updates_other_tensors_marks_its_steps() -> None:
     model = net()
     early = {**MODULES["scale output.grad"], "modules": "0", "steps": {"to": 2}}
-    with gradsurgeon.apply(model, rule_file(early)) as session:
+    with attach(model, early) as session:
         for number in range(4):
             other_tensors(model)
             assert session.step == number
@@ -274,7 +274,7 @@ def test_gradient_penalty_beside_an_optimizer_needs_no_ticks() -> None:
     model = net()
     optimizer = sgd(model)
     early = {**MODULES["scale output.grad"], "modules": "0"}
-    with gradsurgeon.apply(model, rule_file(early)) as session:
+    with attach(model, early) as session:
         for _ in range(2):
             other_tensors(model)
             take_step(optimizer, model(X).square().sum())
@@ -283,9 +283,7 @@ def test_gradient_penalty_beside_an_optimizer_needs_no_ticks() -> None:
 
 def test_rules_on_parameters_of_a_script_that_never_trains_them() -> None:
     model = net()
-    with gradsurgeon.apply(
-        model, rule_file({**POINTS["scale, backward"], "params": "*"})
-    ) as session:
+    with attach(model, {**POINTS["scale, backward"], "params": "*"}) as session:
         other_tensors(model)
         func_grad(model)
     (event,) = session.events
@@ -310,7 +308,7 @@ def test_a_gradient_penalty_with_rules_on_parameters(at: str) -> None:
     plain, model = net(), net()
     clamp = {"action": "clamp", "at": at, "min": -0.01, "max": 0.01, "params": "*"}
     optimizer = sgd(model, 0.2)
-    with gradsurgeon.apply(model, rule_file(clamp)) as session:
+    with attach(model, clamp) as session:
         penalised(model, 0).backward()
         optimizer.step()
         # The inner gradients are those of the input: no parameter is concerned.
@@ -328,7 +326,7 @@ def test_a_gradient_penalty_with_rules_on_modules_equals_hooks_by_hand(name: str
     for rule in (False, True):
         model = net()
         if rule:
-            gradsurgeon.apply(model, rule_file({**MODULES[name], "modules": "0"}))
+            attach(model, {**MODULES[name], "modules": "0"})
         else:
             by_hand(model, name)
         penalised(model, 0).backward()
@@ -348,7 +346,7 @@ def test_two_losses_over_one_graph_pass_a_module_twice() -> None:
     by_hand(plain, "clamp output.grad")
     found = []
     rule = {**MODULES["clamp output.grad"], "modules": "0"}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         for one in (plain, model):
             loss = one(X).square().sum()
             loss.backward(retain_graph=True)
@@ -363,7 +361,7 @@ def test_backward_to_some_parameters_runs_the_rules_of_these() -> None:
     optimizer = sgd(model)
     entries = [{**POINTS[name], "params": "*"} for name in POINTS if "norm" not in name]
     log = {"action": "norm-log", "params": "*"}
-    with gradsurgeon.apply(model, rule_file(log, *entries)) as session:
+    with attach(model, log, *entries) as session:
         weight = model[2].weight
         model(X).square().sum().backward(inputs=[weight])
         optimizer.step()
@@ -387,7 +385,7 @@ def test_hooks_on_a_module_run_in_the_order_of_their_coming() -> None:
     ]
     model[0].register_forward_pre_hook(lambda _m, args: (args[0] + 1.0,))
     model[0].register_forward_hook(lambda _m, _a, out: out + 1.0)
-    with gradsurgeon.apply(model, rule_file(*entries)):
+    with attach(model, *entries):
         model[0].register_forward_pre_hook(lambda _m, args: (args[0] + 2.0,))
         model[0].register_forward_hook(lambda _m, _a, out: out + 2.0)
         assert model(torch.ones(1)).item() == (((1 + 1) * 10 + 2) + 1) * 10 + 2
@@ -401,7 +399,7 @@ def test_hooks_on_the_gradient_of_an_output_run_in_the_order_of_their_coming() -
         out.register_hook(lambda g: seen.append(g.item()))
 
     model[0].register_forward_hook(hook)
-    with gradsurgeon.apply(model, rule_file({**MODULES["scale output.grad"], "modules": "0"})):
+    with attach(model, {**MODULES["scale output.grad"], "modules": "0"}):
         model[0].register_forward_hook(hook)
         model(torch.ones(1)).backward()
     assert seen == [1.0, 0.5]

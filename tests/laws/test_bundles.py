@@ -18,7 +18,7 @@ import pytest
 import torch
 from models import same
 from pairs import singly
-from small import rule_file, sgd
+from small import attach, sgd
 from torch import nn
 
 import gradsurgeon
@@ -72,7 +72,7 @@ def fail(model: nn.Module, *, more: Any = (), **options: Any) -> NonFiniteGradie
     optimizer = sgd(model)
     torch.manual_seed(1)
     given = torch.randn(8, 4)
-    with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer, **options):
+    with attach(model, rule, optimizer=optimizer, **options):
         for _ in range(20):
             optimizer.zero_grad()
             model(given, scale=2.0, more=more)["out"].square().mean().backward()
@@ -321,7 +321,7 @@ def test_tensors_that_share_memory_are_written(net: Any, tmp_path: Path) -> None
 def test_a_session_of_the_model_rests(net: Any, made: Made) -> None:
     model = net.build()
     rule = {"id": "zero", "action": "zero", "modules": "first", "tensor": "output"}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         assert gradsurgeon.replay(made[1], model).certainty == "reproduced"
         assert session.status()["zero"].fired == 0
 

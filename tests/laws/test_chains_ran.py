@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import matched
 from ranks import Json
-from small import rule_file, sgd
+from small import attach, sgd
 from torch import Tensor
 
-import gradsurgeon
 from gradsurgeon.actions import Edit, EditRule, Example
 
 
@@ -84,7 +83,7 @@ def test_the_chain_of_the_plan_is_what_ran(given_rules: list[Json], hook: bool, 
     if held:  # then gradients are there when the pass begins, and no rule waits for its end
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
-    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer, replace=True) as session:
+    with attach(model, *rules, optimizer=optimizer, replace=True) as session:
         if hook:  # then rules act one gradient at a time
             model.gain.register_hook(lambda grad: grad)
         torch.stack([(param * 0.0).sum() for param in model.parameters()]).sum().backward()

@@ -13,7 +13,7 @@ import torch
 from models import data
 from pairs import singly
 from ranks import Json
-from small import fired, linears, messages, net, rule_file, sgd, take_step
+from small import attach, fields_of, fired, linears, messages, net, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -50,7 +50,7 @@ def told(session: Any, warned: Any) -> list[tuple[str, str, str]]:
     assert len(texts) == len(
         {(e.kind, e.rule, e.message.replace(e.name, "")) for e in session.events}
     )
-    return [(event.kind, event.rule, event.name) for event in session.events]
+    return fields_of(session, "kind", "rule", "name")
 
 
 # --- lazy and frozen ------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: 
 def test_what_changes_before_the_first_update_comes_under_the_rules(change: str, at: str) -> None:
     model = small()
     zero = {"id": "it", "action": "zero", "at": at, "params": "*.weight"}
-    with gradsurgeon.apply(model, rule_file(zero)) as session:
+    with attach(model, zero) as session:
         {"replaced": replaced, "assigned": assigned, "wrapped": adapted}[change](model)
         train_once(model)
         assert fired(session)["it"] == 2
@@ -255,7 +255,7 @@ def test_what_is_taken_out_is_lost() -> None:
         optimizer = sgd(model)
         for _ in range(3):
             step(model, optimizer)
-    found = [(event.kind, event.rule, event.name) for event in session.events]
+    found = fields_of(session, "kind", "rule", "name")
     assert found == [("hook-lost", "", "2.weight"), ("hook-lost", "", "2.bias")]
 
 
@@ -339,7 +339,7 @@ def test_what_no_step_has_shown_is_noted_in_the_end(steps: int) -> None:
         for _ in range(steps):
             step(model, optimizer)
         assert session.events == []
-    found = [(event.kind, event.rule, event.name) for event in session.events]
+    found = fields_of(session, "kind", "rule", "name")
     assert found == [
         ("hook-lost", "", "2.weight"),
         ("hook-lost", "", "2.bias"),
@@ -358,9 +358,7 @@ def test_a_rule_whose_parameters_are_gone_before_it_fired_is_mentioned_twice() -
                 step(model, optimizer)
     said = messages(session, "never-fired")
     cause = "the parameters the rule matched are gone from the model"
-    assert f"was due in 3 steps and has not fired yet: {cause}" in [
-        e.message for e in session.events
-    ]
+    assert f"was due in 3 steps and has not fired yet: {cause}" in fields_of(session, "message")
     assert said == [f"was due in 4 steps and never fired: {cause}"]
 
 
@@ -385,7 +383,7 @@ class Embedded(nn.Module):
 def test_a_weight_that_is_tied_later_is_edited_once(at: str) -> None:
     half = {"id": "it", "action": "scale", "factor": 0.5, "at": at, "params": "*"}
     plain, model = Embedded(tied=True), Embedded(tied=False)
-    with gradsurgeon.apply(model, rule_file(half)) as session:
+    with attach(model, half) as session:
         step(model, sgd(model))
         model.head.weight = model.emb.weight
         optimizer = sgd(model)
@@ -434,7 +432,7 @@ def test_hooks_on_a_module_that_is_replaced_come_back(site: str) -> None:
     model = net()
     rule = {"id": "it", "modules": "2", **SITES[site]}
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         step(model, optimizer)
         old = model[2]
         model[2] = nn.Linear(6, 5)
@@ -455,7 +453,7 @@ def test_hooks_on_a_module_that_is_replaced_come_back(site: str) -> None:
 def test_modules_that_come_later_are_said_not_to_be_under_the_rules() -> None:
     model = net()
     rule = {"id": "it", "modules": "*", **SITES["norm-log output"]}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         model.append(nn.Linear(2, 2))
         optimizer = sgd(model)
         with pytest.warns(GradSurgeonWarning, match=r"1 module that came after .* \(3\)") as warned:
@@ -487,7 +485,7 @@ def test_what_changes_while_rules_rest_is_known_when_they_are_due(point: str, ch
                 assert torch.equal(model[2].weight, before) == acts
         status = session.status()["it"]
         assert (status.fired, status.last_step) == ((2, 7) if change == "added" else (0, None))
-        lost = [event.name for event in session.events if event.kind == "hook-lost"]
+        lost = fields_of(session, "name", kind="hook-lost")
         assert lost == ([] if change == "added" else ["2.weight"])
 
 
@@ -543,7 +541,7 @@ def test_hooks_come_back_to_parameters_with_new_content_with_one_warning() -> No
         assert acts(model)  # nothing was missed
         train_once(model)
         assert acts(model)
-    rearmed = [(e.kind, e.name) for e in session.events]
+    rearmed = fields_of(session, "kind", "name")
     assert rearmed == [("hook-rearmed", "0.weight"), ("hook-rearmed", "1.weight")]
 
 
@@ -607,9 +605,7 @@ def test_a_trap_judges_its_own_tensors_of_gradients_assigned_by_hand() -> None:
             for name, param in model.named_parameters():
                 param.grad = torch.full_like(param, math.nan if name == bad else 1.0)
             optimizer.step()
-    assert [(e.kind, e.step, e.name) for e in session.events if e.kind == "trap"] == [
-        ("trap", 1, "1.weight")
-    ]
+    assert fields_of(session, "kind", "step", "name", kind="trap") == [("trap", 1, "1.weight")]
 
 
 def test_hooks_that_somebody_has_taken_off_come_back() -> None:
@@ -621,4 +617,4 @@ def test_hooks_that_somebody_has_taken_off_come_back() -> None:
             train_once(model)
         train_once(model)
         assert acts(model)
-    assert [(e.kind, e.name) for e in session.events] == [("hook-rearmed", "0.weight")]
+    assert fields_of(session, "kind", "name") == [("hook-rearmed", "0.weight")]

@@ -9,7 +9,18 @@ import torch
 from models import data, same
 from pairs import singly
 from ranks import Json
-from small import kinds_of, rule_file, sgd, steps_of, take_step, weights_of
+from small import (
+    attach,
+    equal,
+    fields_of,
+    kinds_of,
+    linears,
+    rule_file,
+    sgd,
+    steps_of,
+    take_step,
+    weights_of,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -120,13 +131,13 @@ def test_an_edit_where_torch_ends_the_second_forward_pass(module: str, action: J
     grads = []
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = linears(4, 4, 4)
         x = data(0, 5, 4).requires_grad_(True)
         with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}):
             out = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
             out.square().sum().backward()
         grads.append([param.grad for param in model.parameters()])
-    assert all(map(torch.equal, *grads))
+    assert equal(*grads)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole model"])
@@ -150,7 +161,7 @@ def test_a_trap_inside_a_region_stops_the_update(
     optimizer = sgd(model)
     rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor}
     rule["then"] = "skip-step"
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         for number in range(3):
             optimizer.zero_grad()
             x = data(number, 5, 4)
@@ -158,7 +169,7 @@ def test_a_trap_inside_a_region_stops_the_update(
                 x[0, 0] = float("nan")
             model(x).square().mean().backward()
             optimizer.step()
-        events = [(event.kind, event.step) for event in session.events]
+        events = fields_of(session, "kind", "step")
     assert events == [("trap", 1), ("skipped-step", 1)]
     assert all(param.isfinite().all() for param in model.parameters())
 
@@ -271,7 +282,7 @@ def test_updates_by_hand_see_one_pass_as_well(reentrant: bool | None) -> None:
     for kind in (None, reentrant):
         torch.manual_seed(0)
         model = Net(kind)
-        with gradsurgeon.apply(model, rule_file(rule)) as session:
+        with attach(model, rule) as session:
             for step in range(3):
                 torch.manual_seed(step)
                 model.zero_grad()
@@ -307,7 +318,7 @@ def test_a_block_without_trainable_parameters_is_watched(
             model.get_submodule(name).requires_grad_(False)
         trainable = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.SGD(trainable, lr=0.05)
-        session = gradsurgeon.apply(model, rule_file(*rules)) if rules else None
+        session = attach(model, *rules) if rules else None
         for number in range(3):
             take_step(optimizer, model(data(number, 5, 4)).square().mean())
         found.append(weights_of(model))

@@ -17,7 +17,7 @@ from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fit, fitted, perceptron
 from pairs import slow
 from ranks import Json
-from small import events_of, rule_file, sgd, weights_of
+from small import equal, events_of, rule_file, sgd, weights_of
 from torch import nn
 from torch.optim import SGD
 
@@ -288,7 +288,7 @@ def test_checks_change_nothing() -> None:
         else:
             told(training, rules)
         weights.append(weights_of(training.model))
-    assert all(map(torch.equal, *weights))
+    assert equal(*weights)
 
 
 class Flat(gradsurgeon.Check):

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import kinds_of, rule_file, steps_of, tanh_net, weights_of
+from small import attach, fields_of, kinds_of, steps_of, tanh_net, weights_of
 from torch import nn
 
-import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
 NAN = float("nan")
@@ -43,7 +42,7 @@ def sgd(params: Any) -> torch.optim.SGD:
 def test_a_report_has_the_passes_before_the_optimizer_was_known(owned: str) -> None:
     model = two_layers()
     early = sgd(model.parameters() if owned == "all" else model[0].parameters())
-    with gradsurgeon.apply(model, rule_file(TRAP), optimizer=early) as session:
+    with attach(model, TRAP, optimizer=early) as session:
         backward(model, 0, spoilt="2.weight")
         backward(model, 1)
         late = sgd(model[2].parameters())
@@ -64,7 +63,7 @@ def test_a_report_has_the_passes_before_the_optimizer_was_known(owned: str) -> N
 def test_each_optimizer_hears_of_its_own_parameters_alone() -> None:
     model = two_layers()
     early = sgd(model[0].parameters())
-    with gradsurgeon.apply(model, rule_file(TRAP), optimizer=early) as session:
+    with attach(model, TRAP, optimizer=early) as session:
         backward(model, 0, spoilt="2.weight")
         before = model[0].weight.detach().clone()
         # The evidence on the other layer waits for its own optimizer.
@@ -78,12 +77,12 @@ def test_a_flag_of_a_module_waits_for_the_optimizer_of_the_module() -> None:
     early = sgd(model[0].parameters())
     rule = {**TRAP, "modules": "2", "tensor": "output"}
     del rule["params"]
-    with gradsurgeon.apply(model, rule_file(rule), optimizer=early) as session:
+    with attach(model, rule, optimizer=early) as session:
         model(torch.full((3, 4), NAN)).square().sum().backward()
         before = model[2].weight.detach().clone()
         sgd(model[2].parameters()).step()
         assert torch.equal(model[2].weight, before)
-    assert [(event.kind, event.step) for event in session.events] == [
+    assert fields_of(session, "kind", "step") == [
         ("trap", 0),
         ("skipped-step", 0),
     ]
@@ -92,7 +91,7 @@ def test_a_flag_of_a_module_waits_for_the_optimizer_of_the_module() -> None:
 def test_a_row_of_trips_goes_on_under_another_optimizer() -> None:
     model = two_layers()
     optimizer = sgd(model.parameters())
-    with gradsurgeon.apply(model, rule_file({**TRAP, "give_up_after": 4}), optimizer=optimizer):
+    with attach(model, {**TRAP, "give_up_after": 4}, optimizer=optimizer):
         for number in range(3):
             backward(model, number, spoilt="0.weight")
             optimizer = sgd(model.parameters())
@@ -105,7 +104,7 @@ def test_a_row_of_trips_goes_on_under_another_optimizer() -> None:
 def test_a_row_of_skips_of_a_scaler_goes_on_under_another_optimizer() -> None:
     model = two_layers()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    with gradsurgeon.apply(model, rule_file({**TRAP, "give_up_after": 3}), scaler=scaler):
+    with attach(model, {**TRAP, "give_up_after": 3}, scaler=scaler):
         caught: Sequence[str] = ()
         for number in range(4):
             optimizer = sgd(model.parameters())
@@ -124,7 +123,7 @@ def test_a_row_of_skips_of_a_scaler_goes_on_under_another_optimizer() -> None:
 def test_records_of_passes_before_the_optimizer_are_of_its_first_update() -> None:
     model = two_layers()
     early = sgd(model[0].parameters())
-    with gradsurgeon.apply(model, rule_file(NORMS), optimizer=early) as session:
+    with attach(model, NORMS, optimizer=early) as session:
         backward(model, 0)
         backward(model, 1)
         norms = {name: float(param.grad.norm()) for name, param in model.named_parameters()}
@@ -148,7 +147,7 @@ def test_a_state_waits_for_optimizers_that_are_met_later(late: bool) -> None:
     }
     model = two_layers()
     optimizer = sgd(model.parameters())
-    with gradsurgeon.apply(model, rule_file(spikes), optimizer=optimizer) as session:
+    with attach(model, spikes, optimizer=optimizer) as session:
         for number in range(8):
             optimizer.zero_grad()
             backward(model, number)
@@ -161,7 +160,7 @@ def test_a_state_waits_for_optimizers_that_are_met_later(late: bool) -> None:
 
     resumed = two_layers()
     first = sgd(resumed[0].parameters())
-    with gradsurgeon.apply(resumed, rule_file(spikes), optimizer=first) as session:
+    with attach(resumed, spikes, optimizer=first) as session:
         session.load_state_dict(state)
         backward(resumed, 8)
         if late:
@@ -182,7 +181,7 @@ def test_rows_before_the_optimizer_was_known_are_kept_though_its_steps_begin_ane
     model = two_layers()
     early = sgd(model[0].parameters())
     late = None
-    with gradsurgeon.apply(model, rule_file(NORMS)) as session:
+    with attach(model, NORMS) as session:
         for number in range(6):
             backward(model, number)
             early.step()
@@ -211,7 +210,7 @@ def test_a_row_of_trips_stays_with_the_optimizer_that_had_it() -> None:
         optimizer.step()
 
     trap = {**TRAP, "give_up_after": 3}
-    with gradsurgeon.apply(model, rule_file(trap), optimizer=optimizers) as session:
+    with attach(model, trap, optimizer=optimizers) as session:
         step(one, None)
         step(other, second)
         step(other, second)
@@ -230,7 +229,7 @@ def test_what_came_before_a_pause_is_not_held_against_a_later_update(of: str) ->
     if of == "a module":
         del rule["params"]
         rule |= {"modules": "2", "tensor": "output"}
-    with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer) as session:
+    with attach(model, rule, optimizer=optimizer) as session:
         weights = weights_of(model)
         model(torch.full((3, 4), NAN)).square().sum().backward()
         session.pause()
@@ -260,7 +259,7 @@ def test_nothing_is_learnt_or_recorded_of_an_update_in_which_the_session_pauses(
     above = {"times": 2.0, "warmup": 2}
     spikes = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, "then": "warn"}
     weights = {**NORMS, "tensor": "value"}
-    with gradsurgeon.apply(model, rule_file(spikes, weights), optimizer=optimizer) as session:
+    with attach(model, spikes, weights, optimizer=optimizer) as session:
 
         def train(*, pauses: bool) -> None:
             calls = []

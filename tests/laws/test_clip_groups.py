@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import rule_file, sgd
+from small import attach, linears, rule_file, sgd
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -18,7 +18,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv1d(1, 1, 3, padding=1)
-        self.h = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(12)])
+        self.h = nn.ModuleList([linears(6, 6, 6) for _ in range(12)])
         self.head = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def gradients(
     session = None
     if rule is not None:
         options = {"id": "it", "action": "clip-norm", "params": "*", "max_norm": 1.0, **rule}
-        session = gradsurgeon.apply(model, rule_file(options), optimizer=optimizer)
+        session = attach(model, options, optimizer=optimizer)
     model(x).square().sum().backward()
     by_hand(model)
     optimizer.step()

@@ -12,7 +12,7 @@ import torch
 from models import CASES, data
 from pairs import singly
 from ranks import Json
-from small import kinds_of, rule_file, sgd, take_step, tanh_net
+from small import attach, kinds_of, rule_file, sgd, take_step, tanh_net
 from torch import nn
 
 import gradsurgeon
@@ -153,7 +153,7 @@ def test_clip_of_a_module_gradient() -> None:
         "max_norm": 0.01,
     }
     kept = {"id": "k", "action": "capture", "modules": "0", "tensor": "output.grad"}
-    with gradsurgeon.apply(model, rule_file(entry, kept)) as session:
+    with attach(model, entry, kept) as session:
         model(data(0, 5, 4)).square().sum().backward()
     (grad,) = session.captured("k").values()
     assert grad.norm().item() == pytest.approx(0.01, rel=1e-3)
@@ -214,7 +214,7 @@ def test_a_small_gradient_is_recorded_whatever_it_is_measured_beside(
     optimizer = sgd(model, 0.0)
     points = ("backward", "accumulated", "step")
     logs = [{"id": at, "action": "norm-log", "params": "*", "at": at} for at in points]
-    with gradsurgeon.apply(model, rule_file(*logs), optimizer=optimizer) as session:
+    with attach(model, *logs, optimizer=optimizer) as session:
         for _ in range(passes):
             torch.stack([(one * 1e-30).float().sum() for one in model]).sum().backward()
         optimizer.step()

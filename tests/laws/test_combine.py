@@ -21,6 +21,7 @@ from several_losses import (
     Overlapping,
     TwiceUsed,
     aggregator,
+    applied,
     drawing,
     flat_grads,
     grads_of,
@@ -31,7 +32,7 @@ from several_losses import (
     trunk_of,
     two,
 )
-from small import messages, sgd, steps_of
+from small import equal, fields_of, messages, sgd, steps_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -52,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("doubles")
 
 def combined(model: nn.Module, x: Tensor) -> None:
     """Combine both losses by MGDA."""
-    gradsurgeon.apply(model, rules(MGDA))
+    applied(model, MGDA)
     gradsurgeon.backward(two(model, x))
 
 
@@ -77,7 +78,7 @@ def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: s
         wanted = aggregator(method)(matrix)
     options = OPTIONS.get(method, {})
     rule = {"action": "combine", "losses": names, "method": method, **options}
-    with gradsurgeon.apply(model, rules(rule)) as session:
+    with applied(model, rule) as session:
         gradsurgeon.backward(losses_of(model, x))
         assert session.status()["combine"].fired == 1
     check(model, wanted)
@@ -118,9 +119,7 @@ def test_nothing_changes_without_a_rule_that_combines(trunk: str, armed: str) ->
         rule = {"action": "conflict", "id": "rule"}
     elif armed == "other losses":
         rule["losses"] = ["a", "b"]
-    session = gradsurgeon.apply(
-        model, rules(rule), mode="observe" if armed == "observed" else "act"
-    )
+    session = applied(model, rule, mode="observe" if armed == "observed" else "act")
     if armed == "paused":
         session.pause()
     elif armed == "nothing":
@@ -128,7 +127,7 @@ def test_nothing_changes_without_a_rule_that_combines(trunk: str, armed: str) ->
     gradsurgeon.backward(two(model, x))
     assert same(grads_of(model), grads_of(other))
     assert torch.equal(torch.get_rng_state(), after)
-    assert all(map(torch.equal, model.buffers(), other.buffers()))
+    assert equal(model.buffers(), other.buffers())
     assert session.status()["rule"].fired == (armed in ("conflict", "observed"))
 
 
@@ -144,13 +143,13 @@ def test_only_matched_parameters_get_anything_else(trunk: str) -> None:
     for head in ("seg", "depth"):
         assert same(grads_of(model.get_submodule(head)), grads_of(other.get_submodule(head)))
     check(model, wanted)
-    assert all(map(torch.equal, model.buffers(), other.buffers()))
+    assert equal(model.buffers(), other.buffers())
 
 
 @pytest.mark.parametrize("per", ["rule", "parameter", "module"])
 def test_a_conflict_is_recorded_of_each_part(per: str) -> None:
     model, x = heads()
-    session = gradsurgeon.apply(model, rules({"action": "conflict", "per": per}))
+    session = applied(model, {"action": "conflict", "per": per})
     gradsurgeon.backward(two(model, x))
     parts: dict[str, list[Tensor]] = {}
     for name, param in model.trunk.named_parameters(prefix="trunk"):
@@ -181,7 +180,7 @@ def test_rules_on_the_same_gradients_share_their_inner_products(
     model, x = heads()
     given = [{"action": "conflict"}, MGDA]
     elsewhere = {"action": "combine", "method": "mgda", "id": "head", "params": "seg.*"}
-    gradsurgeon.apply(model, rules(*given, elsewhere))
+    applied(model, *given, elsewhere)
     gradsurgeon.backward(two(model, x))
     assert computed == [2, 2]
 
@@ -194,7 +193,7 @@ def test_a_loss_that_no_rule_names_is_added_as_it_is() -> None:
 
     matrix = jacobian(two(model, x), trunk_of(model))
     more = jacobian({"penalty": penalty()}, trunk_of(model))[0]
-    gradsurgeon.apply(model, rules(MGDA))
+    applied(model, MGDA)
     gradsurgeon.backward({**two(model, x), "penalty": penalty()})
     wanted = aggregator("mgda")(matrix) + more
     check(model, wanted)
@@ -202,12 +201,10 @@ def test_a_loss_that_no_rule_names_is_added_as_it_is() -> None:
 
 def test_two_rules_combine_what_each_matches() -> None:
     model, x = heads()
-    session = gradsurgeon.apply(
+    session = applied(
         model,
-        rules(
-            {"action": "combine", "id": "low", "method": "mgda", "params": "trunk.0.*"},
-            {"action": "combine", "id": "high", "method": "imtl-g", "params": "trunk.2.*"},
-        ),
+        {"action": "combine", "id": "low", "method": "mgda", "params": "trunk.0.*"},
+        {"action": "combine", "id": "high", "method": "imtl-g", "params": "trunk.2.*"},
     )
     for method, layer in (("mgda", "0"), ("imtl-g", "2")):
         params = list(model.get_submodule(f"trunk.{layer}").parameters())
@@ -226,7 +223,7 @@ def test_a_preference_counts_and_ones_give_the_sum() -> None:
     model, x = heads()
     matrix = jacobian(two(model, x), trunk_of(model))
     rule = {"action": "combine", "method": "upgrad", "preference": {"seg": 3.0}}
-    gradsurgeon.apply(model, rules(rule))
+    applied(model, rule)
     gradsurgeon.backward(two(model, x))
     wanted = aggregation.UPGrad(pref_vector=torch.tensor([3.0, 1.0]))(matrix)
     check(model, wanted)
@@ -237,7 +234,7 @@ def test_a_memory_only_constrains() -> None:
     model, x = heads()
     mine, memory = jacobian(two(model, x), trunk_of(model))
     rule = {"action": "combine", "method": "dualproj", "memory": ["depth"]}
-    gradsurgeon.apply(model, rules(rule))
+    applied(model, rule)
     gradsurgeon.backward(two(model, x))
     product = torch.dot(mine, memory)
     assert product < 0
@@ -249,7 +246,7 @@ def test_a_memory_only_constrains() -> None:
 def test_the_size_of_all_losses_makes_no_difference(method: str, size: float) -> None:
     model, x = heads()
     combine = {"action": "combine", "method": method, **OPTIONS.get(method, {})}
-    gradsurgeon.apply(model, rules(combine))
+    applied(model, combine)
     gradsurgeon.backward(two(model, x))
     wanted = flat_grads(trunk_of(model)) * size
     model.zero_grad()
@@ -259,7 +256,7 @@ def test_the_size_of_all_losses_makes_no_difference(method: str, size: float) ->
 
 def test_a_loss_that_is_not_there_or_does_not_reach_leaves_the_others_alone() -> None:
     model, x = heads()
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
+    session = applied(model, {"action": "combine", "method": "upgrad"})
     cases: list[dict[str, Tensor]] = [
         {},
         {"depth": torch.tensor(3.0)},
@@ -275,9 +272,7 @@ def test_a_loss_that_is_not_there_or_does_not_reach_leaves_the_others_alone() ->
 
 def test_a_misspelt_loss_is_said_at_once() -> None:
     model, x = heads()
-    gradsurgeon.apply(
-        model, rules({"action": "combine", "method": "mgda", "losses": ["seg", "dept"]})
-    )
+    applied(model, {"action": "combine", "method": "mgda", "losses": ["seg", "dept"]})
     with pytest.warns(
         GradSurgeonWarning,
         match=r"no loss is called dept: .*`depth`",
@@ -289,11 +284,11 @@ def test_losses_of_another_model_may_come_through_this_one() -> None:
     """Those of a generator reach the discriminator, whose rule names its own."""
     generator, model, x = nn.Linear(6, 6), Heads(), torch.randn(5, 6)
     held = [sgd(each) for each in (generator, model)]
-    gradsurgeon.apply(
+    applied(
         generator,
-        rules({"action": "combine", "method": "mgda", "params": "*", "losses": ["adv", "rec"]}),
+        {"action": "combine", "method": "mgda", "params": "*", "losses": ["adv", "rec"]},
     )
-    session = gradsurgeon.apply(model, rules(MGDA))
+    session = applied(model, MGDA)
     for _ in range(3):
         adv, rec = two(model, generator(x)).values()
         gradsurgeon.backward({"adv": adv, "rec": rec})
@@ -306,7 +301,7 @@ def test_losses_of_another_model_may_come_through_this_one() -> None:
 
 def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
     model, x = heads()
-    session = gradsurgeon.apply(model, rules(MGDA))
+    session = applied(model, MGDA)
     gradsurgeon.backward({"seg": two(model, x)["seg"]})
     session.remove()
     told = messages(session, "never-fired")
@@ -315,7 +310,7 @@ def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
 
 def test_a_plain_backward_pass_is_said_at_once() -> None:
     model, x = heads()
-    gradsurgeon.apply(model, rules(MGDA))
+    applied(model, MGDA)
     with pytest.warns(
         GradSurgeonWarning,
         match=r"reached trunk.0.weight without .*gradsurgeon.backward",
@@ -339,10 +334,10 @@ def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, cu
     gradsurgeon.backward(losses)
     optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    said = [event.message for event in session.events if event.rule == "combine"]
+    said = fields_of(session, "message", rule="combine")
     assert len(said) == 1
     assert said[0].startswith(f"the gradient of {culprit} is non-finite")
-    assert [event.kind for event in session.events if event.rule == "trap"][:1] == ["trap"]
+    assert fields_of(session, "kind", rule="trap")[:1] == ["trap"]
 
 
 def test_hooks_of_the_script_see_the_combined_gradient_once() -> None:
@@ -383,7 +378,7 @@ def test_a_hook_registered_within_a_pass_stays() -> None:
     features = model.trunk(x)
     features.register_hook(register)
     losses = {"seg": model.seg(features).square().mean(), "depth": -model.depth(features).mean()}
-    gradsurgeon.apply(model, rules(MGDA))
+    applied(model, MGDA)
     gradsurgeon.backward(losses)
     assert seen[0] == "registered"
     assert "called" in seen
@@ -395,7 +390,7 @@ def test_gradients_accumulate_over_calls() -> None:
     batches = [torch.randn(5, 6) for _ in range(3)]
     wanted = torch.stack([of_torchjd("mgda", model, x) for x in batches]).sum(0)
     optimizer = sgd(model, 0.0)
-    session = gradsurgeon.apply(model, rules(MGDA, {"action": "conflict"}))
+    session = applied(model, MGDA, {"action": "conflict"})
     with pytest.warns(GradSurgeonWarning, match="combines the losses of each backward pass"):
         for x in batches:
             gradsurgeon.backward(two(model, x))
@@ -455,8 +450,8 @@ def test_rules_act_in_their_steps_and_by_their_optimizer() -> None:
     second = torch.optim.SGD(
         [*model.trunk[2].parameters(), *model.seg.parameters(), *model.depth.parameters()], lr=0.1
     )
-    session = gradsurgeon.apply(
-        model, rules({"action": "combine", "method": "mgda", "steps": {"from": 1, "every": 2}})
+    session = applied(
+        model, {"action": "combine", "method": "mgda", "steps": {"from": 1, "every": 2}}
     )
     for _ in range(4):
         x = torch.randn(5, 6)
@@ -478,7 +473,7 @@ def test_a_gradient_penalty_is_a_loss_like_others() -> None:
 
     model, x = heads()
     wanted = aggregator("mgda")(jacobian(penalised(model, x), trunk_of(model)))
-    gradsurgeon.apply(model, rules(MGDA))
+    applied(model, MGDA)
     gradsurgeon.backward(penalised(model, x))
     check(model, wanted)
 
@@ -495,7 +490,7 @@ def test_two_models_with_a_session_each() -> None:
         for method, model in zip(("mgda", "pcgrad"), models, strict=True)
     ]
     for method, model in zip(("mgda", "pcgrad"), models, strict=True):
-        gradsurgeon.apply(model, rules({"action": "combine", "method": method}))
+        applied(model, {"action": "combine", "method": method})
     gradsurgeon.backward(joint())
     for model, one in zip(models, wanted, strict=True):
         check(model, one)
@@ -505,8 +500,8 @@ def test_one_parameter_under_two_models() -> None:
     """The inner model has a session of its own, which only compares."""
     model, x = heads()
     wanted = of_torchjd("mgda", model, x)
-    gradsurgeon.apply(model, rules(MGDA))
-    inner = gradsurgeon.apply(model.trunk, rules({"action": "conflict", "params": "*"}))
+    applied(model, MGDA)
+    inner = applied(model.trunk, {"action": "conflict", "params": "*"})
     gradsurgeon.backward(two(model, x))
     check(model, wanted)
     assert inner.status()["conflict"].fired == 1
@@ -514,9 +509,9 @@ def test_one_parameter_under_two_models() -> None:
 
 def test_two_sessions_that_combine_one_gradient_are_refused_by_name() -> None:
     model, x = heads()
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda", "id": "outer"}))
+    applied(model, {"action": "combine", "method": "mgda", "id": "outer"})
     inner = {"action": "combine", "method": "pcgrad", "id": "inner", "params": "0.*"}
-    gradsurgeon.apply(model.trunk, rules(inner))
+    applied(model.trunk, inner)
     text = (
         r"rule (inner|outer): the rule (inner|outer) of another session combines (trunk\.)?0.weight"
     )
@@ -550,7 +545,7 @@ def test_an_overflow_reaches_the_scaler() -> None:
     before = copy.deepcopy(model.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     optimizer = sgd(model)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
+    applied(model, {"action": "combine", "method": "upgrad"})
     gradsurgeon.backward({name: loss * 1e10 for name, loss in two(model, x).items()}, scaler=scaler)
     scaler.step(optimizer)
     scaler.update()
@@ -588,7 +583,7 @@ def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: Json) -> Non
 
     plain, apart = kept(lambda losses: (losses["seg"] + losses["depth"]).backward())
     original = Tensor.retain_grad
-    with gradsurgeon.apply(model, rules({**rule, "params": "trunk.*"})):
+    with applied(model, {**rule, "params": "trunk.*"}):
         found, apart_too = kept(gradsurgeon.backward)
     torch.testing.assert_close(found, plain)
     torch.testing.assert_close(apart_too, 2 * apart)
@@ -597,7 +592,7 @@ def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: Json) -> Non
 
 def test_it_leaves_no_trace() -> None:
     model, x = heads()
-    session = gradsurgeon.apply(model, rules(MGDA))
+    session = applied(model, MGDA)
     hooks = [param._backward_hooks for param in model.parameters()]  # nobody else tells
     assert hooks == [None] * len(hooks)
     gradsurgeon.backward(two(model, x))
@@ -633,9 +628,7 @@ def test_a_method_that_follows_the_scale_takes_true_units(by_hand: bool) -> None
     model, x = heads()
     wanted = of_torchjd("fairgrad", model, x)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    gradsurgeon.apply(
-        model, rules({"action": "combine", "method": "fairgrad", "alpha": 1.0}), scaler=scaler
-    )
+    applied(model, {"action": "combine", "method": "fairgrad", "alpha": 1.0}, scaler=scaler)
     losses = two(model, x)
     if by_hand:
         gradsurgeon.backward({name: scaler.scale(loss) for name, loss in losses.items()})
@@ -647,7 +640,7 @@ def test_a_method_that_follows_the_scale_takes_true_units(by_hand: bool) -> None
 def test_a_closure_may_run_it_several_times() -> None:
     model, x = heads()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    session = gradsurgeon.apply(model, rules({"action": "combine", **AVERAGE}))
+    session = applied(model, {"action": "combine", **AVERAGE})
     other = copy.deepcopy(model)
     reference = torch.optim.LBFGS(other.parameters(), lr=0.1, max_iter=3)
 
@@ -680,7 +673,7 @@ def test_a_compiled_training_step_may_call_it() -> None:
     torch._dynamo.reset()
     model, x = heads()
     wanted = of_torchjd("mgda", model, x)
-    gradsurgeon.apply(model, rules(MGDA))
+    applied(model, MGDA)
 
     @torch.compile(backend="eager")
     def step(x: Tensor) -> None:
@@ -696,7 +689,7 @@ def test_a_compiled_training_step_may_call_it() -> None:
 def test_losses_that_all_but_cancel_are_combined(weight: float, dtype: torch.dtype) -> None:
     torch.set_default_dtype(torch.float32)
     model, x = Heads(width=5), torch.randn(64, 6)
-    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
+    session = applied(model, {"action": "combine", "method": "upgrad"})
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         features = model.trunk(x)
         first, second = (model.seg(features).float() - 1).square().mean(), model.seg(features)
@@ -729,7 +722,7 @@ def weights(seed: int, *, calls: int = 1, steps: int = 1, start: int = 0) -> lis
         for rule, params in (("one", "trunk.0.*"), ("other", "trunk.2.*"))
     ]
     found: list[list[Any]] = [[], []]
-    with gradsurgeon.apply(model, rules(*given), start_step=start) as session:
+    with applied(model, *given, start_step=start) as session:
         for _ in range(steps):
             for _ in range(calls):
                 losses = (model.trunk(x) @ directions.T).sum(0)
@@ -758,7 +751,7 @@ def test_a_training_that_goes_on_draws_what_it_would_have_drawn() -> None:
 def test_the_numbers_of_the_script_are_those_without_rules() -> None:
     model, x = heads()
     before = torch.get_rng_state()
-    with gradsurgeon.apply(model, rules({"action": "combine", "method": "pcgrad"})):
+    with applied(model, {"action": "combine", "method": "pcgrad"}):
         gradsurgeon.backward(two(model, x))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -775,7 +768,7 @@ def test_what_another_thread_draws_meanwhile_never_comes_again() -> None:
             time.sleep(0)
 
     thread = threading.Thread(target=draw)
-    with gradsurgeon.apply(model, rules({"action": "combine", "method": "pcgrad"})):
+    with applied(model, {"action": "combine", "method": "pcgrad"}):
         thread.start()
         try:
             end = time.monotonic() + 20
@@ -792,7 +785,7 @@ def test_another_default_device_changes_nothing() -> None:
     found: list[list[Tensor | None]] = []
     for device in ("cpu", "meta"):
         model.zero_grad()
-        with gradsurgeon.apply(model, rules({"action": "combine", "method": "pcgrad"})):
+        with applied(model, {"action": "combine", "method": "pcgrad"}):
             losses = two(model, x)
             torch.set_default_device(device)
             try:
@@ -800,4 +793,4 @@ def test_another_default_device_changes_nothing() -> None:
             finally:
                 torch.set_default_device(None)
         found.append([param.grad for param in trunk_of(model)])
-    assert all(map(torch.equal, *found))
+    assert equal(*found)

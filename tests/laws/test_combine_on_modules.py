@@ -16,7 +16,7 @@ import torch
 from pairs import singly
 from ranks import Json
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
-from small import sgd, steps_of, take_step, weights_of
+from small import equal, sgd, steps_of, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -26,6 +26,7 @@ from two_heads import (
     PCGRAD,
     ManyHeads,
     TwoHeads,
+    applied,
     by_hand,
     close,
     cosine,
@@ -83,10 +84,6 @@ def plain(model: Any, x: Tensor) -> dict[str, Tensor]:
     return grads
 
 
-def armed(model: nn.Module, *given: Json, **options: Any) -> Session:
-    return gradsurgeon.apply(model, rules(*given), **options)
-
-
 # --- what arrives -------------------------------------------------------------------------------------
 
 
@@ -95,7 +92,7 @@ def test_each_method_equals_that_of_torchjd_on_the_features(method: str, heads: 
     model, x = many_heads(heads)
     wanted = by_hand(model, losses(model(x)), drawn_by(method))
     rule = {"action": "combine", "modules": "heads.*", "method": method, **OPTIONS.get(method, {})}
-    session = armed(model, rule)
+    session = applied(model, rule)
     loss(model(x)).backward()
     assert close(grads_of(model), wanted)
     assert session.status()["combine"].fired == 1
@@ -129,7 +126,7 @@ def test_what_does_not_act_leaves_every_bit(rule: Json, mode: Any, dtype: torch.
         model(x)
         after = torch.get_rng_state()
         torch.manual_seed(7)
-        with armed(model, rule, mode=mode) as session:
+        with applied(model, rule, mode=mode) as session:
             loss(model(x)).backward()
             assert session.status()[rule["action"]].fired == 1
         assert same(grads_of(model), wanted)
@@ -144,7 +141,7 @@ def test_conflict_sees_what_came_and_one_view_serves_all_rules() -> None:
     for order in ((MGDA, CONFLICT), (CONFLICT, MGDA)):
         model.zero_grad()
         views.clear()
-        with armed(model, *order) as session:
+        with applied(model, *order) as session:
             loss(model(x)).backward()
             pair = "seg_head/depth_head"
             ratio = float(seg.norm() / depth.norm())
@@ -159,7 +156,7 @@ def test_what_combine_records() -> None:
     model, x = two_heads()
     matrix = jacobian(losses(model(x)), model.features)
     wanted = pytest.importorskip("torchjd.aggregation").MGDAWeighting()(matrix @ matrix.T)
-    session = armed(model, MGDA)
+    session = applied(model, MGDA)
     loss(model(x)).backward()
     for name, weight in zip(HEADS, wanted.tolist(), strict=True):
         ((_, found),) = session.history(name, "weight")
@@ -174,7 +171,7 @@ def test_two_rules_on_two_pairs_of_heads() -> None:
     model, x = many_heads(4)
     rows = jacobian(losses(model(x)), model.features)
     wanted = aggregator("mgda")(rows[:2]) + aggregator("upgrad")(rows[2:])
-    armed(
+    applied(
         model,
         {**MGDA, "id": "first", "modules": "heads.{0..1}"},
         {"action": "combine", "method": "upgrad", "id": "last", "modules": "heads.{2..3}"},
@@ -189,7 +186,7 @@ def test_other_consumers_of_the_features_are_added_as_they_are() -> None:
     model, x = many_heads(3)
     rows = jacobian(losses(model(x)), model.features)
     wanted = aggregator("mgda")(rows[:2]) + rows[2]
-    armed(model, {**MGDA, "modules": "heads.{0..1}"})
+    applied(model, {**MGDA, "modules": "heads.{0..1}"})
     outs = model(x)
     model.features.retain_grad()
     loss(outs).backward()
@@ -217,7 +214,7 @@ def test_rules_on_other_gradients_keep_their_place() -> None:
 
 def test_a_gradient_that_is_not_finite_arrives_in_the_sum() -> None:
     model, x = two_heads()
-    session = armed(model, PCGRAD)
+    session = applied(model, PCGRAD)
     outs = model(x)
     (outs[0].square().sum() * float("inf") + outs[1].sum()).backward()
     assert not model.trunk[0].weight.grad.isfinite().any()
@@ -236,7 +233,7 @@ def test_a_small_gradient_is_not_lost_beside_a_large_one(dtype: torch.dtype, rat
         return [first.float().sum() * 0.1, ratio * (-second.float()).exp().mean()]
 
     wanted = aggregator("mgda")(jacobian(run(), model.features).double())
-    armed(model, {**MGDA, "modules": "heads.*"})
+    applied(model, {**MGDA, "modules": "heads.*"})
     parts = run()
     model.features.retain_grad()
     total(parts).backward()
@@ -247,7 +244,7 @@ def test_a_small_gradient_is_not_lost_beside_a_large_one(dtype: torch.dtype, rat
 def test_a_pass_that_has_failed_leaves_nothing_to_the_next() -> None:
     model, x = two_heads()
     wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
-    armed(model, MGDA)
+    applied(model, MGDA)
     outs = model(x)
     handle = outs[0].register_hook(stop)  # by then the other head has sent back its part
     value = loss(outs)
@@ -311,7 +308,7 @@ def test_each_shared_tensor_is_combined_by_itself(tensor: str) -> None:
     parts = losses(model(x))
     rows = jacobian(parts, model.high)
     model.zero_grad()
-    session = armed(model, {**MGDA, "tensor": tensor})
+    session = applied(model, {**MGDA, "tensor": tensor})
     after = seen()
     high = tensor != "input.given.low.grad"
     torch.testing.assert_close(after[0], aggregator("mgda")(rows) if high else before[0])
@@ -354,7 +351,7 @@ def test_what_one_module_sends_back_is_one_gradient(kind: str) -> None:
         # The inner module takes the tensor three times over.
         modules = ["seg_head.attention", "depth_head"]
     wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
-    session = armed(model, {**MGDA, "modules": modules})
+    session = applied(model, {**MGDA, "modules": modules})
     loss(model(x)).backward()
     assert close(grads_of(model), wanted)
     assert all(len(session.history(name, "weight")) == 1 for name in modules)
@@ -384,7 +381,7 @@ def test_one_head_alone_in_a_pass_is_ordinary(kind: str) -> None:
 
     other = copy.deepcopy(model)
     run(other)
-    session = armed(model, PCGRAD, CONFLICT)
+    session = applied(model, PCGRAD, CONFLICT)
     run(model)
     assert same(grads_of(model), grads_of(other))
     assert session.status()["combine"].fired == 0
@@ -395,7 +392,7 @@ def test_one_head_alone_in_a_pass_is_ordinary(kind: str) -> None:
 def test_batches_that_are_interleaved() -> None:
     model, x, y = *two_heads(), torch.randn(5, 6)
     wanted = [by_hand(model, losses(model(one)), drawn_by("mgda")) for one in (x, y)]
-    session = armed(model, MGDA)
+    session = applied(model, MGDA)
     # Both forwards of the trunk first, then each head on either.
     low, high = model.trunk(x), model.trunk(y)
     segs = [model.seg_head(low), model.seg_head(high)]
@@ -412,7 +409,7 @@ def test_one_parameter_is_what_all_heads_take() -> None:
     model = nn.ModuleDict({name: nn.Linear(4, 2) for name in HEADS})
     queries = nn.Parameter(torch.randn(3, 4))
     model.register_parameter("queries", queries)
-    armed(model, MGDA)
+    applied(model, MGDA)
 
     def run() -> list[Tensor]:
         return losses([model[name](queries) for name in HEADS])
@@ -442,7 +439,7 @@ def test_gradients_that_a_script_looks_at_do_not_count() -> None:
     model, x = two_heads()
     wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
     rows = jacobian(losses(model(x)), model.features)
-    session = armed(model, MGDA)
+    session = applied(model, MGDA)
     parts = losses(model(x))
     torch.testing.assert_close(jacobian(parts, model.features), rows)
     weight = model.trunk[0].weight
@@ -483,7 +480,7 @@ def tensors_alive() -> int:
 @pytest.mark.parametrize("kind", ["no_grad", "inference", "grad", "raises"])
 def test_forward_passes_without_a_backward_leave_nothing(kind: str) -> None:
     model, x = two_heads()
-    session = armed(model, PCGRAD, CONFLICT)
+    session = applied(model, PCGRAD, CONFLICT)
     mode: Any = {"no_grad": torch.no_grad(), "inference": torch.inference_mode()}
     seen: list[weakref.ref[Any]] = []
     counts = []
@@ -515,7 +512,7 @@ def stop(_: Tensor) -> None:
 def test_features_go_as_soon_as_their_gradients_have_met() -> None:
     model = TwoHeads(nn.Sequential(nn.ReLU(), nn.Linear(16, 3)))
     x = torch.randn(5, 6)
-    armed(model, MGDA)
+    applied(model, MGDA)
     value = loss(model(x))
     features = weakref.ref(model.features)
     del model.features
@@ -536,7 +533,7 @@ def test_a_head_that_writes_to_its_input_and_comes_first() -> None:
     model, x = TwoHeads(in_place()), torch.randn(5, 6)
     model.trunk = nn.Linear(6, 16)
     wanted = plain(model, x)
-    session = armed(model, PCGRAD)
+    session = applied(model, PCGRAD)
     with pytest.warns(GradSurgeonWarning, match="seg_head took a tensor that was written in place"):
         loss(model(x)).backward()
     assert same(grads_of(model), wanted)
@@ -547,7 +544,7 @@ def test_a_head_that_writes_to_its_input_and_comes_last() -> None:
     model, x = TwoHeads(nn.Sequential(nn.Tanh(), nn.Linear(16, 3)), in_place()), torch.randn(5, 6)
     model.trunk = nn.Linear(6, 16)
     wanted = plain(model, x)
-    armed(model, PCGRAD)
+    applied(model, PCGRAD)
     loss(model(x)).backward()
     assert same(grads_of(model), wanted)
 
@@ -555,7 +552,7 @@ def test_a_head_that_writes_to_its_input_and_comes_last() -> None:
 def test_a_head_that_is_one_operation_in_place_is_said() -> None:
     model, x = TwoHeads(nn.ReLU(inplace=True)), torch.randn(5, 6)
     model.trunk = nn.Linear(6, 16)
-    armed(model, MGDA)
+    applied(model, MGDA)
     text = "seg_head works in place on the tensor that it shares"
     with pytest.warns(GradSurgeonWarning, match=text):
         model.seg_head(model.trunk(x)).sum().backward()
@@ -566,7 +563,7 @@ def test_a_head_that_is_one_operation_in_place_is_said() -> None:
 
 def test_separate_passes_are_refused() -> None:
     model, x = two_heads()
-    armed(model, PCGRAD)
+    applied(model, PCGRAD)
     seg, depth = losses(model(x))
     with pytest.raises(
         GradSurgeonError,
@@ -581,7 +578,7 @@ def test_separate_passes_are_refused() -> None:
 def test_separate_passes_are_told_of_where_a_rule_only_looks_on(rule: Json) -> None:
     model, x = two_heads()
     other = copy.deepcopy(model)
-    armed(model, rule, mode="observe")
+    applied(model, rule, mode="observe")
     for one in (other, model):
         seg, depth = losses(one(x))
         with warnings.catch_warnings(record=True) as caught:
@@ -598,7 +595,7 @@ def test_separate_passes_are_told_of_where_a_rule_only_looks_on(rule: Json) -> N
 def test_a_second_pass_that_brings_the_rest_is_refused() -> None:
     """The trunk keeps nothing for its backward pass, so that torch lets it go through twice."""
     model, x = two_heads()
-    armed(model, PCGRAD)
+    applied(model, PCGRAD)
     features = torch.randn(5, 16, requires_grad=True) + 1.0
     seg, depth = losses([model.seg_head(features), model.depth_head(features)])
     seg.backward()
@@ -610,7 +607,7 @@ def test_a_second_pass_that_brings_the_rest_is_refused() -> None:
 def test_a_second_pass_of_both_heads_is_ordinary() -> None:
     model, x = two_heads()
     wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
-    armed(model, MGDA)
+    applied(model, MGDA)
     value = loss(model(x))
     value.backward(retain_graph=True)
     value.backward()
@@ -620,7 +617,7 @@ def test_a_second_pass_of_both_heads_is_ordinary() -> None:
 def test_a_graph_that_is_kept_while_a_head_is_not_used() -> None:
     """The output of the other head is gone: nothing can come from it any more."""
     model, x = two_heads()
-    armed(model, PCGRAD)
+    applied(model, PCGRAD)
     value = model(x)[0].square().sum()
     value.backward(retain_graph=True)
     assert model.trunk[0].weight.grad is not None
@@ -628,7 +625,7 @@ def test_a_graph_that_is_kept_while_a_head_is_not_used() -> None:
 
 def test_a_pass_that_is_to_be_differentiated_is_refused() -> None:
     model, x = two_heads()
-    session = armed(model, PCGRAD)
+    session = applied(model, PCGRAD)
     x.requires_grad_()
     with pytest.raises(
         GradSurgeonError, match=r"rule combine: .*create_graph=True.* seg_head and depth_head"
@@ -642,7 +639,7 @@ def test_a_pass_that_is_to_be_differentiated_is_refused() -> None:
 def test_a_pass_that_is_to_be_differentiated_can_be_looked_at() -> None:
     model, x = two_heads()
     other = copy.deepcopy(model)
-    session = armed(model, CONFLICT)
+    session = applied(model, CONFLICT)
     x.requires_grad_()
     for one in (model, other):
         value = loss(one(x))
@@ -690,7 +687,7 @@ def test_checkpoints_give_the_same(what: str, *, reentrant: bool) -> None:
     for kind in ("", what):
         torch.manual_seed(1)
         model = Checkpointed(kind, reentrant=reentrant)
-        session = armed(model, MGDA, CONFLICT)
+        session = applied(model, MGDA, CONFLICT)
         torch.manual_seed(2)
         loss(model(x.clone())).backward()
         assert session.status()["combine"].fired == 1
@@ -702,7 +699,7 @@ def test_checkpoints_give_the_same(what: str, *, reentrant: bool) -> None:
 def test_a_reentrant_checkpoint_around_each_head() -> None:
     x = torch.randn(5, 6)
     model = Checkpointed("heads", reentrant=True)
-    armed(model, PCGRAD)
+    applied(model, PCGRAD)
     with pytest.raises(
         GradSurgeonError, match=r"rule combine: (seg|depth)_head takes .*use_reentrant=False"
     ):
@@ -710,7 +707,7 @@ def test_a_reentrant_checkpoint_around_each_head() -> None:
     model = Checkpointed("heads", reentrant=True)
     torch.manual_seed(3)
     wanted = plain(model, x)
-    armed(model, CONFLICT)
+    applied(model, CONFLICT)
     torch.manual_seed(3)
     with pytest.warns(GradSurgeonWarning, match="use_reentrant=False"):
         loss(model(x)).backward()
@@ -729,7 +726,9 @@ def test_loss_scaling(scale: float) -> None:
         model, x = two_heads()
         optimizer = sgd(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
-        session = armed(model, {"action": "combine", "method": "fairgrad", "alpha": 1.0}, CONFLICT)
+        session = applied(
+            model, {"action": "combine", "method": "fairgrad", "alpha": 1.0}, CONFLICT
+        )
         scaler.scale(loss(model(x))).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -749,13 +748,13 @@ def test_an_overflow_reaches_the_scaler() -> None:
     model, x = two_heads()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    armed(model, PCGRAD)
+    applied(model, PCGRAD)
     before = weights_of(model)
     outs = model(x)
     scaler.scale(loss([outs[0] * float("inf"), outs[1]])).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert all(map(torch.equal, before, model.parameters()))
+    assert equal(before, model.parameters())
     assert scaler.get_scale() == 1.0
 
 
@@ -784,7 +783,7 @@ def test_transforms_leave_alone(kind: str) -> None:
         return torch.autograd.grad(outs, weight, seeds, is_grads_batched=True)[0]
 
     wanted = run()
-    armed(model, MGDA)
+    applied(model, MGDA)
     with pytest.warns(GradSurgeonWarning, match=r"torch.func"):
         assert torch.equal(run(), wanted)
 
@@ -796,7 +795,7 @@ def generator() -> torch.Generator:
 def test_copies_have_no_rules() -> None:
     model, x = two_heads()
     wanted = plain(model, x)
-    session = armed(model, MGDA)
+    session = applied(model, MGDA)
     outs = model(x)  # a graph is there
     kept, model.features = model.features, None  # type: ignore[assignment] # torch copies no inner tensors
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -819,7 +818,7 @@ def test_no_rule_acts_any_more(how: str, moment: str) -> None:
     model, x = two_heads()
     wanted = plain(model, x)
     hooks = [dict(vars(module)) for module in model.modules()]
-    session = armed(model, MGDA)
+    session = applied(model, MGDA)
     outs = model(x) if moment == "between" else None
     if how == "remove":
         session.remove()
@@ -845,7 +844,7 @@ def test_no_rule_acts_any_more(how: str, moment: str) -> None:
 def test_every_other_step() -> None:
     model, x = two_heads()
     optimizer = sgd(model)
-    session = armed(model, {**MGDA, "steps": {"every": 2}})
+    session = applied(model, {**MGDA, "steps": {"every": 2}})
     for step in range(4):
         optimizer.zero_grad()
         model.features = None  # type: ignore[assignment] # torch copies no inner tensors
@@ -863,7 +862,7 @@ def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
     trunk = sgd(model.trunk)
     seg = sgd(model.seg_head)
     depth = sgd(model.depth_head)
-    session = armed(model, {**MGDA, "steps": {"every": 2}}, optimizer=[trunk, seg, depth])
+    session = applied(model, {**MGDA, "steps": {"every": 2}}, optimizer=[trunk, seg, depth])
     for step in range(4):
         model.zero_grad()
         loss(model(x)).backward()
@@ -893,7 +892,7 @@ def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
 @pytest.mark.parametrize("kind", ["different tensors", "in turn"])
 def test_heads_whose_gradients_never_meet(kind: str) -> None:
     model, x = two_heads()
-    session = armed(model, PCGRAD)
+    session = applied(model, PCGRAD)
     turn = iter(range(9))
 
     def run() -> Tensor:
@@ -919,11 +918,11 @@ def test_a_compiled_model_is_as_one_that_is_not(when: str) -> None:
     wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
     called: Any = torch.compile(model, backend="aot_eager")
     if when == "before":
-        armed(model, MGDA)
+        applied(model, MGDA)
     else:
         called(x)
         with pytest.warns(GradSurgeonWarning, match="after the first compiled call"):
-            armed(model, MGDA)
+            applied(model, MGDA)
     loss(called(x)).backward()
     for name, grad in grads_of(model).items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5)

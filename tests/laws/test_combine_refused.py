@@ -21,6 +21,7 @@ from several_losses import (
     Checkpointed,
     Embedding,
     Heads,
+    applied,
     flat_grads,
     grads_of,
     heads,
@@ -70,7 +71,7 @@ class Unrepeatable(nn.Module):
 def test_a_graph_that_cannot_be_gone_through_twice(action: str) -> None:
     model, x = Heads(Unrepeatable()), torch.randn(5, 6)
     rule = COMBINE if action == "combine" else {"action": "conflict"}
-    gradsurgeon.apply(model, rules(rule))
+    applied(model, rule)
     with pytest.raises(
         GradSurgeonError, match=rf"rule {action}: .*trunk.up.weight do not add up .* twice"
     ):
@@ -81,7 +82,7 @@ def test_a_graph_that_cannot_be_gone_through_twice(action: str) -> None:
 def test_a_reentrant_checkpoint(action: str) -> None:
     model, x = Heads(Checkpointed(reentrant=True)), torch.randn(5, 6)
     rule = COMBINE if action == "combine" else {"action": "conflict"}
-    gradsurgeon.apply(model, rules(rule))
+    applied(model, rule)
     with pytest.raises(GradSurgeonError, match="use_reentrant=False"):
         gradsurgeon.backward(two(model, x))
 
@@ -94,14 +95,14 @@ def test_a_reentrant_checkpoint_around_a_head(action: str) -> None:
             return checkpoint(self.seg, features, use_reentrant=True), self.depth(features)
 
     model, x = Reentrant(), torch.randn(5, 6)
-    gradsurgeon.apply(model, rules(COMBINE if action == "combine" else {"action": "conflict"}))
+    applied(model, COMBINE if action == "combine" else {"action": "conflict"})
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         gradsurgeon.backward(two(model, x))
 
 
 def test_a_first_gradient_that_is_not_finite_does_not_vouch_for_the_graph() -> None:
     model, x = Heads(Unrepeatable()), torch.randn(5, 6)
-    gradsurgeon.apply(model, rules(COMBINE))
+    applied(model, COMBINE)
     losses = two(model, x)
     gradsurgeon.backward({**losses, "seg": losses["seg"] * torch.nan})
     model.zero_grad()
@@ -112,14 +113,14 @@ def test_a_first_gradient_that_is_not_finite_does_not_vouch_for_the_graph() -> N
 def test_a_sparse_gradient_before_anything_has_accumulated() -> None:
     model, x = Heads(Embedding(sparse=True)), torch.randn(5, 6)
     with pytest.raises((GradSurgeonError, BindError), match=r"sparse.*exclude"):
-        gradsurgeon.apply(model, rules(COMBINE))
+        applied(model, COMBINE)
         gradsurgeon.backward(two(model, x))
     assert all(param.grad is None for param in model.parameters())
 
 
 def test_losses_of_a_graph_that_is_gone_say_what_torch_says() -> None:
     model, x = heads()
-    gradsurgeon.apply(model, rules(COMBINE))
+    applied(model, COMBINE)
     losses = two(model, x)
     gradsurgeon.backward(losses)
     with pytest.raises(RuntimeError, match="second time"):
@@ -132,7 +133,7 @@ def test_weights_that_cannot_be_had_leave_the_sum_and_say_so(
     model, x = heads()
     expected = copy.deepcopy(model)
     sum(two(expected, x).values()).backward()  # type: ignore[union-attr]
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
+    applied(model, {"action": "combine", "method": "upgrad"})
 
     def fail(*_: object) -> None:
         raise ValueError("Failed to solve the quadratic programming problem.")
@@ -182,7 +183,7 @@ def test_a_compiled_model_works_or_is_refused_by_name(what: str, kept: bool) -> 
             called = torch.compile(model, backend="aot_eager")
         else:
             model.trunk.compile(backend="aot_eager")
-        gradsurgeon.apply(model, rules(COMBINE))
+        applied(model, COMBINE)
         losses = two(called, x)
         if kept:
             gradsurgeon.backward(losses)
@@ -204,7 +205,7 @@ def test_a_compiled_model_works_or_is_refused_by_name(what: str, kept: bool) -> 
 def test_create_graph_in_the_script_goes_on_working() -> None:
     """The pass itself makes no graph: what needs one is a loss of its own."""
     model, x = heads()
-    gradsurgeon.apply(model, rules(COMBINE))
+    applied(model, COMBINE)
     gradsurgeon.backward(two(model, x))
     assert all(param.grad is None or not param.grad.requires_grad for param in model.parameters())
 
@@ -214,7 +215,7 @@ def test_an_exception_in_a_hook_leaves_the_hooks_as_they_were() -> None:
     weight = model.trunk[0].weight
     weight.register_hook(lambda grad: grad)
     hooks = dict(weight._backward_hooks)  # nobody else tells
-    gradsurgeon.apply(model, rules(COMBINE))
+    applied(model, COMBINE)
     features = model.trunk(x)
 
     def fail(_grad: Tensor) -> None:
@@ -343,7 +344,7 @@ def test_a_rule_whose_losses_never_came_says_so() -> None:
     optimizer = sgd(model, 0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GradSurgeonWarning)
-        with gradsurgeon.apply(model, rules({"action": "conflict", "id": "tasks"})) as session:
+        with applied(model, {"action": "conflict", "id": "tasks"}) as session:
             for _ in range(12):
                 sum(three(model, torch.randn(16, 6)).values()).backward()  # type: ignore[union-attr]
                 optimizer.step()

@@ -13,7 +13,7 @@ import torch._dynamo
 from models import data, same
 from pairs import slow
 from ranks import Json
-from small import hold_rows, kinds_of, rule_file, sgd, steps_of, weights_of
+from small import attach, fields_of, hold_rows, kinds_of, rule_file, sgd, steps_of, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -140,7 +140,7 @@ def run(way: str, micro: int = 1, kept: str = "") -> Outcome:
             },
             {one: session.captured(one) for one in copied},
             compiled,
-            [event.message for event in session.events],
+            fields_of(session, "message"),
         )
 
 
@@ -202,7 +202,7 @@ def test_a_trap_keeps_the_weights(way: str, trap: str, then: str) -> None:
     before = weights_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     own = [{**one, "then": then} for one in rules() if one["id"] == trap]
-    with gradsurgeon.apply(model, rule_file(*own)) as session:
+    with attach(model, *own) as session:
         go(model(data(0, 5, 4) * float("nan")).square().sum())
         if then == "raise":
             with pytest.raises(NonFiniteGradientError) as caught:
@@ -237,7 +237,7 @@ def test_weights_updated_by_hand() -> None:
     for way in ["eager", "around backward"]:
         model, go = small(), backward(way)
         rule = {"id": "it", "action": "scale", "factor": 0.5, "params": "*", "at": "step"}
-        with gradsurgeon.apply(model, rule_file(rule)) as session:
+        with attach(model, rule) as session:
             for step in range(3):
                 go(model(data(step, 5, 4)).square().mean())
                 with torch.no_grad():
@@ -266,7 +266,7 @@ def test_a_parameter_that_gets_no_gradient_is_not_waited_for() -> None:
     torch._dynamo.reset()
     model = Spare()
     rule = {"id": "norms", "action": "norm-log", "params": "*"}
-    with gradsurgeon.apply(model, rule_file(rule), optimizer=[]) as session:
+    with attach(model, rule, optimizer=[]) as session:
         with enabled():
             model(data(0, 5, 4)).sum().backward()
         # Before anything else happens the pass is over.
@@ -289,7 +289,7 @@ def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
     model = Spare()
     optimizer = sgd(model, 0.3)
     rule = {"id": "norms", "action": "norm-log", "params": "*"}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         for step in range(2):
             optimizer.zero_grad()
             loss = Nothing.apply(model(data(step, 5, 4)), model.spare.weight).sum()
@@ -303,7 +303,7 @@ def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
 def test_autograd_grad_is_left_alone() -> None:
     model = made()
     rule = {"id": "it", "action": "zero", "params": "*", "at": "backward"}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         loss = model(data(0, 5, 4)).square().mean()
         with enabled():
             grads = torch.autograd.grad(loss, list(model.parameters()))
@@ -320,7 +320,7 @@ def test_one_whole_graph_is_refused_by_torch(rule: str) -> None:
     text = "gradsurgeon acts here"
     model = made()
     own = [one for one in rules() if one["id"] == rule]
-    with gradsurgeon.apply(model, rule_file(*own)) as session:
+    with attach(model, *own) as session:
         loss = model(data(0, 5, 4)).square().mean()
         with pytest.raises(torch._dynamo.exc.Unsupported, match=text), enabled(fullgraph=True):
             loss.backward()
@@ -336,7 +336,7 @@ def test_a_pass_that_was_cut_short_is_none() -> None:
     for way in ["eager", "around backward"]:
         model, go = made(), backward(way)
         rule = {"id": "norms", "action": "norm-log", "params": "*"}
-        with gradsurgeon.apply(model, rule_file(rule)) as session:
+        with attach(model, rule) as session:
             # Backward reaches it last.
             handle = next(model.parameters()).register_hook(stop)
             with pytest.raises(ValueError, match="stop"):

@@ -13,7 +13,7 @@ import torch._dynamo
 from models import data
 from pairs import slow
 from ranks import Json
-from small import kinds_of, rule_file
+from small import attach, kinds_of, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -121,7 +121,7 @@ def test_a_tag_is_a_graph_break_where_a_rule_is_on_tags() -> None:
         "no call of gradsurgeon.tag(), of a module with rules"
         in gradsurgeon.plan(model, rule_file(TAGGED)).warnings[0]
     )
-    with gradsurgeon.apply(model, rule_file(TAGGED)):
+    with attach(model, TAGGED):
         compiled(data(0, 5, 4))
     assert broken() == 1
 
@@ -130,7 +130,7 @@ def test_rules_on_parameters_break_no_graph() -> None:
     model = Net()
     assert gradsurgeon.plan(model, rule_file(PARAMS)).warnings == ()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    with gradsurgeon.apply(model, rule_file(PARAMS)) as session:
+    with attach(model, PARAMS) as session:
         compiled(data(0, 5, 4)).sum().backward()
         assert session.status()["params"].fired == len(list(model.parameters()))
     assert (broken(), graphs()) == (0, 1)
@@ -160,7 +160,7 @@ WHOLE = ["the model", "a submodule", "in place", "a submodule in place"]
 def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
     model = compile_whole(Net(), where)
     with (
-        gradsurgeon.apply(model, rule_file(on("outer.inner"))) as session,
+        attach(model, on("outer.inner")) as session,
         pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"),
     ):
         model(data(0, 5, 4))
@@ -172,7 +172,7 @@ def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
 @pytest.mark.parametrize("where", ["a submodule", "a submodule in place"])
 def test_a_rule_outside_one_whole_graph_is_not(where: str) -> None:
     model = compile_whole(Net(), where)
-    with gradsurgeon.apply(model, rule_file(on("first"))) as session:
+    with attach(model, on("first")) as session:
         model(data(0, 5, 4)).sum().backward()
         assert session.status()["it"].fired == 1
 
@@ -181,7 +181,7 @@ def test_a_rule_outside_one_whole_graph_is_not(where: str) -> None:
 @pytest.mark.parametrize("when", ["after apply", "around the model"])
 def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(when: str, rule: Json) -> None:
     model = Net()
-    with gradsurgeon.apply(model, rule_file(rule, PARAMS)) as session:
+    with attach(model, rule, PARAMS) as session:
         called = model if when == "after apply" else functools.partial(model)
         whole: Any = torch.compile(called, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"):
@@ -209,11 +209,11 @@ WAYS = ["the model", "in place", "the step function", "an earlier session"]
 def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str) -> None:
     model = Net()
     called = compiled_by(way, model)
-    earlier = gradsurgeon.apply(model, rule_file(PARAMS)) if way == "an earlier session" else None
+    earlier = attach(model, PARAMS) if way == "an earlier session" else None
     bare = called(data(0, 5, 4))
     rule = on("parts.1", factor=0.0)
     with pytest.warns(GradSurgeonWarning, match=r"rules on modules \(it\) came after the first"):
-        session = gradsurgeon.apply(model, rule_file(rule), replace=earlier is not None)
+        session = attach(model, rule, replace=earlier is not None)
     assert kinds_of(session) == ["notice"]
     with session:
         assert not called(data(0, 5, 4)).any()
@@ -228,7 +228,7 @@ def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
     model = Net()
     called = compiled_by(way, model)
     bare = called(data(0, 5, 4))
-    with gradsurgeon.apply(model, rule_file(on(".", factor=0.0))):
+    with attach(model, on(".", factor=0.0)):
         assert not called(data(0, 5, 4)).any()
     assert torch.equal(called(data(0, 5, 4)), bare)
 
@@ -254,7 +254,7 @@ def test_code_of_another_model_is_dropped_as_well() -> None:
     other: Any = torch.compile(nn.Linear(4, 2), backend="eager")
     bare = other(x)
     with pytest.warns(GradSurgeonWarning, match="came after the first compiled call"):
-        session = gradsurgeon.apply(model, rule_file(on("first")))
+        session = attach(model, on("first"))
     assert kinds_of(session) == ["notice"]
     assert torch.equal(other(x), bare)
     assert graphs() == 2
@@ -264,8 +264,8 @@ def test_dropped_code_is_told_of_once() -> None:
     first, second = Net(), Net()
     torch.compile(nn.Linear(4, 2), backend="eager")(data(0, 5, 4))
     with pytest.warns(GradSurgeonWarning, match="came after the first compiled call"):
-        gradsurgeon.apply(first, rule_file(on("first")))
-    assert gradsurgeon.apply(second, rule_file(on("first"))).events == []
+        attach(first, on("first"))
+    assert attach(second, on("first")).events == []
 
 
 @pytest.mark.slow
@@ -276,14 +276,14 @@ def test_a_rule_on_a_part_that_another_model_calls() -> None:
     part = whole[0]
     with (
         pytest.warns(GradSurgeonWarning, match="came after the first"),
-        gradsurgeon.apply(part, rule_file(on(".", factor=0.0))),
+        attach(part, on(".", factor=0.0)),
     ):
         assert torch.equal(compiled(data(0, 5, 4)), compiled(data(1, 5, 4)))
 
 
 def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
     model = Net()
-    with gradsurgeon.apply(model, rule_file(on("first"))) as session:
+    with attach(model, on("first")) as session:
         assert session.events == []
     assert kinds_of(session) == ["never-fired"]
 
@@ -293,7 +293,7 @@ def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
 def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
     model = Net()
     compiled: Any = torch.compile(model, backend="eager")
-    with gradsurgeon.apply(model, rule_file(on(modules))) as session:
+    with attach(model, on(modules)) as session:
         compiled(data(0, 5, 4))
         assert broken() > 0
     assert kinds_of(session) == ["notice"]
@@ -314,7 +314,7 @@ def test_hooks_of_the_script_run_once_and_in_their_order(order: str) -> None:
 
     if order == "before ours":
         model.first.register_forward_hook(look)
-    with gradsurgeon.apply(model, rule_file(on("first", factor=0.0))):
+    with attach(model, on("first", factor=0.0)):
         if order == "after ours":
             model.first.register_forward_hook(look)
         for step in range(3):

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo
 from models import data, same
 from ranks import Json
-from small import hold_rows, rule_file, sgd, take_step, weights_of
+from small import attach, hold_rows, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -217,7 +217,7 @@ def test_a_trap_stops_the_update(place: str, where: str) -> None:
     model = Net()
     before = weights_of(model)
     optimizer = sgd(model, 0.3)
-    with gradsurgeon.apply(model, rule_file(rule(where, "nan-trap"))):
+    with attach(model, rule(where, "nan-trap")):
         wrapped(model, place, "eager")(data(0, 5, 4) * float("nan")).backward()
         with pytest.raises(NonFiniteGradientError) as caught:
             optimizer.step()

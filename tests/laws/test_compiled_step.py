@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 from models import data, same
 from ranks import Json
-from small import hold_rows, kinds_of, net, rule_file, sgd, weights_of
+from small import attach, hold_rows, kinds_of, net, rule_file, sgd, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -160,7 +160,7 @@ def test_a_skipped_step_touches_nothing(what: str, kind: str) -> None:
     before = weights_of(model)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **OPTIMIZERS[kind])
     rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         train = trainer(what, model, optimizer)
         train(data(0, 5, 4) * float("nan"))
         assert same(weights_of(model), before)
@@ -178,7 +178,7 @@ def test_one_whole_graph_is_refused_by_torch() -> None:
     model = nn.Linear(4, 2)
     optimizer = sgd(model)
     rule = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         model(data(0, 5, 4)).sum().backward()
         step: Any = torch.compile(optimizer.step, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="gradsurgeon acts here"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import rule_file
+from small import attach, rule_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
@@ -95,7 +95,7 @@ def test_a_gradient_that_has_a_graph_keeps_it() -> None:
     ours, theirs = Net(), Net()
     handles = clamped_by_hand(theirs)
     second = []
-    with gradsurgeon.apply(ours, rule_file(BOUND), optimizer=[]):
+    with attach(ours, BOUND, optimizer=[]):
         for model in (theirs, ours):
             loss_of(model).backward(create_graph=True)
             grads = grads_of(model)

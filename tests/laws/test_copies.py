@@ -23,7 +23,7 @@ from laws import spawned
 from models import data, same
 from pairs import singly
 from ranks import Json
-from small import fired, net, rule_file, sgd, take_step, weights_of
+from small import equal, fields_of, fired, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel
@@ -486,7 +486,7 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
         ):
             train(first)
         train(second)
-        assert all(map(torch.equal, before, first.parameters()))
+        assert equal(before, first.parameters())
 
     go()
     gc.collect()
@@ -539,7 +539,7 @@ def test_a_submodule_that_outlives_its_model_keeps_the_rules() -> None:
     assert other() is None
     rest(data(0, 5, 4)).sum().backward()
     assert session.status()["norms"].fired
-    lost = [event.name for event in session.events if event.kind == "hook-lost"]
+    lost = fields_of(session, "name", kind="hook-lost")
     assert not lost, "the module is gone with them"
     weight = weakref.ref(rest.weight)
     session.remove()
@@ -609,7 +609,7 @@ def test_a_part_that_has_lost_a_parameter_itself_is_told_of_it() -> None:
     rest.bias = None
     with pytest.warns(GradSurgeonWarning, match="0.bias was replaced, renamed, taken out"):
         train(rest)
-    assert [event.name for event in session.events if event.kind == "hook-lost"] == ["0.bias"]
+    assert fields_of(session, "name", kind="hook-lost") == ["0.bias"]
     session.remove()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import data
 from ranks import Json
-from small import fired, net, rule_file, sgd
+from small import attach, fields_of, fired, net, rule_file, sgd, tanh_net
 from torch import nn
 
 import gradsurgeon
@@ -34,7 +34,7 @@ RULES: Json = rule_file(
 
 def train(device: str) -> Json:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(device)
+    model = tanh_net(4, 6, 2).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     with gradsurgeon.apply(model, RULES, optimizer=optimizer) as session:
         for step in range(6):
@@ -44,7 +44,7 @@ def train(device: str) -> Json:
             optimizer.step()
         return {
             "weights": [param.detach().cpu() for param in model.parameters()],
-            "events": [(event.kind, event.step) for event in session.events],
+            "events": fields_of(session, "kind", "step"),
             "fired": fired(session),
             "changed": {rule: status.changed for rule, status in session.status().items()},
             "records": {
@@ -220,7 +220,7 @@ def test_a_capture_under_rules_is_refused(rule: Json) -> None:
     model = net().cuda()
     optimizer = sgd(model)
     with (
-        gradsurgeon.apply(model, rule_file(rule)),
+        attach(model, rule),
         pytest.raises(GradSurgeonError, match="a CUDA graph is being captured"),
     ):
         capture(model, optimizer, torch.randn(5, 4, device="cuda"))

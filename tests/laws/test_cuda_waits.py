@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from models import data
-from small import sgd
+from small import sgd, tanh_net
 from torch import nn
 
 import gradsurgeon
@@ -51,7 +51,7 @@ def no_waiting() -> Iterator[None]:
 
 def train(rules: str) -> gradsurgeon.Session:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).cuda()
+    model = tanh_net(4, 6, 2).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     inputs = [data(number, 5, 4).cuda() for number in range(60)]
 

@@ -14,7 +14,7 @@ import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, step, train
 from pairs import singly
 from ranks import Json
-from small import kinds_of, rule_file, sgd
+from small import attach, equal, kinds_of, rule_file, sgd
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
@@ -33,7 +33,7 @@ def test_one_that_fails_is_an_event_and_training_is_the_same(
     broken, fine = Kept(**does), Kept()
     with pytest.warns(GradSurgeonWarning, match="the sink Kept has failed: .*No space left"):
         weights, session = train(broken, fine, record=tmp_path / "run" if recorded else None)
-    assert all(map(torch.equal, weights, alone))
+    assert equal(weights, alone)
     (event,) = session.events
     assert (event.kind, event.message) == (
         "notice",
@@ -74,7 +74,7 @@ def test_one_that_blocks_is_left_alone_at_the_end(monkeypatch: pytest.MonkeyPatc
     took = time.monotonic() - begin
     released.set()
     assert took < 15
-    assert all(map(torch.equal, weights, alone))
+    assert equal(weights, alone)
     assert len(session.events) == 1
 
 
@@ -101,7 +101,7 @@ def test_where_rows_are_left_out_events_are_not(monkeypatch: pytest.MonkeyPatch)
     optimizer = frozen(model)
     with (
         pytest.warns(GradSurgeonWarning, match="the oldest rows are left out"),
-        gradsurgeon.apply(model, rule_file(NORMS, TRAP), sinks=[sink]),
+        attach(model, NORMS, TRAP, sinks=[sink]),
     ):
         for number in range(500):
             step(model, optimizer, math.nan if number == 3 else 1.0)

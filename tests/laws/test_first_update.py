@@ -67,7 +67,7 @@ def test_a_training_that_begins_or_goes_on_is_not_told() -> None:
     assert not any("has made" in notice for notice in notices)
     # Plain SGD has no state.
     model, x = model_and_data()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = sgd(model)
     train(model, x, plain)
     assert told(FREEZE, plain, model, x) == ([], [])
 

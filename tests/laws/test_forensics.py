@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from models import same
 from ranks import Json
-from small import kinds_of, messages, rule_file, sgd, take_step
+from small import attach, kinds_of, messages, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -673,7 +673,7 @@ def test_a_diagnosis_does_not_disturb_the_run(momentum: float) -> None:
         rule = {**RULE, "then": "skip-step", "forensics": forensics}
         seen: list[Any] = []
         hooked = model.layers[0].register_forward_hook(lambda *_: None)
-        with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer) as session:
+        with attach(model, rule, optimizer=optimizer) as session:
             for number in range(6):
                 optimizer.zero_grad()
                 mean(model(batch(number))).backward()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from laws.test_forensics import LOG, RULE, TRAP, Net, batch, brief, diagnosed, mean, stopped
 from pairs import singly
-from small import linears, messages, rule_file, sgd, take_step
+from small import attach, linears, messages, rule_file, sgd, take_step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -369,7 +369,7 @@ def _moved(*, forensics: bool) -> list[Any]:
     model = Moving()
     optimizer = sgd(model, 0.01)
     rule = {**RULE, "then": "skip-step", "forensics": forensics}
-    with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer) as session:
+    with attach(model, rule, optimizer=optimizer) as session:
         for _ in range(4):
             take_step(optimizer, mean(model(batch())))
         (message,) = messages(session, "trap")

@@ -14,7 +14,7 @@ from laws.test_forensics import TRAP, diagnosed, mean
 from models import same
 from pairs import singly
 from ranks import Json
-from small import events_of, kinds_of, rule_file, sgd, take_step
+from small import attach, events_of, kinds_of, rule_file, sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -359,9 +359,7 @@ def test_the_event_of_a_spike_has_the_ids() -> None:
     above = {"times": 3, "beta": 0.5, "warmup": 2}
     model = nn.Linear(4, 2)
     optimizer = sgd(model)
-    with gradsurgeon.apply(
-        model, rule_file({**rule, "above": above}), optimizer=optimizer
-    ) as session:
+    with attach(model, {**rule, "above": above}, optimizer=optimizer) as session:
         for number in range(5):
             gradsurgeon.tag(IDS + number, "sample_ids")
             take_step(optimizer, mean(model(zeros_at((9, 4)) * (1 if number < 4 else 10000.0))))

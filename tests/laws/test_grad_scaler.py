@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import data, same
 from ranks import Json
-from small import kinds_of, linears, rule_file, sgd, tanh_net, weights_of
+from small import attach, equal, fields_of, kinds_of, linears, rule_file, sgd, tanh_net, weights_of
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -90,7 +90,7 @@ def test_observing_under_a_scaler_changes_no_bit(kind: str) -> None:
         ends.append(train(model, optimizer, GradScaler("cpu", init_scale=2.0**15)))
         if session is not None:
             session.remove()
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert equal(*ends)
 
 
 # --- overflow -------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_an_overflow_is_an_event_no_trap_and_counts_as_a_step(kind: str) -> None
         train(model, optimizer, scaler, steps=1)
         assert not torch.equal(before[0], model[0].weight)
         assert session.step == 2
-        assert [(e.kind, e.step) for e in session.events] == [("scaler-skip", 0)]
+        assert fields_of(session, "kind", "step") == [("scaler-skip", 0)]
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])
@@ -258,7 +258,7 @@ def steps_under_a_scaler(model: nn.Module, rule: Json, faults: list[str]) -> lis
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
     first, *_, last = model.parameters()
     results = []
-    with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer):
+    with attach(model, rule, optimizer=optimizer):
         for fault in faults:
             optimizer.zero_grad()
             loss = scaler.scale(model(torch.ones(1, 2)).sum())
@@ -444,7 +444,7 @@ def test_scalers_that_scale_in_their_own_way_are_followed() -> None:
         {"id": at, "action": "norm-log", "params": "*", "at": at}
         for at in ("backward", "accumulated", "step")
     ]
-    with gradsurgeon.apply(model, rule_file(*entries)) as session:
+    with attach(model, *entries) as session:
         scaler: Any = Doubling("cpu", init_scale=1024.0)
         for fault in (1.0, float("inf"), 1.0):
             optimizer.zero_grad()
@@ -463,9 +463,9 @@ def test_a_wrapper_that_came_later_stays_when_the_rules_go() -> None:
     optimizer = sgd(model)
     original = torch.amp.GradScaler.step
     calls = []
-    session = gradsurgeon.apply(
+    session = attach(
         model,
-        rule_file({"id": "z", "action": "zero", "params": "*", "at": "step"}),
+        {"id": "z", "action": "zero", "params": "*", "at": "step"},
     )
     ours = torch.amp.GradScaler.step
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from models import data
 from ranks import Json
-from small import rule_file
+from small import attach
 from spikes import learnt, spike_trap
 from torch import nn
 
@@ -148,7 +148,7 @@ def backward(model: nn.Module, factor: float = 1.0) -> None:
 @pytest.mark.parametrize("where", ["in the step", "in a hook before it", "in a hook after it"])
 def test_a_session_that_is_removed_within_a_step(where: str, entry: Json) -> None:
     model, optimizer = make()
-    session = gradsurgeon.apply(model, rule_file(entry), optimizer=optimizer)
+    session = attach(model, entry, optimizer=optimizer)
     if where == "in a hook after it":
         # As for each handle of torch, no hook may follow the hook that takes others off.
         hooks = [optimizer.register_step_post_hook(lambda *_: session.remove())]
@@ -177,9 +177,7 @@ def test_a_session_that_is_removed_within_a_step(where: str, entry: Json) -> Non
 def test_a_listener_that_removes_the_session_at_a_trap() -> None:
     model, optimizer = make()
     sessions: list[gradsurgeon.Session] = []
-    session = gradsurgeon.apply(
-        model, rule_file(SKIP), optimizer=optimizer, on_event=lambda _: sessions[0].remove()
-    )
+    session = attach(model, SKIP, optimizer=optimizer, on_event=lambda _: sessions[0].remove())
     sessions.append(session)
     backward(model, math.nan)
     optimizer.step()
@@ -198,7 +196,7 @@ def test_hidden_gradients_come_back_where_the_step_raises(where: str, held: bool
     def fail(*_: object) -> None:
         raise MemoryError
 
-    with gradsurgeon.apply(model, rule_file(FREEZE), optimizer=optimizer) as session:
+    with attach(model, FREEZE, optimizer=optimizer) as session:
         if where == "update":
             optimizer.before = fail  # type: ignore[method-assign]
         handle = optimizer.register_step_pre_hook(fail)
@@ -229,10 +227,7 @@ def test_hidden_gradients_come_back_where_the_step_raises(where: str, held: bool
 def test_two_sessions_that_hide_gradients_of_one_step(fails: bool) -> None:
     first, second = nn.Linear(4, 2), nn.Linear(4, 2)
     optimizer = Own([*first.parameters(), *second.parameters()], {})
-    sessions = [
-        gradsurgeon.apply(model, rule_file(FREEZE), optimizer=optimizer)
-        for model in (first, second)
-    ]
+    sessions = [attach(model, FREEZE, optimizer=optimizer) for model in (first, second)]
 
     def step() -> None:
         if fails:
@@ -261,7 +256,7 @@ def test_a_thread_that_ends_by_the_error_of_its_step() -> None:
         with suppress(RuntimeError):
             optimizer.step()
 
-    with gradsurgeon.apply(model, rule_file(FREEZE), optimizer=optimizer) as session:
+    with attach(model, FREEZE, optimizer=optimizer) as session:
         backward(model)
         optimizer.before = fail  # type: ignore[method-assign]
         thread = threading.Thread(target=step)
@@ -279,7 +274,7 @@ def test_a_step_whose_hook_raises_has_taken_place() -> None:
 
     optimizer.register_step_post_hook(fail)
     moved = {"id": "moved", "action": "norm-log", "params": "*", "tensor": "update"}
-    with gradsurgeon.apply(model, rule_file(moved, FREEZE), optimizer=optimizer) as session:
+    with attach(model, moved, FREEZE, optimizer=optimizer) as session:
         backward(model)
         with pytest.raises(RuntimeError, match="a hook of the script"):
             optimizer.step()
@@ -296,7 +291,7 @@ def test_a_step_that_gives_a_parameter_another_dtype() -> None:
         bias.data = bias.data.double()
 
     optimizer.before = convert  # type: ignore[method-assign]
-    with gradsurgeon.apply(model, rule_file(FREEZE), optimizer=optimizer):
+    with attach(model, FREEZE, optimizer=optimizer):
         backward(model)
         optimizer.step()
     assert bias.grad is None
@@ -315,7 +310,7 @@ def test_the_error_of_the_script_stays_the_error_of_its_step() -> None:
         raise ZeroDivisionError
 
     optimizer.before = fail  # type: ignore[method-assign]
-    with gradsurgeon.apply(model, rule_file(FREEZE), optimizer=optimizer) as session:
+    with attach(model, FREEZE, optimizer=optimizer) as session:
         backward(model)
         session._attachment.context.recorder.end_step = broken  # type: ignore[method-assign]
         with pytest.raises(KeyError, match="of the script"):
@@ -338,7 +333,7 @@ def test_a_second_evaluation_that_stops_a_step_teaches_no_bound() -> None:
         return float(loss.detach())
 
     rule = spike_trap("times", "rule", "raise")
-    with gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer) as session:
+    with attach(model, rule, optimizer=optimizer) as session:
         for _ in range(6):
             optimizer.step(closure)
         known = learnt(session)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kept_sink import Kept
 from ranks import Json
-from small import rule_file, sgd
+from small import attach, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -107,7 +107,7 @@ def train(*rules: Json, steps: int = 3, **options: Any) -> tuple[Any, list[list[
     model = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 1))
     optimizer = sgd(model)
     by_hand = []
-    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer, **options) as session:
+    with attach(model, *rules, optimizer=optimizer, **options) as session:
         for _ in range(steps):
             optimizer.zero_grad()
             model(torch.randn(5, 4)).square().mean().backward()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from models import same
-from small import rule_file, sgd
+from small import attach, rule_file, sgd
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -151,7 +151,7 @@ def test_torch_logs_the_nodes_that_run_as_it_would(level: int, model: nn.Module)
     try:
         forward(model).backward()
         plain = written.getvalue().count("Executing:")
-        with gradsurgeon.apply(model, rule_file(*RULES["rules"][:1])):
+        with attach(model, *RULES["rules"][:1]):
             forward(model).backward()
         assert written.getvalue().count("Executing:") == 2 * plain
         assert (plain > 0) is (level == logging.DEBUG)
@@ -189,7 +189,7 @@ def test_the_loss_of_a_pass_is_let_go_of_at_once(model: nn.Module) -> None:
     gc.collect()
     gc.disable()
     try:
-        with gradsurgeon.apply(model, rule_file(*RULES["rules"][:1])):
+        with attach(model, *RULES["rules"][:1]):
             loss.backward()
             del loss
             assert held() is None
@@ -227,7 +227,7 @@ def held_against_hooks(case: Callable[[nn.Sequential], list[Tensor]]) -> None:
     by_hand, by_rule = make(), make()
     bound_by_hand(by_hand)
     expected = case(by_hand)
-    with gradsurgeon.apply(by_rule, rule_file(BOUND)):
+    with attach(by_rule, BOUND):
         found = case(by_rule)
     assert len(found) == len(expected) > 0
     assert same(found, expected)
@@ -294,7 +294,7 @@ def test_a_hook_on_a_parameter_without_rules_finds_the_others_edited() -> None:
     next(model.parameters()).register_post_accumulate_grad_hook(
         lambda _: found.extend(copies(grads_of(model)[-2:]))
     )
-    with gradsurgeon.apply(model, rule_file({**BOUND, "params": "4.*"})):
+    with attach(model, {**BOUND, "params": "4.*"}):
         loss_of(model).backward()
     assert found
     assert all(grad.abs().max() <= 0.1 for grad in found)
@@ -356,7 +356,7 @@ def test_a_rule_that_saw_nothing_keeps_its_last_step() -> None:
 def test_captured_contributions_come_in_the_order_of_the_pass() -> None:
     model = make()
     keep = {"id": "keep", "action": "capture", "params": "*", "at": "backward"}
-    with gradsurgeon.apply(model, rule_file(keep)) as session:
+    with attach(model, keep) as session:
         loss_of(model).backward()
         names = [name for name, _, _ in session.captured("keep")]
     assert names[0].startswith("4.")
@@ -367,7 +367,7 @@ def test_captured_contributions_come_in_the_order_of_the_pass() -> None:
 def test_a_paused_session_lets_a_script_without_an_optimizer_accumulate() -> None:
     model = make()
     half = {"id": "half", "action": "scale", "params": "*", "at": "step", "factor": 0.5}
-    with gradsurgeon.apply(model, rule_file(half)) as session:
+    with attach(model, half) as session:
         loss_of(model).backward()
         edited = copies(grads_of(model))
         session.pause()
@@ -387,6 +387,6 @@ def test_a_gradient_that_is_taken_away_within_a_pass_is_edited() -> None:
 
     node.register_hook(take)
     rule = {"id": "half", "action": "scale", "params": "*", "at": "backward", "factor": 0.5}
-    with gradsurgeon.apply(model, rule_file(rule), optimizer=[]):
+    with attach(model, rule, optimizer=[]):
         model(torch.ones(1, 3)).sum().backward()
     assert torch.equal(taken[0], torch.full((3, 3), 0.5))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Json
-from small import messages, net, rule_file, sgd, take_step, weights_of
+from small import attach, messages, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -402,7 +402,7 @@ def test_a_tag_goes_before_the_loss_of_its_name() -> None:
         "id": "t", "action": "norm-log", "tensors": "loss", "tensor": "value", "stats": ["mean"],
     }  # fmt: skip
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file(NORMS, tagged)) as session:
+    with attach(model, NORMS, tagged) as session:
         plain(model, optimizer, lambda model: gradsurgeon.tag(loss_of(model), "loss") * 2)
         found = to_dict(summary(session))
     assert [(loss["name"], loss["rule"]) for loss in found["losses"]] == [("loss", "t")]
@@ -414,7 +414,7 @@ def test_a_diagnosis_tells_the_loss_and_the_learning_rate_before_the_step() -> N
     optimizer = sgd(model)
     losses = []
     with (
-        gradsurgeon.apply(model, rule_file(trap, NORMS)) as session,
+        attach(model, trap, NORMS) as session,
         pytest.warns(match="rule trap"),
     ):
         for step in range(23):

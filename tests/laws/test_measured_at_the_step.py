@@ -10,7 +10,7 @@ import pytest
 import torch
 from pairs import singly
 from ranks import Json
-from small import linears, rule_file, sgd
+from small import attach, linears, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -88,7 +88,7 @@ def test_a_trap_sees_what_is_written_past_torch(way: Callable[[Tensor, float], N
         model = nn.Linear(4, 3)
         optimizer = sgd(model)
         before = model.weight.detach().clone()
-        with gradsurgeon.apply(model, rule_file(TRAP, NORMS)):
+        with attach(model, TRAP, NORMS):
             write(model, way, float("nan"))
             with pytest.raises(NonFiniteGradientError, match="finite after backward"):
                 optimizer.step()
@@ -188,7 +188,7 @@ def test_accumulation_is_told_from_passes_that_are_cleared(
 def test_a_layer_that_is_exchanged_is_under_its_rules_in_its_first_step() -> None:
     model: Any = linears(4, 4, 1)
     zero = {"id": "zero", "action": "zero", "params": "0.*"}
-    with gradsurgeon.apply(model, rule_file(zero)) as session:
+    with attach(model, zero) as session:
         model[0] = nn.Linear(4, 4)
         model[0].bias = nn.Parameter(torch.zeros(4))
         optimizer = sgd(model)

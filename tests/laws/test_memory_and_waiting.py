@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 import pytest
 import torch
 from models import CASES, data
-from small import linears, rule_file, sgd
+from small import attach, linears, sgd
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,7 +200,7 @@ def test_losses_take_one_copy_of_the_matched_gradients_each() -> None:
     names = [f"loss{number}" for number in range(losses)]
     rule = {"id": "r", "action": "combine", "method": "mgda", "params": "trunk.*", "losses": names}
     matched = sum(4 * param.numel() for param in model["trunk"].parameters())
-    with gradsurgeon.apply(model, rule_file(rule)):
+    with attach(model, rule):
         for _ in range(2):  # the first call looks whether the gradients add up
             model.zero_grad()
             out = model["head"](model["trunk"](torch.randn(2, width))).square().mean(0)

@@ -18,7 +18,18 @@ import torch
 from models import data
 from pairs import pairwise
 from ranks import Json
-from small import events_of, linears, rule_file, sgd, take_step, tanh_net, weights_of
+from small import (
+    attach,
+    equal,
+    events_of,
+    fields_of,
+    linears,
+    rule_file,
+    sgd,
+    take_step,
+    tanh_net,
+    weights_of,
+)
 from torch import Tensor, nn
 from two_heads import grads_of, same
 
@@ -183,7 +194,7 @@ def test_scaled_tensors_equal_hooks_written_by_hand(tensor: str, name: str) -> N
         by_hand.a.register_forward_hook(lambda *call: halved(call[2], tensor))
     else:
         by_hand.a.register_forward_pre_hook(lambda *call: halved(call[1], tensor))
-    with gradsurgeon.apply(by_rule, rule_file(scale("a", tensor))) as session:
+    with attach(by_rule, scale("a", tensor)) as session:
         found = run(by_rule)
     wanted = run(by_hand)
     if tensor == "input.grad":
@@ -200,7 +211,7 @@ def test_captures_are_what_a_module_took_and_returned_and_what_came_back() -> No
     seen: list[Tensor] = []
     model.a.register_forward_hook(lambda *call: seen.extend((call[1][0], call[2].clone())))
     entries = [capture("a", tensor) for tensor in ("input", "output", "output.grad")]
-    with gradsurgeon.apply(model, rule_file(*entries)) as session:
+    with attach(model, *entries) as session:
         run(model)
     taken, returned, came_back = (only(session, rule) for rule in ("r0", "r1", "r2"))
     assert torch.equal(taken, seen[0])
@@ -213,7 +224,7 @@ def test_rules_on_one_tensor_act_in_the_order_of_the_file() -> None:
     model = make(TwoConsumers)
     bound = {"action": "clamp", "modules": "a", "tensor": "output.grad", "min": 0}
     seen = capture("a", "output.grad")
-    with gradsurgeon.apply(model, rule_file(seen, bound, seen)) as session:
+    with attach(model, seen, bound, seen) as session:
         run(model)
     before, after = only(session, "r0"), only(session, "r2")
     assert before.min() < 0
@@ -260,7 +271,7 @@ def test_a_tagged_intermediate_result_without_retain_grad() -> None:
     kept = {"action": "capture", "tensors": "y"}
     value = {"action": "capture", "tensors": "y", "tensor": "value"}
     model = Steps()
-    with gradsurgeon.apply(model, rule_file(entry, kept, value)) as session:
+    with attach(model, entry, kept, value) as session:
         model(torch.ones(2, 2, requires_grad=True)).backward()
         assert session.latest("y") == 9.0
     assert only(session, "r1").tolist() == [[4.5, 4.5], [4.5, 4.5]]
@@ -347,9 +358,7 @@ class Keywords(nn.Module):
 def test_inputs_by_position_and_by_name(tensor: str, value: float, by_keyword: bool) -> None:
     model = nn.ModuleDict({"m": Keywords()})
     x, mask, bias = torch.tensor(5.0), torch.tensor(5.0), torch.tensor(2.0)
-    with gradsurgeon.apply(
-        model, rule_file(scale("m", tensor, 2.0 if "bias" not in tensor else 7.5))
-    ):
+    with attach(model, scale("m", tensor, 2.0 if "bias" not in tensor else 7.5)):
         call = model["m"]
         out = call(x=x, mask=mask, bias=bias) if by_keyword else call(x, mask, bias=bias)
     assert out.item() == value
@@ -403,9 +412,7 @@ def test_a_mapping_with_attributes_keeps_both_in_step() -> None:
 
 def test_ids_and_masks_are_left_alone() -> None:
     model = nn.ModuleDict({"emb": nn.Embedding(5, 2)})
-    with gradsurgeon.apply(
-        model, rule_file(scale("emb", "input", 0.5), capture("emb", "input"))
-    ) as s:
+    with attach(model, scale("emb", "input", 0.5), capture("emb", "input")) as s:
         model["emb"](torch.tensor([3, 4]))
     assert only(s, "r1").tolist() == [3, 4]
 
@@ -413,7 +420,7 @@ def test_ids_and_masks_are_left_alone() -> None:
 def test_a_path_that_leads_nowhere_is_a_warning_with_what_is_there() -> None:
     model = nn.ModuleDict({"m": nn.LSTM(4, 3)})
     with (
-        gradsurgeon.apply(model, rule_file(scale("m", "output[2]"))),
+        attach(model, scale("m", "output[2]")),
         pytest.warns(
             GradSurgeonWarning,
             match=r"rule r0: m has no output\[2\]: its output is a tuple with \[0\], \[1\]",
@@ -437,7 +444,7 @@ def test_an_output_written_in_place_behind_a_view_is_a_warning() -> None:
     model = Writes()
     optimizer = sgd(model)
     with (
-        gradsurgeon.apply(model, rule_file(scale("a", "output.grad"))),
+        attach(model, scale("a", "output.grad")),
         pytest.warns(
             GradSurgeonWarning, match="rule r0: a was written in place by the next operation"
         ),
@@ -453,7 +460,7 @@ def test_an_output_written_in_place_behind_a_view_is_a_warning() -> None:
 def test_edits_of_values_act_in_evaluation_unless_told_otherwise() -> None:
     model = nn.Sequential(nn.Identity())
     always, training = scale("0", "output", 2.0), scale("0", "output", 3.0, when="train")
-    with gradsurgeon.apply(model, rule_file(always, training)):
+    with attach(model, always, training):
         assert model(torch.ones(1)).item() == 6.0
         model.eval()
         assert model(torch.ones(1)).item() == 2.0
@@ -471,9 +478,7 @@ def test_observe_mode_edits_no_module_tensor() -> None:
 
 def test_the_root_has_a_name_and_star_does_not_match_it() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
-    with gradsurgeon.apply(
-        model, rule_file(capture(".", "output"), capture("*", "output"))
-    ) as session:
+    with attach(model, capture(".", "output"), capture("*", "output")) as session:
         model(torch.ones(1))
     assert list(session.captured("r0")) == [(".", 0, 0)]
     assert list(session.captured("r1")) == [("0", 0, 0), ("1", 0, 0)]
@@ -481,7 +486,7 @@ def test_the_root_has_a_name_and_star_does_not_match_it() -> None:
 
 def test_captures_are_bounded() -> None:
     model = nn.Sequential(nn.Identity())
-    with gradsurgeon.apply(model, rule_file(capture("0", "output", max_bytes=100))) as session:
+    with attach(model, capture("0", "output", max_bytes=100)) as session:
         for number in range(5):
             model(torch.full((10,), float(number)))
     assert [tensor[0].item() for tensor in session.captured("r0").values()] == [3.0, 4.0]
@@ -496,7 +501,7 @@ def test_a_module_rule_that_never_fires_says_why() -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
     optimizer = sgd(model)
     with (
-        gradsurgeon.apply(model, rule_file(capture("idle", "output"), capture("used", "output"))),
+        attach(model, capture("idle", "output"), capture("used", "output")),
         pytest.warns(
             GradSurgeonWarning, match="rule r0: .* no forward pass went through any module"
         ),
@@ -543,7 +548,7 @@ def test_a_validation_forward_that_feeds_no_update_is_no_trap() -> None:
         model(torch.full((1, 4), NAN))  # with a graph, but nobody goes back through it
         model(data(0, 5, 4)).sum().backward()
         optimizer.step()
-    assert [(e.kind, e.name) for e in session.events] == [("notice", "0"), ("notice", "0")]
+    assert fields_of(session, "kind", "name") == [("notice", "0"), ("notice", "0")]
     assert "in a forward pass that fed no update: the trap ignored it" in session.events[0].message
 
 
@@ -556,10 +561,10 @@ def test_a_trap_on_output_gradients_skips_the_step() -> None:
         optimizer.step()
         before = weights_of(model)
         take_step(optimizer, (model(data(0, 5, 4)) * NAN).sum())
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert equal(before, model.parameters())
         take_step(optimizer, model(data(0, 5, 4)).sum())
         assert not torch.equal(before[0], model[0].weight)
-    assert [(e.kind, e.step, e.name) for e in session.events] == [
+    assert fields_of(session, "kind", "step", "name") == [
         ("trap", 1, "1"),
         ("skipped-step", 1, "1"),
     ]
@@ -579,7 +584,7 @@ def hooks_on_tensors() -> int:
 def test_forwards_that_no_backward_follows_leave_nothing() -> None:
     model = make(InPlaceAfter)
     x = data(0, 5, 4)
-    with gradsurgeon.apply(model, rule_file(scale("*", "output.grad"))):
+    with attach(model, scale("*", "output.grad")):
         kept = [model(x) for _ in range(20)]
         assert hooks_on_tensors() >= 20
         del kept
@@ -596,7 +601,7 @@ def test_an_input_written_in_place_is_told_of_at_the_step_of_its_own_optimizer()
     def write(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         held.append(args[0].add_(1))
 
-    with gradsurgeon.apply(model, rule_file(scale("a", "input.grad"))) as session:
+    with attach(model, scale("a", "input.grad")) as session:
         for optimizer in (mine, others):
             optimizer.step()
         model["a"].register_forward_pre_hook(write)
@@ -631,7 +636,7 @@ class ReturnsParameter(nn.Module):
 def test_a_rule_on_the_output_of_a_module_that_returns_its_parameter_acts_once() -> None:
     model, plain = make(ReturnsParameter), make(ReturnsParameter)
     plain().sum().backward()
-    with gradsurgeon.apply(model, rule_file(scale("a", "output.grad"))) as session:
+    with attach(model, scale("a", "output.grad")) as session:
         for _ in range(3):
             model()
         model().sum().backward()
@@ -644,7 +649,7 @@ def test_a_trap_on_a_returned_parameter_leaves_no_hook_on_it() -> None:
     model = make(ReturnsParameter)
     trap = {"action": "nan-trap", "modules": "a", "tensor": "output"}
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file(trap)):
+    with attach(model, trap):
         for _ in range(3):
             model()
         assert not model.a.held._backward_hooks
@@ -659,7 +664,7 @@ def test_a_rule_on_a_tag_acts_once_on_a_leaf_however_often_it_is_tagged() -> Non
     entry = {"action": "scale", "tensors": "x", "factor": 0.5}
     model = nn.Identity()
     x = torch.ones(2, requires_grad=True)
-    with gradsurgeon.apply(model, rule_file(entry)):
+    with attach(model, entry):
         for _ in range(3):
             assert torch.equal(gradsurgeon.tag(x, "x"), x)
         (gradsurgeon.tag(x, "x") * 4).sum().backward()
@@ -705,7 +710,7 @@ def test_threads_that_share_a_model_lose_no_count(request: pytest.FixtureRequest
         scale("*", "output.grad", 1.0),
     )
     threads, calls = 8, 40
-    with gradsurgeon.apply(model, rule_file(*entries)) as session:
+    with attach(model, *entries) as session:
 
         def work(number: int) -> None:
             for _ in range(calls):
@@ -731,7 +736,7 @@ def test_tensors_without_numbers_are_left_alone(
     request.addfinalizer(torch.compiler.reset)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     wanted = model(data(0, 3, 4))
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         with pytest.warns(
             GradSurgeonWarning, match="rule r0: left a tensor alone that has no numbers"
         ):
@@ -767,7 +772,7 @@ def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> No
 def test_a_module_that_is_replaced_without_a_registration_is_told_of_in_the_end() -> None:
     model = tanh_net(4, 4, 2)
     optimizer = sgd(model[0])
-    with gradsurgeon.apply(model, rule_file(capture("1", "output"))) as session:
+    with attach(model, capture("1", "output")) as session:
         for step in range(3):
             if step == 1:
                 model._modules["1"] = nn.Tanh()
@@ -798,7 +803,7 @@ def test_a_trap_on_a_value_that_needs_no_gradient_stops_the_update(
     model[0].requires_grad_(not frozen)
     optimizer = sgd(model[2])
     rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor, "then": then}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         for number in range(3):
             with torch.no_grad():
                 model(nan_at(0, 0))  # feeds nothing
@@ -810,5 +815,5 @@ def test_a_trap_on_a_value_that_needs_no_gradient_stops_the_update(
                 model.zero_grad()
                 break
             optimizer.step()
-        assert [e.step for e in session.events if e.kind == "trap"] == [1]
+        assert fields_of(session, "step", kind="trap") == [1]
     assert all(param.isfinite().all() for param in model.parameters())

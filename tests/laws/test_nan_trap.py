@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import CASES, data, memory, same
 from ranks import Json
-from small import events_of, kinds_of, rule_file, sgd
+from small import attach, events_of, fields_of, kinds_of, rule_file, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
@@ -197,7 +197,7 @@ def test_a_gradient_that_the_script_repairs_is_a_notice(fault: float) -> None:
             assert param.grad is not None
             param.grad.nan_to_num_(0.0, 0.0, 0.0)
         optimizer.step()
-    assert [(e.kind, e.step, e.name) for e in session.events] == [("notice", 0, "first.weight")]
+    assert fields_of(session, "kind", "step", "name") == [("notice", 0, "first.weight")]
     assert session.events[0].message.startswith(
         "4 gradients were non-finite after backward and finite at the update "
         "(first.weight, first.bias, second.weight and 1 more)"
@@ -254,7 +254,7 @@ def test_a_rule_of_ours_that_would_repair_is_no_reason_to_go_on(trap_first: bool
         assert model.second.bias.grad is not None
         assert model.second.bias.grad.isinf().any()
         assert session.status()["bound"].fired == 0
-    assert [e.kind for e in session.events if e.rule == "trap"] == ["trap"]
+    assert fields_of(session, "kind", rule="trap") == ["trap"]
     assert same(before, memory(model, optimizer))
 
 
@@ -323,7 +323,7 @@ def test_what_rules_of_ours_spoil_again_and_again_is_given_up() -> None:
     huge = {"action": "scale", "params": "*", "factor": 3e38, "at": "step"}
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
     given = [{"id": "a", **huge}, {"id": "b", **huge}, {**trap, "give_up_after": 3}]
-    with gradsurgeon.apply(model, rule_file(*given)):
+    with attach(model, *given):
         for step in range(3):
             optimizer.zero_grad()
             model(data(step, 5, 4)).square().mean().backward()

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from models import CASES, same, train
-from small import rule_file, sgd
+from small import attach, sgd
 from torch import nn
 
 import gradsurgeon
@@ -197,7 +197,7 @@ def test_a_model_that_is_dropped_is_freed_and_leaves_no_global_hook() -> None:
 def test_a_session_that_the_caller_drops_goes_on() -> None:
     model = CASES["mlp"].make()
     optimizer = sgd(model)
-    gradsurgeon.apply(model, rule_file({"id": "z", "action": "zero", "params": "*", "at": "step"}))
+    attach(model, {"id": "z", "action": "zero", "params": "*", "at": "step"})
     gc.collect()
     CASES["mlp"].backward(model, 0)
     optimizer.step()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import edited, rule_file, sgd
+from small import edited, equal, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -30,7 +30,7 @@ def test_the_noise_depends_on_seed_step_and_name_alone() -> None:
     first = edited(noise(), (5, 7), 0.0, updates=3)
     torch.manual_seed(99)
     again = edited(noise(), (5, 7), 0.0, updates=3)
-    assert all(map(torch.equal, first, again))
+    assert equal(first, again)
     other = edited(noise(seed=1), (5, 7), 0.0, updates=1)
     assert not torch.equal(first[0], other[0])
 

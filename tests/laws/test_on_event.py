@@ -9,10 +9,9 @@ import threading
 import pytest
 import torch
 from ranks import Json
-from small import kinds_of, rule_file
+from small import attach, equal, kinds_of
 from torch import Tensor, nn
 
-import gradsurgeon
 from gradsurgeon import Event, NonFiniteGradientError
 
 NAN = float("nan")
@@ -48,9 +47,7 @@ class Training:
 def test_it_sees_what_the_session_notes_and_nothing_else() -> None:
     seen: list[Event] = []
     training = Training(bad=(1, 3))
-    with gradsurgeon.apply(
-        training.model, rule_file(NORMS, trap("skip-step")), on_event=seen.append
-    ) as session:
+    with attach(training.model, NORMS, trap("skip-step"), on_event=seen.append) as session:
         for _ in range(5):
             training.step()
     assert [event.kind for event in seen] == ["trap", "skipped-step"] * 2
@@ -64,7 +61,7 @@ def test_it_is_called_on_the_thread_that_has_seen_the_event() -> None:
     def note(_: Event) -> None:
         threads.append(threading.get_ident())
 
-    with gradsurgeon.apply(training.model, rule_file(trap("skip-step")), on_event=note):
+    with attach(training.model, trap("skip-step"), on_event=note):
         training.step()
     assert set(threads) == {threading.get_ident()}
 
@@ -80,12 +77,12 @@ def test_what_it_raises_is_logged_and_changes_nothing(
     states = []
     for on_event in (None, fail):
         training = Training(bad=(2,))
-        with gradsurgeon.apply(training.model, rule_file(trap(then)), on_event=on_event) as session:
+        with attach(training.model, trap(then), on_event=on_event) as session:
             for _ in range(4):
                 with contextlib.suppress(NonFiniteGradientError):
                     training.step()
         states.append(training.state())
-    assert all(torch.equal(*both) for both in zip(*states, strict=True)) or then == "warn"
+    assert equal(*states) or then == "warn"
     logged = [one for one in caplog.records if one.levelno == logging.ERROR]
     errors = [one.exc_info[1] for one in logged if one.exc_info is not None]
     assert [str(error) for error in errors] == kinds_of(session)
@@ -94,5 +91,5 @@ def test_what_it_raises_is_logged_and_changes_nothing(
 def test_what_is_no_function_is_refused() -> None:
     training = Training()
     with pytest.raises(TypeError, match="on_event= must be a function of one event, not list"):
-        gradsurgeon.apply(training.model, rule_file(NORMS), on_event=[])  # type: ignore[arg-type]
+        attach(training.model, NORMS, on_event=[])
     assert not training.model.weight._backward_hooks

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from small import sgd
 from torch import nn
 
 import gradsurgeon
@@ -21,7 +22,7 @@ RULES = {
 def test_a_loss_with_dimensions_is_a_loss(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -39,7 +40,7 @@ def test_a_loss_with_dimensions_is_a_loss(shape: tuple[int, ...]) -> None:
 
 def test_a_loss_with_dimensions_that_is_nan_is_found() -> None:
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with gradsurgeon.apply(model, RULES) as session:
         for _ in range(3):
             optimizer.zero_grad()

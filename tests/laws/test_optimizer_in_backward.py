@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import data, same
 from ranks import Json
-from small import fired, net, rule_file, sgd, take_step, weights_of
+from small import attach, fired, net, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -61,7 +61,7 @@ def inside(order: str, rules: list[Json]) -> tuple[list[Tensor], Session]:
 def outside(rules: list[Json]) -> tuple[list[Tensor], Session]:
     model = net()
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file(*rules)) as session:
+    with attach(model, *rules) as session:
         for step in range(STEPS):
             take_step(optimizer, model(data(step, 5, 4)).square().mean())
     return [param.detach() for param in model.parameters()], session
@@ -170,7 +170,7 @@ def test_rules_say_that_they_never_saw_updates_inside_backward_without_step(earl
     model = net()
     optimizer = Fused(model.parameters(), lr=0.1, early=early)
     rules = [LOG, {"id": "trap", "action": "nan-trap", "params": "2.*"}]
-    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer) as session:
+    with attach(model, *rules, optimizer=optimizer) as session:
         before = weights_of(model)
         for step in range(3):
             model(data(step, 5, 4)).square().mean().backward()
@@ -192,7 +192,7 @@ def test_hooks_that_put_gradients_aside_until_the_update_are_not_blamed() -> Non
         param.register_post_accumulate_grad_hook(aside)
     optimizer = sgd(model)
     final = {"id": "final", "action": "norm-log", "params": "*", "at": "step"}
-    with gradsurgeon.apply(model, rule_file(final)) as session:
+    with attach(model, final) as session:
         for step in range(8):
             model(data(step, 5, 4)).square().mean().backward()
             for held, grad in kept.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import data
 from ranks import Json
-from small import linears, rule_file, sgd, steps_of, take_step, tanh_net
+from small import attach, fields_of, linears, rule_file, sgd, steps_of, take_step, tanh_net
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -36,7 +36,7 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
     model: Any = halves()
     optimizer = sgd(model["a"])
     options: Json = {"optimizer": optimizer} if named else {}
-    with gradsurgeon.apply(model, rule_file(SKIP), **options) as session:
+    with attach(model, SKIP, **options) as session:
         loss(model["a"]).backward()
         optimizer.step()
         optimizer.param_groups[0]["params"] = list(model["b"].parameters())
@@ -47,14 +47,14 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
             take_step(optimizer, loss(model["b"], NAN))
         assert torch.equal(before, model["b"].weight)
         assert session.step == 3
-    told = [(e.kind, e.step, e.name) for e in session.events if e.kind == "trap"]
+    told = fields_of(session, "kind", "step", "name", kind="trap")
     assert told == [("trap", 1, "b.weight"), ("trap", 2, "b.weight")]
 
 
 def test_what_an_optimizer_has_let_go_of_stops_no_step_of_it() -> None:
     model: Any = halves()
     optimizer = sgd(model["a"])
-    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
+    with attach(model, SKIP) as session:
         loss(model["a"], NAN).backward()  # stays on the layer that is let go
         optimizer.param_groups[0]["params"] = list(model["b"].parameters())
         loss(model["b"]).backward()
@@ -136,7 +136,7 @@ def test_what_an_optimizer_takes_over_soon_is_no_news(when: str) -> None:
     model = linears(4, 4, 2)
     model[0].requires_grad_(False)
     optimizer = sgd(model[1])
-    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
+    with attach(model, SKIP) as session:
         for number in range(12):
             if number == 5:
                 model[0].requires_grad_(True)
@@ -176,7 +176,7 @@ def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient
 def test_an_optimizer_that_steps_now_and_then_is_no_news(made: int) -> None:
     model = linears(4, 4, 2)
     often = sgd(model[0])
-    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
+    with attach(model, SKIP) as session:
         for number in range(10):
             if number == made:
                 seldom = sgd(model[1])
@@ -224,7 +224,7 @@ def test_a_step_that_raised_hides_no_later_one(who: str) -> None:
     first, second = nn.Linear(4, 2), nn.Linear(4, 2)
     optimizer = Failing([*first.parameters(), *second.parameters()], lr=0.05)
     parts = [first, second] if who == "another session" else [first]
-    sessions = [gradsurgeon.apply(part, rule_file(SKIP), optimizer=optimizer) for part in parts]
+    sessions = [attach(part, SKIP, optimizer=optimizer) for part in parts]
     if who == "a hook of the script":
         optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, dict(kwargs)))
     for number in range(12):
@@ -239,7 +239,7 @@ def test_a_step_that_raised_hides_no_later_one(who: str) -> None:
             assert fail
     assert first.weight.isfinite().all()
     # The one that trips hides all gradients of the step, so that another one finds none.
-    assert [e.step for e in sessions[0].events if e.kind == "trap"] == [2, 6, 10]
+    assert fields_of(sessions[0], "step", kind="trap") == [2, 6, 10]
     for session in sessions:
         assert session.step == 12
         session.remove()

@@ -14,9 +14,8 @@ import pack_trainings as trainings
 import pytest
 import torch
 from pack_trainings import DEBUG, PACKAGE, Train, launched, same
-from small import rule_file
+from small import attach
 
-import gradsurgeon
 from gradsurgeon import BindError, NonFiniteGradientError, load
 from gradsurgeon.actions import LossRule
 from gradsurgeon.actions.checks.base import Finding, Update
@@ -160,7 +159,7 @@ def test_lbfgs_refuses_chosen_rules_that_hold_an_update_back(rule: dict[str, Any
     model = trainings.net()
     optimizer: Any = torch.optim.LBFGS(model.parameters())
     with pytest.raises(BindError, match="LBFGS moves all parameters together"):
-        gradsurgeon.apply(model, rule_file(rule), optimizer=optimizer)
+        attach(model, rule, optimizer=optimizer)
     done = launched(trainings.lbfgs, [rule, NORMS])
     assert same(done.weights, list(trainings.lbfgs()))
     assert done.fired() == ({"norms"} if rule is FREEZE else {"norms", "trap"})

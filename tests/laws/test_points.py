@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import data
 from ranks import Json
-from small import events_of, kinds_of, rule_file, take_step
+from small import attach, events_of, fields_of, kinds_of, rule_file, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -68,7 +68,7 @@ def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
 def test_the_same_bound_at_both_points_under_accumulation(at: str, moved: float) -> None:
     model = Weight()
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file({**BOUND, "at": at})) as session:
+    with attach(model, {**BOUND, "at": at}) as session:
         with pytest.warns(GradSurgeonWarning) if at == "backward" else nullcontext():
             for part in (2.0, 2.0, -3.0):
                 (model.w * part).sum().backward()
@@ -118,7 +118,7 @@ def test_a_closure_by_keyword_and_a_dummy_closure() -> None:
     def dummy() -> None:
         """Frameworks pass such a one where the script has run backward by itself."""
 
-    with gradsurgeon.apply(model, rule_file(HALF)) as session:
+    with attach(model, HALF) as session:
         optimizer.step(closure=closure)
         assert -model.w.item() == 2.0
         closure()
@@ -151,7 +151,7 @@ def test_lbfgs_sees_edited_gradients_in_every_evaluation_and_counts_one_step() -
             for _ in range(3):
                 optimizer.step(closure)
         else:
-            with gradsurgeon.apply(model, rule_file(HALF)) as session:
+            with attach(model, HALF) as session:
                 for _ in range(3):
                     optimizer.step(closure)
                 steps = session.step
@@ -191,7 +191,7 @@ def test_a_step_that_has_moved_weights_raises_and_says_so(then: str) -> None:
         return loss
 
     with (
-        gradsurgeon.apply(model, rule_file({**SKIP, "then": then}), optimizer=optimizer) as session,
+        attach(model, {**SKIP, "then": then}, optimizer=optimizer) as session,
         pytest.raises(NonFiniteGradientError) as raised,
     ):
         optimizer.step(closure)
@@ -200,9 +200,7 @@ def test_a_step_that_has_moved_weights_raises_and_says_so(then: str) -> None:
         "stopped within the step: the optimizer evaluates its closure late, or several times, and may have moved weights in "
         "this step already"
     )
-    assert [(event.kind, event.message) for event in session.events] == [
-        ("trap", str(raised.value))
-    ]
+    assert fields_of(session, "kind", "message") == [("trap", str(raised.value))]
     assert session.step == 1
 
 
@@ -218,8 +216,8 @@ def test_one_optimizer_over_two_models() -> None:
         take_step(optimizer, (first.w * (float("nan") if bad else 1.0) + second.w).sum())
 
     with (
-        gradsurgeon.apply(first, rule_file(SKIP)) as one,
-        gradsurgeon.apply(second, rule_file(NORMS)) as two,
+        attach(first, SKIP) as one,
+        attach(second, NORMS) as two,
     ):
         step()
         before = (first.w.item(), second.w.item())
@@ -273,7 +271,7 @@ def test_an_optimizer_that_comes_late_has_a_clock_from_the_start() -> None:
 def test_a_parameter_group_that_is_added_later_belongs_to_the_optimizer() -> None:
     model = Weight("a", "b")
     optimizer = torch.optim.SGD([model.a], lr=1.0)
-    with gradsurgeon.apply(model, rule_file(HALF)):
+    with attach(model, HALF):
         (model.a + model.b).sum().backward()
         optimizer.step()
         optimizer.add_param_group({"params": [model.b]})
@@ -292,7 +290,7 @@ def test_a_step_within_a_step_is_one_step() -> None:
     sgd(Weight())  # torch patches the inherited `step` when somebody makes a plain one
     model = Weight()
     optimizer = Outer(model.parameters(), lr=1.0)
-    with gradsurgeon.apply(model, rule_file(HALF)) as session:
+    with attach(model, HALF) as session:
         for _ in range(2):
             take_step(optimizer, (model.w * 4.0).sum())
         assert session.step == 2
@@ -314,9 +312,7 @@ class Wrapper(torch.optim.Optimizer):
 def test_a_wrapper_and_the_optimizer_inside_are_one(named: bool) -> None:
     model = Weight()
     optimizer = Wrapper(sgd(model), hidden=False)
-    with gradsurgeon.apply(
-        model, rule_file(HALF), optimizer=optimizer if named else None
-    ) as session:
+    with attach(model, HALF, optimizer=optimizer if named else None) as session:
         for _ in range(2):
             model.zero_grad()
             (model.w * 4.0).sum().backward()
@@ -330,13 +326,13 @@ def test_a_wrapper_and_the_optimizer_inside_are_one(named: bool) -> None:
 def test_a_wrapper_that_hides_its_optimizer_does_not_stand_in_the_way() -> None:
     model = Weight()
     optimizer = Wrapper(sgd(model), hidden=True)
-    with gradsurgeon.apply(model, rule_file(HALF)) as session:
+    with attach(model, HALF) as session:
         (model.w * 4.0).sum().backward()
         optimizer.step()
     assert (session.events, -model.w.item()) == ([], 2.0)
     with (
         pytest.warns(GradSurgeonWarning, match="pass the optimizer that it wraps"),
-        gradsurgeon.apply(model, rule_file(HALF), optimizer=optimizer),
+        attach(model, HALF, optimizer=optimizer),
     ):
         pass
 
@@ -350,7 +346,7 @@ def test_a_step_that_raises_is_an_attempt_and_the_next_one_acts() -> None:
         if fail:
             raise MemoryError("no room")
 
-    with gradsurgeon.apply(model, rule_file(HALF), optimizer=optimizer) as session:
+    with attach(model, HALF, optimizer=optimizer) as session:
         handle = optimizer.register_step_pre_hook(fault)
         model.w.sum().backward()
         with pytest.raises(MemoryError):
@@ -384,7 +380,7 @@ def update_by_hand(model: nn.Module, *, in_place: bool) -> None:
 @pytest.mark.parametrize("in_place", [True, False], ids=["zeroed in place", "set to None"])
 def test_hand_written_updates(in_place: bool) -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS)) as session:
+    with attach(model, HALF, NORMS) as session:
         for _ in range(3):
             (model.w * 4.0).sum().backward()
             update_by_hand(model, in_place=in_place)
@@ -403,7 +399,7 @@ def test_hand_written_updates(in_place: bool) -> None:
 )
 def test_a_second_pass_onto_an_edited_gradient_is_an_error() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF)):
+    with attach(model, HALF):
         (model.w * 4.0).sum().backward()
         with pytest.raises(
             GradSurgeonError, match=r"reached w while .* would compound\. .*optimizer=\[\]"
@@ -418,7 +414,7 @@ def test_a_first_pass_onto_an_old_gradient_is_the_same_error() -> None:
     model = Weight()
     (model.w * 4.0).sum().backward()
     with (
-        gradsurgeon.apply(model, rule_file(HALF)),
+        attach(model, HALF),
         pytest.raises(GradSurgeonError, match="would compound"),
     ):
         (model.w * 4.0).sum().backward()
@@ -426,7 +422,7 @@ def test_a_first_pass_onto_an_old_gradient_is_the_same_error() -> None:
 
 def test_a_second_pass_without_edits_is_a_step_of_its_own() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(NORMS)) as session:
+    with attach(model, NORMS) as session:
         for _ in range(2):
             (model.w * 4.0).sum().backward()
             (model.w * 4.0).sum().backward()
@@ -448,7 +444,7 @@ def test_a_trap_judges_a_second_pass_by_hand_as_well() -> None:
 
 def test_ticks_mark_the_steps() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS), optimizer=[]) as session:
+    with attach(model, HALF, NORMS, optimizer=[]) as session:
         for step in range(3):
             for _ in range(2):
                 (model.w * 4.0).sum().backward()
@@ -462,7 +458,7 @@ def test_ticks_mark_the_steps() -> None:
 
 def test_a_tick_after_an_undeclared_start_does_not_count_twice() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF)) as session:
+    with attach(model, HALF) as session:
         for _ in range(3):
             (model.w * 4.0).sum().backward()
             session.tick()
@@ -473,7 +469,7 @@ def test_a_tick_after_an_undeclared_start_does_not_count_twice() -> None:
 
 def test_a_tick_says_whether_to_update() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(SKIP), optimizer=[]) as session:
+    with attach(model, SKIP, optimizer=[]) as session:
         (model.w * float("nan")).sum().backward()
         assert session.tick() is False
         model.w.grad = None
@@ -485,7 +481,7 @@ def test_a_tick_says_whether_to_update() -> None:
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
 def test_a_first_tick_says_whether_a_trap_stopped_the_pass_before_it(then: str) -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file({**SKIP, "then": then})) as session:
+    with attach(model, {**SKIP, "then": then}) as session:
         with pytest.raises(NonFiniteGradientError):
             (model.w * float("nan")).sum().backward()
         assert session.tick() is False
@@ -496,7 +492,7 @@ def test_a_first_tick_says_whether_a_trap_stopped_the_pass_before_it(then: str) 
 
 def test_skip_step_without_optimizer_raises_rather_than_pretend() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(SKIP)) as session:
+    with attach(model, SKIP) as session:
         model.w.sum().backward()
         model.w.grad = None
         with pytest.raises(NonFiniteGradientError, match=r"step 1, rule trap: 1 of 1") as caught:
@@ -509,7 +505,7 @@ def test_skip_step_without_optimizer_raises_rather_than_pretend() -> None:
 def test_ticks_are_refused_where_an_optimizer_steps() -> None:
     model = Weight()
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file(HALF)) as session:
+    with attach(model, HALF) as session:
         model.w.sum().backward()
         optimizer.step()
         with pytest.raises(GradSurgeonError, match="a torch optimizer owns the parameters"):
@@ -518,7 +514,7 @@ def test_ticks_are_refused_where_an_optimizer_steps() -> None:
 
 def test_an_optimizer_made_after_the_first_backward_says_what_its_first_update_gets() -> None:
     model = Weight()
-    with gradsurgeon.apply(model, rule_file(HALF)) as session:
+    with attach(model, HALF) as session:
         (model.w * 4.0).sum().backward()
         optimizer = sgd(model)
         with pytest.warns(GradSurgeonWarning, match="act on them again in the first update"):
@@ -541,7 +537,7 @@ def test_an_optimizer_made_after_the_first_backward_says_what_its_first_update_g
 def test_pause_and_resume_keep_the_clock(by_hand: bool) -> None:
     model, moved = Weight(), []
     optimizer = None if by_hand else sgd(model)
-    with gradsurgeon.apply(model, rule_file(HALF, NORMS), optimizer=optimizer) as session:
+    with attach(model, HALF, NORMS, optimizer=optimizer) as session:
         for step in range(5):
             if step == 2:
                 session.pause()
@@ -586,7 +582,7 @@ def test_a_gradient_made_for_inference_is_replaced_as_without_rules() -> None:
     model = nn.Linear(2, 1, bias=False)
     with torch.inference_mode():
         model.weight.grad = torch.zeros(1, 2)
-    with gradsurgeon.apply(model, rule_file(NORMS), optimizer=[]) as session:
+    with attach(model, NORMS, optimizer=[]) as session:
         model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
         assert len(session.history("weight")) == 1
     model.weight.grad = None

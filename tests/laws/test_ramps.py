@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import edited, rule_file
+from small import edited, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -66,8 +66,8 @@ def test_bounds_and_norms_follow_ramps() -> None:
 def test_two_optimizers_have_ramps_of_their_own() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    first = torch.optim.SGD(model[0].parameters(), 0.0)
-    second = torch.optim.SGD(model[1].parameters(), 0.0)
+    first = sgd(model[0], 0.0)
+    second = sgd(model[1], 0.0)
     ramp = {"from": 1.0, "to": 0.0, "steps": 2}
     rules = rule_file({"id": "it", "action": "scale", "params": "*", "factor": ramp, "at": "step"})
     norms = []

@@ -11,10 +11,8 @@ import pytest
 import torch
 from fuzzing import examples
 from ranks import Json
-from small import rule_file
+from small import attach
 from torch import Tensor, nn
-
-import gradsurgeon
 
 WIDTH = 4
 
@@ -272,7 +270,7 @@ def test_edits_act_once_on_what_each_module_takes_and_returns(
         else:
             hook_values(by_hand, rules)
         wanted = ran(by_hand, x)
-        with gradsurgeon.apply(by_rule, rule_file(*rules)):
+        with attach(by_rule, *rules):
             found = ran(by_rule, x)
         if wanted is None or found is None:
             assert found is wanted, (seed, rules)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from small import sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -34,7 +35,7 @@ def batch() -> Tensor:
 
 def test_a_tag_in_the_forward_pass_counts_once() -> None:
     model = Root()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with warnings.catch_warnings(), gradsurgeon.apply(model, TRAP) as session:
         warnings.simplefilter("ignore")
         model(batch(), torch.arange(10, 16)).square().mean().backward()
@@ -48,7 +49,7 @@ def test_a_tag_in_the_forward_pass_counts_once() -> None:
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_adds_no_sample(guard: type[torch.no_grad]) -> None:
     model = Root()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with warnings.catch_warnings(), gradsurgeon.apply(model, TRAP) as session:
         warnings.simplefilter("ignore")
         gradsurgeon.tag(torch.arange(10, 16), "sample_ids")

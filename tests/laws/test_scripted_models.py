@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import data, same
-from small import linears, rule_file
+from small import attach, fields_of, linears, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -172,9 +172,7 @@ def test_copies_and_files_are_as_without_rules(make: Callable[[], Any]) -> None:
 def test_a_part_goes_on_without_the_model_and_the_session_ends_with_it() -> None:
     inner = scripted(nn.Linear(4, 2))
     model = nn.Sequential(inner)
-    session = gradsurgeon.apply(
-        model, rule_file({"action": "scale", "params": "*", "factor": HALF})
-    )
+    session = attach(model, {"action": "scale", "params": "*", "factor": HALF})
     del model
     gc.collect()
     with pytest.warns(GradSurgeonWarning, match="parts of it live on"):
@@ -211,9 +209,9 @@ def test_a_rule_is_refused_where_no_hook_is_called(
     model = MODELS[name]()
     before = trace(model)
     with pytest.raises(BindError) as caught:
-        gradsurgeon.apply(
+        attach(
             model,
-            rule_file({"action": "scale", "modules": modules, "tensor": tensor, "factor": HALF}),
+            {"action": "scale", "modules": modules, "tensor": tensor, "factor": HALF},
         )
     text = str(caught.value)
     assert f"torch.jit runs {named}, and calls no hook there: name the module around them" in text
@@ -224,7 +222,7 @@ def test_a_rule_is_refused_where_no_hook_is_called(
 def test_a_module_that_gives_way_to_a_scripted_one_is_told_of_once() -> None:
     model = linears(4, 4, 2)
     entry = {"action": "scale", "modules": "1", "tensor": "output", "factor": HALF}
-    with gradsurgeon.apply(model, rule_file(entry), optimizer=sgd(model)) as session:
+    with attach(model, entry, optimizer=sgd(model)) as session:
         train(model, sgd(model))
         model[1] = scripted(nn.Linear(4, 2))
         with pytest.warns(
@@ -232,7 +230,7 @@ def test_a_module_that_gives_way_to_a_scripted_one_is_told_of_once() -> None:
         ) as warned:
             for _ in range(4):
                 train(model, sgd(model))
-        lost = [event.name for event in session.events if event.kind == "hook-lost"]
+        lost = fields_of(session, "name", kind="hook-lost")
     assert len(warned) == 1
     assert lost == ["1"]
 
@@ -243,9 +241,9 @@ def test_a_module_that_gives_way_to_a_scripted_one_is_told_of_once() -> None:
 def diagnosed(model: nn.Module) -> Diagnosis:
     """Return the diagnosis of a step whose input makes the root of something negative."""
     optimizer = sgd(model)
-    with gradsurgeon.apply(
+    with attach(
         model,
-        rule_file({"action": "nan-trap", "params": "*", "then": "raise"}),
+        {"action": "nan-trap", "params": "*", "then": "raise"},
         optimizer=optimizer,
     ):
         out = model(data(0, 5, 4) * torch.tensor([[1.0], [1.0], [1.0], [1.0], [1e3]]))
@@ -296,7 +294,7 @@ def test_losses_are_combined_over_scripted_modules_and_their_statistics_move_onc
     for make in (seeded(lambda: Whole(Inner(norm()))), MODELS["part scripted"]):
         model = make()
         optimizer = sgd(model)
-        with gradsurgeon.apply(model, rule_file(entry), optimizer=optimizer):
+        with attach(model, entry, optimizer=optimizer):
             for step in range(3):
                 a, b = model(data(step, 5, 4)).unbind(1)
                 optimizer.zero_grad()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import data
 from ranks import Json
-from small import net, rule_file
+from small import attach, net
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -139,7 +139,7 @@ def test_rules_do_what_hooks_do(name: str, point: str) -> None:
     wanted, norms = by_hand(point, setup)
     bare, _ = by_hand("nothing", setup)
     model = net()
-    with gradsurgeon.apply(model, rule_file(*RULES[point])) as session:
+    with attach(model, *RULES[point]) as session:
         if point == "backward" and setup.parts > 1:
             with pytest.warns(
                 gradsurgeon.GradSurgeonWarning, match="use `at: step` to bound the sum"

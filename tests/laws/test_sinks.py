@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, Kept, fail, frozen, make, step, train
-from small import rule_file, sgd
+from small import attach, sgd
 from torch import nn
 
 import gradsurgeon
@@ -68,7 +68,7 @@ def test_few_tensors_of_another_statistic_are_a_curve_each_and_many_are_not() ->
     assert few.curves["gradsurgeon/maxima/0.bias/linf"] == session.history("0.bias", stat="linf")
     model = nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1, 13)])
     optimizer = sgd(model, 0.0)
-    with gradsurgeon.apply(model, rule_file(maxima), sinks=[many]):
+    with attach(model, maxima, sinks=[many]):
         torch.stack([param.square().sum() for param in model]).sum().backward()
         optimizer.step()
     assert many.curves == {
@@ -131,7 +131,7 @@ def test_tags_that_come_later_keep_the_name_of_their_rule() -> None:
     sink, model = Kept(), make()
     optimizer = frozen(model)
     rule = {"id": "tags", "action": "norm-log", "tensors": "*", "tensor": "value"}
-    with gradsurgeon.apply(model, rule_file(rule), sinks=[sink]):
+    with attach(model, rule, sinks=[sink]):
         for number in range(4):
             gradsurgeon.tag(torch.ones(2), "early" if number < 2 else "late")
             step(model, optimizer)
@@ -265,9 +265,9 @@ def test_a_session_that_is_refused_has_written_nothing() -> None:
     sink = Kept()
     sanitize = {"id": "clean", "action": "sanitize", "params": "*"}
     with pytest.raises(BindError):
-        gradsurgeon.apply(
+        attach(
             make(),
-            rule_file(sanitize),
+            sanitize,
             sinks=[sink],
             scaler=torch.amp.GradScaler("cpu"),
         )
@@ -281,9 +281,9 @@ def test_a_session_that_does_not_begin_leaves_it_open() -> None:
     with gradsurgeon.apply(model, ONLY_NORMS):
         before = threading.active_count()
         with pytest.raises(BindError):
-            gradsurgeon.apply(
+            attach(
                 model,
-                rule_file({**NORMS, "params": "nowhere"}),
+                {**NORMS, "params": "nowhere"},
                 sinks=[sink],
                 replace=True,
             )

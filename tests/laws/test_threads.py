@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ranks import Json
-from small import fired, linears, rule_file, sgd, steps_of
+from small import fields_of, fired, kinds_of, linears, relu_net, rule_file, sgd, steps_of
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -61,14 +61,14 @@ def test_a_skip_stays_a_skip_while_another_thread_steps(other_session: bool) -> 
     assert torch.equal(before, model[0].weight)
     assert not torch.equal(other, model[1].weight)
     assert model[0].weight.grad is not None
-    assert [e.kind for e in sessions[0].events] == ["trap", "skipped-step"]
+    assert kinds_of(sessions[0]) == ["trap", "skipped-step"]
     for session in sessions:
         session.remove()
 
 
 def train(seed: int, found: dict[int, Any]) -> None:
     chance = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = relu_net(8, 16, 4)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=chance) * 0.2)
@@ -83,7 +83,7 @@ def train(seed: int, found: dict[int, Any]) -> None:
         optimizer.step()
     found[seed] = {
         "weights": [param.tolist() for param in model.parameters()],
-        "events": [(event.kind, event.step, event.rule) for event in session.events],
+        "events": fields_of(session, "kind", "step", "rule"),
         "norms": steps_of(session, "0.weight", rule="n"),
         "passes": steps_of(session, "0.weight", rule="b"),
         "fired": fired(session),

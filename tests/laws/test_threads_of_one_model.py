@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from several_losses import Heads, aggregator, flat_grads, jacobian, rules, trunk_of, two
+from several_losses import Heads, aggregator, applied, flat_grads, jacobian, trunk_of, two
+from small import equal
 from torch import Tensor
 
 import gradsurgeon
@@ -51,7 +52,7 @@ def combined(model: Any, x: Tensor) -> Tensor:
 def test_passes_of_two_threads_through_one_model_are_refused(other: str) -> None:
     model: Any = Heads()
     x = torch.randn(5, 6)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    applied(model, {"action": "combine", "method": "mgda"})
     inside, refused = threading.Event(), threading.Event()
 
     def hold(grad: Tensor) -> None:
@@ -80,7 +81,7 @@ def test_passes_of_two_threads_through_one_model_are_refused(other: str) -> None
 def test_a_named_pass_beside_a_running_plain_one_is_refused() -> None:
     model: Any = Heads()
     x = torch.randn(5, 6)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    applied(model, {"action": "combine", "method": "mgda"})
     inside, refused = threading.Event(), threading.Event()
 
     def hold(grad: Tensor) -> None:
@@ -101,14 +102,14 @@ def test_a_named_pass_beside_a_running_plain_one_is_refused() -> None:
 def test_gradients_that_a_hook_asks_for_are_those_without_rules() -> None:
     model, x = Heads(), torch.randn(5, 6)
     params = trunk_of(model)
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    applied(model, {"action": "combine", "method": "mgda"})
     wanted, asked = combined(model, x), torch.autograd.grad(two(model, x)["seg"], params)
     seen: list[bool] = []
 
     def ask(grad: Tensor) -> None:
         with torch.enable_grad():
             found = torch.autograd.grad(two(model, x)["seg"], params)
-        seen.append(all(map(torch.equal, found, asked)))
+        seen.append(equal(found, asked))
 
     for _ in range(3):
         model.zero_grad()
@@ -133,7 +134,7 @@ def test_threads_with_models_of_their_own_do_not_wait_for_each_other() -> None:
         inside.wait(20)
 
     for model in models:
-        gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+        applied(model, {"action": "combine", "method": "mgda"})
         # Neither pass ends before the other one has begun.
         model.seg.weight.register_hook(meet)
     at_once(*(partial(gradsurgeon.backward, two(model, x)) for model in models))

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from small import fields_of, sgd
 from torch import nn
 
 import gradsurgeon
@@ -22,7 +23,7 @@ def events_of_a_nan(then: str) -> list[tuple[str, str]]:
     """Return kind and text of the events of an update with NaN gradients, under a trap and a spike trap that warns."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": then, "forensics": False}
     with (
         warnings.catch_warnings(),
@@ -39,7 +40,7 @@ def events_of_a_nan(then: str) -> list[tuple[str, str]]:
                 optimizer.step()
             except NonFiniteGradientError:
                 assert then == "raise"
-    return [(event.kind, event.message) for event in session.events if event.step == 39]
+    return fields_of(session, "kind", "message", step=39)
 
 
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
@@ -60,7 +61,7 @@ def test_the_update_goes_on_if_all_warn() -> None:
 
 def test_a_stopped_update_does_not_count_as_skipped() -> None:
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     skips = {"id": "skips", "action": "nan-trap", "params": "weight", "then": "skip-step"}
     stops = {"id": "stops", "action": "nan-trap", "params": "bias", "then": "raise"}
     rules = {"version": 1, "rules": [skips, stops]}
@@ -69,7 +70,7 @@ def test_a_stopped_update_does_not_count_as_skipped() -> None:
         model(torch.full((8, 4), float("nan"))).square().mean().backward()
         with pytest.raises(NonFiniteGradientError):
             optimizer.step()
-    assert [(event.kind, event.rule) for event in session.events] == [
+    assert fields_of(session, "kind", "rule") == [
         ("trap", "skips"),
         ("trap", "stops"),
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import same
 from ranks import Json
-from small import rule_file, sgd, steps_of, take_step
+from small import fields_of, relu_net, rule_file, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
@@ -59,7 +59,7 @@ def with_rule(**rule: Any) -> Json:
 
 def net() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 1))
+    return relu_net(6, 5, 1)
 
 
 def by_hand(before: Tensor, after: Tensor) -> dict[str, float]:
@@ -333,7 +333,7 @@ def test_updates_by_hand_have_no_record_and_the_session_says_why() -> None:
                 for param in model.parameters():
                     param.sub_(0.1 * param.grad)
         session.remove()
-    texts = [event.message for event in session.events if event.rule == "updates"]
+    texts = fields_of(session, "message", rule="updates")
     assert any("no torch optimizer updated a parameter the rule matched" in text for text in texts)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from ranks import Json
-from small import sgd
+from small import relu_net, sgd, tanh_net
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
@@ -95,7 +95,7 @@ def fitted(
 
 def regression(width: int = 16, batch: int = 32) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return a source of batches: inputs, and what a fixed random network makes of them."""
-    teacher = nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 4))
+    teacher = tanh_net(width, 32, 4)
     for param in teacher.parameters():
         param.requires_grad_(False)
 
@@ -321,7 +321,7 @@ def unfreezing() -> Training:
 
 def gan() -> Training:
     """Two players: the pass of the generator leaves gradients in the discriminator that no update consumes."""
-    maker = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    maker = relu_net(8, 32, 2)
     judge = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
     model = nn.ModuleDict({"maker": maker, "judge": judge})
     make, tell = (Adam(one.parameters(), lr=1e-3, betas=(0.5, 0.999)) for one in (maker, judge))
@@ -345,7 +345,7 @@ def gan() -> Training:
 
 def reinforce() -> Training:
     """Policy gradients with returns of heavy tails: all norms vary from step to step, and none is broken."""
-    policy = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    policy = tanh_net(8, 32, 4)
     best = torch.randint(4, (8,))
     baseline = 0.0
 
@@ -485,9 +485,7 @@ class Experts(nn.Module):
     def __init__(self, width: int, *, number: int = 4) -> None:
         super().__init__()
         self.router = nn.Linear(width, number)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(number)
-        )
+        self.experts = nn.ModuleList(relu_net(width, 16, 4) for _ in range(number))
         with torch.no_grad():
             self.router.weight[-1, 0] = 10.0
             self.router.bias[-1] = -20.0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Json
-from small import rule_file
+from small import kinds_of, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -254,7 +254,7 @@ class Fault:
             f"{total - finite} of {total} gradients are not finite after backward, "
             f"micro-batch {micro + 1} of {PARTS}"
         ) in trapped.message
-        kinds = [event.kind for event in session.events]
+        kinds = kinds_of(session)
         if error is None:
             assert kinds == ["trap", "skipped-step"]
         else:

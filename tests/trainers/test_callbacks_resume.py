@@ -9,7 +9,7 @@ import lightning
 import pytest
 import torch
 from ranks import Json
-from small import rule_file, tanh_net
+from small import fields_of, rule_file, tanh_net
 from torch import Tensor, nn
 from trainers.own_warnings import OWN_WARNINGS
 from transformers import Trainer, TrainingArguments
@@ -210,7 +210,7 @@ class TestTransformers:
             f"{tmp_path}/checkpoint-{BROKEN_OFF}/state-0.pt; a training without this callback writes none"
         )
         assert callback.session is not None
-        assert [event.message for event in callback.session.events][:1] == [text]
+        assert fields_of(callback.session, "message")[:1] == [text]
         assert callback.session.step == STEPS
         assert entered(callback) == STEPS - BROKEN_OFF
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from models import data
 from pairs import slow
-from small import linears, rule_file, sgd, steps_of
+from small import attach, linears, sgd, steps_of
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
@@ -141,7 +141,7 @@ def test_an_optimizer_of_the_scripts_own_consumes_what_the_rules_left(
     clip = {"id": "clip", "action": "clip-norm", "max_norm": 0.03, "params": LOGGED}
     after = {"id": "after", "action": "norm-log", "at": "step", "params": LOGGED}
     model = net(manual=manual, kind=make)
-    with gradsurgeon.apply(model, rule_file(clip, after)) as session:
+    with attach(model, clip, after) as session:
         fit(model, tmp_path)
     assert session.events == []
     assert made[0].consumed == pytest.approx([0.03] * STEPS, rel=1e-4)
@@ -185,7 +185,7 @@ def test_a_scaler(name: str, tmp_path: Path) -> None:
 def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
     norms = {"id": "norms", "action": "norm-log", "at": "step", "params": "*"}
     model = importlib.import_module("trainers.lightning_models").Gan()
-    with gradsurgeon.apply(model, rule_file(norms)) as session:
+    with attach(model, norms) as session:
         fit(model, tmp_path)
         assert session.step == STEPS * PARTS
     assert steps_of(session, "d.weight") == list(range(8))

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from models import data
 from ranks import Json
-from small import rule_file, sgd
+from small import attach, rule_file, sgd
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -136,7 +136,7 @@ def test_features_are_one_image_per_channel(model: Net, session: Session) -> Non
 
 def test_of_many_channels_the_first_are_drawn_and_the_last_call() -> None:
     model = Net(channels=70)
-    with gradsurgeon.apply(model, rule_file(MAPS), optimizer=[]) as session:
+    with attach(model, MAPS, optimizer=[]) as session:
         model(IMAGES)
         model(IMAGES + math.nan)
         figure = session.plot("features")
@@ -208,7 +208,7 @@ def test_tensors_of_another_shape_are_refused(model: Net) -> None:
 
 
 def test_without_a_rule_one_is_shown(model: Net) -> None:
-    with gradsurgeon.apply(model, rule_file(NORMS), optimizer=[]) as session:
+    with attach(model, NORMS, optimizer=[]) as session:
         with pytest.raises(RecordError, match=r"add one, such as \{id: maps, action: capture"):
             session.plot("features")
         with pytest.raises(RecordError, match="rule norms records l2 norms, and no gradient has"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import KEY, meta
-from small import sgd
+from small import fields_of, sgd
 from torch import Tensor
 
 import gradsurgeon
@@ -168,7 +168,7 @@ def test_doubts_wait_together(copies: list[Copy]) -> None:
     assert len(copies) == 1
     assert journal.events == []
     journal.read_devices()
-    assert [event.step for event in journal.events] == [7, 290]
+    assert fields_of(journal, "step") == [7, 290]
     assert len(copies) == 2
 
 
@@ -205,11 +205,11 @@ def test_events_wait_for_no_device_and_status_does(copies: list[Copy]) -> None:
     assert not any(copy.there for copy in copies)
     for copy in copies:
         copy.arrive()
-    assert [event.step for event in session.events] == [0]
+    assert fields_of(session, "step") == [0]
     spoil()
     assert len(session.events) == 1
     session.status()
-    assert [event.step for event in session.events] == [0, 1]
+    assert fields_of(session, "step") == [0, 1]
     session.remove()
 
 
@@ -230,7 +230,7 @@ def test_nothing_is_moved_while_a_graph_is_captured(
         recorder.event(Event("trap", "norms", 0, 0, "a.bias", "bad"))
         assert not copies
     with open_run(tmp_path) as run:
-        assert [event.message for event in run.events] == ["bad"]
+        assert fields_of(run, "message") == ["bad"]
         assert not list(run)
     now[0] += 5.0
     recorder.end_step()
@@ -246,5 +246,5 @@ def test_a_notice_is_written_without_waiting(tmp_path: Path, copies: list[Copy])
     recorder.event(Event("notice", "norms", 0, 0, "", "by the way"))
     assert [copy.there for copy in copies] == [False]
     with open_run(tmp_path) as run:
-        assert [event.message for event in run.events] == ["by the way"]
+        assert fields_of(run, "message") == ["by the way"]
     recorder.close()

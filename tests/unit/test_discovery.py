@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+from small import linears
 from torch import Tensor, nn
 
 from gradsurgeon.integrations.launcher.model_roots import roots_of
@@ -20,7 +21,7 @@ class Holder(nn.Module):
 
 
 def net(width: int = 3) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 1))
+    return linears(width, 4, 1)
 
 
 def frozen(module: nn.Module) -> nn.Module:

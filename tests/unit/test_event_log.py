@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from small import events_of, kinds_of, rule_file, sgd, take_step
+from small import attach, events_of, fields_of, kinds_of, rule_file, sgd, take_step
 from torch import nn
 
 import gradsurgeon
@@ -36,7 +36,7 @@ def train(then: str, steps: int, **options: object) -> gradsurgeon.Session:
     model = nn.Linear(2, 1)
     optimizer = sgd(model)
     rule = {"id": "guard", "action": "nan-trap", "params": "*", "then": then, **options}
-    with gradsurgeon.apply(model, rule_file(rule)) as session:
+    with attach(model, rule) as session:
         for _ in range(steps):
             take_step(optimizer, (model(torch.ones(1, 2)) * NAN).sum())
     return session
@@ -166,7 +166,7 @@ def test_routine_events_make_room_for_traps(few_events: int) -> None:
         # Whatever comes last is there.
         assert {f"trap {step}", f"skip {step}"} & {e.message for e in journal.events[-4:]}
         assert f"trap {step}" in {event.message for event in journal.events}
-    kept = [event.message for event in journal.events]
+    kept = fields_of(journal, "message")
     assert {"the first", "trap 0", "skip 0"} <= set(kept)
     assert sum(message.startswith("trap") for message in kept) == few_events + 1
     notices = events_of(journal, "notice")

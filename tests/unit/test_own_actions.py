@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import WITHOUT_TORCH, call
 from pydantic import field_validator, model_validator
-from small import fired, rule_file, sgd, weights_of
+from small import attach, equal, fired, rule_file, sgd, weights_of
 from torch import Tensor
 
 import gradsurgeon
@@ -228,7 +228,7 @@ rules:
             optimizer.step()
         assert session.events[0].kind == "trap"
         assert "finite before the rules at `step`" in session.events[0].message
-        assert all(map(torch.equal, model.parameters(), before))
+        assert equal(model.parameters(), before)
 
     @pytest.mark.parametrize("at", ["step", "backward"])
     def test_an_edit_that_fails_is_named_and_keeps_its_error(self, at: str) -> None:
@@ -323,7 +323,7 @@ rules:
         assert "1 of 2 gradients are refused for their linf" in trap.message
         assert "> refused   fc1.bias    linf 7" in trap.message
         assert "non-finite" not in trap.message
-        assert all(map(torch.equal, model.parameters(), moved))
+        assert equal(model.parameters(), moved)
 
     def test_a_trap_by_another_statistic_is_for_parameters(self) -> None:
         rule = {
@@ -336,7 +336,7 @@ rules:
         with pytest.raises(
             gradsurgeon.BindError, match=r"rule trap: .*alone, not `linf`; use `params`"
         ):
-            gradsurgeon.apply(models.Mlp(), rule_file(rule))
+            attach(models.Mlp(), rule)
 
 
 @pytest.mark.usefixtures("own")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from runs import shown
+from small import sgd
 
 from gradsurgeon.common.events import Event, EventKind, RuleStatus
 from gradsurgeon.records.store import Key, Records
@@ -439,7 +440,7 @@ def test_the_summary_of_a_session_holds_its_numbers(start: int) -> None:
     last = nn.Linear(1, 1, bias=False)
     nn.init.ones_(last.weight.requires_grad_(False))
     model = nn.Sequential(nn.Linear(2, 1, bias=False), last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     steps = {"to": start + 2}
     rules = [
         {"id": "norms", "action": "norm-log", "params": "*", "steps": steps},

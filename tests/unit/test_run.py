@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from runs import KEY, another_process, meta, values, write
+from small import fields_of
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.common.events import RuleStatus
@@ -82,7 +83,7 @@ def test_ranks_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         writer.close()
     with open_run(tmp_path) as run:
         assert run.ranks == (0, 1, 10)
-        assert [event.rank for event in run.events] == [1, 10, 0]
+        assert fields_of(run, "rank") == [1, 10, 0]
         found = run.status()["norms"]
         assert (found.matched, found.fired, found.last_step, found.warnings) == (2, 30, 10, ("w",))
         assert found.altered == 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import CASES, data
 from ranks import Json
-from small import linears, sgd, steps_of, take_step
+from small import fields_of, linears, sgd, steps_of, take_step
 from torch import nn
 
 import gradsurgeon
@@ -114,7 +114,7 @@ def test_a_rule_that_never_fires_is_mentioned_at_the_third_step_with_the_cause()
         ):
             step(model, optimizer)
         step(model, optimizer)
-    assert [(e.kind, e.rule, e.step) for e in session.events] == [
+    assert fields_of(session, "kind", "rule", "step") == [
         ("notice", "spare", 2),
         ("never-fired", "spare", 4),
     ]
@@ -138,7 +138,7 @@ def test_a_rule_that_first_fires_late_has_fired() -> None:
         for number in range(10):
             take_step(optimizer, (a if number < 5 else b)(body(data(number, 2, 3))).sum())
     assert session.status()["late"].fired == 10
-    assert [(e.kind, e.rule, e.step) for e in session.events] == [("notice", "late", 2)]
+    assert fields_of(session, "kind", "rule", "step") == [("notice", "late", 2)]
 
 
 def test_gradients_that_are_cleared_before_the_update_are_a_cause_of_their_own() -> None:
@@ -153,7 +153,7 @@ def test_gradients_that_are_cleared_before_the_update_are_a_cause_of_their_own()
             model(data(number, 5, 4)).square().mean().backward()
             optimizer.zero_grad()
             optimizer.step()
-    assert [(e.kind, e.rule, e.step, e.message) for e in session.events] == [
+    assert fields_of(session, "kind", "rule", "step", "message") == [
         ("notice", "final", 2, f"was due in 3 steps and has not fired yet: {cause}"),
         ("never-fired", "final", 5, f"was due in 5 steps and never fired: {cause}"),
     ]
@@ -198,7 +198,7 @@ def test_a_rule_that_was_never_due_is_mentioned_in_the_end() -> None:
     later = {"id": "later", "action": "zero", "steps": {"from": 100}}
     with gradsurgeon.apply(model, rules(later)) as session:
         step(model, optimizer)
-    assert [(e.kind, e.rule, e.message) for e in session.events] == [
+    assert fields_of(session, "kind", "rule", "message") == [
         ("never-fired", "later", "was never due")
     ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import CASES, data
 from ranks import Json
-from small import kinds_of, linears, rule_file, sgd
+from small import equal, kinds_of, linears, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
@@ -70,7 +70,7 @@ def test_recording_changes_no_bit(tmp_path: Path) -> None:
                 case.backward(model, number)
                 optimizer.step()
         ends.append([*model.state_dict().values(), torch.get_rng_state()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert equal(*ends)
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_happens(tmp_path: Path) -> None:

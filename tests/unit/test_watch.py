@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from runs import KEY, listing, meta, refuse_wal, values, write
+from small import fields_of
 
 from gradsurgeon import Event
 from gradsurgeon.cli.watch import newest_report, screen
@@ -192,7 +193,7 @@ class TestEvents:
         assert kinds(report) == {"trap": 3_000}
         assert "  step 0  trap  nans  w  x3,000, steps 0..2999  bad" in shown(report)
         with open_run(tmp_path) as run:
-            assert [event.step for event in run.events] == list(range(3_000))
+            assert fields_of(run, "step") == list(range(3_000))
 
     def test_what_several_ranks_note_counts_once(self, tmp_path: Path) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1)]
