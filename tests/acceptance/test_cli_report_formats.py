@@ -128,6 +128,13 @@ class TestFailOn:
         assert above.returncode == 1
         assert above.stderr == "gradsurgeon: run/Net-2: 1 trap event, first at step 7, rule no-nan, b\n"  # fmt: skip
 
+    @pytest.mark.parametrize("form", ["text", "json"])
+    def test_no_run(self, tmp_path: Path, form: str) -> None:
+        options = ("--format", form, "--fail-on", "trap")
+        done = call_here("report", "nowhere", *options, cwd=tmp_path)
+        refused(done)
+        assert done.stderr.startswith("gradsurgeon: nowhere: cannot be opened as a run: No such")
+
     def test_a_run_inside_that_cannot_be_read_is_not_taken_for_clean(self, here: Path) -> None:
         fill(here / "run" / "broken", trap(7))
         (here / "run" / "broken" / "rank-0.db").write_bytes(b"\x1b" * 1000)

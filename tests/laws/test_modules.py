@@ -489,7 +489,9 @@ def test_captures_are_bounded() -> None:
     with attach(model, capture("0", "output", max_bytes=100)) as session:
         for number in range(5):
             model(torch.full((10,), float(number)))
-    assert [tensor[0].item() for tensor in session.captured("r0").values()] == [3.0, 4.0]
+    captured = session.captured("r0")
+    assert list(captured) == [("0", 0, 3), ("0", 0, 4)]
+    assert [tensor[0].item() for tensor in captured.values()] == [3.0, 4.0]
     (event,) = session.events
     assert (event.kind, event.rule) == ("notice", "r0")
     assert "exceed 100 bytes" in event.message
