@@ -107,7 +107,10 @@ def _nonfinite(tracks: Sequence[Track], kind: str) -> tuple[str, str]:
     if not number:
         return NONFINITE, ""
     first = min(by_first)
-    text = f"{count(number, nouns(kind))}, first at step {first}: {_names(by_first[first])}"
+    text = f"{count(number, nouns(kind))}, "
+    if number > len(by_first[first]):
+        text += f"{len(by_first[first])} of them "
+    text += f"first at step {first}: {_names(by_first[first])}"
     if are_finite_again:
         return PASSED, f"{text}; until step {last}, finite again since"
     return NONFINITE, text

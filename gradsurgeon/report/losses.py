@@ -97,6 +97,14 @@ def rates_of(series: Iterable[Part], last: int) -> list[LossSeries]:
         points = min(_MOST_POINTS, last - first + 1)
         steps = np.linspace(first, last, points).astype(np.int64)
         places = np.searchsorted(rate.steps, steps, side="right") - 1
+        # A point stands for the steps up to the next one, and has the largest rate of them.
+        points_of_changes = np.searchsorted(steps, rate.steps, side="right") - 1
+        ascending = np.lexsort([rate.values, points_of_changes])
+        changed, counts = np.unique(points_of_changes, return_counts=True)
+        largest = ascending[counts.cumsum() - 1]
+        is_higher = rate.values[largest] > rate.values[places[changed]]
+        places[changed[is_higher]] = largest[is_higher]
+        steps[changed[is_higher]] = rate.steps[largest[is_higher]]
         rates.append(rate._replace(steps=steps, values=rate.values[places]))
     return rates
 

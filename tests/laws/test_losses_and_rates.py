@@ -386,6 +386,8 @@ def test_a_long_curve_has_at_most_2000_points_and_keeps_its_worst() -> None:
     optimizer = sgd(model, 0.0)
     with gradsurgeon.apply(model, RULES) as session:
         for step in range(2500):
+            # A peak of one update between two of the points that are shown.
+            optimizer.param_groups[0]["lr"] = 0.5 if step == 1004 else 0.25
             loss = model(torch.ones(1, 1)).sum() * 0.0 + (float("nan") if step == 1001 else 1.0)
             loss.backward()
             optimizer.step()
@@ -394,6 +396,10 @@ def test_a_long_curve_has_at_most_2000_points_and_keeps_its_worst() -> None:
     assert len(loss["values"]) == len(loss["steps"]) == 1250
     assert loss["values"].count("NaN") == 1
     assert loss["steps"][500] == 1001
+    (rate,) = found["rates"]
+    assert len(rate["values"]) == len(rate["steps"]) <= 2000
+    assert rate["steps"][rate["values"].index(0.5)] == 1004
+    assert rate["values"].count(0.5) == 1
 
 
 def test_a_tag_goes_before_the_loss_of_its_name() -> None:

@@ -120,7 +120,7 @@ def test_the_numbers_stand_at_their_parameter() -> None:
     assert row(text, "a.weight")[6:] == ["-"]
     assert row(text, "a.bias")[1:] == ["▇✗▅✗▂", "0.5", "0.25", "0.5", "0.125", "2"]
     assert row(text, "broken")[1:] == ["✗✗✗✗✗", "nan", "nan", "nan", "nan", "5"]
-    assert "non-finite: 2 parameters, first at step 0: broken" in text
+    assert "non-finite: 2 parameters, 1 of them first at step 0: broken" in text
 
 
 def test_zero_and_silent_parameters_are_called_out() -> None:

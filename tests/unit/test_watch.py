@@ -71,7 +71,7 @@ class TestWorst:
         assert breaks[-1] == "1"
         assert breaks[1].index("✗") == 70 * len(breaks[1]) // STEPS
         assert spikes[4] == "6.4e+03"
-        told = "first at step 60: breaks first, breaks with it; until step 70"
+        told = "2 of them first at step 60: breaks first, breaks with it; until step 70"
         assert f"non-finite: 3 parameters, {told}" in "\n".join(lines)
 
     def test_only_the_newest_rows_are_read(self, tmp_path: Path) -> None:
