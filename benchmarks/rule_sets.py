@@ -56,6 +56,7 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
             "stats": ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
         },
         "with projections": {"stats": ["l2", "projection"]},
+        "per rule": {"per": "rule"},
         "of weights": {"tensor": "value"},
         "of updates": {"tensor": "update", "stats": ["l2", "ratio", "moved"]},
     },

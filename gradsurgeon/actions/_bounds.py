@@ -43,7 +43,7 @@ def autoclip(percentile: float, window: int) -> RunningBound:
     name = f"percentile of {window}"
     advance = partial(_autoclip, percentile / 100, min(window, _YOUNG))
     bound = partial(_autoclip_bound, percentile, window)
-    return RunningBound(name, 2 + window, advance, bound, told=2, learns_all=True)
+    return RunningBound(name, 2 + window, advance, bound, reported=2, learns_all=True)
 
 
 def _fixed(bound: float, kept: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:

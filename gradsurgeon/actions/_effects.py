@@ -133,9 +133,11 @@ class Observer:
 
     Attributes:
         statistics: their names, of `gradsurgeon.statistics.STATISTICS`.
+        joins: whether each number is of all gradients together.
     """
 
     statistics: tuple[str, ...]
+    joins: bool = False
 
 
 # More trips in a row than there can be.
@@ -191,7 +193,7 @@ class RunningBound:
         bounds: maps the state of one norm, as numbers, and what passed of it to the bound of a spike
             and its description; ``None`` during the warm-up.
         keeps_mean: whether its mean is a mean of the norms; AdaGC starts at the smallest norm.
-        told: how many rows of the state ``bounds`` gets; ``None`` for all.
+        reported: how many rows of the state ``bounds`` gets; ``None`` for all.
         learns_all: whether it also learns the norms of updates that are skipped.
     """
 
@@ -200,7 +202,7 @@ class RunningBound:
     advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     bounds: Callable[[Sequence[float], float], tuple[float, str] | None]
     keeps_mean: bool = True
-    told: int | None = None
+    reported: int | None = None
     learns_all: bool = False
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Observer
 from gradsurgeon.actions._fields import FROM_LIST, Flaw, described, each_once, flawed
 from gradsurgeon.actions._kinds import ObserverRule
 from gradsurgeon.errors import did_you_mean
@@ -49,6 +50,11 @@ class NormLog(ObserverRule):
     own. The 66 counts are the columns `histogram_00` (largest negative elements) to `histogram_63` (largest positive ones),
     `histogram_zeros` and `histogram_nonfinite`; `Run.histograms(NAME)` has them together. It is for weights and gradients,
     not for updates. A record takes 66 rows: give it `steps: {every: 10}` or the like.
+
+    ## One number over all
+    `per: rule` records one number over all gradients that the rule matches, under the id of the rule:
+    `session.history(RULE_ID)`. Its `l2` is what `torch.nn.utils.clip_grad_norm_` returns. With several optimizers each has its own,
+    with the module in front. It is for `l1`, `l2`, `linf`, `min`, `max` and counts, at `accumulated` and `step`.
 
     ## Points
     `accumulated` (default): the gradient after the last backward pass of a step, before the script
@@ -94,8 +100,14 @@ class NormLog(ObserverRule):
         Field(min_length=1, description="The statistics to record.", examples=[["l2"]]),
     ] = ("l2",)
 
+    per: Annotated[
+        Literal["parameter", "rule"],
+        Field(description="One number for each gradient, or one for all matches of the rule."),
+    ] = "parameter"
+
     def flaws(self) -> Iterator[Flaw]:
         yield from super().flaws()
+        yield from self._flaws_of_per()
         is_update = self.tensor == "update"
         for stat in self.stats:
             statistic = STATISTICS[stat]
@@ -105,6 +117,24 @@ class NormLog(ObserverRule):
             elif statistic.whole is not None and is_update:
                 message = f"`{stat}` needs all elements, and an update is measured on a sample"
                 yield Flaw("stats", message, "record it of `tensor: value`, or remove it")
+
+    def _flaws_of_per(self) -> Iterator[Flaw]:
+        if self.per == "parameter":
+            return
+        is_gradient = self.params is not None and self.tensor in (None, "grad")
+        if not is_gradient or self.at == "backward":
+            message = "`per: rule` needs all gradients of an update at once"
+            hint = "write `params` with `at: accumulated` or `at: step`, and leave `tensor` out"
+            yield Flaw("per", message, f"{hint}, or remove it")
+        for stat in self.stats:
+            if not STATISTICS[stat].joins:
+                message = f"`{stat}` of all gradients does not follow from the `{stat}` of each"
+                known = [name for name, how in STATISTICS.items() if how.joins]
+                yield Flaw("stats", message, f"with `per: rule` use {', '.join(known)}")
+
+    def compile(self) -> Observer:
+        """Return the statistics to record."""
+        return Observer(self.stats, joins=self.per == "rule")
 
     def complex_problem(self) -> str:
         real = [stat for stat in self.stats if STATISTICS[stat].real]

@@ -100,16 +100,18 @@ class Recorder:
         replace: bool,
         grads: Sequence[Tensor] = (),
         is_copy: bool = False,
+        joined: Key | None = None,
     ) -> None:
         """Add one row, or replace the last row of the same step. ``columns`` are ascending.
 
         ``values`` are one number per column, or of shards what merging the statistic needs: ``[len(columns), k]``.
         ``grads`` are the tensors of the columns, if this rank has measured only shards of some. Nobody writes to a copy.
+        With ``joined``, the numbers of shards become one number in this series.
         """
         shared: tuple[Share, ...] = ()
         if grads:
             shared = shares(grads)
-        row = PendingRow(key, step, columns, replace, (), shared, self.shared.passes)
+        row = PendingRow(key, step, columns, replace, (), shared, self.shared.passes, joined)
         slot = None
         if replace:
             # The slot uses the identity of the key: hashing the names of thousands of tensors takes longer than measuring them.

@@ -32,6 +32,7 @@ _GIVEN_UP = (
 )
 REMEDY = "apply the same rules on all ranks, with the same `mode` and `start_step`"
 UNRECORDED = f"records nothing of parameters that ranks share; {REMEDY}"
+_APART = "no rank has the numbers of all its gradients, so there is no number of all together: write `per: parameter`"
 _UNASKED = (
     "{shared}, and {named} did not ask for this record within {limit:g} s: all of these ranks must call `latest` and `history` "
     "of it while a session is on"
@@ -58,7 +59,10 @@ def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
 
 
 class PendingRow(NamedTuple):
-    """A row on its way, without its numbers. `columns` ascend; `number` counts backward passes, alike on all ranks."""
+    """A row on its way, without its numbers. `columns` ascend; `number` counts backward passes, alike on all ranks.
+
+    With `joined`, the numbers become one in this series, once all of them are here.
+    """
 
     key: Key
     step: int
@@ -67,6 +71,7 @@ class PendingRow(NamedTuple):
     sources: Sequence[object] = ()
     shares: tuple[Share, ...] = ()
     number: int = 0
+    joined: Key | None = None
 
     def measured(self, values: Tensor) -> RecordedRow:
         """Return the row with its numbers: one float32 per name of the key, and the columns without a value."""
@@ -154,6 +159,8 @@ class SharedRows:
         for share in row.shares:
             for place in share.places:
                 self._ranks[row.key.names[row.columns[place]]] = share.ranks or most
+            if row.joined is not None:
+                self._ranks[row.joined.names[0]] = most
             series = _series(row, share)
             part = values[list(share.places)].tolist()
             if not share.ranks or share.ranks[0] == self._rank:
@@ -280,12 +287,19 @@ class SharedRows:
                 numbers.update(zip(piece.places, whole.tolist(), strict=True))
             elif self._channel is not None:
                 self._notify("shared rows", row.key.rule, _GIVEN_UP)
-        if numbers:
-            places = sorted(numbers)
-            columns = [row.columns[place] for place in places]
-            merged = [numbers[place] for place in places]
-            values = torch.tensor(merged, dtype=torch.float32, device="cpu")
+        if not numbers:
+            return
+        places = sorted(numbers)
+        columns = [row.columns[place] for place in places]
+        merged = [numbers[place] for place in places]
+        values = torch.tensor(merged, dtype=torch.float32, device="cpu")
+        if row.joined is None:
             yield PendingRow(row.key, row.step, columns, replace=True), values
+        elif len(columns) == len(row.columns):
+            whole = measure.joined(row.key.stat, values)
+            yield PendingRow(row.joined, row.step, (0,), replace=True), whole
+        else:
+            self._notify("joined rows", row.key.rule, _APART)
 
 
 def _attempt(answer: Callable[[], Answer]) -> Answer | Exception:

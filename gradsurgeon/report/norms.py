@@ -13,7 +13,7 @@ from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.callouts import nouns, whole_name
 from gradsurgeon.report.history import POINTS, History, WholeNorm
-from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT
+from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, WHOLE
 from gradsurgeon.report.tables import Table
 from gradsurgeon.report.track import RecordOrigin, Track
 
@@ -90,6 +90,8 @@ def _notes(history: History, kind: str, more: int) -> Iterator[str]:
 def _measured(kind: str, number: int) -> str:
     if kind in OF_UPDATES.values():
         return f"{kind}, of {count(number, 'parameter')}"
+    if kind == WHOLE:
+        return count(number, "whole norm")
     noun = "parameter" if kind == GRADIENT else kind
     return f"norms (l2) of {count(number, noun)}"
 

@@ -13,6 +13,8 @@ from gradsurgeon.report.tables import Table
 
 STAT = "l2"
 GRADIENT = "gradient"
+# The norm of all gradients of a rule together.
+WHOLE = "whole norm"
 COSINE = "cosine"
 RATIO = "ratio"
 WEIGHT = "weight"

@@ -13,7 +13,7 @@ from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import database_name, section
 from gradsurgeon.records.store.recorded import Recorded, RecordSource
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, RuleInfo
+from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, WHOLE, RuleInfo
 
 _RANKS = 8  # so many that lack a file are named
 _KINDS = {"grad": GRADIENT, "value": WEIGHTS, "update": UPDATES}
@@ -93,6 +93,8 @@ def _rule_infos(
     for rule in planned:
         role = section(roles, rule["id"])
         kind = _kind(rule.get("tensor") or "grad", is_tag=rule.get("hook") == "tag")
+        if role.get("per") == "rule":
+            kind = WHOLE
         logged: tuple[str, ...] = ()
         if kind == GRADIENT and STAT in role.get("stats", ()):
             logged = (*rule.get("params", ()), *rule.get("modules", ()))

@@ -28,6 +28,7 @@ from gradsurgeon.report.rules_and_events import (
     COSINE,
     GRADIENT,
     LOSS_STATS,
+    WHOLE,
     EventGroup,
     shown_groups,
 )
@@ -172,11 +173,16 @@ def _kind(report: Report, table: NormTable) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
     shown = ranked(table.tracks)[:_MOST_ROWS]
     urgent = urgent_table(report.history, table, _MOST_ROWS)
-    wholes = report.history.gradients if table.kind == GRADIENT else []
-    texts = labels(wholes, len(report.params))
     lines = []
-    for text, whole in zip(texts, wholes, strict=True):
-        lines.append(line(text, whole.steps, whole.norms))
+    if table.kind == GRADIENT:
+        wholes = report.history.gradients
+        texts = labels(wholes, len(report.params))
+        for text, whole in zip(texts, wholes, strict=True):
+            lines.append(line(text, whole.steps, whole.norms))
+    elif table.kind == WHOLE:
+        for track in table.tracks:
+            known = track.recorded
+            lines.append(line(track.name, track.steps[known], track.norms[known]))
     columns = _MOST_CELLS // max(1, len(table.tracks))
     columns = min(_MOST_COLUMNS, columns)
     columns = max(_LEAST_COLUMNS, columns)

@@ -29,6 +29,7 @@ from gradsurgeon.runtime.editing_effects import Hide, NormEdit
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects, ModuleEffects
 from gradsurgeon.runtime.element_edits import ElementEdit, MaskedEdit
+from gradsurgeon.runtime.joined_records import RecordTogether
 from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributions
 from gradsurgeon.runtime.spike_effect import SpikeEffect
@@ -56,6 +57,8 @@ def _record(rule: Rule, context: Context, indices: tuple[int, ...], observer: Ob
         kind = RecordWeights
     elif rule.target == "params" and rule.point == "backward":
         kind = RecordContributions
+    elif observer.joins:
+        kind = RecordTogether
     return kind(rule, context, indices, observer)
 
 

@@ -74,11 +74,16 @@ class Record(Effect):
     def act(self, gradients: Gradients, bound: Bound) -> None:
         step = bound.counter.step
         indices = gradients.having(bound.indices)
-        are_shared = gradients.are_sharded
-        if are_shared:
+        if gradients.are_sharded:
             indices = self._recordable(gradients, indices, step)
         if not indices:
             return
+        self._record(gradients, bound, indices)
+        self.log.count_fired(self.rule.id, step, len(indices))
+
+    def _record(self, gradients: Gradients, bound: Bound, indices: Sequence[int]) -> None:
+        step = bound.counter.step
+        are_shared = gradients.are_sharded
         columns = bound.columns(indices)
         for stat, keys in bound.keys.items():
             grads: Sequence[Tensor] = ()
@@ -88,7 +93,6 @@ class Record(Effect):
                 values = gradients.statistics(stat, indices)
             for key, numbers in by_column(keys, values, are_parts=are_shared):
                 self.context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
-        self.log.count_fired(self.rule.id, step, len(indices))
 
     def _recordable(self, gradients: Gradients, indices: Sequence[int], step: int) -> Sequence[int]:
         """Return the gradients that can be recorded without a collective that other ranks may not call."""

@@ -75,13 +75,13 @@ class JudgedNorms:
         return ((tuple(range(len(self.norms))), flags),)
 
     @property
-    def told(self) -> Tensor:
+    def reported(self) -> Tensor:
         """The rows of the state before that a description needs."""
-        return self.before[: self.spikes.bound.told]
+        return self.before[: self.spikes.bound.reported]
 
     def to_be_read(self) -> Tensor:
         """Return the numbers that `read` needs, in one tensor."""
-        return torch.cat([self.norms, self.passed, self.told.flatten()])
+        return torch.cat([self.norms, self.passed, self.reported.flatten()])
 
     def read(self, numbers: Tensor) -> tuple[list[float], list[float], Tensor]:
         """Return norms, passed norms and rows of the state before, once the numbers of `to_be_read` are on the host."""

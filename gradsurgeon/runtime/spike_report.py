@@ -31,7 +31,7 @@ def spike_report(
     total = count(len(judged.indices), "gradient")
     if spikes.over_rule:
         norm, passed = torch.cat([judged.norms, judged.passed]).tolist()
-        head = f"spike: over {total} {_above(spikes, norm, passed, judged.told.cpu()[:, 0])}"
+        head = f"spike: over {total} {_above(spikes, norm, passed, judged.reported.cpu()[:, 0])}"
         title = "each parameter's share of the squared norm:"
         rows = _by_share(judged)
     else:
@@ -85,7 +85,7 @@ def _by_excess(judged: JudgedNorms) -> list[tuple[int, str]]:
     """Return the parameters above their own bounds, the largest excess first, with the reason."""
     norms = judged.norms.tolist()
     passed = judged.passed.tolist()
-    before = judged.told.cpu()
+    before = judged.reported.cpu()
     excesses = {}
     for place, norm in enumerate(norms):
         # A NaN in either number fails every comparison.

@@ -107,7 +107,7 @@ class TrainingCurves:
         if not is_new:
             return
         for place, (_, sums) in enumerate(sorted(losses.items())):
-            name = self._name(counter, f"{LOSS}[{place}]" if place else LOSS, sums.indices)
+            name = self.name_of(counter, f"{LOSS}[{place}]" if place else LOSS, sums.indices)
             self._record(LOSS, name, counter.step, sums.value, is_copy=True)
         if optimizer is not None:
             self._record_rates(counter, optimizer)
@@ -128,7 +128,7 @@ class TrainingCurves:
         self._waiting = waiting
         return sums
 
-    def _name(self, counter: StepCounter, base: str, indices: Sequence[int]) -> str:
+    def name_of(self, counter: StepCounter, base: str, indices: Sequence[int]) -> str:
         """Return a name that no other optimizer has, with the module of some parameters if there are several optimizers."""
         if (counter, base) not in self._known:
             counters = self._counters
@@ -152,7 +152,7 @@ class TrainingCurves:
         self._recorder.add(key, step, (0,), value, replace=True, is_copy=is_copy)
 
     def _record_rates(self, counter: StepCounter, optimizer: Optimizer) -> None:
-        label = self._name(counter, type(optimizer).__name__, counter.indices)
+        label = self.name_of(counter, type(optimizer).__name__, counter.indices)
         for number, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
             name = f"{label}/{number}"

@@ -234,6 +234,12 @@ def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
     return merge
 
 
+def joined(stat: str, values: Tensor) -> Tensor:
+    """Return the number of several tensors together, shape ``[1]``, from the number of each."""
+    wide = _in_float64(values, values.device)
+    return merge_of(stat)(wide.reshape(-1, 1, 1)).float()
+
+
 def _summed(parts: Tensor) -> Tensor:
     return parts[..., 0].sum(0)
 

@@ -52,6 +52,11 @@ class Statistic:
     columns: tuple[str, ...] = ()
     whole: Callable[[Sequence[Tensor]], Tensor] | None = None
 
+    @property
+    def joins(self) -> bool:
+        """Whether the number of several gradients together follows from the number of each."""
+        return self.part is None and self.whole is None
+
 
 def add_statistic(name: str, statistic: Statistic) -> None:
     """Add your own statistic, for use in `stats` of a rule.

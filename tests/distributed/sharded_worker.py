@@ -92,6 +92,17 @@ def statistics() -> Json:
     return found
 
 
+def together() -> Json:
+    """Record numbers of all gradients together, of a whole and of a sharded model."""
+    stats = ["l1", "l2", "linf", "min", "max", "zeros", "nonfinite"]
+    found: Json = {}
+    for case, model, batch in (("whole", make(), data), ("sharded", shard(make()), mine)):
+        with gradsurgeon.apply(model, rules({**LOG, "stats": stats, "per": "rule"})) as session:
+            steps(model, batch)
+            found[case] = {stat: session.history("log", stat) for stat in stats}
+    return found
+
+
 def recorded() -> Json:
     """Record a sharded model in a run directory, and ask for a record on one rank alone."""
     places = [tempfile.mkdtemp()]
@@ -330,6 +341,7 @@ def main() -> Json:
     """Run every part."""
     parts = (
         statistics,
+        together,
         recorded,
         captured,
         mixed_precision,

@@ -40,6 +40,16 @@ def test_fsdp2_histograms_are_those_of_whole_gradients(ranks: Ranks) -> None:
             assert any(whole[f"{name} histogram_{place:02}"] != [0.0] * 3 for place in range(64))
 
 
+def test_fsdp2_numbers_of_all_gradients_are_those_of_one_process(ranks: Ranks) -> None:
+    for rank in ranks:
+        whole, sharded = rank["together"]["whole"], rank["together"]["sharded"]
+        for stat, values in whole.items():
+            assert len(values) == 3
+            assert [step for step, _ in sharded[stat]] == [0, 1, 2]
+            for (_, one), (_, other) in zip(sharded[stat], values, strict=True):
+                assert one == pytest.approx(other, rel=1e-5, abs=1e-7), stat
+
+
 def test_a_run_directory_has_records_of_whole_gradients_on_the_lowest_rank(
     ranks: Ranks,
 ) -> None:

@@ -110,7 +110,7 @@ def test_report_is_silent_about_the_age_of_a_statistic_of_100_updates() -> None:
     for above in (Above(sigmas=2.5), Above(times=1.05)):
         for updates, is_young in ((99, True), (100, False)):
             bound = above.bound()
-            known = bound.bounds([float(updates), 1.0, 0.5][: bound.rows])
+            known = bound.bounds([float(updates), 1.0, 0.5][: bound.rows], 1.0)
             assert known is None or ("known from 99 updates" in known[1]) is is_young
 
 

@@ -33,13 +33,15 @@ def describe(
 def about(plan: Plan) -> dict[str, Any]:
     """Return rules and model as `run.json` has them."""
     rules = plan.rules
-    roles = {}
+    roles: dict[str, dict[str, Any]] = {}
     for rule in rules.rules:
         role = rule.role
         if rule.edits:
             # A trap that cuts gradients edits them.
             role = "edit"
         roles[rule.id] = {"role": role, "stats": list(getattr(rule, "stats", ()))}
+        if role == "observe" and getattr(rule, "per", "") == "rule":
+            roles[rule.id]["per"] = "rule"
     files = [{"file": file, "text": text} for file, text in rules.files]
     aliases = {}
     for module in plan.manifest.modules:
