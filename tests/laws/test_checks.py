@@ -204,16 +204,17 @@ def test_rule_that_freezes_is_named() -> None:
 
 
 def test_a_late_sample_does_not_call_the_gradients_since_the_last_sample_finite() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    first = nn.Linear(4, 8)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(8, 1))
     optimizer = sgd(model, 0.01)
 
     def spoil(step: int) -> None:
         if step == 15:
-            model[0].weight.grad[0, 0] = torch.inf
+            first.weight.grad = torch.full_like(first.weight, torch.inf)
 
     # The output stays finite, because `tanh` saturates.
     training = fitted(
-        model, optimizer, lambda _step: model(torch.ones(2, 4)).sum(), 25, before=spoil
+        model, optimizer, lambda _: model(torch.ones(2, 4)).square().sum(), 25, before=spoil
     )
     event = next(event for event in told(training) if event.rule == CHECKS["rules"][1]["id"])
     assert event.step == 20

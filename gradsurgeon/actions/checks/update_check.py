@@ -128,7 +128,7 @@ class UpdateCheck(Check):
             before = [owner.samples.get(index, new[index]) for index in indices]
             after = [new[index] for index in indices]
             finite = torch.stack([values.isfinite().all() for values in after])
-            judge = partial(self._judge, owner, update, indices, span, broken)
+            judge = partial(self._judge, owner, update, indices, span, broken=broken)
             update.later(torch.stack([differing(before, after), finite.float()]), judge)
         if not ends_window:
             new |= owner.samples
@@ -140,8 +140,9 @@ class UpdateCheck(Check):
         update: Update,
         indices: Sequence[int],
         span: int,
-        broken: str,
         seen: Tensor,
+        *,
+        broken: str,
     ) -> Iterator[Finding]:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any.
 

@@ -46,7 +46,9 @@ class EventCommand:
         if not self._settings.on_event or event.kind not in TRIPS:
             return
         if self._waiting.qsize() >= MOST_WAITING:
-            self._fail(f"{MOST_WAITING} events wait for it already, and later events do not start it")
+            self._fail(
+                f"{MOST_WAITING} events wait for it already, and later events do not start it"
+            )
             return
         self._waiting.put(event)
         # A forked child has no thread. At the end of Python none can be started any more.
@@ -83,8 +85,7 @@ class EventCommand:
     def _run(self, document: dict[str, object]) -> None:
         limit = min(LIMIT, self._deadline - time.monotonic())
         if limit <= 0:
-            text = f"the script has ended, and {LIMIT:.0f} seconds after that some events had not started it"
-            self._fail(text)
+            self._fail(f"some events did not start it in the last {LIMIT:.2g} seconds")
             return
         environment = without_rules(os.environ)
         environment.pop(STATUS_FILE, None)
@@ -109,10 +110,7 @@ class EventCommand:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            given = f"{limit:.0f} seconds"
-            if limit < LIMIT:
-                given = f"what was left of the {LIMIT:.0f} seconds after the end of the script"
-            self._fail(f"it was ended after {given}; the next event starts it again")
+            self._fail(f"it was ended after {limit:.2g} seconds; the next event starts it again")
         else:
             if status:
                 self._fail(f"it ended with status {status}")
