@@ -96,7 +96,7 @@ def test_norms_enter_also_where_the_update_is_skipped_so_the_bound_can_rise(then
     """A bound that learnt only from what it lets through would skip for ever once norms have doubled."""
     norms = [*np.linspace(1, 1.1, 20), *np.linspace(2, 2.2, 20)]
     above = {"percentile": 80, "window": 10}
-    patience = {"give_up_after": "never"} if then == "skip-step" else {}
+    patience: Json = {"give_up_after": "never"} if then == "skip-step" else {}
     session, moved = train(above, norms, then=then, **patience)
     wanted = autoclip(norms, 80, 10)
     spikes = [cut < norm for cut, norm in zip(wanted, norms, strict=True)]
