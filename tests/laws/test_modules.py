@@ -484,6 +484,13 @@ def test_the_root_has_a_name_and_star_does_not_match_it() -> None:
     assert list(session.captured("r1")) == [("0", 0, 0), ("1", 0, 0)]
 
 
+def test_captures_count_the_calls_of_a_step() -> None:
+    model = make(CalledTwice)
+    with attach(model, capture("a", "output")) as session:
+        model(data(0, 5, 4))
+        assert list(session.captured("r0")) == [("a", 0, 0), ("a", 0, 1)]
+
+
 def test_captures_are_bounded() -> None:
     model = nn.Sequential(nn.Identity())
     with attach(model, capture("0", "output", max_bytes=100)) as session:
