@@ -172,13 +172,6 @@ class TestFailOn:
             refused(done)
             assert f"argument --html: `{name}` is no file that a browser" in done.stderr
 
-    @pytest.mark.parametrize("form", ["text", "json"])
-    def test_no_run(self, tmp_path: Path, form: str) -> None:
-        options = ("--format", form, "--fail-on", "trap")
-        done = call_here("report", "nowhere", *options, cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("gradsurgeon: nowhere: cannot be opened as a run: No such")
-
     def test_texts_of_the_run_are_escaped(self, tmp_path: Path) -> None:
         fill(tmp_path / "run", trap(1, EVIL, EVIL, EVIL))
         done = call_here("report", "run", "--fail-on", "trap", cwd=tmp_path)
