@@ -17,7 +17,7 @@ from laws.healthy_loops import HEALTHY
 from laws.trainings import Training, fit, fitted, perceptron
 from pairs import slow
 from ranks import Json
-from small import equal, events_of, rule_file, sgd, weights_of
+from small import equal, events_of, rule_file, sgd, take_step, weights_of
 from torch import nn
 from torch.optim import SGD
 
@@ -388,3 +388,20 @@ def test_report_tells_faults_and_traps_apart(tmp_path: Path) -> None:
     band, words = str(report).splitlines()[:2]
     assert band.startswith("look: step 3, rule loop: the update of step 3 used gradients")
     assert words == "ended, checks found 1 fault"
+
+
+def test_a_loss_that_is_the_logarithm_of_a_negative_number_is_no_mean_over_nothing() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+    rules = rule_file({"id": "loop", "action": "check-loop", "params": "*"})
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        for step in range(12):
+            outputs = model(torch.ones(3, 2))
+            loss = (outputs - 100).log().mean() if step == 8 else outputs.square().mean()
+            take_step(optimizer, loss)
+    (event,) = session.events
+    assert event.step == 8
+    assert event.message.endswith(
+        "the loss of step 8 (made by `mean`) was NaN although all gradients are finite. Two things are NaN with finite "
+        "gradients: a mean over nothing (an empty batch) and the logarithm of a negative number"
+    )

@@ -56,7 +56,13 @@ _LOSS = "the loss of step {step}{maker} was {value} although all gradients are f
 _NOTHING = (
     "A mean over nothing is NaN: look for a batch that is empty or in which every label is ignored"
 )
-_GROWN = "It has outgrown its dtype: look at the losses before this step and at the learning rate"
+_MAYBE_NOTHING = "Two things are NaN with finite gradients: a mean over nothing (an empty batch) and the logarithm of a negative number"
+_GROWN = (
+    "It has outgrown its dtype, or is made of the logarithm of 0: look at the losses before this step, at the learning rate, "
+    "and at what goes into a logarithm"
+)
+# Losses that leave out ignored labels.
+_OVER_LABELS = ("nll_loss", "ctc_loss")
 _BY_A_NUMBER = frozenset({"MulBackward0", "DivBackward0"})
 # A clip that takes the scale into account has a bound near this times a usual one.
 _LEAST_BOUND = 1e-2
@@ -167,11 +173,14 @@ class LoopCheck(Check):
             if index in done.grads and not done.has_finite_grad(index):
                 return ()
         value = f"{loss:g}"
+        maker = _maker(done)
         remedy = _GROWN
         if math.isnan(loss):
             value = "NaN"
-            remedy = _NOTHING
-        text = _LOSS.format(step=done.step, maker=_maker(done), value=value, remedy=remedy)
+            remedy = _MAYBE_NOTHING
+            if any(label_loss in maker for label_loss in _OVER_LABELS):
+                remedy = _NOTHING
+        text = _LOSS.format(step=done.step, maker=maker, value=value, remedy=remedy)
         self._nonfinite_losses.append(Finding("loss", text, step=done.step))
         return ()
 
