@@ -17,9 +17,9 @@ from gradsurgeon.common import _live
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.tensors import _dist, _torch
 
-# By wrapper: the ids of the parameters that it averages, taken when it was first seen.
+# Maps each wrapper to the ids of the parameters that it averages, taken when it was first seen.
 _averages: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-# By wrapper: how many passes it averaged while it was watched, alike on all of its ranks.
+# Maps each wrapper to how many passes it averaged while it was watched, alike on all of its ranks.
 _passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # The wrappers that average in the next pass that reaches one of their parameters.
 _awaiting: weakref.WeakSet[Any] = weakref.WeakSet()

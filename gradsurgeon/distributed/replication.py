@@ -37,7 +37,7 @@ class Replication:
         # since the last update.
         self._missed: dict[int, Missed] = {}
         self._averaged: set[int] = set()
-        # By wrapper: the last pass that it averaged, and the number of passes through its parameters since then.
+        # Maps each wrapper to the last pass that it averaged, and the number of passes through its parameters since then.
         self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._since: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Wrappers that may leave ranks apart: with a communication hook, under `Join`, or after an update without them.

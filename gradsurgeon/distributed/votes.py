@@ -164,7 +164,7 @@ class Voter:
         channel.lingers = self._counter.serves or _job_store.is_hosted_here()
         self._patience = patience
         self._notify = tell
-        # By pass: the known sum of votes after this rank cast its vote, and the decision.
+        # Maps each pass to the known sum of votes after this rank cast its vote, and the decision.
         self._values: dict[int, int] = {}
         self._decisions: dict[int, VoteResult] = {}
         self._met = 0

@@ -257,7 +257,7 @@ class Curves:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._patterns = [compile_pattern(text) for text in names]
-        # By series: the beginning of the names of numbers over several tensors, and the tensors with a curve.
+        # Maps each series to the beginning of the names of numbers over several tensors, and the tensors with a curve.
         self._known: dict[Key, tuple[str, frozenset[str]]] = {}
 
     def scalars(self, row: RecordedRow) -> dict[str, float]:

@@ -181,7 +181,7 @@ class _Layout:
         self._stats: list[str] = []
         for stat in rule.stats:
             self._stats += columns_of(stat)
-        # By name: the keys of its series, one key per statistic, and its column.
+        # Maps each name to the keys of its series, one key per statistic, and its column.
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
         # Nearly always the same modules run in each step, in the same order.
         self.places_of = lru_cache(_MOST_ORDERS)(self._places)

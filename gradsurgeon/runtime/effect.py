@@ -292,7 +292,7 @@ class WeightUpdate:
     stopped: bool = False
     # The optimizer did its update, as far as that is known after it: neither it nor a trap has raised, and no trap skips it.
     took_place: bool = False
-    # By parameter that the optimizer does not find, the rule that hides it.
+    # Maps each parameter that the optimizer does not find to the rule that hides it.
     hidden_by: Mapping[int, str] = field(default_factory=dict)
     # The step has raised, and its error is on its way to the script.
     raised: bool = False

@@ -62,10 +62,10 @@ class NamedPass:
         self._astray: set[int] = set()
         self._problem = ""
         self._combined: dict[int, Tensor] = {}
-        # By parameter, the sum of the gradients of single losses, and the sum of their norms. If losses cancel,
+        # Maps each parameter to the sum of the gradients of single losses, and the sum of their norms. If losses cancel,
         # rounding is small next to each gradient, but not next to their sum.
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
-        # By parameter, the norm of the difference between the passes, and the sum of all norms.
+        # Maps each parameter to the norm of the difference between the passes, and the sum of all norms.
         self._differences: dict[int, tuple[Tensor, Tensor]] = {}
 
     def combine(
@@ -169,7 +169,7 @@ class LossRules:
         self._agreement = agreement
         on_params = effects.on_params("losses")
         self.effects = [effect for effect in on_params if isinstance(effect, LossEffect)]
-        # By rule id, the losses that calls passed while the rule was due.
+        # Maps each rule id to the losses that calls passed while the rule was due.
         self._given: dict[str, set[str]] = {}
 
     def due(self, leaves: Sequence[Tensor], given: Collection[str] | None) -> list[DueLossRule]:

@@ -41,7 +41,7 @@ class Notices:
     ) -> None:
         self._context = context
         self._effects = effects
-        # By parameter, the rules that edit or record the contribution of one pass, rules on losses first.
+        # Maps each parameter to the rules that edit or record the contribution of one pass, rules on losses first.
         combining = [effect for effect in effects.on_params("losses") if effect.rule.edits]
         self._contributing = by_parameter([*combining, *effects.on_params("backward")])
         self._log = context.event_log

@@ -63,7 +63,7 @@ _alone: list[RunningPass] = []
 threads: set[int] = set()
 # Held while the only thread reads gradients, so a pass in a second thread begins after the read.
 lock = threading.RLock()
-# By thread, the numbers of its passes that take the gradients of single losses.
+# Maps each thread to the numbers of its passes that take the gradients of single losses.
 _taking: dict[int, list[int]] = {}
 
 

@@ -87,7 +87,7 @@ class Channel:
         self.is_over = False
         # The keys of this rank, each with the age at which it was last set.
         self._keys: dict[str, int] = {}
-        # By rank, the number of messages posted to it and taken from it.
+        # Maps each rank to the number of messages posted to it and taken from it.
         self._posted: Counter[int] = Counter()
         self._taken: Counter[int] = Counter()
         _open.add(self)

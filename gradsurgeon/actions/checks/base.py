@@ -44,7 +44,7 @@ class Model:
         self._root = weakref.ref(root)
         self._holders = weakref.WeakValueDictionary(holders)
         self._modal = weakref.WeakSet([each for each in root.modules() if isinstance(each, _MODAL)])
-        # By parameter, the name of the class of its module.
+        # Maps each parameter to the name of the class of its module.
         self.kinds = {index: type(holder).__name__ for index, holder in holders.items()}
 
     def is_evaluated(self) -> bool | None:

@@ -38,9 +38,9 @@ class DeadParams:
     """Follows the parameters of one optimizer that have not moved at the first look."""
 
     def __init__(self) -> None:
-        # By parameter, a sample of its values at the first look.
+        # Maps each parameter to a sample of its values at the first look.
         self._samples: dict[int, Tensor] = {}
-        # By parameter, how its module last ran, a key of `_TEXTS`; none if it has not run.
+        # Maps each parameter to how its module last ran, a key of `_TEXTS`; none if it has not run.
         self._calls: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
 

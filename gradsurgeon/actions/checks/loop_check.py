@@ -72,7 +72,7 @@ _LEAST_BOUND = 1e-2
 class _LoopState:
     updates: int = 0
     last_step: int = -1
-    # By sampled parameter, places of its gradient and the values there at the last update.
+    # Maps each sampled parameter to places of its gradient and the values there at the last update.
     used: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # Sampled parameters that kept their gradients into a new pass.
     kept: set[int] = field(default_factory=set)

@@ -33,9 +33,9 @@ class MovedCheck(Check):
         self._values: Callable[[Tensor], Tensor] = sample
         if not within:
             self._values = fingerprint
-        # By parameter that is still compared: the first values, and their step.
+        # Maps each parameter that is still compared to the first values, and their step.
         self._first: dict[int, tuple[Tensor, int]] = {}
-        # By parameter, the performed updates since then.
+        # Maps each parameter to the performed updates since then.
         self._updates: dict[int, int] = {}
 
     def before_update(self, update: Update) -> Iterable[Finding]:

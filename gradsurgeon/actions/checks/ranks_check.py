@@ -61,7 +61,7 @@ class _Series:
         # What follows is for the first rank: the rows that wait, by passes and rank, and the replicas of its own rows.
         self._rows: dict[_Passes, dict[int, RankNumbers]] = {}
         self._replicas: dict[_Passes, Replicas] = {}
-        # By other rank, the passes of its last row.
+        # Maps each other rank to the passes of its last row.
         self._last = dict.fromkeys(self._others, (-1, -1))
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
 

@@ -93,13 +93,13 @@ class ReplicaComparison:
     def __init__(self, ranks: Sequence[int], indices: Sequence[int]) -> None:
         self._first, *self._others = ranks
         self._indices = indices
-        # By other rank and parameter: the updates in a row whose gradients were equal and new.
+        # Maps another rank and a parameter to the updates in a row whose gradients were equal and new.
         self._equal = torch.zeros(len(self._others), len(indices))
         # Likewise: whether the weights were ever alike.
         self._met = torch.zeros(len(self._others), len(indices), dtype=torch.bool)
         # The last norms of gradients.
         self._norms = torch.zeros(len(indices))
-        # By rank: how many updates more than the first rank it had made at its first row.
+        # Maps each rank to how many updates more than the first rank it had made at its first row.
         self._leads: dict[int, int] = {}
         # Differences of gradients that are a fault only if weights prove to differ, by rank and place.
         self._pending: dict[tuple[int, int], _Difference] = {}
