@@ -77,8 +77,8 @@ class Rule(Options):
     measures: ClassVar[bool] = False
     # Whether the gradient from the script, before any edit at `step`, decides the effect.
     judges_first: ClassVar[bool] = False
-    # Whether the rule can read weights and what updates change, besides gradients.
-    reads_weights: ClassVar[bool] = False
+    # Which of `value` and `update` the rule takes as `tensor` of a parameter, besides gradients.
+    of_weights: ClassVar[tuple[str, ...]] = ()
     # The option that a target needs.
     needs: ClassVar[Mapping[TargetKind, str]] = {}
     # Options of which at least one must be given.
@@ -100,7 +100,7 @@ class Rule(Options):
     tensor: Annotated[
         str | None,
         Field(
-            description="Which tensor: of a parameter `grad`, or where an action records it `value` or "
+            description="Which tensor: of a parameter `grad`, or where an action takes it `value` or "
             "`update`; of a module `output`, `input`, `output.grad`, `input.grad`, or one by path as "
             "`output[0].grad`; of a tag `grad` or `value`."
         ),
@@ -231,10 +231,18 @@ class Rule(Options):
 
     def _flaws_of_point(self) -> Iterator[Flaw]:
         at = self.at
-        of_weights = self.tensor in ("value", "update")
-        if of_weights and (at is not None or not self.reads_weights):
-            message = f"`{self.tensor}` is only recorded, once the update is over"
-            yield Flaw("tensor", message, "leave `tensor` out, or use `norm-log` without `at`")
+        is_of_weights = self.tensor in ("value", "update")
+        if is_of_weights and self.tensor not in self.of_weights:
+            message = f"{self.name()} does not take `{self.tensor}` of a parameter"
+            hint = "leave `tensor` out"
+            if self.of_weights:
+                hint = f"{hint}, or write `{'` or `'.join(self.of_weights)}`"
+            yield Flaw("tensor", message, hint)
+        elif is_of_weights and at is not None:
+            message = f"`{self.tensor}` exists once the update is over, and `at` is a moment before"
+            yield Flaw("at", message, "remove it")
+        elif is_of_weights:
+            return
         elif not self.takes_at and at is not None:
             message = f"{self.name()} takes no `at`: it acts at a moment of its own"
             yield Flaw("at", message, "remove it")

@@ -58,6 +58,8 @@ class EditRule(Rule):
         notes = [
             f"`{name}` {ramp.described(self.steps.from_)}" for name, ramp in self.ramps.items()
         ]
+        if self.target == "params" and self.tensor == "update":
+            notes.append("keeps a copy of the matched weights during each update")
         return tuple(notes)
 
     def in_step(self, step: int) -> Self:
@@ -81,7 +83,7 @@ class ObserverRule(Rule):
 
     role: ClassVar[Role] = "observe"
     points: ClassVar[tuple[Point, ...]] = _READING
-    reads_weights: ClassVar[bool] = True
+    of_weights: ClassVar[tuple[str, ...]] = ("value", "update")
 
     if TYPE_CHECKING:  # an option of some actions, a constant of others
 

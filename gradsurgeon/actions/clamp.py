@@ -40,11 +40,16 @@ class Clamp(EditRule):
     bounds the contribution of each backward pass, so the sum over micro-batches or ranks can
     exceed the bound.
 
+    ## Weights
+    `tensor: value`, without `at`, bounds the weight after each update that took place, as Wasserstein GANs do
+    (Arjovsky et al. 2017). Parameters that a `freeze` holds stay as they are.
+
     ## Cost
     One write per tensor; never waits for the device.
     """
 
     needs_at: ClassVar[bool] = True
+    of_weights: ClassVar = ("value",)
     either: ClassVar = ("min", "max")
     EXAMPLES: ClassVar = (
         Example({"at": "step", "min": -1.0, "max": 1.0}, [-3.0, 0.5, 2.0], expect=[-1.0, 0.5, 1.0]),
@@ -91,7 +96,7 @@ class Clamp(EditRule):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if self.at == "step":
+        if self.at == "step" or self.point == "updated":
             return super().notes
         text = "bounds the unscaled contribution of each backward pass; their sum can exceed it"
         return (*super().notes, text)

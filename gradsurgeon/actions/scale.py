@@ -30,11 +30,18 @@ class Scale(EditRule):
     ## Points
     Linear, so `backward` (default) and `step` differ only in rounding, and in the input of later rules.
 
+    ## Weights and updates
+    `tensor: update`, without `at`, multiplies what an update has changed: a learning rate per layer, also under Adam.
+    Weight decay of the optimizer is part of the update. `tensor: value` multiplies the weight after the update.
+    Only updates that took place count, and parameters that a `freeze` holds stay as they are.
+
     ## Cost
-    One pass over the tensor; never waits for the device.
+    One pass over the tensor; never waits for the device. With `tensor: update` the matched weights are copied
+    before each update, and the copy lives until the update is over.
     """
 
     linear: ClassVar[bool] = True
+    of_weights: ClassVar = ("value", "update")
     EXAMPLES: ClassVar = (
         Example({"factor": 2.0}, [-3.0, 0.5], expect=[-6.0, 1.0]),
         Example({"factor": -0.5, "at": "step"}, [2.0, 0.0], expect=[-1.0, 0.0]),

@@ -34,6 +34,7 @@ from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributions
 from gradsurgeon.runtime.spike_effect import SpikeEffect
 from gradsurgeon.runtime.trap_effects import NONFINITE, NonfiniteTrap, TensorTrap, ThresholdTrap
+from gradsurgeon.runtime.weight_edits import WeightEdit
 from gradsurgeon.runtime.weight_effects import RecordWeights
 from gradsurgeon.tensors.statistics import columns_of
 
@@ -62,8 +63,14 @@ def _record(rule: Rule, context: Context, indices: tuple[int, ...], observer: Ob
     return kind(rule, context, indices, observer)
 
 
+def _edit(rule: Rule, context: Context, indices: tuple[int, ...], edit: Edit) -> Effect:
+    if rule.target == "params" and rule.point == "updated":
+        return WeightEdit(rule, context, indices, edit)
+    return ElementEdit(rule, context, indices, edit)
+
+
 _EFFECTS: Mapping[type, Any] = {
-    Edit: ElementEdit,
+    Edit: _edit,
     MaskedUpdate: MaskedEdit,
     ByNorm: NormEdit,
     Hidden: Hide,
