@@ -23,10 +23,9 @@ _PER = ("parameter", "rule", "module", "unit")
 _EUCLIDEAN = 2
 # `timm.utils.adaptive_clip_grad` has this bound.
 _LEAST_WEIGHT = 1e-3
-_BY_ITSELF = (
-    "clips each gradient by itself, where clip_grad_norm_ of torch clips all by their common norm: write `per: parameter`, or "
-    "`per: rule` for the common norm"
-)
+# Lint and plan say the same.
+BY_ITSELF = "clips each gradient by itself, where `clip_grad_norm_` clips all by their common norm"
+BOTH_FORMS = "write `per: rule` for the common norm, or `per: parameter`"
 
 
 class ClipNorm(EditRule):
@@ -134,7 +133,7 @@ class ClipNorm(EditRule):
     def notes(self) -> tuple[str, ...]:
         if "per" in self.model_fields_set or self.params is None:
             return super().notes
-        return (*super().notes, _BY_ITSELF)
+        return (*super().notes, f"{BY_ITSELF}: {BOTH_FORMS}")
 
     def compile(self) -> ByNorm | Edit:
         if self.per == "unit":

@@ -39,6 +39,11 @@ EDITS = {
     "clip_grad_norm_(model.parameters()": "after backward",
     "clip_grad_norm_(model.body": "after backward",
     "clip_grad_value_(model.parameters()": "after backward",
+    "clip_grad_norm_(p, 0.5)": "after backward",
+    "for m in (model.body": "after backward",
+    "norm = lambda": "after backward",
+    "min(step / 3": "after backward",
+    "get_total_norm": "after backward",
 }
 # The tests of these are in the other files.
 TRAINERS = ("Trainer(gradient_clip_val=1", 'algorithm="value"')

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsurgeon.actions import Rule, Steps, TrapRule, Where, in_order
-from gradsurgeon.actions.clip_norm import ClipNorm
+from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, ClipNorm
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.common.match import contains
 from gradsurgeon.errors import Severity, shorten_names
@@ -202,9 +202,7 @@ def clip_of_each(context: LintContext) -> Iterator[LintFinding]:
         return  # whoever has written one `per` knows the others
     for rule in clips:
         if rule.target == "params" and rule.point == "step":
-            message = "clips each gradient by itself, where `clip_grad_norm_` clips all by their common norm"
-            hint = "write `per: rule` for the common norm, or `per: parameter`"
-            yield LintFinding(rule, ("action",), message, hint)
+            yield LintFinding(rule, ("action",), BY_ITSELF, BOTH_FORMS)
 
 
 @_check(
