@@ -58,8 +58,6 @@ class EditRule(Rule):
         notes = [
             f"`{name}` {ramp.described(self.steps.from_)}" for name, ramp in self.ramps.items()
         ]
-        if self.target == "params" and self.tensor == "update":
-            notes.append("keeps a copy of the matched weights during each update")
         return tuple(notes)
 
     def in_step(self, step: int) -> Self:

@@ -48,6 +48,11 @@ class ClipNorm(EditRule):
     `per: parameter` only, because the other gradients do not exist yet. On module tensors and tags each
     tensor is bounded by itself.
 
+    ## Weights and updates
+    `tensor: value` with `per: unit`, without `at`, bounds the norm of the weights of each unit after every update that took
+    place: the max-norm constraint (Srivastava et al. 2014). `tensor: update` bounds what the update changed in each unit, and
+    with `relative_to: weight` at `max_norm` times the norm of its new weights.
+
     ## Cost
     One reduction and one multiplication per tensor; never waits for the device. For sharded gradients the
     norm covers the whole gradient, which needs one small collective per rule and step.
@@ -55,6 +60,7 @@ class ClipNorm(EditRule):
 
     points: ClassVar = ("step", "backward")
     measures: ClassVar[bool] = True
+    of_weights: ClassVar = ("value", "update")
     EXAMPLES: ClassVar = (
         Example({"max_norm": 1.0}, [3.0, 4.0], expect=[0.6, 0.8]),
         Example({"max_norm": 9.0, "per": "rule", "at": "step"}, [3.0, 4.0], expect=[3.0, 4.0]),
@@ -95,7 +101,11 @@ class ClipNorm(EditRule):
                 f'`per` must be {", ".join(_PER)}, or a prefix with {{n}}, found "{self.per[:60]}"'
             )
             yield Flaw("per", message, 'such as `per: rule`, or `per: "transformer.h.{n}"`')
-        elif self.per in ("parameter", "unit"):
+        elif self.per == "unit":
+            pass
+        elif self.params is not None and self.tensor in self.of_weights:
+            yield Flaw("per", f"`{self.tensor}` is clipped unit by unit", "write `per: unit`")
+        elif self.per == "parameter":
             pass
         elif self.params is None or self.at == "backward":
             message = "gradients exist one at a time here: there is no norm over several"
@@ -104,6 +114,9 @@ class ClipNorm(EditRule):
         if self.relative_to is not None and self.per != "unit":
             message = "`relative_to` compares each unit with its weights"
             yield Flaw("relative_to", message, "add `per: unit`, or remove it")
+        if self.relative_to is not None and self.tensor == "value":
+            message = "`value` is the weight itself"
+            yield Flaw("relative_to", message, "remove it, or write `tensor: update`")
         if self.per == "unit" and (self.params is None or self.norm_type != _EUCLIDEAN):
             message = "`per: unit` takes the 2-norm of rows of parameters"
             yield Flaw("per", message, "name `params`, and leave `norm_type` out")

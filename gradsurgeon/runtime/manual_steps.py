@@ -24,6 +24,7 @@ _TAKEN_OVER = (
     "acted on the last gradients, and act on them again in the first update: pass apply(..., optimizer=)"
 )
 _NO_FREEZE = "weights are updated by hand, so no optimizer can be kept off them; set requires_grad to False, or use `zero`"
+_NO_EDIT = "weights are updated by hand, so no rule sees the end of an update; edit the weights in the script, after its update"
 
 
 class ManualSteps:
@@ -81,14 +82,16 @@ class ManualSteps:
     def _begin(self) -> None:
         """Count passes as steps from now on, with a notice; refuse rules that cannot act on manual updates."""
         self._counts = "passes"
-        self._refuse_freezes()
+        self._refuse_rules()
         context = self._context
         self._effects.let_skips_warn(_NO_SKIP)
         context.event_log.notice_once("manual", _NOTICE, step=context.counters.latest)
 
-    def _refuse_freezes(self) -> None:
+    def _refuse_rules(self) -> None:
         freezes = [effect.rule.id for effect in self._effects.on_params("step") if effect.holds]
         self._context.refusals.refuse_rules(freezes, _NO_FREEZE)
+        edits = [effect.rule.id for effect in self._effects.on_params("updated") if effect.edits]
+        self._context.refusals.refuse_rules(edits, _NO_EDIT)
 
     def after_pass(self) -> None:
         if not self.active:
@@ -123,7 +126,7 @@ class ManualSteps:
         self._counts = "nothing"
 
     def tick(self) -> bool:
-        self._refuse_freezes()
+        self._refuse_rules()
         counted_passes = self._counts == "passes"
         self._counts = "ticks"
         # The pass before a first tick was already counted and judged; from now on only ticks count.

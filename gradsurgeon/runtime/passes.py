@@ -15,7 +15,7 @@ from torch import Tensor
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.tensors import _dist, _torch, measure
+from gradsurgeon.tensors import _torch, measure
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
 
@@ -113,13 +113,6 @@ class GradientSnapshot:
             ids |= data_parallel.ids_averaged_by(wrapper)
         identities = enumerate(self.parameters.ids())
         return {index for index, identity in identities if identity in ids}
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The ranks of the first wrapper that averaged in the pass."""
-        for wrapper in self.done.averaging:
-            return tuple(_dist.members(wrapper.process_group))
-        return ()
 
     def among(self, indices: Sequence[int]) -> GradientSnapshot:
         """Return the snapshot of some of its parameters."""

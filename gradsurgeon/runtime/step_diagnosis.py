@@ -20,7 +20,6 @@ from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.runtime.votes_heard import Heard
 from gradsurgeon.tensors import _dist
-from gradsurgeon.tensors._channel import Channel, numbered
 
 # The kinds of faults that a lower loss scale does not mend.
 _NO_OVERFLOW = frozenset({"mathematics", "bad input"})
@@ -52,26 +51,18 @@ class StepDiagnosis:
         for rule, report in reports.items():
             if rule in self.pending:
                 self.pending.discard(rule)
-                diagnoses[rule] = self._averaged(rule, report, step, scale)
+                diagnoses[rule] = self._of_this_rank(rule, report, step, scale)
         return diagnoses
 
-    def _averaged(
+    def _of_this_rank(
         self, rule: str, report: TrapReport, step: int, scale: Tensor | None
     ) -> Diagnosis | None:
-        """Run the calls again if this rank brought NaN or Inf, and get the diagnosis of another rank if that rank did."""
-        own = None
+        """Run the calls again, unless another rank brought NaN or Inf into an average. No rank waits for another."""
         if report.guilty is not False:
-            own = self._run(self._failed(step, scale, [report]), [rule])
-        elif not self.pending:
+            return self._run(self._failed(step, scale, [report]), [rule])
+        if not self.pending:
             self._kept.detach()
-        if not report.peers:
-            return own
-        channel = Channel(numbered(f"trips/{rule}/{step}"), report.peers)
-        by_rank: dict[int, Diagnosis | None] = {}
-        with suppress(RuntimeError):
-            by_rank = channel.meet("diagnosis", own, report.peers, LIMIT)
-        channel.close()
-        return own or _most_certain(by_rank.values())
+        return None
 
     def diagnose_skip(
         self, step: int, scale: Tensor | None, report: TrapReport

@@ -36,8 +36,6 @@ class TrapReport:
     reduced: bool = True
     # Whether this rank contributed NaN or Inf to an average; ``None`` if no average was non-finite.
     guilty: bool | None = None
-    # The ranks of that average.
-    peers: tuple[int, ...] = ()
     # The modules with a non-finite tensor, if modules are watched.
     modules: tuple[str, ...] = ()
     # The parameters with a non-finite gradient at the update.
@@ -109,7 +107,7 @@ class GradientEvidence:
             if guilty is False:
                 report = replace(report, hint=_ELSEWHERE)
             if guilty is not None:
-                return replace(report, guilty=guilty, peers=snapshot.peers)
+                return replace(report, guilty=guilty)
         return report
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:

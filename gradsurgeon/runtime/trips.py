@@ -200,8 +200,6 @@ class Conclusions:
     ) -> StopReason:
         """Emit the report of a trap, and return it; ``ranks`` are the ranks that put NaN or Inf into an average."""
         context = self._context
-        if not ranks and trip.report.peers and diagnosis is not None:
-            ranks = (diagnosis.rank,)
         report = trip.report.caused_by(ranks)
         outcome = trip.outcome(context.mode)
         if context.mode == "act" and trip.severity < decided:

@@ -62,7 +62,7 @@ class WeightEdit(ElementEdit):
             self._count_changed(old, apply)
             return
         new = apply(old)
-        if self._of_changes:
+        if before is not None and self._of_changes:
             new = before + new
         if update.overflow is not None:
             new = torch.where(update.overflow.to(part.device) > 0, part, new)

@@ -13,7 +13,6 @@ A channel has a topic, and ends when all of its ranks have left. Its keys, after
 | | `PASS/diagnosis/N/RANK` and `.../closed` | ranks that replayed a failed step | the same ranks | 16 passes later |
 | `sessions/MODEL/N/rows`, or without `rows` | `READER/SENDER/N` | ranks that hold shards | the rank that merges them | when read |
 | | `asked/LEADER/N/RECORD/RANK`, `.../closed`, `.../answer` | ranks that ask for a record | the same ranks | 16 questions later |
-| `trips/RULE/STEP/N` | `diagnosis/RANK`, `diagnosis/closed` | ranks whose trap tripped without a vote | the same ranks | with the channel |
 | `replicas/RULE/N/KEY` | `READER/SENDER/N` | ranks that hold a replica | the first of them | when read |
 | each | `left`, `left/RANK` | a rank that leaves | ranks that wait for it | with the channel |
 

@@ -98,7 +98,7 @@ def remember(grad: Tensor, name: str, weight: Tensor) -> Tensor:
     """Let autograd derive the penalty of the paper."""
     old, fisher = torch.load("task.pt")
     free = weight.detach().clone().requires_grad_()
-    (10 / 2 * (fisher[name] * (free - old[name]) ** 2).sum()).backward()  # type: ignore[no-untyped-call]
+    (10 / 2 * (fisher[name] * (free - old[name]) ** 2).sum()).backward()
     assert free.grad is not None
     return grad + free.grad
 

@@ -103,6 +103,21 @@ def together() -> Json:
     return found
 
 
+def edited_weights() -> Json:
+    """Edit weights and updates of a whole and of a sharded model; return the weights at the end."""
+    edits = [
+        {"id": "slow", "action": "scale", "params": "0.*", "tensor": "update", "factor": 0.1},
+        {"id": "unit", "action": "clip-norm", "params": "*.weight", "tensor": "value", "per": "unit", "max_norm": 0.5},
+        {"id": "box", "action": "clamp", "params": "*", "tensor": "value", "min": -0.2, "max": 0.2},
+    ]  # fmt: skip
+    found: Json = {}
+    for case, model, batch in (("whole", make(), data), ("sharded", shard(make()), mine)):
+        with gradsurgeon.apply(model, rules(*edits)):
+            steps(model, batch)
+        found[case] = {name: whole(param) for name, param in model.named_parameters()}
+    return found
+
+
 def recorded() -> Json:
     """Record a sharded model in a run directory, and ask for a record on one rank alone."""
     places = [tempfile.mkdtemp()]
@@ -342,6 +357,7 @@ def main() -> Json:
     parts = (
         statistics,
         together,
+        edited_weights,
         recorded,
         captured,
         mixed_precision,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from distributed.sharded_worker import STATS
 from ranks import Ranks
 
@@ -48,6 +49,16 @@ def test_fsdp2_numbers_of_all_gradients_are_those_of_one_process(ranks: Ranks) -
             assert [step for step, _ in sharded[stat]] == [0, 1, 2]
             for (_, one), (_, other) in zip(sharded[stat], values, strict=True):
                 assert one == pytest.approx(other, rel=1e-5, abs=1e-7), stat
+
+
+def test_fsdp2_weights_are_edited_as_whole_ones(ranks: Ranks) -> None:
+    for rank in ranks:
+        both = rank["edited_weights"]
+        assert both["whole"].keys() == both["sharded"].keys()
+        for name, weights in both["whole"].items():
+            assert torch.allclose(
+                torch.tensor(both["sharded"][name]), torch.tensor(weights), atol=1e-6
+            )
 
 
 def test_a_run_directory_has_records_of_whole_gradients_on_the_lowest_rank(

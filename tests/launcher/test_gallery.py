@@ -64,6 +64,8 @@ def trainings() -> Iterator[Training]:
 
 
 TRAININGS = list(trainings())
+# The script replaces parameters after the rules were put on them.
+LOSES_HOOKS = {"parallel_layers_under_ddp_of_one_rank"}
 
 
 class Outcome(NamedTuple):
@@ -115,7 +117,8 @@ def test_a_training_under_the_default_pack_is_as_it_is_without(training: Trainin
     if training.healthy:
         for after in launched:
             assert set(FINDINGS.findall(after.err)) <= {"nothing", "no fault"}, after.err
-            assert set(BANDS.findall(after.err)) <= {"fine"}, after.err
+            state = "look" if training.function in LOSES_HOOKS else "fine"
+            assert set(BANDS.findall(after.err)) <= {state}, after.err
 
 
 @pytest.mark.parametrize("function", ["ddp", "fully_sharded", "parallel_sequences"])

@@ -89,9 +89,10 @@ def words(cell: str) -> list[str]:
 
 
 def shown() -> list[str]:
-    """Return every rule file that the guide and the reference show."""
+    """Return every rule file that the guide and the reference show, but for one that needs a module: its page has a test."""
     text = REFERENCE.read_text(encoding="utf-8")
-    return [*guide.blocks(GUIDE, "yaml"), *guide.blocks(text, "yaml")]
+    files = [*guide.blocks(GUIDE, "yaml"), *guide.blocks(text, "yaml")]
+    return [file for file in files if "own_edits:" not in file]
 
 
 @pytest.fixture(params=range(len(shown())))

@@ -1,5 +1,6 @@
 """RuleSet + names -> Plan. Pure: it reads a manifest and touches nothing."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -82,8 +83,18 @@ def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
             yield NO_MATCH
 
 
+def _bytes(param: Param) -> int:
+    bits = re.search(r"\d+", param.dtype)
+    if bits is None:
+        return param.numel
+    return param.numel * int(bits[0]) // 8
+
+
 def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
+    if params and isinstance(rule, EditRule) and rule.tensor == "update":
+        size = sum([_bytes(param) for param in params])
+        yield f"keeps a copy of the matched weights during each update, {size:,} bytes in all"
     if params and not any(param.requires_grad for param in params):
         yield "all matched parameters have `requires_grad` off: the rule acts once it is on"
     if rule.target != "modules":
