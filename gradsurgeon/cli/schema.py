@@ -119,18 +119,23 @@ def _conditions(rule: type[Rule]) -> dict[str, Any]:
     needs: dict[str, list[str]] = {}
     if "modules" in rule.targets:
         needs["modules"] = ["tensor"]
-    if rule.needs_at:
-        needs["params"] = ["at"]
     for target, option in rule.needs.items():
         needs.setdefault(target, []).append(option)
     conditions: dict[str, Any] = {}
     if len(rule.targets) > 1:
         # `oneOf` would be shorter, but editors then show neither the line nor the reason.
         conditions["allOf"] = [{"anyOf": _each_required(rule.targets)}]
-        exclusions = {}
+        exclusions: dict[str, dict[str, Any]] = {}
         for number, target in enumerate(rule.targets[:-1], 1):
             others = rule.targets[number:]
             exclusions[target] = {"properties": dict.fromkeys(others, False)}
+        if rule.needs_at:
+            # A rule on weights has `tensor` in its place.
+            of_weights = {
+                "required": ["tensor"],
+                "properties": {"tensor": {"enum": list(rule.of_weights)}},
+            }
+            exclusions["params"]["anyOf"] = [{"required": ["at"]}, of_weights]
         conditions["dependentSchemas"] = exclusions
     if needs:
         conditions["dependentRequired"] = needs

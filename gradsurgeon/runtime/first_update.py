@@ -19,8 +19,8 @@ _DIVIDING = frozenset({"Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam
 # Weight decay that is a part of the gradient keeps its size, so the direction changes. In these it never is.
 _DECOUPLED = frozenset({"Adafactor", "AdamW"})
 _CANCELS = (
-    "{optimizer} divides each gradient by its running size, so a constant factor of {factor:g} changes next to nothing: give these "
-    "parameters a group with a learning rate of their own"
+    "{optimizer} divides each gradient by its running size, so a constant factor of {factor:g} changes next to nothing: write "
+    "`tensor: update` without `at`, or give these parameters a group with a learning rate of their own"
 )
 _RESUMED = "{optimizer} has made {updates} updates already, and steps count from 0 here{loss}; if this continues a training, {remedy}"
 _LOSS = ", so schedules and learned bounds start anew"
