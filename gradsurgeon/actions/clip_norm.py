@@ -101,13 +101,10 @@ class ClipNorm(EditRule):
                 f'`per` must be {", ".join(_PER)}, or a prefix with {{n}}, found "{self.per[:60]}"'
             )
             yield Flaw("per", message, 'such as `per: rule`, or `per: "transformer.h.{n}"`')
-        elif self.per == "unit":
-            pass
         elif self.params is not None and self.tensor in self.of_weights:
-            yield Flaw("per", f"`{self.tensor}` is clipped unit by unit", "write `per: unit`")
-        elif self.per == "parameter":
-            pass
-        elif self.params is None or self.at == "backward":
+            if self.per != "unit":
+                yield Flaw("per", f"`{self.tensor}` is clipped unit by unit", "write `per: unit`")
+        elif self.joins_norms and (self.params is None or self.at == "backward"):
             message = "gradients exist one at a time here: there is no norm over several"
             hint = "use `per: parameter`, or `params` and `at: step`"
             yield Flaw("per", message, hint)

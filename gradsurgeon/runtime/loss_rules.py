@@ -214,8 +214,8 @@ class LossRules:
     def _trained(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Return the parameters that can get a gradient in a pass."""
         trained = {}
-        for index, param in zip(indices, self.context.parameters.params(indices), strict=True):
-            if param is None or not param.requires_grad:
+        for index, param in self.context.parameters.present_by_index(indices):
+            if not param.requires_grad:
                 continue
             # A sharded parameter is refused once the pass reached it: the leaves of the graph do not show it.
             if not _dist.is_divided(param):

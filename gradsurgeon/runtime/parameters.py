@@ -85,6 +85,11 @@ class Parameters:
         """Return all or some parameters, without names that are gone."""
         return [param for param in self.params(indices) if param is not None]
 
+    def present_by_index(self, indices: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """Return some parameters with their indices, without names that are gone."""
+        pairs = zip(indices, self.params(indices), strict=True)
+        return [(index, param) for index, param in pairs if param is not None]
+
     def are_trained(self) -> bool:
         return any(param.requires_grad for param in self.present())
 

@@ -1,6 +1,6 @@
 """Diagnoses a failed step at the first trip of each trap that asks for it, together with other ranks."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -113,7 +113,9 @@ class StepDiagnosis:
         assert heard.voter is not None  # noqa: S101 # ranks have objected
         own = self._run(failed, rules) if reports else None
         by_rank: dict[int, Diagnosis | None] = heard.voter.exchange(own, LIMIT)
-        return _most_certain([own, *by_rank.values()])
+        diagnoses = [diagnosis for diagnosis in (own, *by_rank.values()) if diagnosis is not None]
+        # A diagnosis that blames an operation or tensor says most.
+        return max(diagnoses, key=attrgetter("blames"), default=None)
 
     def _run(self, failed: FailedStep, rules: Collection[str]) -> Diagnosis | None:
         try:
@@ -143,9 +145,3 @@ class StepDiagnosis:
             if trap.bundle and trap.rule.id in rules:
                 return Path("gradsurgeon-traps")
         return None
-
-
-def _most_certain(diagnoses: Iterable[Diagnosis | None]) -> Diagnosis | None:
-    """Return the diagnosis of any rank that blames an operation or tensor, else any diagnosis."""
-    present = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
-    return max(present, key=attrgetter("blames"), default=None)

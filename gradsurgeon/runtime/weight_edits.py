@@ -21,7 +21,7 @@ class WeightEdit(ElementEdit):
     ) -> None:
         super().__init__(rule, context, indices, compiled)
         self._of_changes = rule.ref.side == "update"
-        # What this rank held of the weights before the updates that run now, by parameter.
+        # Maps each parameter to what this rank held of it before the update that runs now; empty where only weights are edited.
         self._before: dict[StepCounter, dict[int, Tensor]] = {}
 
     def before_step(self, update: WeightUpdate, bound: Bound) -> None:
@@ -29,8 +29,7 @@ class WeightEdit(ElementEdit):
         if update.optimizer() is None:
             return
         before: dict[int, Tensor] = {}
-        # If only the device knows whether the update takes place, the old weights decide where to edit.
-        if self._of_changes or update.overflow is not None:
+        if self._of_changes:
             before = {index: part.clone() for index, part in self._parts_of(bound)}
         self._before[bound.counter] = before
 
@@ -42,9 +41,8 @@ class WeightEdit(ElementEdit):
         count = 0
         with torch.no_grad():
             for index, part in self._parts_of(bound):
-                if index in update.hidden_by:
-                    continue
-                if self._of_changes and index not in before:
+                is_new = self._of_changes and index not in before
+                if is_new or index in update.hidden_by:
                     continue
                 self._edit(update, index, part, before.get(index), step)
                 count += 1
@@ -53,23 +51,22 @@ class WeightEdit(ElementEdit):
     def _edit(
         self, update: WeightUpdate, index: int, part: Tensor, before: Tensor | None, step: int
     ) -> None:
+        """Edit a weight, or with ``before`` what the update has changed in it."""
         old = part
-        if self._of_changes:
-            assert before is not None  # noqa: S101 # of every parameter that the update has changed
+        if before is not None:
             old = part - before
         apply = self._apply_at(self.context.names[index], index, step, old)
         if self.context.mode == "observe":
             self._count_changed(old, apply)
             return
         new = apply(old)
-        if before is not None and self._of_changes:
+        if before is not None:
             new = before + new
         if update.overflow is not None:
+            # Only the device knows whether a fused update took place.
             new = torch.where(update.overflow.to(part.device) > 0, part, new)
         part.copy_(new)
 
     def _parts_of(self, bound: Bound) -> list[tuple[int, Tensor]]:
-        params = zip(bound.indices, self.context.parameters.params(bound.indices), strict=True)
-        return [
-            (index, _dist.local(param.detach())) for index, param in params if param is not None
-        ]
+        params = self.context.parameters.present_by_index(bound.indices)
+        return [(index, _dist.local(param.detach())) for index, param in params]

@@ -38,7 +38,8 @@ class RecordWeights(Effect):
             return
         samples: dict[int, Tensor] = {}
         if self._of_changes:
-            samples = {index: _sample(param) for index, param in self._params_of(bound)}
+            params = self.context.parameters.present_by_index(bound.indices)
+            samples = {index: _sample(param) for index, param in params}
         self._before[bound.counter] = samples
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
@@ -46,7 +47,7 @@ class RecordWeights(Effect):
         if before is None or not update.took_place:
             return
         params = {}
-        for index, param in self._params_of(bound):
+        for index, param in self.context.parameters.present_by_index(bound.indices):
             if index in before or not self._of_changes:
                 params[index] = param.detach()
         if not params:
@@ -54,10 +55,6 @@ class RecordWeights(Effect):
         with torch.no_grad():
             self._record(bound, params, before)
         self.log.count_fired(self.rule.id, bound.counter.step, len(params))
-
-    def _params_of(self, bound: Bound) -> list[tuple[int, Tensor]]:
-        params = zip(bound.indices, self.context.parameters.params(bound.indices), strict=True)
-        return [(index, param) for index, param in params if param is not None]
 
     def _record(
         self, bound: Bound, params_by_index: dict[int, Tensor], before: dict[int, Tensor]
