@@ -130,10 +130,10 @@ def _conditions(rule: type[Rule]) -> dict[str, Any]:
             others = rule.targets[number:]
             exclusions[target] = {"properties": dict.fromkeys(others, False)}
         if rule.needs_at:
-            # A rule on weights has `tensor` in its place.
+            # A rule on weights has `tensor` in its place. The pattern adds no key to those of the rule.
             of_weights = {
                 "required": ["tensor"],
-                "properties": {"tensor": {"enum": list(rule.of_weights)}},
+                "patternProperties": {"^tensor$": {"enum": list(rule.of_weights)}},
             }
             exclusions["params"]["anyOf"] = [{"required": ["at"]}, of_weights]
         conditions["dependentSchemas"] = exclusions
