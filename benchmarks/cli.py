@@ -24,6 +24,8 @@ from benchmarks import (
     scaling,
     startup,
     step_alone,
+    surgery,
+    throughput,
 )
 from benchmarks.cases import BARE
 from benchmarks.machine import describe, devices, keep_freed_memory, versions
@@ -35,8 +37,10 @@ Pair = tuple[str, str]
 Group = Callable[..., Iterator[Row]]
 GROUPS: dict[str, Group] = {
     overhead.GROUP: overhead.measured,
+    throughput.GROUP: throughput.measured,
     step_alone.GROUP: step_alone.measured,
     like_for_like.GROUP: like_for_like.measured,
+    surgery.GROUP: surgery.measured,
     floors.GROUP: floors.measured,
     scaling.GROUP: scaling.measured,
     device_counts.GROUP: device_counts.measured,
@@ -44,6 +48,8 @@ GROUPS: dict[str, Group] = {
     startup.GROUP: startup.measured,
 }
 _NAMES = (*GROUPS, *(workload.name for workload in WORKLOADS))
+# Can be measured on single workloads.
+_BY_WORKLOAD = (throughput.GROUP, like_for_like.GROUP, floors.GROUP)
 # These do not depend on the device: one result has them.
 _ON_HOST = (ranks.GROUP, startup.GROUP)
 
@@ -66,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _show(arguments.show)
         if arguments.check is not None:
             return _check(arguments)
-        return _run(arguments)
+        return _merge(arguments.merge, arguments.out) if arguments.merge else _run(arguments)
     except ResultError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
@@ -83,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only", action="append", choices=_NAMES, metavar="NAME",
-        help="a group or a workload, as --list shows them; may be repeated",
+        help="a group or a workload, as --list shows them; may be repeated: groups are measured on the named workloads",
     )  # fmt: skip
     parser.add_argument(
         "--case", metavar="TEXT",
@@ -103,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument(
         "--render", action="store_true", help="write the tables of the two READMEs anew, and stop"
     )
+    other.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE",
+        help="write the rows of several runs on one machine to the one file --out, and stop",
+    )  # fmt: skip
     other.add_argument(
         "--show", nargs="?", const="", metavar="FILE",
         help="print all tables of FILE, or of the newest committed result, and stop",
@@ -139,6 +149,14 @@ def _render() -> int:
 def _show(file: str) -> int:
     path = Path(file) if file else results.baseline(devices()[0])
     print(report.report(results.load(path)))
+    return 0
+
+
+def _merge(files: Sequence[Path], out: Path | None) -> int:
+    if out is None:
+        raise ResultError("--merge needs --out FILE")
+    result = results.merged([results.load(file) for file in files])
+    out.write_text(results.dumps(result), encoding="utf-8")
     return 0
 
 
@@ -200,14 +218,17 @@ def _rows(
     """Yield what is wanted, one row after the other; a group that raises goes to ``failed``, and the next begins."""
     quick: bool = arguments.quick
     pairs = _pairs(arguments, quick=quick)
-    if pairs is not None:
+    named = arguments.only or ()
+    groups = [name for name in GROUPS if name in named]
+    if pairs is not None and (not groups or overhead.GROUP in groups):
         yield from overhead.measured(device, quick=quick, only=pairs)
     whole = arguments.only is None and arguments.case is None
     for name, group in GROUPS.items():
-        wanted = whole or name in (arguments.only or ())
+        wanted = whole or (name in groups and not (pairs and name == overhead.GROUP))
+        workloads = {"only": set(named) - set(groups)} if name in _BY_WORKLOAD else {}
         if wanted and (host or name not in _ON_HOST):
             try:
-                yield from group(device, quick=quick)
+                yield from group(device, quick=quick, **workloads)
             except Exception as error:  # noqa: BLE001 # an hour of other groups must not be lost
                 failed[name] = error
 
@@ -231,20 +252,7 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
     """Yield rows, telling of each: a full run takes its time."""
     begin = time.monotonic()
     for row in rows:
-        keys = (
-            "group",
-            "workload",
-            "case",
-            "job",
-            "axis",
-            "at",
-            "params",
-            "dtypes",
-            "world",
-            "wrapper",
-            "what",
-        )
-        words = " | ".join(str(row[key]) for key in keys if key in row)
+        words = " | ".join(str(row[key]) for key in results.NAMING if key in row)
         print(f"{time.monotonic() - begin:7.1f} s  {words}", file=sys.stderr, flush=True)
         yield row
 

@@ -19,6 +19,7 @@ from gradsurgeon.common.match import compile_pattern
 from gradsurgeon.language.planning import Manifest, Param
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.records.store import Key, Records
+from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.records.store.writer import RunWriter
 
 Row = dict[str, Any]
@@ -113,7 +114,7 @@ def remembered(steps: int) -> Records:
     """Return the records in memory after so many steps, with one norm per tensor and step."""
     records = Records()
     for step in range(steps):
-        records.add(_KEY, step, bytes(bytearray(_ROW)), replace=True)
+        records.add_row(RecordedRow(_KEY, step, bytes(bytearray(_ROW)), replace=True))
     return records
 
 
@@ -136,7 +137,7 @@ def on_disk(steps: int) -> int:
         path = Path(folder) / "run"
         writer = RunWriter(path)
         for step in range(steps):
-            writer.add(_KEY, step, _ROW, replace=True)
+            writer.add_row(RecordedRow(_KEY, step, _ROW, replace=True))
             if step % 1000 == 0:  # as many steps as a fast script makes in a second
                 writer.commit()
         writer.close()

@@ -57,12 +57,7 @@ class Mlp(DeepMlp):
 
 
 def task(size: Size, place: Callable[[Mlp, Tensor], Tensor]) -> Task:
-    """Return a model that has a weight and a bias per layer.
-
-    Args:
-        size: how many parameters, and their dtypes.
-        place: puts the model on a device, in place, and returns the features there.
-    """
+    """Return a model of a size; ``place`` puts it on a device, in place, and returns the features there."""
     torch.manual_seed(0)
     params, dtypes = size
     model = Mlp(params // 2, [getattr(torch, name) for name in dtypes])
@@ -89,6 +84,7 @@ def cases() -> list[Case]:
         Case(BARE, "baseline", lambda _: Attached()),
         Case(CLIP, "peer", _clip),
         *(rule_sets.case(title, together[title]) for title in wanted),
+        rule_sets.fingerprint(),
         *(rule_sets.case(title, rules) for title, rules in rule_sets.on_modules().items()),
         *(
             rule_sets.case(title, [rule])
@@ -112,12 +108,7 @@ def settled(task: Task, case: Case) -> tuple[Callable[[], None], Attached]:
 
 
 def measured(device: str, *, quick: bool) -> Iterator[Row]:
-    """Yield one row per size and case: the bare step first, of all others what they add to it.
-
-    Args:
-        device: kind of device; on CUDA kernels are counted as well.
-        quick: the first sizes only.
-    """
+    """Yield one row per size and case, the bare step first, of all others what they add; on CUDA with its kernels."""
     sizes = SIZES[:_QUICK] if quick else SIZES
     launched = launches(sizes) if device == "cuda" else {}
     for row in counted(sizes, [case.name for case in cases()]):
@@ -126,17 +117,11 @@ def measured(device: str, *, quick: bool) -> Iterator[Row]:
 
 
 def label(dtypes: Sequence[str]) -> str:
-    """Return the dtypes of a model as rows have them."""
     return " and ".join(dtypes)
 
 
 def counted(sizes: Sequence[Size], names: Sequence[str]) -> list[Row]:
-    """Count in a process of its own, where the device made of Python is registered.
-
-    Args:
-        sizes: of the models.
-        names: of the cases.
-    """
+    """Count cases by name in a process of its own, where the device made of Python is registered."""
     request = json.dumps([[sizes, names]])
     return workers.rows(("-m", "benchmarks.device_worker"), request, timeout=_TIMEOUT)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,10 +73,10 @@ def _ways() -> list[Case]:
     ]
 
 
-def measured(device: str, *, quick: bool) -> Iterator[Row]:
-    """Yield one row per workload and job."""
+def measured(device: str, *, quick: bool, only: Collection[str] = ()) -> Iterator[Row]:
+    """Yield one row per workload and job; ``only`` names workloads."""
     for workload in (MLP, EMBEDDING, RESNET, GPT2):
-        if workload.quick or not quick:
+        if workload.is_wanted(only, quick=quick):
             yield from of_workload(workload, device, QUICK if quick else FULL)
 
 

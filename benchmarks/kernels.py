@@ -49,6 +49,8 @@ OPERATIONS: dict[str, tuple[Callable[[list[Tensor]], object], ...]] = {
         lambda grads: torch._foreach_mul_(grads, _factor(grads)),
     ),
     "_foreach_zero_": (torch._foreach_zero_,),
+    "_foreach_sub": (lambda grads: torch._foreach_sub(grads, grads),),  # noqa: SLF001
+    "_foreach_add_": (lambda grads: torch._foreach_add_(grads, [-grad for grad in grads]),),
     "_foreach_copy_": (lambda grads: torch._foreach_copy_(grads, [-grad for grad in grads]),),
     "_foreach_clamp_min_": (lambda grads: torch._foreach_clamp_min_(grads, -0.5),),
     "_foreach_clamp_max_": (lambda grads: torch._foreach_clamp_max_(grads, 0.5),),

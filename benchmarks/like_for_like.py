@@ -8,7 +8,7 @@ itself, written by hand in the fewest calls of torch.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from benchmarks.workloads import WORKLOADS, Task, Workload
 GROUP = "like for like"
 FULL = Budget(rounds=200, seconds=4.0, least=6)
 QUICK = Budget(rounds=60, seconds=1.5, least=4)
+_WIDTH = 256
 
 Attach = Callable[[Task], Attached]
 
@@ -52,7 +53,7 @@ class Job:
     packages: Mapping[str, str] = field(default_factory=dict)
 
 
-def _after(act: Callable[[list[Tensor]], object]) -> Attach:
+def after_pass(act: Callable[[list[Tensor]], object]) -> Attach:
     """Return what a script does with all gradients between backward and update."""
 
     def attach(task: Task) -> Attached:
@@ -64,17 +65,17 @@ def _after(act: Callable[[list[Tensor]], object]) -> Attach:
     return attach
 
 
-def _norms(grads: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(grads))  # noqa: SLF001 # torch has no public one
+def norms_of(grads: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(grads)))  # noqa: SLF001 # torch has no public one
 
 
 def _raise_if_nonfinite(grads: list[Tensor]) -> None:
-    if not torch.linalg.vector_norm(_norms(grads)).isfinite():
+    if not torch.linalg.vector_norm(norms_of(grads)).isfinite():
         raise FloatingPointError("a gradient is not finite")
 
 
 def _clip(grads: list[Tensor]) -> None:
-    factor = (1e-3 / (torch.linalg.vector_norm(_norms(grads)) + 1e-6)).clamp(max=1.0)
+    factor = (1e-3 / (torch.linalg.vector_norm(norms_of(grads)) + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, factor)
 
 
@@ -91,7 +92,7 @@ def _halve(grads: list[Tensor]) -> None:
     torch._foreach_mul_(grads, 0.5)
 
 
-def _on_each_param(act: Callable[[Tensor], Tensor | None], task: Task) -> Attached:
+def on_each_param(act: Callable[[Tensor], Tensor | None], task: Task) -> Attached:
     """Put one hook on every parameter, as people write it."""
     handles = [
         param.register_hook(act)  # type: ignore[no-untyped-call] # torch has no types there
@@ -124,78 +125,63 @@ def _keep_all() -> Attach:
     def keep(grads: list[Tensor]) -> None:
         kept[:] = [grad.clone() for grad in grads]
 
-    return _after(keep)
+    return after_pass(keep)
 
 
-def _modules(note: Callable[[str, Tensor], object], task: Task) -> list[RemovableHandle]:
-    """Put a forward hook on every module that is shown its output, as people write it."""
-
-    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def show(module: nn.Module, args: Any, output: Any) -> None:
-            del module, args
-            note(name, output)
-
-        return show
-
-    return [module.register_forward_hook(hook(name)) for name, module in task.model.named_modules()]
+Act = Callable[[Tensor], object]
+# Shows tensors of every module to a function, as people write it.
+Place = Callable[[Act, Task], list[RemovableHandle]]
 
 
-def _read_outputs(task: Task) -> Attached:
-    norms: dict[str, float] = {}
+def _on_outputs(act: Act, task: Task) -> list[RemovableHandle]:
+    def show(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        act(output.detach())
 
-    def note(name: str, output: Tensor) -> None:
-        norms[name] = output.detach().norm().item()
-
-    return peers.taken_off(_modules(note, task))
-
-
-def _read_output_grads(task: Task) -> Attached:
-    norms: dict[str, float] = {}
-
-    def note(name: str, output: Tensor) -> None:
-        def arrived(grad: Tensor) -> None:
-            norms[name] = grad.norm().item()
-
-        if output.requires_grad:
-            output.register_hook(arrived)  # type: ignore[no-untyped-call] # torch has no types there
-
-    return peers.taken_off(_modules(note, task))
+    return [module.register_forward_hook(show) for module in task.model.modules()]
 
 
-def _stack_outputs(task: Task) -> Attached:
-    """Take the norm of every output where it appears, and put those of a step together at its end."""
-    norms: list[Tensor] = []
-    rows: list[Tensor] = []
-
-    def note(_name: str, output: Tensor) -> None:
-        norms.append(output.detach().norm())
-
-    return _stacking(norms, rows, _modules(note, task))
-
-
-def _stack_output_grads(task: Task) -> Attached:
-    norms: list[Tensor] = []
-    rows: list[Tensor] = []
-
+def _on_output_grads(act: Act, task: Task) -> list[RemovableHandle]:
     def arrived(grad: Tensor) -> None:
-        norms.append(grad.norm())
+        act(grad)
 
-    def note(_name: str, output: Tensor) -> None:
+    def show(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
         if output.requires_grad:
-            output.register_hook(arrived)  # type: ignore[no-untyped-call] # torch has no types there
+            output.register_hook(arrived)
 
-    return _stacking(norms, rows, _modules(note, task))
+    return [module.register_forward_hook(show) for module in task.model.modules()]
 
 
-def _stacking(
-    norms: list[Tensor], rows: list[Tensor], handles: Sequence[RemovableHandle]
-) -> Attached:
+def _read_each(place: Place, task: Task) -> Attached:
+    return peers.taken_off(place(lambda tensor: tensor.norm().item(), task))
+
+
+def _stacked(place: Place, measure: Callable[[Tensor], Sequence[Tensor]], task: Task) -> Attached:
+    """Measure every tensor where it appears, and put the numbers of a step together at its end."""
+    numbers: list[Tensor] = []
+    rows: list[Tensor] = []
+
     def stack() -> None:
-        rows[:] = [torch.stack(norms)]
-        norms.clear()
+        rows[:] = [torch.stack(numbers)]
+        numbers.clear()
 
+    handles = place(lambda tensor: numbers.extend(measure(tensor)), task)
     return replace(peers.taken_off(handles), after_backward=stack)
 
+
+def _norm(tensor: Tensor) -> Sequence[Tensor]:
+    return [tensor.norm()]
+
+
+def _norm_and_sums(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the norm, and as few sums as a projection could be."""
+    flat = tensor.reshape(-1)
+    rows = flat[: len(flat) // _WIDTH * _WIDTH].view(-1, _WIDTH)
+    return [flat.norm(), torch.mv(rows, flat.new_ones(_WIDTH)).sum()]
+
+
+stop_at_nan = after_pass(_raise_if_nonfinite)
 
 JOBS = (
     Job(
@@ -206,41 +192,41 @@ JOBS = (
             "register_hook closures": partial(peers.hooks, Tensor.detach),
             "register_hook closures with .item()": partial(peers.hooks, Tensor.item),
         },
-        ("torch._foreach_norm", _after(_norms)),
+        ("torch._foreach_norm", after_pass(norms_of)),
         packages={"Lightning grad_norm": "lightning"},
     ),
     Job(
         "stop at a NaN",
         [{"action": "nan-trap"}],
-        {"isfinite in a hook of every parameter": partial(_on_each_param, _is_finite)},
-        ("one isfinite of the total norm", _after(_raise_if_nonfinite)),
+        {"isfinite in a hook of every parameter": partial(on_each_param, _is_finite)},
+        ("one isfinite of the total norm", stop_at_nan),
     ),
     Job(
         "clip that bites",
         [{"action": "clip-norm", "max_norm": 1e-3, "per": "rule"}],
         {"clip_grad_norm_": partial(peers.clip_norm, 1e-3)},
-        ("torch._foreach_norm and _foreach_mul_", _after(_clip)),
+        ("torch._foreach_norm and _foreach_mul_", after_pass(_clip)),
     ),
     Job(
         "clamp",
         [{"action": "clamp", "min": -1.0, "max": 1.0, "at": "step"}],
         {
             "clip_grad_value_": peers.clip_value,
-            "register_hook closures": partial(_on_each_param, lambda grad: grad.clamp(-1.0, 1.0)),
+            "register_hook closures": partial(on_each_param, lambda grad: grad.clamp(-1.0, 1.0)),
         },
-        ("torch._foreach_clamp_min_ and _max_", _after(_clamp)),
+        ("torch._foreach_clamp_min_ and _max_", after_pass(_clamp)),
     ),
     Job(
         "zero",
         [{"action": "zero", "at": "step"}],
-        {"register_hook closures": partial(_on_each_param, torch.zeros_like)},
-        ("torch._foreach_zero_", _after(_zero)),
+        {"register_hook closures": partial(on_each_param, torch.zeros_like)},
+        ("torch._foreach_zero_", after_pass(_zero)),
     ),
     Job(
         "scale",
         [{"action": "scale", "factor": 0.5, "at": "step"}],
-        {"register_hook closures": partial(_on_each_param, lambda grad: grad * 0.5)},
-        ("torch._foreach_mul_", _after(_halve)),
+        {"register_hook closures": partial(on_each_param, lambda grad: grad * 0.5)},
+        ("torch._foreach_mul_", after_pass(_halve)),
     ),
     Job(
         "keep every gradient",
@@ -251,37 +237,46 @@ JOBS = (
     Job(
         "norm of every module's output",
         [{"action": "norm-log", "modules": "*", "tensor": "output"}],
-        {"forward hooks with .item()": _read_outputs},
-        ("forward hooks and one stack", _stack_outputs),
+        {"forward hooks with .item()": partial(_read_each, _on_outputs)},
+        ("forward hooks and one stack", partial(_stacked, _on_outputs, _norm)),
+        forward=True,
+    ),
+    Job(
+        "norm and projection of every module's output",
+        [{"action": "norm-log", "modules": "*", "tensor": "output", "stats": ["l2", "projection"]}],
+        {"forward hooks with .item()": partial(_read_each, _on_outputs)},
+        ("forward hooks, norms and row sums", partial(_stacked, _on_outputs, _norm_and_sums)),
         forward=True,
     ),
     Job(
         "norm of every module's output gradient",
         [{"action": "norm-log", "modules": "*", "tensor": "output.grad"}],
-        {"tensor hooks from forward hooks with .item()": _read_output_grads},
-        ("tensor hooks and one stack", _stack_output_grads),
+        {"tensor hooks from forward hooks with .item()": partial(_read_each, _on_output_grads)},
+        ("tensor hooks and one stack", partial(_stacked, _on_output_grads, _norm)),
         forward=True,
     ),
 )
 
 
-def measured(device: str, *, quick: bool) -> Iterator[Row]:
-    """Yield one row per workload and job.
-
-    Args:
-        device: kind of device.
-        quick: the workloads and the budget of the quick mode.
-    """
+def measured(device: str, *, quick: bool, only: Collection[str] = ()) -> Iterator[Row]:
+    """Yield one row per workload and job; ``only`` names workloads."""
     for workload in WORKLOADS:
-        if workload.quick or not quick:
+        if workload.is_wanted(only, quick=quick):
             yield from of_workload(workload, device, QUICK if quick else FULL)
 
 
-def of_workload(workload: Workload, device: str, budget: Budget) -> Iterator[Row]:
+def of_workload(
+    workload: Workload,
+    device: str,
+    budget: Budget,
+    *,
+    jobs: Sequence[Job] = JOBS,
+    group: str = GROUP,
+) -> Iterator[Row]:
     """Yield one row per job that a workload has."""
-    for job in JOBS:
+    for job in jobs:
         if workload.forward or not job.forward:
-            yield {"group": GROUP, "workload": workload.name, "job": job.name} | _measured(
+            yield {"group": group, "workload": workload.name, "job": job.name} | _measured(
                 job, workload, device, budget
             )
             gc.collect()

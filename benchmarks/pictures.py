@@ -11,6 +11,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WIDTH, _HEIGHT = 1100, 830
+# The card of the trap is whole.
+_WITH_CARD = 1080
 # Each with the heading at which its picture begins; without one it is the top of the page.
 _STORIES = {
     "exploding_lstm": "",
@@ -81,7 +83,7 @@ def main() -> int:
         )
         _call("-m", "gradsurgeon", "run", "--rules", *story)
         _run("-m", "gradsurgeon", "report", str(record), "--html", str(page), page=page)
-        take(page, rules / "page.png")
+        take(page, rules / "page.png", height=_WITH_CARD)
         for name, heading in _STORIES.items():
             page, record = Path(folder) / f"{name}.html", Path(folder) / name
             script = str(rules / "stories" / f"{name}.py")

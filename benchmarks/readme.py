@@ -12,6 +12,7 @@ from benchmarks import (
     rule_sets,
     scaling,
     step_alone,
+    throughput,
 )
 from benchmarks.cases import BARE
 from benchmarks.formatting import duration, number, spread, table
@@ -23,6 +24,7 @@ from benchmarks.report import (
     main_rows,
     rows_of,
     targets,
+    without_waits,
 )
 from benchmarks.results import Result
 from benchmarks.targets import judged
@@ -48,9 +50,12 @@ def _by_workload(
 
 def _steps(result: Result) -> str:
     rows = [row for one in WORKLOADS for row in main_rows(result, one.name)]
-    return _by_workload(
+    made = _by_workload(
         "x bare step", rows, "case", lambda row: number(row["step_ratio"]["median"])
     )
+    skipped = [row for row in rows_of(result, overhead.GROUP) if "skipped" in row]
+    told = dict.fromkeys(f"* {row['case']}: {row['skipped']}\n" for row in skipped)
+    return made + ("\nNot measured:\n\n" + "".join(told)) * bool(told)
 
 
 def _updates(result: Result) -> str:
@@ -91,6 +96,7 @@ def _growth(result: Result) -> str:
 _SECTIONS: tuple[tuple[str, str, Callable[[Result], str]], ...] = (
     ("Targets", "", targets),
     ("A step under rules and under others", overhead.GROUP, _steps),
+    ("Without a wait between steps", throughput.GROUP, without_waits),
     ("The update alone", step_alone.GROUP, _updates),
     ("The same work by others", like_for_like.GROUP, _beside_others),
     ("How it grows", scaling.GROUP, _growth),
@@ -120,11 +126,11 @@ def _device(path: Path, result: Result) -> str:
 
 def front(shown: Sequence[tuple[Path, Result]]) -> str:
     """Return the generated part of the front page: steps with rules beside steps with peers."""
-    without_cuda = all(result["machine"]["kind"] != "cuda" for _, result in shown)
-    return "\n".join(_front(result, without_cuda=without_cuda) for _, result in shown)
+    of_kind = {result["machine"]["kind"]: result for _, result in shown}
+    return _front(of_kind["cpu"], of_kind.get("cuda"))
 
 
-def _front(result: Result, *, without_cuda: bool) -> str:
+def _front(result: Result, cuda: Result | None) -> str:
     names = [one.name for one in WORKLOADS if one.forward and main_rows(result, one.name)]
     ratios = {
         (row["case"], name): f"{row['step_ratio']['median']:.2f}"
@@ -133,18 +139,22 @@ def _front(result: Result, *, without_cuda: bool) -> str:
     }
     cases = [case for case in _FRONT if (case, names[0]) in ratios]
     noise = sorted(ratios[BARE.name, name] for name in names)
-    absent = {"CUDA": "not run"} if without_cuda else {}
+    on_cuda = dict.fromkeys(cases, "not run")
+    if cuda is not None:
+        for row in main_rows(cuda, "gpt2"):
+            on_cuda[row["case"]] = f"{row['step_ratio']['median']:.2f}"
     rows = (
-        [case, *(ratios.get((case, name), "") for name in names), *absent.values()]
-        for case in cases
+        [case, *(ratios.get((case, name), "") for name in names), on_cuda[case]] for case in cases
     )
     found = judged(result["rows"], result["machine"]["kind"])
     met = sum(one.verdict == "met" for one in found)
     known = sum(one.value is not None for one in found)
     head = f"Relative step time (1.00 = no instrumentation) on {about_machine(result)}:\n\n"
     tail = f"\nThe step without anything, measured again, takes {noise[0]} to {noise[-1]}. "
-    tail += f"{met} of the {known} targets measured there are met.\n"
-    return head + table(["", *names, *absent], rows) + tail
+    tail += f"{met} of the {known} targets measured there are met."
+    if cuda is not None:
+        tail += f" CUDA: gpt2 in bfloat16 on {about_machine(cuda)}."
+    return f"{head}{table(['', *names, 'CUDA'], rows)}{tail}\n"
 
 
 def filled(text: str, made: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks import (
     device_counts,
-    device_page,
     floors,
     like_for_like,
     overhead,
@@ -16,6 +16,8 @@ from benchmarks import (
     scaling,
     startup,
     step_alone,
+    surgery,
+    throughput,
 )
 from benchmarks.formatting import duration, number, size, spread, table
 from benchmarks.machine import PEERS
@@ -49,7 +51,8 @@ def main_rows(result: Result, workload: str) -> list[Row]:
 def targets(result: Result) -> str:
     """Return the table of targets."""
     found = judged(result["rows"], result["machine"]["kind"])
-    return table(("what", "unit", "at most", "measured", ""), map(_target, found))
+    shown = [one for one in found if one.value is not None or one.target.only == "cuda"]
+    return table(("what", "unit", "at most", "measured", ""), map(_target, shown))
 
 
 def _target(one: Judged) -> tuple[str, ...]:
@@ -110,18 +113,26 @@ def _cost(row: Row, *, waits: bool) -> list[str]:
     return [*cells, str(row["waits"])] if waits else cells
 
 
-def jobs(result: Result) -> str:
+def jobs(result: Result, group: str = like_for_like.GROUP) -> str:
     """Return one table per workload: our way to do a job, beside others and the floor."""
     parts = []
     for workload in WORKLOADS:
-        rows = [
-            row for row in rows_of(result, like_for_like.GROUP) if row["workload"] == workload.name
-        ]
+        rows = [row for row in rows_of(result, group) if row["workload"] == workload.name]
         if rows:
             parts.append(f"**{workload.name}**: {workload.about}.\n")
             head = ("", "ours", "cheapest peer", "x peer", "floor", "x floor", "others")
             parts.append(table(head, map(_job, rows)))
     return "\n".join(parts)
+
+
+def without_waits(result: Result) -> str:
+    """Return what a step costs where nothing waits between steps."""
+    rows = rows_of(result, throughput.GROUP)
+    head = ("", "", "x step", "peak memory")
+    return table(head, (
+        (row["workload"], row["case"], spread(row["step_ratio"]), size(row["peak_bytes"]))
+        for row in rows
+    ))  # fmt: skip
 
 
 def beside_floors(result: Result) -> str:
@@ -216,8 +227,38 @@ def between_ranks(result: Result) -> str:
 
 
 def on_a_device(result: Result) -> str:
-    """Return the table of what a step asks of a device."""
-    return device_page.table_of(rows_of(result, device_counts.GROUP))
+    """Return the table of what a step asks of a device: per size the operations, and more of the largest."""
+    rows = rows_of(result, device_counts.GROUP)
+    sizes = list(dict.fromkeys((row["params"], row["dtypes"]) for row in rows))
+    calls = {
+        (row["case"], row["params"], row["dtypes"]): f"{_signed(row, 'operations')} "
+        f"({row['list_operations']:,})"
+        for row in rows
+    }
+    largest, kind = max((params, kind) for params, kind in sizes if " and " not in kind)
+    head = [
+        "",
+        *(f"{params:,} {kind}" for params, kind in sizes),
+        "read",
+        "written",
+        "allocations",
+        "host reads",
+        "copies to the host",
+        "copies from it",
+        "launches on CUDA",
+    ]
+    shown = [row for row in rows if (row["params"], row["dtypes"]) == (largest, kind)]
+    return table(head, ((
+        row["case"], *(calls[row["case"], *size] for size in sizes),
+        *(f"{number(row[key] / row['gradient_bytes'])} x" for key in ("bytes_read", "bytes_written")),
+        *(_signed(row, key) for key in ("allocations", "host_reads", "copies_to_host", "copies_from_host")),
+        "not run" if row["launches"] is None else _signed(row, "launches"),
+    ) for row in shown))  # fmt: skip
+
+
+def _signed(row: Row, key: str) -> str:
+    """Return what a case adds, and of the bare step what it has."""
+    return f"{row[key]:,}" if row["case"] == device_counts.BARE else f"{row[key]:+,}"
 
 
 def commands(result: Result) -> str:
@@ -231,8 +272,10 @@ def commands(result: Result) -> str:
 _SECTIONS = (
     ("Targets", "", targets),
     ("Cost of a step", overhead.GROUP, costs),
+    ("Without a wait between steps", throughput.GROUP, without_waits),
     ("The update alone", step_alone.GROUP, updates),
     ("Like for like", like_for_like.GROUP, jobs),
+    ("Surgery", surgery.GROUP, partial(jobs, group=surgery.GROUP)),
     ("Beside the floor", floors.GROUP, beside_floors),
     ("Growth", scaling.GROUP, growth),
     ("On a device", device_counts.GROUP, on_a_device),

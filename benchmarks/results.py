@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ Result = dict[str, Any]
 
 FOLDER = Path(__file__).with_name("results")
 FORMAT = 1
+# What tells a row from others.
+NAMING = ("group", "workload", "case", "job", "axis", "at", "params", "dtypes", "world", "wrapper", "what")  # fmt: skip
 
 
 class ResultError(Exception):
@@ -47,6 +50,21 @@ def new(
         "versions": versions,
         "rows": rows,
     }
+
+
+def merged(results: Sequence[Result]) -> Result:
+    """Return one result of several runs on one machine; a later row replaces that of the same thing.
+
+    Raises:
+        ResultError: they are of several machines or versions.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for result in results:
+        if any(result[key] != results[0][key] for key in ("machine", "versions")):
+            raise ResultError("the files are of several machines or versions")
+        rows |= {tuple(row.get(key) for key in NAMING): row for row in result["rows"]}
+    minutes = sum(result["minutes"] for result in results)
+    return results[0] | {"minutes": round(minutes, 1), "rows": [*rows.values()]}
 
 
 def place(device: str, date: str) -> Path:

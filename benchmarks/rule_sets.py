@@ -27,18 +27,23 @@ ALL_IDLE = "every action at every point, out of schedule"
 # What an action cannot do without, and the variants of it that do other work. A new action has to be
 # entered here: `alone` says so.
 _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
-    "clamp": {"": {"min": -1.0, "max": 1.0}},
-    "scale": {"": {"factor": 0.5}},
+    "clamp": {
+        "": {"min": -1.0, "max": 1.0},
+        "of weights": {"min": -1.0, "max": 1.0, "tensor": "value"},
+    },
+    "scale": {"": {"factor": 0.5}, "of updates": {"factor": 0.5, "tensor": "update"}},
     "zero": {"": {}},
     "sanitize": {"": {}},
     "perturb": {"": {"eps": 1e-6}},
-    "mask": {"": {"rows": ":1"}},
+    "mask": {"": {"rows": ":1"}, "with freeze": {"rows": ":1", "then": "freeze"}},
     "noise": {"": {"std": 1e-6}},
     "centralize": {"": {}},
     "clip-norm": {
-        "": {"max_norm": 1e-3},
+        "": {"max_norm": 1e-3, "per": "parameter"},
         "per rule": {"max_norm": 1e-3, "per": "rule"},
         "per rule, does not bite": {"max_norm": 1e9, "per": "rule"},
+        "per module": {"max_norm": 1e-3, "per": "module"},
+        "per unit, of updates": {"max_norm": 1e-2, "per": "unit", "tensor": "update"},
         "per unit, of weights": {"max_norm": 1e-2, "per": "unit", "relative_to": "weight"},
     },
     "freeze": {"": {}},
@@ -49,6 +54,13 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
         "skip-step": {"above": {"sigmas": 1e9, "warmup": 2}, "then": "skip-step"},
         "a percentile": {"above": {"percentile": 99}},
         "a norm": {"above": {"norm": 1e-3}},
+        "of updates": {"above": {"norm": 1e-3}, "tensor": "update"},
+        "of the loss": {
+            "above": {"sigmas": 1e9},
+            "tensors": "loss",
+            "tensor": "value",
+            "then": "skip-step",
+        },
     },
     "norm-log": {
         "": {},
@@ -59,6 +71,7 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
         "per rule": {"per": "rule"},
         "of weights": {"tensor": "value"},
         "of updates": {"tensor": "update", "stats": ["l2", "ratio", "moved"]},
+        "of what the optimizer keeps": {"tensor": "state.momentum_buffer"},
     },
     "capture": {"": {}},
     "check-update": {"": {}, "nothing moves": {"moved": {"max": 0}}},
@@ -69,6 +82,7 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
 # These leave nothing for the others to do.
 _ENDINGS = ("zero", "freeze")
 _NEVER = {"from": 10**9}
+_TARGETS = {"modules", "tensors"}
 
 
 def alone() -> Iterator[tuple[str, RuleDict]]:
@@ -81,8 +95,10 @@ def alone() -> Iterator[tuple[str, RuleDict]]:
         for variant, options in _VARIANTS[action].items():
             # Weights are recorded after the update, wherever gradients may be.
             for point in rule.points if rule.takes_at and "tensor" not in options else (None,):
-                if point == "backward" and options.get("per") == "rule":
+                if point == "backward" and options.get("per") in ("rule", "module"):
                     continue  # only `step` has all gradients at once
+                if point == "backward" and options.get("then") == "freeze":
+                    continue  # it holds weights during the update
                 title = action if point is None else f"{action} at {point}"
                 made = {"action": action, **options} | ({} if point is None else {"at": point})
                 yield (f"{title}, {variant}" if variant else title), made
@@ -91,7 +107,7 @@ def alone() -> Iterator[tuple[str, RuleDict]]:
 def numbered(rules: Sequence[RuleDict]) -> list[RuleDict]:
     """Return rules with ids, on all parameters where they name nothing."""
     return [
-        {"id": f"rule-{number}", **({} if "modules" in rule else {"params": "*"}), **rule}
+        {"id": f"rule-{number}", **({} if _TARGETS & rule.keys() else {"params": "*"}), **rule}
         for number, rule in enumerate(rules)
     ]
 
@@ -136,14 +152,7 @@ def on_modules() -> dict[str, list[RuleDict]]:
 def case(
     title: str, rules: Sequence[RuleDict], *, forward: bool = False, single: bool = False
 ) -> Case:
-    """Return rules as a case.
-
-    Args:
-        title: name of the case.
-        rules: without ids; those that name no modules are for all parameters.
-        forward: they need a forward pass.
-        single: it is one action alone.
-    """
+    """Return rules, of all parameters where they name nothing, as a case; ``single`` is one action alone."""
 
     def attach(task: Task) -> Attached:
         wanted = {"version": 1, "rules": numbered(rules)}
@@ -170,12 +179,16 @@ def _pack(title: str, rules: Any, *, rest: int = 0, forward: bool = False) -> Ca
     return Case(title, "rules", attach, rest=rest, forward=forward)
 
 
+def fingerprint() -> Case:
+    return _pack(FINGERPRINT, "gradsurgeon:fingerprint@1", forward=True)
+
+
 def cases() -> list[Case]:
     """Return all cases of rules."""
     return [
         *(case(title, rules) for title, rules in together().items()),
         *resting(),
-        _pack(FINGERPRINT, "gradsurgeon:fingerprint@1", forward=True),
+        fingerprint(),
         *(case(title, rules, forward=True) for title, rules in on_modules().items()),
         *(case(title, [rule], single=True) for title, rule in alone()),
     ]

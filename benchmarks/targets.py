@@ -320,8 +320,7 @@ def judged(rows: Sequence[Row], device: str) -> list[Judged]:
 
 def _judge(target: Target, rows: Sequence[Row], device: str) -> Judged:
     if target.only not in ("", device):
-        absent = "not run: no CUDA device" if target.only == "cuda" else "a target for the CPU"
-        return Judged(target, None, "not measured", absent)
+        return Judged(target, None, "not measured", f"a target for {target.only.upper()}")
     value = target.find(rows)
     if value is None:
         return Judged(target, None, "not measured")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,10 @@ class Workload:
     quick: bool = False
     alone: bool = False
     many: bool = False
+
+    def is_wanted(self, only: Collection[str], *, quick: bool) -> bool:
+        """Tell whether it is measured; ``only`` names workloads, where not all are wanted."""
+        return self.name in only or not (only or (quick and not self.quick))
 
 
 def given(count: int, size: int) -> Callable[[str], Task]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gradsurgeon.actions import Rule
-from gradsurgeon.common import _live
+from gradsurgeon.common import _arguments, _live
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.language import packs, planning, schema, source
 from gradsurgeon.language.planning import Manifest, Plan
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from gradsurgeon.sinks.sink import Sink
 
 Rules = str | os.PathLike[str] | dict[str, Any] | RuleSet | Sequence[Rule]
-_WHOLE_FILE = 'the whole file as a dict {"version": 1, "rules": [...]}'
 
 
 def load(rules: Rules) -> RuleSet:
@@ -57,22 +56,12 @@ def load(rules: Rules) -> RuleSet:
             return schema.validate(schema.pack(rules))
         if isinstance(rules, str | os.PathLike):
             return schema.validate(source.read(rules))
-        if isinstance(rules, list | tuple):
-            return schema.from_rules(_built(rules))
+        if isinstance(rules, list | tuple) and all(isinstance(rule, Rule) for rule in rules):
+            return schema.from_rules(rules)
     raise TypeError(
-        f"rules are a path, a text, a RuleSet, a list of rules built in Python, or {_WHOLE_FILE}, "
-        f"not {type(rules).__name__}"
+        "rules are a path, a text, a RuleSet, a list of rules built in Python alone, or the whole file as a dict "
+        f'{{"version": 1, "rules": [...]}}, not {type(rules).__name__}'
     )
-
-
-def _built(rules: Sequence[Any]) -> list[Rule]:
-    for rule in rules:
-        if not isinstance(rule, Rule):
-            kind = type(rule).__name__
-            raise TypeError(
-                f"a list of rules holds rules built in Python, this one has an item of type {kind}: pass {_WHOLE_FILE}"
-            )
-    return list(rules)
 
 
 def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:
@@ -104,6 +93,7 @@ def apply(
     replace: bool = False,
     sinks: Sequence[Sink] = (),
     on_event: Callable[[Event], object] | None = None,
+    params: str | os.PathLike[str] | None = None,
 ) -> Session:
     """Attach rules to a model. A call that fails changes nothing.
 
@@ -133,23 +123,22 @@ def apply(
         sinks: trackers that receive aggregates and all events during training, such as
             `sinks.TensorBoard("runs/today")`. They receive the aggregates of each step, or in fast training the worst
             of every few steps; see `gradsurgeon.sinks`. If there are several ranks, rank 0 sends.
-        on_event: called with each event as it occurs, on the thread that has seen it. The logger ``gradsurgeon`` gets
-            its exceptions, and training goes on.
+        on_event: called with each event, on the thread that saw it. Its exceptions are logged, and training goes on.
+        params: the names of the model with which the rules were reviewed, as `gradsurgeon params` writes them.
 
     Returns:
         The session. It is a context manager that removes the rules at its end.
 
     Raises:
         RuleFileError: the rules are not valid.
-        BindError: rules match nothing or cannot act on their matches.
+        BindError: rules match nothing or cannot act on their matches, or the model is not that of ``params``.
         RecordError: the run directory cannot be written, or holds a run already.
         GradSurgeonError: the model already has a session, or PyTorch is missing.
     """
-    _check_options(scaler, mode, start_step)
-    if on_event is not None and not callable(on_event):
-        raise TypeError(f"on_event= must be a function of one event, not {type(on_event).__name__}")
-    optimizers = _optimizers(optimizer)
+    _arguments.check_options(scaler, mode, start_step, on_event)
+    optimizers = _arguments.optimizers_of(optimizer)
     bound = _bound(model, rules)
+    planning.check_reviewed(bound.manifest, params)
     options = _runtime().SessionOptions(optimizers, scaler, mode, start_step, on_event=on_event)
     attachment = attach(model, bound, options, record=record, sinks=sinks, replace=replace)
     from gradsurgeon.runtime.session import Session  # noqa: PLC0415 # needs torch
@@ -228,8 +217,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 def remove(model: nn.Module) -> None:
     """Remove the rules from a model without a trace; also rules from a container that is gone. No rules: no effect."""
     for attachment in _runtime().applied_to(model):
-        attachment.remove()
-        attachment.context.event_log.raise_raised()
+        attachment.end()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
@@ -267,7 +255,7 @@ def backward(losses: Mapping[str, Tensor], *, scaler: GradScaler | None = None) 
         ValueError: there is no loss, or one has several elements.
         GradSurgeonError: the gradients of single losses are not available; the text says why, and what to do.
     """
-    _check_scaler(scaler)
+    _arguments.check_scaler(scaler)
     _runtime().backward(losses, scaler)
 
 
@@ -331,19 +319,6 @@ def _runtime() -> Any:
     return runtime
 
 
-def _check_options(scaler: object, mode: object, start_step: object) -> None:
-    _check_scaler(scaler)
-    if mode not in ("act", "observe"):
-        raise ValueError(f'mode is "act" or "observe", not {mode!r}')
-    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
-        raise ValueError(f"start_step is a number of steps, 0 or more, not {start_step!r}")
-
-
-def _check_scaler(scaler: object) -> None:
-    if scaler is not None and not hasattr(scaler, "unscale_"):
-        raise TypeError(f"scaler= must be a torch.amp.GradScaler, not {type(scaler).__name__}")
-
-
 def _writer(
     model: nn.Module, record: str | os.PathLike[str], bound: Plan, options: SessionOptions
 ) -> RunWriter:
@@ -382,18 +357,3 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
         return []
     texts = {"rules": bound.rules.text, "plan": str(bound)}
     return [Delivery(sink, title=title, texts=texts) for sink in sinks]
-
-
-def _optimizers(given: Any) -> list[Any] | None:
-    if given is None:
-        return None
-    optimizers = [given]
-    if isinstance(given, Sequence):
-        optimizers = list(given)
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "register_step_pre_hook"):
-            raise TypeError(
-                f"optimizer= must be torch optimizers, not {type(optimizer).__name__}; an empty list declares "
-                "that the script updates weights by hand"
-            )
-    return optimizers

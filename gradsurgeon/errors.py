@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import posixpath
+import sys
 import unicodedata
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 # A note is a fact about rules that may be right.
 Severity = Literal["error", "warning", "note"]
@@ -29,14 +31,6 @@ def _visible(char: str) -> str:
     if unicodedata.category(char) not in _HIDDEN_CATEGORIES:
         return char
     return char.encode("unicode_escape").decode("ascii")
-
-
-def cause_of(error: BaseException) -> str:
-    """Return the words of the system for an error, without number and path, or the text of another error."""
-    cause = getattr(error, "strerror", None)
-    if cause:
-        return str(cause)
-    return str(error)
 
 
 def reason_of(error: BaseException) -> str:
@@ -116,15 +110,13 @@ class Place:
         """Return the source line with the place underlined; empty without a text."""
         if not self.line_text.strip():
             return ""
-        # A window keeps a 10,000-column line readable and the underline below the right place.
+        # A window keeps a line of 10,000 columns readable.
         at = self.col - 1
         start = max(0, at - 60)
+        end = at + min(80, self.width)
         before = printable(self.line_text[start:at])
-        if start:
-            before = f"...{before}"
-        width = min(80, max(1, self.width))
-        marked = printable(self.line_text[at : at + width])
-        after = printable(self.line_text[at + self.width : at + 40])
+        marked = printable(self.line_text[at:end])
+        after = printable(self.line_text[end : at + 40])
         gutter = f"{self.line:>6} | "
         empty_gutter = " " * (len(gutter) - 2) + "| "
         underline = "^" * max(1, len(marked))
@@ -184,14 +176,14 @@ class _FileError(GradSurgeonError):
     _of: ClassVar[str]
 
     def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__(tuple(problems))
         self.problems: tuple[Problem, ...] = tuple(problems)
+
+    def __str__(self) -> str:
         errors = [problem for problem in self.problems if problem.severity == "error"]
         lines = [f"{_count_of_problems(len(errors))} in {self._of}"]
         lines += [problem.full() for problem in self.problems]
-        super().__init__("\n".join(lines))
-
-    def __reduce__(self) -> tuple[type[Self], tuple[Sequence[Problem]]]:
-        return type(self), (self.problems,)
+        return "\n".join(lines)
 
 
 class RuleFileError(_FileError):
@@ -226,16 +218,16 @@ class BindError(GradSurgeonError):
     """
 
     def __init__(self, complaints: Sequence[str]) -> None:
+        super().__init__(tuple(complaints))
         self.complaints: tuple[str, ...] = tuple(complaints)
+
+    def __str__(self) -> str:
         count = len(self.complaints)
         lines = [f"{_count_of_problems(count)} in binding the rules; nothing was changed"]
         lines += self.complaints[:_MOST]
         if count > _MOST:
             lines.append(f"and {count - _MOST} more")
-        super().__init__("\n".join(lines))
-
-    def __reduce__(self) -> tuple[type[BindError], tuple[Sequence[str]]]:
-        return type(self), (self.complaints,)
+        return "\n".join(lines)
 
 
 class TrapError(GradSurgeonError):
@@ -281,7 +273,7 @@ class CheckError(TrapError):
 
 
 class GradientSpikeError(TrapError):
-    """A ``spike-trap`` rule found a gradient far larger than those before it and stopped the update."""
+    """A ``spike-trap`` rule found a gradient or a loss far larger than those before it and stopped the update."""
 
 
 class RecordError(GradSurgeonError):
@@ -290,6 +282,16 @@ class RecordError(GradSurgeonError):
 
 class GradSurgeonWarning(UserWarning):
     """A rule cannot or did not act as written; the text names the rule and the cause."""
+
+
+def to_stderr(text: str) -> None:
+    """Write to stderr, or to Python's original stderr if the script has closed, removed or replaced its own."""
+    for stream in (sys.stderr, sys.__stderr__):
+        with suppress(Exception):
+            # `print` would write to stdout for None. A tee need not have `closed`.
+            if stream is not None and not getattr(stream, "closed", False):
+                print(text, file=stream, flush=True)  # there is no other channel
+                return
 
 
 def warn(text: str, stacklevel: int) -> None:

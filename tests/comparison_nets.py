@@ -15,14 +15,18 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.scale, self.ahead = heads, (width // heads) ** -0.5, 0
-        self.flipped = self.fused = False
+        self.flipped = self.fused = self.joined = False
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Any:
-        q, k, v = (
-            one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for one in (self.q, self.k, self.v)
-        )
+        layers = (self.q, self.k, self.v)
+        if self.joined:
+            weights = torch.cat([one.weight for one in layers])
+            biases = torch.cat([one.bias for one in layers])
+            projected: Any = functional.linear(x, weights, biases).chunk(3, -1)
+        else:
+            projected = [one(x) for one in layers]
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in projected)
         if self.flipped:
             k = k.flip(1)
         if self.fused:

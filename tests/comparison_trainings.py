@@ -196,7 +196,7 @@ def train(
         change(training)
     model = training.model
     optimizer = torch.optim.AdamW(training.groups(), training.lr, **training.options)
-    rules = _noisy(noise) if noise else PACK
+    rules = noisy(noise, EPS) if noise else PACK
     with (
         # A fault may be one that the session tells by itself, such as a parameter without an optimizer.
         warnings.catch_warnings(action="ignore", category=gradsurgeon.GradSurgeonWarning),
@@ -215,9 +215,9 @@ def train(
     return path
 
 
-def _noisy(seed: int) -> Json:
+def noisy(seed: int, eps: float) -> Json:
     """Return the rules of a noise run, as `gradsurgeon run --perturb` makes them."""
-    noise = {"action": "perturb", "modules": "*", "where": {"owns_params": True}, "eps": EPS}
+    noise = {"action": "perturb", "modules": "*", "where": {"owns_params": True}, "eps": eps}
     tensors = {"noise-in": "input", "noise-back": "output.grad"}
     rules = [{"id": id_, "tensor": one, "seed": seed, **noise} for id_, one in tensors.items()]
     return {"version": 1, "include": [PACK], "rules": rules}

@@ -2,9 +2,6 @@
 
 `python -m pytest` leaves out what is marked as slow, and gives property tests a tenth of their examples;
 `--everything`, `-m` and a file that is named bring both back. `tests/README.md` says what is slow.
-
-At the end, a table of what the tests on real ranks have found. It is printed from here, because of all
-files like this one, the process that prints for several others reads only those at the top.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from typing import Any, cast
 import forks
 import pytest
 from packaging.requirements import Requirement
-from ranks import FINAL_WEIGHTS
 
 ROOT = Path(__file__).parents[1]
 MEASURES = "COVERAGE_PROCESS_CONFIG"
@@ -168,27 +164,3 @@ def _measured(how: str | None, request: pytest.FixtureRequest) -> Iterator[None]
     os.environ.pop(MEASURES, None)
     if before is not None:
         os.environ[MEASURES] = before
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [one for some in terminalreporter.stats.values() for one in some]
-    table: dict[tuple[str, str], str] = {}
-    for report in reports:
-        if isinstance(report, pytest.TestReport) and report.when == "call":
-            for setup, action, text in _told(report):
-                table[setup, action] = text
-    if not table:
-        return
-    terminalreporter.section("final weights by set-up and action")
-    terminalreporter.write_line(
-        "largest difference from one process / from the same set-up without rules"
-    )
-    # Several processes report in any order.
-    for action in sorted({action for _, action in table}):
-        terminalreporter.write_line(action)
-        for setup in sorted({setup for setup, _ in table}):
-            terminalreporter.write_line(f"  {setup:<44}{table.get((setup, action), 'not run')}")
-
-
-def _told(report: pytest.TestReport) -> list[tuple[str, str, str]]:
-    return [cast("Any", told) for name, told in report.user_properties if name == FINAL_WEIGHTS]

@@ -12,20 +12,26 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from device_failures import captured, failed, failed_at_the_update, failed_under_apply
+from device_failures import (
+    backward,
+    captured,
+    failed,
+    failed_at_the_update,
+    failed_under_apply,
+    on_device,
+)
 from ranks import Json
-from small import fields_of, sgd, tanh_net
+from small import attach, fields_of, rules_of_workers, sgd, tanh_net
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsurgeon
+from benchmarks import device_worker
 from benchmarks.operations import counting
 from benchmarks.toy_device import (
-    DEVICE,
     Factories,
     Operation,
     Toy,
@@ -34,27 +40,19 @@ from benchmarks.toy_device import (
     move,
     watchers,
 )
+from gradsurgeon.runtime import device_policy
 from gradsurgeon.runtime.controller import Controller
-from gradsurgeon.tensors import _numbers
+from gradsurgeon.tensors import _nonfinite, _numbers, _projection, _torch, measure
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 warnings.simplefilter("ignore")
-ALL: list[Json] = [
-    {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
-    {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
-    {"id": "norms", "action": "norm-log", "params": "*"},
-    {"id": "bins", "action": "norm-log", "params": "*", "stats": ["histogram"]},
-    {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.5, "max": 0.5},
-    {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 0.4},
-    {"id": "last", "action": "norm-log", "params": "*", "at": "step"},
-    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    # Within its warm-up it cuts nothing.
-    {"id": "spikes", "action": "spike-trap", "params": "*", "above": {"sigmas": 2.5}},
-]
 
 
 def rules(*ids: str) -> Json:
-    return {"version": 1, "rules": [rule for rule in ALL if not ids or rule["id"] in ids]}
+    return {
+        "version": 1,
+        "rules": [rule for rule in rules_of_workers("device") if not ids or rule["id"] in ids],
+    }
 
 
 class CudaCasts(TorchDispatchMode):
@@ -193,16 +191,12 @@ def two_threads() -> Json:
 
 def reads_of(*ids: str, by_hand: bool = False) -> int:
     """Return how often the host waits in four steps, after two to settle in."""
-    torch.manual_seed(0)
-    model = tanh_net(4, 6, 2)
-    move(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+    model, optimizer = on_device()
     given: Any = [] if by_hand else optimizer
     with gradsurgeon.apply(model, rules(*ids), optimizer=given) as session:
 
         def step() -> None:
-            optimizer.zero_grad()
-            model(Toy(torch.randn(5, 4))).square().mean().backward()
+            backward(model, optimizer)
             if by_hand:
                 session.tick()
             else:
@@ -216,6 +210,105 @@ def reads_of(*ids: str, by_hand: bool = False) -> int:
     return counts.host_reads
 
 
+def asynchronously(parts: Any) -> _torch.Arrival:
+    """Copy to the host without a wait, as only CUDA does."""
+    whole = torch.cat(list(parts))
+    host = torch.empty(len(whole), dtype=whole.dtype, device="cpu")
+    return _torch.Arrival(parts, host.copy_(whole, non_blocking=True))
+
+
+def decided(layers: int, *, scaled: bool = False) -> Json:
+    """Return what five steps ask of a device that decides in the place of traps, beside norms and a clip."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+    move(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("toy", enabled=scaled)
+    trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    spikes = {**trap, "id": "spikes", "action": "spike-trap", "above": {"times": 9, "warmup": 2}}
+    clip = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
+    norms = {"id": "norms", "action": "norm-log", "params": "*", "at": "step"}
+    found: Json = {"waits": {}}
+    for name, rule_list in (("bare", [norms]), ("rules", [trap, spikes, clip, norms])):
+        with gradsurgeon.apply(
+            model, {"version": 1, "rules": rule_list}, optimizer=optimizer
+        ) as session:
+
+            def step(*, bad: bool = False) -> None:
+                optimizer.zero_grad()
+                loss = model(Toy(torch.randn(2, 4))).square().mean()
+                scaler.scale(loss * (math.nan if bad else 1.0)).backward()
+                scaler.step(optimizer)
+
+            for _ in range(3):
+                step()
+            with counting() as counts:
+                for _ in range(5):
+                    step()
+            found[name] = {"waits": counts.host_reads, "operations": counts.operations}
+            if name == "rules":
+                before = [plain(param) for param in model.parameters()]
+                step(bad=True)
+                found["moved"] = before != [plain(param) for param in model.parameters()]
+                session.status()
+                told = fields_of(session, "kind", "step", "told_at")
+                found["told"] = [entry for entry in told if entry[0] != "notice"]
+    return found
+
+
+def scaled(*, on_device: bool) -> Json:
+    """Train under a scaler, with overflows, a trap that warns, a clip and norms; return waits and what is told."""
+    torch.manual_seed(0)
+    model = tanh_net(4, 6, 2)
+    if on_device:
+        move(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    kind = "toy" if on_device else "cpu"
+    scaler = torch.amp.GradScaler(kind, init_scale=2.0**4, growth_interval=100)
+    trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "warn", "forensics": False}
+    spikes = {**trap, "id": "spikes", "action": "spike-trap", "above": {"times": 9, "warmup": 2}}
+    del spikes["forensics"]
+    norms = {"id": "norms", "action": "norm-log", "params": "*", "at": "step"}
+    learns = {"id": "learns", "action": "check-update", "params": "*"}
+    waits = []
+    rule_list = [trap, spikes, norms, learns]
+    with gradsurgeon.apply(
+        model, {"version": 1, "rules": rule_list}, optimizer=optimizer, scaler=scaler
+    ) as session:
+        for step in range(7):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = model(Toy(x) if on_device else x).square().mean()
+            scaler.scale(loss * (1e39 if step in (2, 5) else 1.0)).backward()
+            with counting() as counts:
+                scaler.step(optimizer)
+            waits.append(counts.host_reads)
+            scaler.update()
+        return {
+            "waits": waits,
+            "weights": [plain(param) for param in model.parameters()],
+            "events": fields_of(session, "kind", "step", "name"),
+            "status": {
+                rule: (told.fired, told.last_step) for rule, told in session.status().items()
+            },
+            "norms": [step for step, _ in session.history("2.weight", rule="norms")],
+        }
+
+
+def waiting_under_a_scaler() -> Json:
+    return {"host": scaled(on_device=False), "device": scaled(on_device=True)}
+
+
+def decisions() -> Json:
+    device_policy.DEVICES.add("toy")
+    sends = _torch.send
+    _torch.send = asynchronously
+    try:
+        return {"few": decided(2), "many": decided(20)}
+    finally:
+        _torch.send = sends
+        device_policy.DEVICES.discard("toy")
+
+
 def host_reads() -> dict[str, int]:
     return {
         "norms": reads_of("norms", "back", "last"),
@@ -225,6 +318,28 @@ def host_reads() -> dict[str, int]:
         "everything": reads_of(),
         "by hand": reads_of("bound", "norms", by_hand=True),
     }
+
+
+def reads_in_40_steps() -> dict[str, int]:
+    """Return how often the host waits where copies to it are asynchronous, as they are on CUDA."""
+    modules = {"action": "norm-log", "modules": "*", "tensor": "output"}
+    clip = {"action": "clip-norm", "params": "*", "per": "rule", "max_norm": 0.1}
+    each = {"version": 1, "rules": [{"id": "outputs", **modules}, {"id": "clip", **clip}]}
+    waiting = _torch.send
+    _torch.send = device_worker._send
+    reads = {}
+    for name, wanted in (("norms and clip", each), ("fingerprint", "gradsurgeon:fingerprint@1")):
+        model, optimizer = on_device()
+        with gradsurgeon.apply(model, wanted, optimizer=optimizer):
+            backward(model, optimizer)
+            optimizer.step()
+            with counting() as counts:
+                for _ in range(40):
+                    backward(model, optimizer)
+                    optimizer.step()
+        reads[name] = counts.host_reads
+    _torch.send = waiting
+    return reads
 
 
 def half_precision() -> Json:
@@ -263,38 +378,6 @@ def half_precision() -> Json:
     return found
 
 
-def counted(act: Callable[[], object]) -> dict[str, int]:
-    with counting() as counts:
-        act()
-    return {key: count for key, count in counts.to_dict().items() if count}
-
-
-def operations() -> dict[str, dict[str, int]]:
-    four, three = Toy(torch.ones(4)), Toy(torch.ones(3))
-    wide, host = Toy(torch.ones(2, 1)).expand(2, 8), torch.ones(4)
-    return {
-        "add": counted(lambda: four + 1.0),
-        "add_": counted(lambda: four.add_(1.0)),
-        "zero_": counted(four.zero_),
-        "copy_": counted(lambda: four.copy_(Toy(host))),
-        "expanded": counted(wide.sum),
-        "views": counted(lambda: [four.view(2, 2)[0], four.detach()]),
-        "empty": counted(lambda: torch.empty_like(four)),
-        "zeros": counted(lambda: torch.zeros(4, device=DEVICE)),
-        "foreach": counted(lambda: torch._foreach_mul_([four, three], 2.0)),
-        "norms": counted(lambda: torch._foreach_norm([four, three])),
-        "cat": counted(lambda: torch.cat([four, three])),
-        "item": counted(three.max().item),
-        "tolist": counted(four.tolist),
-        "cpu": counted(four.cpu),
-        "copy to host": counted(lambda: host.copy_(four)),
-        "to host, later": counted(lambda: four.to("cpu", non_blocking=True)),
-        "copy to host, later": counted(lambda: host.copy_(four, non_blocking=True)),
-        "from host": counted(lambda: host.to(DEVICE)),
-        "copy from host": counted(lambda: four.copy_(host)),
-    }
-
-
 def norms() -> dict[str, list[list[float]]]:
     """Return what the norms of gradients of several dtypes should be, and are: together and alone."""
     kinds = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
@@ -311,18 +394,74 @@ def norms() -> dict[str, list[list[float]]]:
     }
 
 
-EVERY: list[Json] = [
-    {"action": "clamp", "min": -1e-3, "max": 1e-3, "at": "step"},
-    {"action": "scale", "factor": 0.3, "at": "step"},
-    {"action": "zero", "at": "step"},
-    {"action": "sanitize", "at": "backward"},
-    {"action": "clip-norm", "max_norm": 1e-3},
-    {"action": "clip-norm", "max_norm": 1e-4, "per": "rule"},
-    {"action": "norm-log", "stats": ["l1", "l2", "linf", "mean", "std", "zeros", "nonfinite"]},
-    {"action": "nan-trap", "then": "skip-step"},
-    {"action": "spike-trap", "above": {"sigmas": 2.5, "warmup": 2}, "then": "clip"},
-    {"action": "check-update"},
-]
+def projections() -> dict[str, Json]:
+    """Return what each form of a projection is off from that of the host, and what it asks of the device."""
+    found: dict[str, Json] = {}
+    for form, widening in (("plain", set()), ("widening", {"toy"})):
+        _projection.WIDENING = widening
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for size in (700, 50_000, 1_000_003):
+                tensor = torch.randn(size).to(dtype)
+                there = Toy(tensor)
+                _projection.projections(there)  # makes the signs
+                with counting() as counts:
+                    measured = _projection.projections(there)
+                off = torch.tensor(plain(measured)) - _projection.projections(tensor)
+                found[f"{form} {dtype} {size}"] = {
+                    "off": off.abs().max().item() / tensor.double().norm().item(),
+                    "operations": counts.operations,
+                    "copied": counts.bytes_written / tensor.nbytes,
+                    "read": counts.bytes_read / tensor.nbytes,
+                }
+    _projection.WIDENING = {"cuda"}
+    return found
+
+
+def projections_of_many() -> Json:
+    """Return the operations for 10 and for 100 small tensors, and the largest distance from those of the host."""
+    operations = []
+    for number in (10, 100):
+        tensors = [torch.randn(size) for size in (0, 1, 300, 768, 3072) for _ in range(number // 5)]
+        there = [Toy(tensor) for tensor in tensors]
+        _projection.projections_of(there)
+        with counting() as counts:
+            measured = _projection.projections_of(there)
+        operations.append(counts.operations)
+    off = torch.tensor(plain(measured)) - _projection.projections_of(tensors)
+    return {"operations": operations, "off": off.abs().max().item()}
+
+
+def nonfinite() -> list[list[Any]]:
+    """Return the dtype, the number of non-finite elements, the one that is counted, the mark and its operations."""
+    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+    bad = [math.nan, math.inf, -math.inf]
+    # The largest number of a format is not taken for an infinity.
+    tensors = [torch.full((3, 5), torch.finfo(kind).max, dtype=kind) for kind in kinds]
+    tensors += [torch.tensor([1.0, number]).to(kind) for kind in kinds for number in bad]
+    tensors += [torch.tensor([[1.0, *bad], bad + bad[:1]]).t(), torch.ones(0), torch.ones(3).long()]
+    _nonfinite._COUNTED_AT_ONCE = 4
+    found = []
+    for tensor in tensors:
+        with counting() as counts:
+            mark: Any = _nonfinite.nonfinite_mark(Toy(tensor))
+        if isinstance(mark, Tensor):
+            (mark,) = measure.read_marks([mark])
+        counted: Any = _nonfinite.nonfinite(Toy(tensor))
+        wanted = int(tensor.isfinite().logical_not().sum())
+        found.append([str(tensor.dtype), wanted, int(counted), mark, counts.operations])
+    return found
+
+
+def trapped_outputs() -> Any:
+    """Return what a trap on modules says of outputs on the device that are not finite."""
+    model, optimizer = on_device()
+    trap = {"id": "trap", "action": "nan-trap", "then": "warn", "forensics": False}
+    trap |= {"modules": "*", "tensor": "output"}
+    with attach(model, trap, optimizer=optimizer) as session:
+        optimizer.zero_grad()
+        model(Toy(torch.tensor([[math.inf, 1.0, 1.0, 1.0]]))).sum().backward()
+        optimizer.step()
+        return fields_of(session, "kind", "name", "message")
 
 
 def private_operations() -> list[list[str]]:
@@ -335,15 +474,14 @@ def private_operations() -> list[list[str]]:
             tensors = [one for one in leaves(operation.args[0]) if isinstance(one, Toy)]
             found.update((name, str(one.dtype).removeprefix("torch.")) for one in tensors)
 
-    entries = [{"id": f"r{i}", "params": "*", **rule} for i, rule in enumerate(EVERY)]
     watchers.append(watch)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         torch.manual_seed(0)
         model = tanh_net(4, 6, 2).to(dtype)
         move(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
-        for entry in entries:
-            with gradsurgeon.apply(model, {"version": 1, "rules": [entry]}, optimizer=optimizer):
+        for rule in rules_of_workers("device, one by one"):
+            with attach(model, rule, optimizer=optimizer):
                 for step in range(3):
                     optimizer.zero_grad()
                     x = Toy(torch.full((5, 4), 1.0 + 100.0 * step).to(dtype))
@@ -383,12 +521,18 @@ CASES = [
     failed,
     failed_at_the_update,
     failed_under_apply,
-    operations,
     norms,
+    nonfinite,
+    trapped_outputs,
+    projections,
+    projections_of_many,
     same_as_on_the_host,
     losses,
     two_threads,
+    decisions,
+    waiting_under_a_scaler,
     host_reads,
+    reads_in_40_steps,
     half_precision,
     private_operations,
     weights_on_two_devices,

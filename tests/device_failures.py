@@ -28,9 +28,13 @@ def on_device() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(Toy(torch.randn(5, 4))).square().mean().backward()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(model, optimizer)
     optimizer.step()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from hypothesis import strategies as st
 from oracle import Interpreter, Stopped, matched
 from ranks import Json
@@ -110,38 +113,56 @@ def untrained() -> Net:
     return Net()
 
 
+NUMBER = st.sampled_from([0.05, 0.2, 0.5, 2.0, 5.0])
+RAMP = st.fixed_dictionaries(
+    {"from": NUMBER, "to": NUMBER, "steps": st.integers(1, 4)},
+    optional={
+        "shape": st.sampled_from(["linear", "cosine", "sigmoid"]),
+        "start_step": st.integers(0, 3),
+    },
+)
+STATS = st.sampled_from(["l2", "l1", "linf", "mean", "min", "max", "zeros", "nonfinite"])
+# What words of `cases/drawn_rules.yaml` draw.
+WORDS: Mapping[str, st.SearchStrategy[Any]] = {
+    "number": NUMBER,
+    "below": NUMBER.map(operator.neg),
+    "numbers": st.one_of(NUMBER, RAMP),
+    "factors": st.one_of(st.sampled_from([-1.0, 0.1, 0.5, 3.0]), RAMP),
+    "edits": st.sampled_from(["backward", "step"]),
+    "reads": st.sampled_from(["backward", "accumulated", "step"]),
+    "rows": st.sampled_from(["1:", ":2", "-3:", "2:4"]),
+    # Each has four rows or more.
+    "tall": st.sampled_from(["enc.*", "enc.?.weight", "shift", "wide", "enc.0.*"]),
+    "stats": st.lists(STATS, min_size=1, max_size=3, unique=True),
+}
+
+
+def drawn(value: Any) -> st.SearchStrategy[Any]:
+    """Return what a value of the table draws."""
+    if isinstance(value, list):
+        return st.sampled_from(value)
+    return WORDS[value] if value in WORDS else st.just(value)
+
+
+def action(row: Json) -> st.SearchStrategy[Json]:
+    """Return what a row of the table draws."""
+    kept: dict[str, st.SearchStrategy[Any]] = {}
+    optional: dict[str, st.SearchStrategy[Any]] = {}
+    for key, value in row.items():
+        place = optional if key.startswith("maybe ") else kept
+        place[key.removeprefix("maybe ")] = drawn(value)
+    return st.fixed_dictionaries(kept, optional=optional)
+
+
 @cache  # hypothesis checks each strategy that is made anew
 def rule_files(*, scaled: bool = False) -> st.SearchStrategy[list[Json]]:
-    number = st.sampled_from([0.05, 0.2, 0.5, 2.0, 5.0])
     names = st.one_of(
         st.sampled_from(PATTERNS),
         st.lists(st.sampled_from(PATTERNS), min_size=2, max_size=3, unique=True),
     )
-    edits = st.sampled_from(["backward", "step"])
-    reads = st.sampled_from(["backward", "accumulated", "step"])
-    actions = [
-        st.fixed_dictionaries({"action": st.just("scale"), "factor": st.sampled_from([-1.0, 0.1, 0.5, 3.0]), "at": edits}),
-        st.builds(lambda low, high, at: {"action": "clamp", "min": -low, "max": high, "at": at}, number, number, edits),
-        st.fixed_dictionaries({"action": st.just("clamp"), "max": number, "at": edits}),
-        st.fixed_dictionaries({"action": st.just("zero")}, optional={"at": edits}),
-        st.fixed_dictionaries(
-            {"action": st.just("clip-norm"), "max_norm": number},
-            optional={"norm_type": st.sampled_from([2, "inf"]), "at": edits},
-        ),
-        st.fixed_dictionaries({"action": st.just("clip-norm"), "max_norm": number, "per": st.just("rule")}),
-        st.fixed_dictionaries({"action": st.just("freeze")}),
-        st.fixed_dictionaries(
-            {"action": st.just("nan-trap"), "forensics": st.just(False), "then": st.sampled_from(["raise", "warn", "skip-step"])},
-            optional={"give_up_after": st.just(2)},
-        ),
-        st.fixed_dictionaries(
-            {"action": st.just("norm-log"), "at": reads},
-            optional={"stats": st.lists(st.sampled_from(["l2", "l1", "linf", "mean", "min", "max", "zeros", "nonfinite"]), min_size=1, max_size=3, unique=True)},
-        ),
-        st.fixed_dictionaries({"action": st.just("capture"), "at": reads}),
-    ]  # fmt: skip
-    if not scaled:
-        actions.append(st.fixed_dictionaries({"action": st.just("sanitize")}))
+    table = Path(__file__).parent / "cases" / "drawn_rules.yaml"
+    rows = yaml.safe_load(table.read_text(encoding="utf-8"))
+    actions = [action(row) for row in rows if not (scaled and row["action"] == "sanitize")]
     steps = st.fixed_dictionaries(
         {},
         optional={"from": st.integers(0, 2), "to": st.integers(3, 6), "every": st.integers(1, 2)},
@@ -150,7 +171,7 @@ def rule_files(*, scaled: bool = False) -> st.SearchStrategy[list[Json]]:
         [{"ndim": 1}, {"ndim": 2}, {"module_type": "Lin*"}, {"module_type": "Module"}]
     )
     rule = st.builds(
-        lambda action, params, more: {**action, "params": params, **more},
+        lambda action, params, more: {"params": params, **action, **more},
         st.one_of(actions),
         names,
         st.fixed_dictionaries({}, optional={"exclude": st.sampled_from(PATTERNS[1:]), "steps": steps, "where": where}),
@@ -224,8 +245,7 @@ def under_rules(rules: Rules, training: Training, **more: Any) -> Outcome:
             start_step=training.start_step,
         )
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
+    with warnings.catch_warnings(action="ignore", category=gradsurgeon.GradSurgeonWarning):
         script = Script(training, attach, **more)
         stopped = script.train()
         session = script.rules

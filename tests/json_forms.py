@@ -17,7 +17,7 @@ TEXT = """\
 | `remarks` | what stands out, each a sentence |
 | `params` | names of parameters |
 | `rules` | objects with `id`, `action`, `role` and `status`, which is `null` before the first step |
-| `events` | the events, with `kind`, `rule`, `step`, `rank`, `name` and `message`; `diagnosis`, below, or `null`; and `sample_ids`, those of the step, at most 256 |
+| `events` | the events, with `kind`, `rule`, `step`, `rank`, `name` and `message`; `diagnosis`, below, or `null`; `sample_ids`, those of the step, at most 256; and `told_at`, the step before which the host heard of a decision of the device, or `null` |
 | `norms` | an object per tensor, below |
 | `losses` | an object per curve of losses, below |
 | `rates` | the learning rate of each group of parameters, below |
@@ -34,6 +34,46 @@ tagged loss); `name`; `steps` and `values`, at most 2,000 points, each the worst
 
 **`rates`**: `optimizer` (its class, after its module if each optimizer has one of its own); `group` (its number, from 0); `steps` and `values`, at most 2,000
 points, evenly over the steps.
+
+## A plan as JSON
+
+`gradsurgeon plan ... --format json` prints one object.
+
+| key | value |
+|---|---|
+| `version` | 1 |
+| `model` | `params` and `elements`, how many there are |
+| `rules` | objects with `id`, `action`, `tensor`, `point`, `hook`, the names `params` and `modules`, `elements`, `warnings`, `losses` and `method` of a rule on losses, and `on` with `--on RUN` |
+| `chains` | by tensor the ids of its rules, in order of effect |
+| `warnings` | sentences |
+
+**`on`**: what the rule would have done in the `run`: `steps`, the updates that have the needed records; `acts`, those in which it would have changed a tensor or
+tripped; `share`, `acts` over `steps`; `largest`, where it would have acted most, or `null`: `name`, `step` and `factor` (norm over bound, at least 1, `null` of a rule without a bound).
+If the records do not tell, `told` is `false`, `missing` says why, and the numbers are `null`. With `--thresholds` also `thresholds`, objects with the `group` of tensors, its
+`steps`, and its `thresholds`: `quantile`, `value`, and the updates `acts` in which a rule with this bound would have acted.
+
+## A difference as JSON
+
+`gradsurgeon diff ... --format json` prints one object.
+
+| key | value |
+|---|---|
+| `version` | 1 |
+| `added`, `removed` | objects with `id`, `action`, `target`, the names `params` and `modules`, `elements`, and `on` |
+| `changed` | objects with `id`, `action`, `target`, `fields` (`name`, `before`, `after`), `effect`, `params_before`, `params_after`, `elements_before`, `elements_after`, and `on` |
+| `order` | pairs of rules that act in another order: `first` and `second` now, on how many `tensors` |
+| `params`, `tensors` | tensors under other rules: `name`, and the ids `before` and `after`; a renamed rule has its new id in both |
+| `lost_protection` | parameters that a rule edited, trapped or froze, and no rule does now |
+| `lost_trap` | further parameters for which no trap stops or skips a step now |
+| `less_often_trapped` | traps that look in fewer steps: `rule`, and the `params` for which no other trap looks in the others |
+| `covered` | how many parameters have rules, `before` and `after` |
+| `model` | `params` and `elements`, how many there are |
+| `warnings` | why training newly ends before its first step: `kind`, `rule` and `detail` |
+| `in_effect` | whether the effect differs |
+
+**`effect`**: `kind` (`looser`, `tighter`, `schedule`, `renamed`, `order` or `other`), `field` (the option), `factor` (new over old; `null` if there is none), and `text`.
+
+**`on`**, with `--on RUN`: `before` and `after`, each as in a plan, or `null` on a side that lacks the rule.
 
 ## The diagnosis as JSON
 
@@ -55,6 +95,7 @@ The key `diagnosis` of an event in `report --format json` and `export --format j
 | `cause` | `overflow`, `underflow`, `mathematics`, `bad input`, `kernel`, `transient` or `unknown`; empty if no operation is blamed |
 | `evidence` | what repeating the operation has shown, sentences |
 | `remedy` | what to try, a sentence |
+| `tried` | objects, one for each remedy under which the step was run again: `remedy`; `outputs_finite`, `gradients_finite`; `loss`. Each is `null` where the replay cannot know it |
 | `rows` | an object, below, or `null` |
 | `inputs`, `outputs` | tensors: `name` (of an input: in the operation's schema), `shape` (-1 for a ragged dimension), `dtype`, `low` and `high` of the finite elements or `null`, `numel`, and how many are `nan`, `inf` (`minus_inf` included) and `minus_inf`, in which `rows` |
 | `history` | the largest magnitudes in the outputs of the last operations before, oldest first: pairs of a name and a number |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -179,7 +179,6 @@ class Case:
     sparse: bool = False
     half: bool = False
     twice: bool = False
-    tags: tuple[str, ...] = field(default=())
 
     def make(self) -> Any:
         """Return the model with the same weights each time."""

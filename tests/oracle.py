@@ -8,6 +8,7 @@ the points and, within a point, in the order of the file. The training loop tell
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 Rule = Mapping[str, Any]
-POINTS = ("backward", "accumulated", "step")
+POINTS = ("backward", "accumulated", "step", "updated")
 DEFAULTS = {
     "scale": "backward",
     "zero": "backward",
     "sanitize": "backward",
     "clip-norm": "step",
+    "mask": "step",
     "spike-trap": "step",
     "freeze": "step",
     "norm-log": "accumulated",
@@ -49,6 +51,8 @@ class Stopped(Exception):  # noqa: N818 # the trap does what it is there for
 
 
 def point(rule: Rule) -> str:
+    if rule.get("tensor") in ("value", "update"):
+        return "updated"
     return rule.get("at") or DEFAULTS[rule["action"]]
 
 
@@ -92,6 +96,63 @@ def is_due(rule: Rule, step: int) -> bool:
     return step in range(first, last, every)
 
 
+def in_step(rule: Rule, step: int) -> Rule:
+    """Return a rule with the numbers that its ramps have in a step."""
+    start = rule.get("steps", {}).get("from", 0)
+    numbers = {key: at(value, step, start) for key, value in rule.items() if key in RAMPS}
+    return {**rule, **numbers}
+
+
+RAMPS = ("factor", "max_norm", "min", "max")
+
+
+def at(number: Any, step: int, start: int) -> float:
+    if not isinstance(number, dict):
+        return float(number)
+    progress = max(0, step - number.get("start_step", start)) / number["steps"]
+    if progress >= 1:
+        return float(number["to"])
+    shapes = {
+        "linear": progress,
+        "cosine": (1 - math.cos(math.pi * progress)) / 2,
+        "sigmoid": 2 / (1 + math.exp(-10 * progress)) - 1,
+    }
+    share = shapes[number.get("shape", "linear")]
+    return float(number["from"] + (number["to"] - number["from"]) * share)
+
+
+def trains(rule: Rule, tensor: Tensor) -> Tensor:
+    """Return which elements of a parameter a mask trains."""
+    first, last = (int(end) if end else None for end in rule["rows"].split(":"))
+    found = torch.zeros(tensor.shape, dtype=torch.bool)
+    found[first:last] = True
+    return found
+
+
+def clip_units(rule: Rule, tensor: Tensor) -> Tensor:
+    """Return a tensor whose rows are short enough; a vector is one row."""
+    rows = (
+        tensor.double().reshape(len(tensor), -1)
+        if tensor.dim() > 1
+        else tensor.double().reshape(1, -1)
+    )
+    norms = rows.norm(dim=1, keepdim=True)
+    factors = (rule["max_norm"] / norms.clamp(min=1e-6)).clamp(max=1)
+    factors = torch.where(norms.isfinite(), factors, 1.0)
+    return (rows * factors).to(tensor.dtype).reshape(tensor.shape)
+
+
+def group_of(rule: Rule, name: str) -> str:
+    """Return what a parameter shares its norm with."""
+    if rule["per"] == "rule":
+        return ""
+    if rule["per"] == "module":
+        return name.rpartition(".")[0]
+    found = re.match(rule["per"].replace(".", r"\.").replace("{n}", r"\d+"), name)
+    assert found
+    return found[0]
+
+
 def clip(rule: Rule, grads: Sequence[Tensor]) -> list[Tensor]:
     order = float(rule.get("norm_type", 2))
     norm = torch.linalg.vector_norm(
@@ -103,6 +164,15 @@ def clip(rule: Rule, grads: Sequence[Tensor]) -> list[Tensor]:
     return [(g.double() * factor).to(g.dtype) for g in grads]
 
 
+def clip_groups(rule: Rule, names: Sequence[str], values: dict[str, Tensor]) -> None:
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[group_of(rule, name)].append(name)
+    for members in groups.values():
+        clipped = clip(rule, [values[name] for name in members])
+        values.update(zip(members, clipped, strict=True))
+
+
 def edited(rule: Rule, grad: Tensor) -> Tensor:
     """Return a gradient as a rule leaves it that edits each one by itself."""
     edits: Mapping[str, Callable[[], Tensor]] = {
@@ -110,7 +180,10 @@ def edited(rule: Rule, grad: Tensor) -> Tensor:
         "scale": lambda: grad.mul(rule["factor"]),
         "zero": lambda: torch.zeros_like(grad),
         "sanitize": lambda: grad.where(grad.isfinite(), 0.0),
-        "clip-norm": lambda: clip(rule, [grad])[0],
+        "mask": lambda: grad.where(trains(rule, grad), 0.0),
+        "clip-norm": lambda: (
+            clip_units(rule, grad) if rule.get("per") == "unit" else clip(rule, [grad])[0]
+        ),
     }
     return edits.get(rule["action"], lambda: grad)()
 
@@ -148,7 +221,7 @@ class Interpreter:
     def _due(self, at: str, name: str) -> list[Rule]:
         step = self.clock[self.owner[name]]
         return [
-            rule
+            in_step(rule, step)
             for rule in self.rules
             if point(rule) == at and name in self.matched[rule["id"]] and is_due(rule, step)
         ]
@@ -205,10 +278,59 @@ class Interpreter:
             hidden = {name: params[name].grad for name in frozen & grads.keys()}
             for name in hidden:
                 params[name].grad = None
+            before = self._kept(optimizer, params)
             self.scaler.step(optimizer) if self.scaler else optimizer.step()
             for name, grad in hidden.items():
                 params[name].grad = grad
+            if not overflow and not self.observe:
+                self._after(optimizer, params, before)
         self.clock[optimizer] += 1
+
+    def _kept(
+        self, optimizer: Optimizer, params: Mapping[str, nn.Parameter]
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return copies of weights, and of what the optimizer keeps for each element."""
+        kept = {}
+        for name, param in params.items():
+            state = {"": param, **optimizer.state.get(param, {})}
+            kept[name] = {
+                key: value.detach().clone()
+                for key, value in state.items()
+                if isinstance(value, Tensor) and value.shape == param.shape
+            }
+        return kept
+
+    @torch.no_grad()
+    def _after(
+        self,
+        optimizer: Optimizer,
+        params: Mapping[str, nn.Parameter],
+        before: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Put back what masks hold, and edit weights and updates."""
+        for name, param in params.items():
+            due = self._due("step", name)
+            held = torch.zeros(param.shape, dtype=torch.bool)
+            for rule in due:
+                if rule["action"] == "mask" and rule.get("then") == "freeze":
+                    held |= ~trains(rule, param)
+            if held.any():
+                for key, value in self._state(optimizer, param):
+                    value[held] = before[name].get(key, torch.zeros_like(value))[held]
+            if any(rule["action"] == "freeze" for rule in due):
+                continue
+            for rule in self._due("updated", name):
+                old = before[name][""]
+                if rule["tensor"] == "value":
+                    new = edited(rule, param)
+                else:
+                    new = old + edited(rule, param - old)
+                param.copy_(torch.where(held, param, new))
+
+    def _state(self, optimizer: Optimizer, param: nn.Parameter) -> list[tuple[str, Tensor]]:
+        state = optimizer.state.get(param, {}).items()
+        kept = [(k, v) for k, v in state if isinstance(v, Tensor) and v.shape == param.shape]
+        return [("", param), *kept]
 
     def _decision(self, optimizer: Optimizer, grads: Mapping[str, Tensor]) -> str:
         decision = "go"
@@ -231,16 +353,19 @@ class Interpreter:
         values = {name: grad.detach().clone() for name, grad in grads.items()}
         due = {name: self._due("step", name) for name in values}
         frozen = {name for name in due if any(rule["action"] == "freeze" for rule in due[name])}
-        for rule in self.rules:
-            names = [name for name in values if any(rule is one for one in due[name])]
+        for written in self.rules:
+            names = [
+                name for name in values if any(written["id"] == one["id"] for one in due[name])
+            ]
+            if not names:
+                continue
+            rule = in_step(written, self.clock[self.owner[names[0]]])
             for name in names:
                 self._see(rule, name, values[name])
-            if not names or stopped:
+            if stopped:
                 continue
-            if rule["action"] == "clip-norm" and rule.get("per") == "rule":
-                names = [name for name in names if name not in frozen]
-                clipped = clip(rule, [values[name] for name in names]) if names else []
-                values.update(zip(names, clipped, strict=True))
+            if rule.get("per", "parameter") not in ("parameter", "unit"):
+                clip_groups(rule, [name for name in names if name not in frozen], values)
             else:
                 values.update({name: edited(rule, values[name]) for name in names})
         if self.observe or stopped:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from models import data
 from ranks import Json
-from small import sgd
+from small import sgd, take_step
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 from torch.utils.checkpoint import checkpoint
@@ -113,24 +113,21 @@ def loss_of(model: Any, step: int) -> Any:
     return model(data(step, 5, 4)).square().mean()
 
 
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, bad: float = 1.0) -> None:
+    """Take plain steps; the loss of the third one is multiplied by a number."""
+    for step in range(steps):
+        take_step(optimizer, loss_of(model, step) * (bad if step == 2 else 1.0))
+
+
 def plain() -> Sequence[Tensor]:
     model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    fit(model, torch.optim.Adam(model.parameters(), lr=0.01), steps=4)
     return list(model.parameters())
 
 
 def with_a_nan() -> Sequence[Tensor]:
     model = net()
-    optimizer = sgd(model, 0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        (loss * (math.nan if step == 2 else 1.0)).backward()
-        optimizer.step()
+    fit(model, sgd(model, 0.01), steps=4, bad=math.nan)
     return list(model.parameters())
 
 
@@ -241,9 +238,7 @@ def changed() -> Sequence[Tensor]:
         if step == 3:
             model[0].bias.grad = None
             swap(model[0].bias, nn.Parameter(model[0].bias.detach().clone()))
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+        take_step(optimizer, loss_of(model, step))
     return list(model.parameters())
 
 
@@ -300,9 +295,7 @@ def looks_up() -> Sequence[Tensor]:
     model: Any = LooksUp()
     optimizer = sgd(model)
     for step in range(3):
-        optimizer.zero_grad()
-        model(torch.tensor([step, 1, 2])).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.tensor([step, 1, 2])).square().mean())
     return list(model.parameters())
 
 
@@ -314,9 +307,7 @@ def captured() -> Sequence[Tensor]:
     try:
         for step in range(5):
             _torch.is_capturing = (lambda: True) if step == 2 else asked
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+            take_step(optimizer, loss_of(model, step))
     finally:
         _torch.is_capturing = asked
     return list(model.parameters())
@@ -328,10 +319,7 @@ def no_leaf() -> Sequence[Tensor]:
     optimizer = sgd(model)
     made = nn.Parameter(torch.ones(2))
     model._parameters["made"] = made * 2.0  # type: ignore[assignment]
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    fit(model, optimizer, steps=3)
     return list(model.parameters())[1:]
 
 

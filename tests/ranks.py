@@ -14,8 +14,6 @@ from typing import Any
 import forks
 from bounds import TIMEOUT
 
-# What a test tells of itself goes with its report, from the process it ran in to the one that prints.
-FINAL_WEIGHTS = "final weights"
 # What JSON can hold: a rule, or what a rank has found.
 Json = dict[str, Any]
 Ranks = list[Json]
@@ -55,21 +53,21 @@ def start_words(words: Sequence[str], cwd: Path, ranks: int) -> list[forks.Fork]
     """Start what comes after `python` on several ranks, in forks that have the environment of torchrun."""
     # Where it finds `worker`.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    shared = {
-        "PYTHONPATH": path,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
-    return [
-        forks.start(
-            words,
-            cwd=cwd,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
+    return _started([words] * ranks, cwd, {**os.environ, "PYTHONPATH": path}, free_port())
+
+
+def _started(
+    commands: Sequence[Sequence[str]], cwd: Path, env: Mapping[str, str], port: int
+) -> list[forks.Fork]:
+    """Start what comes after `python` on each rank."""
+    count = str(len(commands))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    started = []
+    for rank, words in enumerate(commands):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.append(forks.start(words, cwd=cwd, env={**env, **shared, **own}))
+    return started
 
 
 def largest_difference(left: Weights, right: Weights) -> float:
@@ -98,19 +96,8 @@ class Job:
         self._store = distributed.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
         )
-        shared = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": str(len(commands)),
-            "LOCAL_WORLD_SIZE": str(len(commands)),
-        }
-        self._forks = [
-            forks.start(
-                words, cwd=cwd, env={**env, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            )
-            for rank, words in enumerate(commands)
-        ]
+        shared = {**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        self._forks = _started(commands, cwd, shared, self._store.port)
 
     def wait(self) -> list[subprocess.CompletedProcess[bytes]]:
         """Return how each rank has ended; kill what is left of them at the timeout."""
@@ -121,7 +108,8 @@ class Job:
                 fork.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

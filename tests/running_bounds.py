@@ -200,3 +200,18 @@ def norm_of(grad: Tensor) -> float:
     whole = whole.coalesce().values() if whole.is_sparse else whole
     wide = torch.complex128 if whole.is_complex() else torch.float64
     return float(torch.linalg.vector_norm(whole.detach().to(wide)))
+
+
+@torch.no_grad()
+def clip_updates(params: Sequence[Tensor], before: Sequence[Tensor], most: float, per: str) -> int:
+    """Shorten what an update has changed, all together or each by itself; return how many were too long."""
+    changes = [param - old for param, old in zip(params, before, strict=True)]
+    norms = torch.stack([change.norm() for change in changes])
+    if per == "rule":
+        norms = norms.norm().expand(len(changes))
+    cut = 0
+    for param, old, change, norm in zip(params, before, changes, norms, strict=True):
+        if norm > most:
+            cut += 1
+            param.copy_(old + change * (most / norm))
+    return cut

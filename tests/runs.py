@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from commands import environment
 from ranks import Json
 
 from gradsurgeon.records.store import Key, Part, Records, database
+from gradsurgeon.records.store.layout import pack_absent
+from gradsurgeon.records.store.memory import RecordedRow
 from gradsurgeon.records.store.writer import RunWriter
 
 KEY = Key("norms", "l2", "accumulated", ("a.weight", "a.bias"))
@@ -28,6 +30,20 @@ def shown(records: Records) -> Json:
 
 def values(*numbers: float) -> bytes:
     return array("f", numbers).tobytes()
+
+
+def add(
+    store: Records | RunWriter,
+    key: Key,
+    step: int,
+    numbers: bytes,
+    absent: Collection[int] = (),
+    *,
+    replace: bool = False,
+) -> None:
+    """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
+    bits = pack_absent(absent, len(key.names))
+    store.add_row(RecordedRow(key, step, numbers, bits, replace))
 
 
 def listing(path: Path) -> list[str]:
@@ -71,7 +87,7 @@ def write(
     key = Key(rule, stat, point, tuple(histories))
     for step, row in enumerate(zip(*histories.values(), strict=True)):
         absent = frozenset(i for i, value in enumerate(row) if value is None)
-        writer.add(key, step, values(*(value or 0.0 for value in row)), absent)
+        add(writer, key, step, values(*(value or 0.0 for value in row)), absent)
     return writer
 
 

@@ -189,11 +189,6 @@ def flat_grads(params: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    grads: list[tuple[str, Tensor | None]] = [(n, p.grad) for n, p in model.named_parameters()]
-    return {name: None if grad is None else grad.clone() for name, grad in grads}
-
-
 @contextmanager
 def drawing(rule: str = "combine", step: int = 0, call: int = 0) -> Iterator[None]:
     """Draw from torch's generator what a rule draws in a call."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from ranks import Json
 from torch import Tensor, nn
 
 import gradsurgeon
+
+
+def rules_of_workers(section: str) -> Any:
+    """Return a section of the rules that workers train under."""
+    table = Path(__file__).parent / "cases" / "rules_of_workers.yaml"
+    return yaml.safe_load(table.read_text(encoding="utf-8"))[section]
 
 
 def rule_file(*rules: Mapping[str, Any], **common: Any) -> Json:
@@ -119,6 +127,15 @@ def take_step(optimizer: torch.optim.Optimizer, loss: Any) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """Return the text of the error that a call raises, and nothing if it raises none."""
+    try:
+        call()
+    except gradsurgeon.GradSurgeonError as error:
+        return str(error)
+    return ""
 
 
 def hold_rows(found: Any, wanted: Any, rel: float = 1e-4) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from typing import Any
 
@@ -93,3 +94,11 @@ def assert_same(
     for one, other in zip(left, right, strict=True):
         pair = one.detach(), other.detach()
         torch.testing.assert_close(*pair, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def rebuilt(state: Any) -> Any:
+    """Return a state as a checkpoint brings it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._effects import Compiled
 from gradsurgeon.actions._fields import (
+    STATE_NAME,
     TARGETS,
     Flaw,
     Glob,
@@ -36,7 +38,7 @@ GRADIENTS_ONLY = "`when` is for edits of outputs and inputs: gradients exist in 
 
 # What to write for `tensor`.
 _TENSORS: Mapping[TargetKind, str] = {
-    "params": "leave `tensor` out, or write `value` or `update` with `norm-log`",
+    "params": "leave `tensor` out, or write `value`, `update` or `state.NAME` with `norm-log`",
     "modules": "write `output`, `input`, `output.grad` or `input.grad`, or one by path as `output[0].grad`",
     "tensors": "write `grad` or `value`",
 }
@@ -77,7 +79,7 @@ class Rule(Options):
     measures: ClassVar[bool] = False
     # Whether the gradient from the script, before any edit at `step`, decides the effect.
     judges_first: ClassVar[bool] = False
-    # Which of `value` and `update` the rule takes as `tensor` of a parameter, besides gradients.
+    # Which of `value`, `update` and `state.NAME` the rule takes as `tensor` of a parameter, besides gradients.
     of_weights: ClassVar[tuple[str, ...]] = ()
     # The option that a target needs.
     needs: ClassVar[Mapping[TargetKind, str]] = {}
@@ -100,8 +102,8 @@ class Rule(Options):
     tensor: Annotated[
         str | None,
         Field(
-            description="Which tensor: of a parameter `grad`, or where an action takes it `value` or "
-            "`update`; of a module `output`, `input`, `output.grad`, `input.grad`, or one by path as "
+            description="Which tensor: of a parameter `grad`, or where an action takes it `value`, "
+            "`update` or `state.NAME`; of a module `output`, `input`, `output.grad`, `input.grad`, or one by path as "
             "`output[0].grad`; of a tag `grad` or `value`."
         ),
     ] = None
@@ -169,6 +171,11 @@ class Rule(Options):
         return False
 
     @property
+    def judges_losses(self) -> bool:
+        """Whether its `tensors` are losses of updates, not tags."""
+        return False
+
+    @property
     def hides_overflow(self) -> bool:
         """Whether the rule replaces non-finite elements, which a scaler must see."""
         return False
@@ -177,6 +184,14 @@ class Rule(Options):
     def may_overflow(self) -> bool:
         """Whether the rule can make a finite gradient non-finite."""
         return False
+
+    def read_file(self, find: Callable[[str], Path]) -> None:
+        """Read what the rule needs of the file that it names; ``find`` returns the path. It may raise `ValueError`."""
+
+    @property
+    def file_sha256(self) -> str:
+        """The hash of the file that the rule names, empty if there is none: its content is part of the rule."""
+        return ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -196,13 +211,11 @@ class Rule(Options):
             message = f"missing key `{self.targets[0]}`: a rule names its target by {known}"
             yield Flaw(self.targets[0], message, "add patterns of names", "missing-key")
             return
-        target = named[0]
+        target, *others = named
         tensor = parse_tensor(target, self.tensor)
-        if len(named) > 1:
-            targets = " and ".join(f"`{kind}`" for kind in named)
-            yield Flaw(
-                named[1], f"a rule has one target, found {targets}", "write one rule for each"
-            )
+        if others:
+            message = f"a rule has one target, found `{'` and `'.join(named)}`"
+            yield Flaw(others[0], message, "write one rule for each")
         elif target not in self.targets:
             message = f"{self.name()} acts on {known}, not on `{target}`"
             yield Flaw(target, message, f"name {known}")
@@ -231,42 +244,56 @@ class Rule(Options):
 
     def _flaws_of_point(self) -> Iterator[Flaw]:
         at = self.at
-        is_of_weights = self.tensor in ("value", "update")
-        if is_of_weights and self.tensor not in self.of_weights:
-            message = f"{self.name()} does not take `{self.tensor}` of a parameter"
-            hint = "leave `tensor` out"
-            if self.of_weights:
-                hint = f"{hint}, or write `{'` or `'.join(self.of_weights)}`"
-            yield Flaw("tensor", message, hint)
-        elif is_of_weights and at is not None:
-            message = f"`{self.tensor}` exists once the update is over, and `at` is a moment before"
-            yield Flaw("at", message, "remove it")
-        elif is_of_weights:
-            return
-        elif not self.takes_at and at is not None:
+        kind = self.tensor
+        if kind is not None and STATE_NAME.fullmatch(kind):
+            kind = "state.NAME"
+        if kind in ("value", "update", "state.NAME"):
+            yield from self._flaws_of_weights(kind)
+        elif at is None:
+            if self.needs_at:
+                message = (
+                    f"missing key `at`: {self.name()} has no default, because its meaning differs"
+                )
+                hint = (
+                    "`at: step` bounds the final gradient, `at: backward` the contribution of each "
+                    "backward pass"
+                )
+                yield Flaw("at", message, hint, "missing-key")
+        elif not self.takes_at:
             message = f"{self.name()} takes no `at`: it acts at a moment of its own"
             yield Flaw("at", message, "remove it")
-        elif self.needs_at and at is None:
-            message = f"missing key `at`: {self.name()} has no default, because its meaning differs"
-            hint = (
-                "`at: step` bounds the final gradient, `at: backward` the contribution of each "
-                "backward pass"
-            )
-            yield Flaw("at", message, hint, "missing-key")
-        elif at is not None and at not in self.points:
+        elif at not in self.points:
             reason = "the action has no such point"
             if at == "accumulated":
                 reason = "an edit of accumulated gradients would compound over micro-batches"
             hint = " or ".join(f"`at: {point}`" for point in self.points)
             yield Flaw("at", f"{self.name()} cannot act at `{at}`: {reason}", f"use {hint}")
 
+    def _flaws_of_weights(self, kind: str) -> Iterator[Flaw]:
+        if kind not in self.of_weights:
+            message = f"{self.name()} does not take `{self.tensor}` of a parameter"
+            hint = "leave `tensor` out"
+            if self.of_weights:
+                hint = f"{hint}, or write `{'` or `'.join(self.of_weights)}`"
+            yield Flaw("tensor", message, hint)
+        elif self.at is not None:
+            message = f"`{self.tensor}` exists once the update is over, and `at` is a moment before"
+            yield Flaw("at", message, "remove it")
+
     @classmethod
     def name(cls) -> str:
         """Return the name of the action, as written in a rule file."""
         return str(cls.model_fields["action"].default)
 
-    def param_problem(self, name: str, shape: tuple[int, ...]) -> str:  # noqa: ARG002 # of derived rules
-        """Return why the rule cannot act on a parameter, after its name; empty if it can."""
+    def param_problem(
+        self,
+        names: Sequence[str],  # noqa: ARG002 # of derived rules
+        shape: tuple[int, ...],  # noqa: ARG002 # the same
+    ) -> str:
+        """Return why the rule cannot act on a parameter, after its name; empty if it can.
+
+        ``names`` are the names of the parameter, of a tied one several; the first is that in records.
+        """
         return ""
 
     def complex_problem(self) -> str:
@@ -322,21 +349,20 @@ def _action_of(entry: Mapping[Any, Any]) -> type[Rule] | Flaw:
         message = f"`action` must be the name of an action, found {described(action)}"
         return Flaw("action", message, known, "wrong-type")
     module, _, name = action.rpartition(":")
-    if name in known_actions and module in ("", known_actions[name].__module__):
-        return known_actions[name]
+    kind = known_actions.get(name)
+    if kind is not None and module in ("", kind.__module__):
+        return kind
     message = f"unknown action `{action[:60]}`"
-    meant = action_meant(action)
-    if meant and not module:
-        return Flaw("action", message, meant, "unknown-action")
-    near = did_you_mean(action, known_actions)
+    hint = action_meant(action)
     if module:
         message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
         option = f"--import {module[:60]}"
         hint = (
             f"rule files import nothing: import it before `apply`, or add `{option}` to the command"
         )
-    elif near:
-        hint = f"{near} {known}"
-    else:
-        hint = f"{known}; an action of your own is written MODULE:NAME"
+    elif not hint:
+        near = did_you_mean(action, known_actions)
+        hint = (
+            f"{near} {known}" if near else f"{known}; an action of your own is written MODULE:NAME"
+        )
     return Flaw("action", message, hint, "unknown-action")

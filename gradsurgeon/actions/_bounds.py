@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gradsurgeon.actions._effects import RunningBound
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# One number, or one for each norm.
+_Number = TypeVar("_Number", float, "Tensor")
 # ZClip adds this to a standard deviation, which may be 0.
 _EPSILON = 1e-6
 # A statistic of fewer updates does not know yet how far healthy norms scatter.
@@ -69,7 +72,7 @@ def _autoclip(share: float, warmup: int, kept: Tensor, norms: Tensor) -> tuple[T
     after = number + enters
     mean = _mean(number, kept[1], norms)
     # As in the paper, a norm is compared with a window that it has entered.
-    bound = _percentile(ring.masked_fill(places >= after, float("inf")), after, share)
+    bound = _percentile(ring, places >= after, after, share)
     is_spike = enters & (after >= warmup) & (norms > bound)
     new = kept.new_empty(kept.shape)
     new[0] = after
@@ -78,38 +81,84 @@ def _autoclip(share: float, warmup: int, kept: Tensor, norms: Tensor) -> tuple[T
     return norms.where(~is_spike, bound), new
 
 
-def _percentile(values: Tensor, number: Tensor, share: float) -> Tensor:
-    """Return a quantile of the finite values of each column, as `torch.quantile` does; ``number`` says how many they are."""
+def _percentile(values: Tensor, is_free: Tensor, number: Tensor, share: float) -> Tensor:
+    """Return a quantile of each column as `torch.quantile` does, of the values, ``number`` of them, that are not free."""
     last = number.clamp(min=1, max=len(values)) - 1
     place = share * last
-    ordered = values.sort(0).values
-    low = ordered.gather(0, place.floor().long().unsqueeze(0))
-    high = ordered.gather(0, place.ceil().long().unsqueeze(0))
-    return low.lerp(high, place.frac().unsqueeze(0)).squeeze(0)
+    low = place.floor()
+    high = place.ceil()
+    # Counted from the nearer end, only few values need an order.
+    from_top = share > 0.5  # noqa: PLR2004 # the middle
+    free = float("inf")
+    if from_top:
+        low = last - low
+        high = last - high
+        free = -free
+    most = int(min(share, 1 - share) * (len(values) - 1)) + 3
+    taken = values.masked_fill(is_free, free)
+    ordered = taken.topk(min(most, len(values)), 0, largest=from_top).values
+    below = ordered.gather(0, low.long().unsqueeze(0))
+    above = ordered.gather(0, high.long().unsqueeze(0))
+    return below.lerp(above, place.frac().unsqueeze(0)).squeeze(0)
 
 
 def _zclip(
     sigmas: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Advance ZClip, which keeps the number of updates, the mean and the variance."""
+    if len(norms) == 1 and norms.is_cpu:
+        return _zclip_of_one(sigmas, beta, warmup, kept, norms)
     number, mean, variance = kept.unbind()
     is_warm = number >= warmup
     std = variance.clamp(min=0).sqrt()
     z = (norms - mean) / (std + _EPSILON)
     is_spike = is_warm & (z > sigmas) & norms.isfinite()
-    clipped = mean + sigmas**2 * std / z
-    passed = norms.where(~is_spike, clipped)
-    # In the warm-up, Welford's algorithm for the mean and the variance so far.
+    passed = norms.where(~is_spike, mean + sigmas**2 * std / z)
     after = number + 1
+    so_far = _welford(after, mean, variance, passed)
+    running = _decayed(beta, mean, variance, passed)
+    new = [late.where(is_warm, early) for late, early in zip(running, so_far, strict=True)]
+    return passed, _advanced(kept, passed, after, *new)
+
+
+def _zclip_of_one(
+    sigmas: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advance ZClip for one number on the host, where numbers of Python take a fraction of the time and come out alike."""
+    number, mean, variance = kept.flatten().tolist()
+    passed = norms.item()
+    is_warm = number >= warmup
+    # Python rounds a root otherwise.
+    std = kept[2].clamp(min=0).sqrt().item()
+    z = (passed - mean) / (std + _EPSILON)
+    if is_warm and z > sigmas and math.isfinite(passed):
+        passed = mean + sigmas**2 * std / z
+    new = kept
+    if math.isfinite(passed) and passed:
+        numbers = _welford(number + 1, mean, variance, passed)
+        if is_warm:
+            numbers = _decayed(beta, mean, variance, passed)
+        new = kept.new_tensor([number + 1, *numbers]).unsqueeze(1)
+    return norms.new_tensor([passed]), new
+
+
+def _welford(
+    after: _Number, mean: _Number, variance: _Number, passed: _Number
+) -> tuple[_Number, _Number]:
+    """Return the mean and the variance so far, by Welford's algorithm."""
     distance = passed - mean
-    mean_so_far = mean + distance / after
-    variance_so_far = variance + (distance * (passed - mean_so_far) - variance) / after
+    new = mean + distance / after
+    return new, variance + (distance * (passed - new) - variance) / after
+
+
+def _decayed(
+    beta: float, mean: _Number, variance: _Number, passed: _Number
+) -> tuple[_Number, _Number]:
+    """Return the running mean and variance."""
     share = 1 - beta
-    running_mean = beta * mean + share * passed
-    running_variance = beta * variance + share * (passed - running_mean) ** 2
-    new_mean = running_mean.where(is_warm, mean_so_far)
-    new_variance = running_variance.where(is_warm, variance_so_far)
-    return passed, _advanced(kept, passed, after, new_mean, new_variance)
+    new = beta * mean + share * passed
+    distance = passed - new
+    return new, beta * variance + share * (distance * distance)
 
 
 def _adagc(
@@ -129,10 +178,10 @@ def _adagc(
 
 def _advanced(kept: Tensor, passed: Tensor, *rows: Tensor) -> Tensor:
     """Return new rows, and the kept ones if the norm is 0 or non-finite, which teaches nothing."""
-    new = kept.new_empty(kept.shape)
-    for place, row in enumerate(rows):
-        new[place] = row
-    return new.where(passed.isfinite() & (passed > 0), kept)
+    import torch  # noqa: PLC0415 # reading rules must not need torch
+
+    new = torch.stack(rows)
+    return new.where(passed.isfinite() & (passed != 0), kept)
 
 
 def _zclip_bound(
@@ -163,7 +212,7 @@ def _autoclip_bound(
     percentile: float, window: int, kept: Sequence[float], passed: float
 ) -> tuple[float, str]:
     number = min(kept[0] + 1, window)
-    return passed, f"percentile {percentile:g} of the last {number:.0f} norms, this one included"
+    return passed, f"percentile {percentile:g} of the last {number:.0f} values, this one included"
 
 
 def _age(number: float) -> str:

@@ -47,10 +47,24 @@ class Shard:
     Attributes:
         shape: the shape of the whole tensor.
         places: for each dimension, the indices in the whole tensor of what is here; int64.
+        is_sparse: whether these are the stored rows of a sparse gradient, which are others in each step.
     """
 
     shape: tuple[int, ...]
     places: tuple[Tensor, ...]
+    is_sparse: bool = False
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Return what is here of a tensor of the shape of the whole, or of one that broadcasts to this shape.
+
+        The rows of a sparse gradient are others in each step: of them the whole is returned.
+        """
+        if self.is_sparse:
+            return whole
+        for dim, places in enumerate(self.places):
+            if whole.shape[dim] > 1:
+                whole = whole.index_select(dim, places.to(whole.device))
+        return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +91,16 @@ class Edit:
     Attributes:
         apply: ``apply(grad)`` or ``apply(grad, at)`` maps a strided gradient to a new one of the same shape, dtype and
             device, out of place, because autograd may hand one tensor to several consumers. ``at`` is an `At`.
-        apply_: the same in place, on many gradients without other owners, if that is faster.
+        apply_: the same in place, on many gradients without other owners, if that is faster: ``apply_(grads)``. If ``apply``
+            takes ``at``, ``apply_(grads, names, step)`` on whole gradients of parameters.
+        refuse: ``refuse(at)`` raises `GradSurgeonError` for a part of a parameter that no edit is possible on; asked when the
+            rule is attached, if ranks hold parts by then.
         takes_at: whether ``apply`` takes two arguments.
     """
 
     apply: Callable[..., Tensor]
-    apply_: Callable[[Sequence[Tensor]], None] | None = None
+    apply_: Callable[..., None] | None = None
+    refuse: Callable[[At], None] | None = None
     takes_at: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,13 +136,11 @@ def _takes_two(function: Callable[..., object]) -> bool:
         params = inspect.signature(function).parameters.values()
     except ValueError:  # functions of torch have no signature
         return False
-    required = [
-        param
-        for param in params
-        if param.default is param.empty
-        and param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(required) > 1
+    required = 0
+    for param in params:
+        is_positional = param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)
+        required += is_positional and param.default is param.empty
+    return required > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +167,8 @@ class Judgement:
     kind: ClassVar[EventKind] = "trap"
     error: ClassVar[type[TrapError]] = NonFiniteGradientError
     give_up_after: int | Literal["never"]
+    forensics: bool = False
+    bundle: bool = False
 
     @property
     def patience(self) -> int:

@@ -160,8 +160,9 @@ RuleId = Annotated[
 
 TargetKind = Literal["params", "modules", "tensors"]
 TARGETS: tuple[TargetKind, ...] = ("params", "modules", "tensors")
-Side = Literal["param", "update", "input", "output", "tag"]
+Side = Literal["param", "update", "state", "input", "output", "tag"]
 
+STATE_NAME = re.compile(r"state\.[A-Za-z_]\w*")
 _STEP = re.compile(r"\[(\d{1,6})\]|\.([A-Za-z_]\w*)")
 _MODULE_TENSOR = re.compile(r"(output|input)((?:\[\d{1,6}\]|\.[A-Za-z_]\w*)*?)(\.grad)?")
 
@@ -171,13 +172,14 @@ class TensorRef:
     """One tensor of a target, or every tensor of a structure if ``path`` is empty."""
 
     side: Side
-    path: tuple[int | str, ...] = ()  # into the arguments or the result of the module
+    # Into the arguments or the result of the module; of a state its name.
+    path: tuple[int | str, ...] = ()
     grad: bool = True  # the gradient of the tensor, not its value
 
     def __str__(self) -> str:
         if self.side == "update":
             return "update"
-        if self.side in ("input", "output"):
+        if self.side in ("input", "output", "state"):
             text = f"{self.side}{spelled(self.path)}"
             if self.grad:
                 text += ".grad"
@@ -212,6 +214,8 @@ def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
         return f"the tensor of a tag is `grad` or `value`, found `{text[:60]}`"
     if text == "update":
         return TensorRef("update", grad=False)
+    if STATE_NAME.fullmatch(text):
+        return TensorRef("state", (text.removeprefix("state."),), grad=False)
     return f"`{text[:60]}` is no tensor of a parameter"
 
 

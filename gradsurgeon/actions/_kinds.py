@@ -55,10 +55,8 @@ class EditRule(Rule):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        notes = [
-            f"`{name}` {ramp.described(self.steps.from_)}" for name, ramp in self.ramps.items()
-        ]
-        return tuple(notes)
+        start = self.steps.from_
+        return tuple(f"`{name}` {ramp.described(start)}" for name, ramp in self.ramps.items())
 
     def in_step(self, step: int) -> Self:
         """Return the rule with the numbers that it has in one update."""
@@ -81,7 +79,7 @@ class ObserverRule(Rule):
 
     role: ClassVar[Role] = "observe"
     points: ClassVar[tuple[Point, ...]] = _READING
-    of_weights: ClassVar[tuple[str, ...]] = ("value", "update")
+    of_weights: ClassVar[tuple[str, ...]] = ("value", "update", "state.NAME")
 
     if TYPE_CHECKING:  # an option of some actions, a constant of others
 

@@ -80,9 +80,7 @@ def read_options(model: type[_Model], given: Mapping[Any, Any]) -> tuple[_Model 
     for path in sorted(empty, key=str):
         message = f"`{path[-1]}` has no value"
         flaws.append(Flaw(path, message, "write a value after the colon", "wrong-type"))
-    if flaws:
-        return None, flaws
-    return options, []
+    return None if flaws else options, flaws
 
 
 def _without_value(given: Mapping[Any, Any], at: Path = ()) -> Iterator[Path]:
@@ -107,19 +105,20 @@ def _flaws_of(
     key = next((step for step in reversed(path) if isinstance(step, str)), "")
     if kind == "flawed":
         for flaw in error["ctx"]["flaws"]:
-            yield replace(flaw, at=(*path, *flaw.path))
+            at = (*path, *flaw.path)
+            key = str(at[0]) if at else ""
+            # A flaw of several options has the whole rule as its input.
+            value = error["input"] if path else given.get(key)
+            yield replace(flaw, at=at, hint=value_meant(key, value) or flaw.hint)
     elif kind == "invalid_key":
         yield Flaw(path[:-1], f"keys are texts, found {described(path[-1])}", check="key-type")
     elif kind == "extra_forbidden":
-        hint = ""
-        if len(path) == 1:
-            hint = key_meant(key, given)
-        hint = hint or did_you_mean(key, [name for name in fields if name not in given])
+        unused = [name for name in fields if name not in given]
+        hint = key_meant("/".join(map(str, path)), given) or did_you_mean(key, unused)
         hint = hint or f"known: {', '.join(fields)}"
         yield Flaw(path, f"unknown key `{key[:60]}`", hint, "unknown-key")
     elif kind == "missing":
-        description = getattr(field, "description", "") or ""
-        hint = f"add it: {description.rstrip('.')}"
+        hint = f"add it: {(field.description or '').rstrip('.')}"
         yield Flaw(path, f"missing key `{key}`", hint, "missing-key")
     elif kind in ("string_too_short", "too_short"):
         yield Flaw(path, f"`{key}` is empty", "write one entry or more")
@@ -135,11 +134,13 @@ def _field_at(model: type[Options], path: Path) -> tuple[Any, dict[str, Any]]:
         if step not in fields:
             break
         field = fields[str(step)]
+        kinds = [kind for kind in get_args(field.annotation) if isinstance(kind, type)]
+        if isinstance(field.annotation, type):
+            kinds = [field.annotation]
         fields = {}
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Options):
+        for kind in kinds:
+            if issubclass(kind, Options):
                 fields = keys_of(kind)
-                break
     return field, fields
 
 
@@ -150,14 +151,19 @@ def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
     wanted = _TYPES.get(kind) or text.removeprefix("Input should be ").replace("'", "`")
     if wanted == text:  # of a validator of an action of the user
         return Flaw(path, f"`{key or 'the rule'}`: {text}")
-    hint = ""
-    meant = value_meant(key, value)
-    if meant:
-        hint = meant
+    choices: list[str] = []
+    if kind == "literal_error":
+        choices = error["ctx"]["expected"].split("'")[1::2]
+    hint = value_meant(key, value)
+    # Another action may take more values.
+    is_of_key = hint.startswith(f"did you mean `{key}: ")
+    if choices and is_of_key and not any(f": {choice}" in hint for choice in choices):
+        hint = ""
+    if hint:
+        pass
     elif field.examples:
         hint = f"such as {field.examples[0]}".replace("'", "")
-    elif kind == "literal_error" and isinstance(value, str):
-        choices = error["ctx"]["expected"].split("'")[1::2]
+    elif choices and isinstance(value, str):
         hint = did_you_mean(value, choices)
     elif kind == "tuple_type":
         hint = 'quote patterns, such as "*.weight"'
@@ -165,9 +171,7 @@ def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
         hint = f"write {wanted}"
         if isinstance(value, str):
             hint += " without quotes"
-    check = "bad-value"
-    if kind in _TYPES:
-        check = "wrong-type"
+    check = "wrong-type" if kind in _TYPES else "bad-value"
     return Flaw(path, f"`{key}` must be {wanted}, found {described(value)}", hint, check)
 
 
@@ -189,10 +193,39 @@ class Steps(Options):
     def always(self) -> bool:
         return self.from_ == 0 and self.to is None and self.every == 1
 
+    @property
+    def text(self) -> str:
+        """The steps as a table has them: ``all``, or such as ``100..199 every 10``."""
+        parts = []
+        if self.to is not None:
+            parts.append(f"{self.from_}..{self.to - 1}")  # a range names its last number everywhere
+        elif self.from_:
+            parts.append(f"{self.from_}..")
+        if self.every > 1:
+            parts.append(f"every {self.every}")
+        return " ".join(parts) or "all"
+
+    @property
+    def in_words(self) -> str:
+        """The same in a sentence, such as ``in steps 100..199 every 10``."""
+        if self.always:
+            return "in every step"
+        if self.to is None and self.every == 1:
+            return f"from step {self.from_} for ever"
+        if self.to is None and not self.from_:
+            return f"{self.text} steps"
+        return f"in steps {self.text}"
+
     def includes(self, step: int) -> bool:
         if step < self.from_ or (self.to is not None and step >= self.to):
             return False
         return (step - self.from_) % self.every == 0
+
+    def covers(self, other: Steps) -> bool:
+        """Tell whether this schedule has all steps of another one."""
+        if not self.includes(other.from_) or other.every % self.every:
+            return False
+        return self.to is None or (other.to is not None and other.to <= self.to)
 
     def meets(self, other: Steps) -> bool:
         """Tell whether two schedules have a step in common."""

@@ -31,9 +31,12 @@ class Ramp(Options):
         ),
     ] = None
 
+    def begins(self, start: int) -> int:
+        """Return the update at which it begins, for a rule whose schedule starts at one."""
+        return start if self.start_step is None else self.start_step
+
     def described(self, start: int) -> str:
-        if self.start_step is not None:
-            start = self.start_step
+        start = self.begins(start)
         last = start + self.steps
         return (
             f"goes from {self.from_:g} to {self.to:g} in steps {start:,} to {last:,} ({self.shape})"
@@ -41,9 +44,7 @@ class Ramp(Options):
 
     def value(self, step: int, start: int) -> float:
         """Return the number at an update of a rule whose schedule starts at another one."""
-        if self.start_step is not None:
-            start = self.start_step
-        progress = max(0, step - start) / self.steps
+        progress = max(0, step - self.begins(start)) / self.steps
         if progress >= 1.0:
             return self.to
         share = progress
@@ -71,18 +72,16 @@ def _reader(least: float) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
     """Return a validator of numbers and ramps that do not go below a number."""
 
     def read(value: Any, number: ValidatorFunctionWrapHandler) -> Any:
-        if isinstance(value, Ramp):
-            ramp = value
-        elif isinstance(value, Mapping):
-            read_ramp, flaws = read_options(Ramp, value)
-            if read_ramp is None:
+        ramp = value
+        if isinstance(value, Mapping):
+            ramp, flaws = read_options(Ramp, value)
+            if flaws:
                 raise flawed(*flaws)
-            ramp = read_ramp
-        else:
+        if not isinstance(ramp, Ramp):
             return number(value)
-        if min(ends(ramp)) < least:
-            key = "from" if ramp.from_ < least else "to"
-            raise flawed(Flaw(key, f"`{key}` must be at least {least:g}", "correct it"))
+        for key, end in zip(("from", "to"), ends(ramp), strict=True):
+            if end < least:
+                raise flawed(Flaw(key, f"`{key}` must be at least {least:g}", "correct it"))
         return ramp
 
     return read

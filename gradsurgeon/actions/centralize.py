@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from gradsurgeon.actions._base import Example
@@ -44,9 +45,22 @@ class Centralize(EditRule):
         def apply(grad: Tensor, at: At) -> Tensor:
             if grad.dim() <= _VECTOR:
                 return grad.clone()
-            refuse_divided(at)
-            wide = _numbers.in_float32(grad)
-            mean = wide.mean(tuple(range(1, grad.dim())), keepdim=True)
-            return (wide - mean).to(grad.dtype)
+            _refuse(at)
+            return _numbers.in_float32(grad).sub(mean(grad)).to(grad.dtype)
 
-        return Edit(apply)
+        def apply_(grads: Sequence[Tensor], names: Sequence[str], step: int) -> None:  # noqa: ARG001 # alike for all
+            for grad in grads:
+                if grad.dim() > _VECTOR:
+                    # In the dtype of the mean, then rounded.
+                    grad.sub_(mean(grad))
+
+        def mean(grad: Tensor) -> Tensor:
+            wide = _numbers.in_float32(grad)
+            return wide.mean(tuple(range(1, grad.dim())), keepdim=True)
+
+        return Edit(apply, apply_, _refuse)
+
+
+def _refuse(at: At) -> None:
+    if at.shard is not None and len(at.shard.shape) > _VECTOR:
+        refuse_divided(at)

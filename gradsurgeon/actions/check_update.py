@@ -46,8 +46,11 @@ class CheckUpdate(CheckRule):
     model that no optimizer owns. An update that makes a weight non-finite from finite gradients is found at once.
 
     A parameter of the optimizer that never gets a gradient: after 20 updates if a reentrant checkpoint is the cause,
-    else after 200, if its module runs. Factors that hold each other at 0, as a LoRA pair of zeros, after 20 updates.
-    Weights that never move because their gradients are exactly 0, after 200.
+    else after 200, if its module runs. Gradients that are exactly 0 in ten updates are followed once, by hooks on the
+    nodes of one backward pass, to the operation that makes them 0, and the next pass shows its line: a clamp, units that
+    are off, `round`, an overflow before `rsqrt`, a saturated sigmoid, two factors of 0 such as a LoRA pair. A factor of
+    0, a mask, an empty batch, a hinge and a softmax over one element are notices, and no findings. Weights that never
+    move because their gradients are exactly 0 for another reason, after 200.
 
     `moved: {min: 0.05, within: 20}` asserts that 5 % of the elements of each weight differ from their first values
     within 20 updates, and passes as soon as they once did. `moved: {max: 0}` asserts that no bit changes.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._base import Example, Rule
 from gradsurgeon.actions._effects import At, ByNorm, Edit, refuse_divided
 from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import EditRule
 from gradsurgeon.actions._ramps import NumberFrom0, fixed
+from gradsurgeon.common.match import compile_pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ _PER = ("parameter", "rule", "module", "unit")
 _EUCLIDEAN = 2
 # `timm.utils.adaptive_clip_grad` has this bound.
 _LEAST_WEIGHT = 1e-3
-# Lint and plan say the same.
+# Lint, plan and session say the same.
 BY_ITSELF = "clips each gradient by itself, where `clip_grad_norm_` clips all by their common norm"
 BOTH_FORMS = "write `per: rule` for the common norm, or `per: parameter`"
 
@@ -62,11 +63,15 @@ class ClipNorm(EditRule):
     measures: ClassVar[bool] = True
     of_weights: ClassVar = ("value", "update")
     EXAMPLES: ClassVar = (
-        Example({"max_norm": 1.0}, [3.0, 4.0], expect=[0.6, 0.8]),
+        Example({"per": "parameter", "max_norm": 1.0}, [3.0, 4.0], expect=[0.6, 0.8]),
         Example({"max_norm": 9.0, "per": "rule", "at": "step"}, [3.0, 4.0], expect=[3.0, 4.0]),
-        Example({"max_norm": 2.0, "norm_type": "inf"}, [3.0, -4.0], expect=[1.5, -2.0]),
         Example(
-            {"max_norm": 1.0},
+            {"per": "parameter", "max_norm": 2.0, "norm_type": "inf"},
+            [3.0, -4.0],
+            expect=[1.5, -2.0],
+        ),
+        Example(
+            {"per": "parameter", "max_norm": 1.0},
             [float("nan"), 4.0, float("inf")],
             expect=[float("nan"), 4.0, float("inf")],
         ),
@@ -118,12 +123,16 @@ class ClipNorm(EditRule):
             message = "`per: unit` takes the 2-norm of rows of parameters"
             yield Flaw("per", message, "name `params`, and leave `norm_type` out")
 
-    def param_problem(self, name: str, shape: tuple[int, ...]) -> str:  # noqa: ARG002 # of any shape
-        if "{n}" in self.per and self._group_of(name) == name:
+    def param_problem(
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],  # noqa: ARG002 # of any shape
+    ) -> str:
+        if "{n}" in self.per and self.group_of(names[0]) == names[0]:
             return f"is below no module `{self.per}`"
         return ""
 
-    def _group_of(self, name: str) -> str:
+    def group_of(self, name: str) -> str:
         """Return the name of what a parameter shares its norm with."""
         if self.per == "module":
             return name.rpartition(".")[0]
@@ -140,14 +149,18 @@ class ClipNorm(EditRule):
         return False
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def clips_each(self) -> bool:
+        """Whether it clips several gradients one by one, and does not say so."""
         if "per" in self.model_fields_set or self.params is None:
-            return super().notes
-        return (*super().notes, f"{BY_ITSELF}: {BOTH_FORMS}")
+            return False
+        is_one = len(self.params) == 1 and compile_pattern(self.params[0]).is_literal
+        return not is_one
 
     def compile(self) -> ByNorm | Edit:
         if self.per == "unit":
-            return Edit(self._clip_units)
+            # The weights of units are asked for one parameter at a time.
+            together = None if self.relative_to else self._clip_units_
+            return Edit(self._clip_units, together, refuse_divided)
         max_norm = fixed(self.max_norm)
 
         def factor(norm: Tensor) -> Tensor:
@@ -158,22 +171,52 @@ class ClipNorm(EditRule):
 
         group = None
         if self.per not in ("parameter", "rule"):
-            group = self._group_of
+            group = self.group_of
         return ByNorm(float(self.norm_type), factor, self.joins_norms, group)
 
     def _clip_units(self, grad: Tensor, at: At) -> Tensor:
         """Clip each unit; relative to its weights as `timm.utils.adaptive_clip_grad` does (Brock et al. 2021)."""
         refuse_divided(at)
-        norms = _norms_of_units(grad)
-        # In numbers of Python: a tensor from the host would be a copy to the device.
-        factors = fixed(self.max_norm) / norms.clamp(min=1e-6)
+        bound: Tensor | float = fixed(self.max_norm)
         if self.relative_to is not None:
             assert at.weight is not None  # noqa: S101 # rules on parameters only
-            factors = factors * _norms_of_units(at.weight).clamp(min=_LEAST_WEIGHT)
-        factors = factors.clamp(max=1.0)
-        # A NaN would spread over its unit.
-        factors = factors.masked_fill_((norms < math.inf).logical_not_(), 1.0)
-        return (grad * factors).to(grad.dtype)
+            bound = bound * _norms_of_units(at.weight).clamp(min=_LEAST_WEIGHT)
+        return (grad * _factors(_norms_of_units(grad), bound)).to(grad.dtype)
+
+    def _clip_units_(self, grads: Sequence[Tensor], names: Sequence[str], step: int) -> None:  # noqa: ARG002 # alike for all
+        import torch  # noqa: PLC0415 # reading rules must not need torch
+
+        alike: dict[object, list[Tensor]] = {}
+        for grad in grads:
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+        for group in alike.values():
+            norms = [_norms_of_units(grad) for grad in group]
+            whole = torch.cat([norm.flatten() for norm in norms])
+            parts = _factors(whole, fixed(self.max_norm)).split_with_sizes(
+                [norm.numel() for norm in norms]
+            )
+            factors = [part.view_as(norm) for part, norm in zip(parts, norms, strict=True)]
+            torch._foreach_mul_(group, factors)  # torch has no public function
+
+
+def _factors(norms: Tensor, bound: Tensor | float) -> Tensor:
+    # In numbers of Python: a tensor from the host would be a copy to the device.
+    factors = (bound / norms.clamp(min=1e-6)).clamp(max=1.0)
+    # A NaN would spread over its unit.
+    return factors.masked_fill_((norms < math.inf).logical_not_(), 1.0)
+
+
+def clips_by_themselves(rules: Iterable[Rule]) -> list[Rule]:
+    """Return the rules that clip each gradient by itself, where no rule says by `per` that its author knows."""
+    found: list[Rule] = []
+    for rule in rules:
+        if not isinstance(rule, ClipNorm):
+            continue
+        if "per" in rule.model_fields_set:
+            return []
+        if rule.clips_each and rule.point == "step":
+            found.append(rule)
+    return found
 
 
 def _norms_of_units(tensor: Tensor) -> Tensor:

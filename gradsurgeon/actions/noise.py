@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from gradsurgeon.actions._kinds import EditRule
 from gradsurgeon.actions._ramps import NumberFrom0, fixed
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -54,19 +56,42 @@ class Noise(EditRule):
     def compile(self) -> Edit:
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
+        generators: dict[torch.device, torch.Generator] = {}
+
+        def draw(name: str, step: int, drawn: Tensor) -> Tensor:
+            """Fill a tensor of the shape of a whole parameter."""
+            device = drawn.device
+            if device not in generators:
+                generators[device] = torch.Generator(device)
+            generator = generators[device].manual_seed(self._seed_of(name, step))
+            std = fixed(self.std) / (1 + step) ** (self.decay / 2)
+            return drawn.normal_(0.0, std, generator=generator)
+
         def apply(grad: Tensor, at: At) -> Tensor:
-            std = fixed(self.std) / (1 + at.step) ** (self.decay / 2)
-            key = hashlib.blake2b(f"{self.seed} {at.step} {at.name}".encode(), digest_size=7)
-            generator = torch.Generator(grad.device)
-            generator.manual_seed(int.from_bytes(key.digest(), "big"))
-            shape: tuple[int, ...] = tuple(grad.shape)
-            if at.shard is not None:
-                shape = at.shard.shape
-            drawn = torch.empty(shape, dtype=torch.float32, device=grad.device)
-            drawn.normal_(0.0, std, generator=generator)
-            if at.shard is not None:
-                for dim, places in enumerate(at.shard.places):
-                    drawn = drawn.index_select(dim, places.to(grad.device))
+            if at.shard is None:
+                drawn = draw(at.name, at.step, _empty(grad.shape, grad.device))
+            else:
+                drawn = draw(at.name, at.step, _empty(at.shard.shape, grad.device))
+                drawn = at.shard.part_of(drawn)
             return (grad + drawn).to(grad.dtype)
 
-        return Edit(apply)
+        def apply_(grads: Sequence[Tensor], names: Sequence[str], step: int) -> None:
+            drawn = None
+            for grad, name in zip(grads, names, strict=True):
+                # To allocate memory takes longer than to draw a few numbers.
+                if drawn is None or (drawn.shape, drawn.device) != (grad.shape, grad.device):
+                    drawn = _empty(grad.shape, grad.device)
+                # In the wider dtype, then rounded.
+                grad.add_(draw(name, step, drawn))
+
+        return Edit(apply, apply_)
+
+    def _seed_of(self, name: str, step: int) -> int:
+        key = hashlib.blake2b(f"{self.seed} {step} {name}".encode(), digest_size=7)
+        return int.from_bytes(key.digest(), "big")
+
+
+def _empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    import torch  # noqa: PLC0415 # as above
+
+    return torch.empty(shape, dtype=torch.float32, device=device)

@@ -44,6 +44,11 @@ class NormLog(ObserverRule):
     elements at fixed random places: `l1`, `l2`, `zeros` and `nonfinite` are scaled to the whole, `linf`, `min` and
     `max` are those of the sample. Give it `steps: {every: 10}` or the like.
 
+    ## What the optimizer keeps
+    `tensor: state.NAME` records what the optimizer keeps for each parameter after an update, such as `state.exp_avg_sq` of Adam or
+    `state.momentum_buffer` of SGD; also single numbers, such as `state.step`. It is measured in the steps of the rule alone.
+    If an optimizer keeps no such state of any matched parameter, a warning at its first update lists what it does keep.
+
     ## Histograms
     `histogram` counts the elements by sign and magnitude: 32 bins for each sign, each over two powers of 2, from 2^-48 to 2^16.
     The first also counts what is smaller, the last what is larger; zeros and non-finite elements have counts of their

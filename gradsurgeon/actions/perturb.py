@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -82,8 +81,4 @@ class Perturb(EditRule):
             # In two steps: 1 + noise would lose the digits of little noise.
             return (wide + change).to(tensor.dtype)
 
-        def apply_(tensors: Sequence[Tensor]) -> None:
-            for tensor in tensors:
-                tensor.copy_(apply(tensor))
-
-        return Edit(apply, apply_)
+        return Edit(apply)

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CANCELLED = (
+    "under Adam and optimizers like it (AdamW, RMSprop, Adagrad) a constant factor changes next to nothing: they divide each "
+    "gradient by its running size"
+)
+IN_ITS_PLACE = (
+    "write `tensor: update` without `at`, or give these parameters a group with a learning rate of "
+    "their own"
+)
+
+
 class Scale(EditRule):
     """Multiply a gradient by a constant.
 
@@ -25,7 +35,8 @@ class Scale(EditRule):
     ## Why use it
     One part of the model should learn slower or faster than its optimizer group, or with the sign
     reversed, as in domain-adversarial training. Mind that Adam divides by the running size of the
-    gradient, so a constant factor hardly changes its updates: a notice says so, under `gradsurgeon run` a line.
+    gradient, so a constant factor hardly changes its updates: `lint` and `plan` say so, and a notice where the
+    optimizer is one of these, under `gradsurgeon run` a line.
 
     ## Points
     Linear, so `backward` (default) and `step` differ only in rounding, and in the input of later rules.
@@ -52,6 +63,21 @@ class Scale(EditRule):
     factor: Annotated[
         Number, Field(description="The number that multiplies every element, or a ramp.")
     ]
+
+    @property
+    def may_be_cancelled(self) -> bool:
+        """Whether an optimizer that divides each gradient by its running size undoes this rule."""
+        if self.target != "params" or self.tensor in self.of_weights:
+            return False
+        # A negative factor turns the update round, and a factor of 0 stops it.
+        # A ramp changes the updates while it lasts.
+        return self.steps.always and not self.ramps and min(ends(self.factor)) > 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self.may_be_cancelled:
+            return super().notes
+        return (*super().notes, CANCELLED)
 
     @property
     def may_overflow(self) -> bool:

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._base import Example, Point
+from gradsurgeon.actions._base import Example, Moment, Point
 from gradsurgeon.actions._bounds import adagc, autoclip, fixed, zclip
 from gradsurgeon.actions._effects import RunningBound, Spikes, SpikeThen
-from gradsurgeon.actions._fields import Flaw, Limit
+from gradsurgeon.actions._fields import Flaw, Limit, TargetKind
 from gradsurgeon.actions._kinds import TrapRule
 from gradsurgeon.actions._options import Options
 
@@ -82,19 +82,17 @@ class Above(Options):
             return fixed(self.norm)
         if self.percentile is not None:
             return autoclip(self.percentile, self.window or 1000)
-        beta = self.beta
         if self.sigmas is not None:
-            if beta is None:
-                beta = 0.97
-            return zclip(self.sigmas, beta, self.warmup or 25)
+            return zclip(self.sigmas, self._share_of_past(0.97), self.warmup or 25)
         assert self.times is not None  # noqa: S101 # one of the four is given
-        if beta is None:
-            beta = 0.98
-        return adagc(self.times, beta, self.warmup or 100)
+        return adagc(self.times, self._share_of_past(0.98), self.warmup or 100)
+
+    def _share_of_past(self, default: float) -> float:
+        return default if self.beta is None else self.beta
 
 
 class SpikeTrap(TrapRule):
-    """Clip, skip or report an update whose gradient is far larger than the gradients before it.
+    """Clip, skip or report an update whose gradient or loss is far larger than those before it.
 
     ## What it does
     Compares the norm of the final gradient with a running statistic of earlier norms. With
@@ -124,6 +122,19 @@ class SpikeTrap(TrapRule):
 
     `then: clip` (default) shortens the gradient; `skip-step` lets the optimizer change nothing in this step,
     and raises after `give_up_after` spikes in a row; `warn` reports and continues; `raise` stops before any weight moves.
+
+    ## Losses
+    `tensors: loss` with `tensor: value` judges the loss of each update: the sum of its micro-batches, without the scale of a
+    `GradScaler`. `loss` is the value on which the script calls `backward()`, whatever a tag is called. A second loss of one
+    forward pass is `loss[1]`. With several optimizers the loss of a pass that reaches one module only has its name in front, as
+    `critic.loss`. `"*loss*"` means all of them. Each has a bound of its own. The loss cannot be clipped: `then` is `warn`, `skip-step` or `raise`. Losses may be negative, so there is no `times`.
+    Each rank judges its own loss, and the ranks vote: all skip or stop if one does. If an optimizer evaluates its closure several times, the
+    first loss counts. A loss of several numbers is not judged.
+
+    ## Updates
+    `tensor: update` judges what the update changed in the weights, once it is over. `then: clip` (default) scales the change back
+    to the bound, `warn` only reports it. `skip-step` and `raise` are refused, because the weights have moved. The rule keeps a copy
+    of the matched weights during each update; the plan says how large. Under Adam the gradient does not show how far the weights move.
 
     ## What is learnt
     Each performed update enters the statistic once. Micro-batches, closure calls and steps that a trap or a scaler
@@ -156,15 +167,16 @@ class SpikeTrap(TrapRule):
 
     ## Points
     The trap judges the gradient from the script, before any rule at `step`, wherever the trap is in the
-    file; `clip` multiplies at its place in the file.
+    file; `clip` multiplies at its place in the file. On updates it acts in the order of the file.
 
     ## Cost
     The norms are shared with `nan-trap`. `clip` never waits for the device; the others share the one read of
     `nan-trap`.
     """
 
-    targets: ClassVar = ("params",)
+    targets: ClassVar[tuple[TargetKind, ...]] = ("params", "tensors")
     points: ClassVar[tuple[Point, ...]] = ("step",)
+    of_weights: ClassVar = ("update",)
     measures: ClassVar[bool] = True
     linear: ClassVar[bool] = False
     judges_first: ClassVar[bool] = True
@@ -203,10 +215,43 @@ class SpikeTrap(TrapRule):
         if self.give_up_after is not None and self.then != "skip-step":
             message = "`give_up_after` counts skipped steps, and this rule skips none"
             yield Flaw("give_up_after", message, "remove it, or write `then: skip-step`")
+        if self.judges_losses:
+            yield from self._flaws_of_losses()
+        elif self.tensor == "update" and self.then not in ("clip", "warn"):
+            message = f"`then: {self.then}` comes too late: the update has moved the weights"
+            hint = "write `then: clip` or `then: warn`, or judge gradients: leave `tensor` out"
+            yield Flaw("then", message, hint)
+
+    def _flaws_of_losses(self) -> Iterator[Flaw]:
+        if not any("loss" in pattern or "*" in pattern for pattern in self.patterns):
+            message = (
+                "a spike-trap on `tensors` judges the losses of updates, and none has this name"
+            )
+            yield Flaw("tensors", message, 'write `tensors: loss`, or `"*loss*"` for all losses')
+        if self.tensor != "value":
+            yield Flaw("tensor", "of a loss the value is judged", "write `tensor: value`")
+        if self.then == "clip":
+            hint = "write `then: warn`, `then: skip-step` or `then: raise`"
+            yield Flaw("then", "a loss cannot be clipped once its gradients are there", hint)
+        if self.above.times is not None:
+            message = "a loss may be negative, and then no multiple of it is a bound"
+            yield Flaw(("above", "times"), message, "use `sigmas`, `percentile` or `norm`")
+        if "per" in self.model_fields_set:
+            yield Flaw("per", "each loss has a bound of its own", "remove it")
+
+    @property
+    def judges_losses(self) -> bool:
+        return self.target == "tensors" and self.tensors is not None
+
+    @property
+    def point(self) -> Moment:
+        if self.judges_losses:
+            return "step"
+        return super().point
 
     @property
     def joins_norms(self) -> bool:
-        return self.per == "rule"
+        return self.per == "rule" and not self.judges_losses
 
     @property
     def edits(self) -> bool:
@@ -216,4 +261,4 @@ class SpikeTrap(TrapRule):
         patience: Limit = "never"
         if self.then == "skip-step":
             patience = self.give_up_after or _PATIENCE
-        return Spikes(self.above.bound(), self.per == "rule", self.then, patience)
+        return Spikes(self.above.bound(), self.joins_norms, self.then, patience)

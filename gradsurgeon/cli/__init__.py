@@ -1,11 +1,10 @@
-"""The command line. Only `run`, `replay` and `--model` import torch; a command is imported when it is called.
+"""The command line. Only `run`, `replay`, `test` of gradients and `--model` import torch; a command is imported when it is called.
 
 Exit codes: 0 clean, 1 the command found problems in the rules or their bindings, 2 the command could not do
 its work: wrong usage, an unreadable file, a model that cannot be built, or a fault of gradsurgeon.
 """
 
 import argparse
-import errno
 import io
 import os
 import sys
@@ -13,12 +12,13 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from gradsurgeon.cli.gone import GONE, refusal
 from gradsurgeon.errors import GradSurgeonError, HintedError
 
 _COMMANDS = {
     "run": "Run a training script with rules on it, without editing it.",
+    "probe": "Stop a script at its first update, and ask the batch what its training does not show.",
     "lint": "Check rule files: every problem, with its place and a remedy.",
+    "test": "Run the tests of rule files: what rules match, what they do to a gradient, how often they would have acted.",
     "plan": "Show what rules bind to in a model, touching nothing.",
     "diff": "Show what a change of a rule file does to a model.",
     "params": "Write the names of a model, to plan rules without it.",
@@ -59,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _why_stopped(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError) and not error.filename:  # `getcwd` raises it so
-        return "the working directory does not exist any more: change to another one"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+    if (
+        isinstance(error, OSError) and not error.filename
+    ):  # standard output, or a folder that is gone
         _discard_output()
-        return f"cannot write to standard output: {error.strerror}"
+        return f"cannot go on: {error.strerror}"
     if isinstance(error, ImportError) and error.name == "numpy":
         return f"this command needs the library numpy ({error}): pip install 'gradsurgeon[report]'"
     traceback.print_exc()
@@ -85,13 +85,14 @@ def _dispatch(argv: Sequence[str]) -> int:
         _parser("").print_help(sys.stderr)
         return 2
     name = argv[0]
+    if name == "probe":
+        name = "run"
+        argv = [name, "--probe", "--quiet", *argv[1:]]
     if name == "run":
         # The words after the script belong to the script, so `run` reads its own command line.
         from gradsurgeon.integrations.launcher import command  # noqa: PLC0415 # no other command needs it
 
         return command.main(argv[1:])
-    if name in GONE:
-        return fail(refusal(name))
     if name == "--version":
         from gradsurgeon.language.schema import VERSION  # noqa: PLC0415 # `--help` needs no pydantic
 

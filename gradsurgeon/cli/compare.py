@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     comparison = compare(arguments.run, arguments.reference, arguments.noise, arguments.map)
     if arguments.format == "json":
-        print_json(comparison)
+        print_json(comparison.to_dict())
     else:
         print(comparison)
     if comparison.largest is None:

@@ -3,14 +3,15 @@
 import argparse
 import sys
 
-from gradsurgeon.cli.options import RULE_FILE, add_import, add_names, print_json
-from gradsurgeon.cli.review import difference, sources, text
+from gradsurgeon.cli.options import RULE_FILE, add_import, add_names, add_on, print_json
+from gradsurgeon.cli.review import difference, on_run, sources, text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     for name in ("old", "new"):
         parser.add_argument(name, metavar=name.upper(), help=RULE_FILE)
     add_names(parser)
+    add_on(parser)
     parser.add_argument(
         "--format",
         choices=("text", "markdown", "json"),
@@ -27,10 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
     # The model comes last: building it takes long and may need much memory.
     old = sources.rules_at(arguments.old)
     new = sources.rules_at(arguments.new)
-    manifest = sources.manifest_of(arguments.params, arguments.model)
-    compared = difference.compare(old, new, manifest)
+    run = on_run.run_at(arguments.on)
+    manifest = sources.manifest_of(arguments.params, arguments.model, run)
+    compared = difference.compare(old, new, manifest, run)
     if arguments.format == "json":
-        print_json(compared)
+        print_json(compared.to_dict())
     elif arguments.format == "markdown":
         sys.stdout.write(text.markdown(compared))
     else:

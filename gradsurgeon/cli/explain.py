@@ -2,13 +2,12 @@
 
 import argparse
 import inspect
-import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gradsurgeon.actions import TARGETS, Example, Rule, TargetKind, known_actions, written
+from gradsurgeon.actions import Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_import
 from gradsurgeon.cli.review.checks import CHECKS
@@ -29,7 +28,7 @@ _SHARED = frozenset(Rule.model_fields) - {"action", "at"}
 _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
     "params": {"params": "backbone.*"},
     "modules": {"modules": "*.attn", "tensor": "output"},
-    "tensors": {"tensors": "hidden"},
+    "tensors": {"tensors": "*"},
 }
 
 
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         hint = did_you_mean(name, (*known_actions, *checks))
         if not hint:
-            hint = f"known: {', '.join(known_actions)}; without a name, a list of the checks"
+            hint = "without a name: a list of all"
         return fail(f"unknown action or check `{printable(name[:60])}` ({hint})")
     for line in page:
         if line.startswith(("|", " ")):
@@ -84,7 +83,7 @@ def action_page(rule: type[Rule]) -> Iterator[str]:
     own_options = [(rule, key) for key in keys(rule, shared=False)]
     if own_options:
         yield ""
-        yield from options_table(own_options, inner=True)
+        yield from options_table(own_options)
     yield ""
     yield from _rule_file(_examples(rule))
 
@@ -130,23 +129,15 @@ def _acts_on(rule: type[Rule]) -> str:
     return f"Acts on {targets}; on parameters at {points} ({default})."
 
 
-def options_table(
-    options: Iterable[tuple[type[Rule], str]], *, inner: bool = False
-) -> Iterator[str]:
-    """Yield the lines of a table of options; with ``inner``, keys of mappings have their own lines."""
+def options_table(options: Iterable[tuple[type[Rule], str]]) -> Iterator[str]:
+    """Yield the lines of a table of options; keys of mappings have their own lines."""
     rows = [("option", "type", "default", "meaning")]
     for rule, key in options:
         branch = rule_schema(rule)
         info = branch["properties"][key]
-        default = _needed(rule, key)
-        if not default:
-            default = _default(branch, key)
-        rows.append((f"`{key}`", _type(info), default, _meaning(info)))
-        if not inner or "properties" not in info:
-            continue
-        for name, part in info["properties"].items():
-            option = f"`{name}` in `{key}`"
-            rows.append((option, _type(part), _default(info, name), _meaning(part)))
+        rows.append((f"`{key}`", _type(info), _needed(rule, key, branch), _meaning(info)))
+        for name, part in info.get("properties", {}).items():
+            rows.append((f"`{name}` in `{key}`", _type(part), _default(info, name), _meaning(part)))
     yield from table(rows)
 
 
@@ -159,18 +150,9 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def keys(rule: type[Rule], *, shared: bool) -> list[str]:
-    """Return the own options of an action, or the options that every rule shares; required ones come first."""
-    branch = rule_schema(rule)
-    required = []
-    others = []
-    for key in branch["properties"]:
-        if key == "action" or (key in _SHARED) is not shared:
-            continue
-        if key in branch["required"]:
-            required.append(key)
-        else:
-            others.append(key)
-    return required + others
+    """Return the own options of an action, or the options that every rule shares."""
+    options = rule_schema(rule)["properties"]
+    return [key for key in options if key != "action" and (key in _SHARED) is shared]
 
 
 def _type(info: Mapping[str, Any]) -> str:
@@ -188,28 +170,24 @@ def _type(info: Mapping[str, Any]) -> str:
 
 def _meaning(info: Mapping[str, Any]) -> str:
     description = str(info.get("description", ""))
-    if "properties" in info:
-        return f"{description} Keys: {', '.join(info['properties'])}."
     if "enum" in info.get("items", {}):
         return f"{description} Any of: {', '.join(info['items']['enum'])}."
     return description
 
 
-def _needed(rule: type[Rule], key: str) -> str:
-    """Return when an option must be given, if that depends on others."""
+def _needed(rule: type[Rule], key: str, branch: Mapping[str, Any]) -> str:
+    """Return when an option must be given, if that depends on others, else its default."""
     if key in rule.targets and len(rule.targets) > 1:
-        if len(rule.targets) == len(TARGETS):
-            return "one of three"
-        return "one of two"
+        return f"one of {len(rule.targets)}"
+    if key == "tensor" and "modules" in rule.targets:
+        return "needed with modules"
     needs: dict[TargetKind, str] = dict(rule.needs)
     if rule.needs_at:
         needs["params"] = "at"
     for target, option in needs.items():
         if key == option:
             return f"needed with {target}"
-    if key == "tensor" and "modules" in rule.targets:
-        return "needed with modules"
-    return ""
+    return _default(branch, key)
 
 
 def _default(branch: Mapping[str, Any], key: str) -> str:
@@ -226,34 +204,24 @@ def _rule_file(rules: Iterable[str]) -> Iterator[str]:
     yield "version: 1"
     yield "rules:"
     for line in rules:
-        if line:
-            yield f"  {line}"
-        else:
-            yield ""
+        yield f"  {line}"
     yield "```"
 
 
 def _examples(rule: type[Rule]) -> Iterator[str]:
     """Yield the examples of an action as rules, each with its effect as comments."""
-    examples: list[tuple[Mapping[str, Any], list[str]]] = []
-    for example in rule.EXAMPLES:
-        options: Mapping[str, Any] = {"params": "*", **example.options}
-        examples.append((options, list(_effect(example))))
+    examples = [({"params": "*", **example.options}, example) for example in rule.EXAMPLES]
+    for number, (options, example) in enumerate(examples, 1):
+        yield _example(rule, number, options)
+        yield from _effect(example)
     if not examples:
         # No single gradient can show the effect.
-        examples = [(_TARGET_EXAMPLES[target], []) for target in rule.targets]
-    for number, (options, effect) in enumerate(examples, 1):
-        if number > 1:
-            yield ""
-        yield f"- id: example-{number}"
-        yield f"  action: {rule.name()}"
-        for key, value in options.items():
-            if key in TARGETS:
-                # Patterns are always quoted.
-                yield f"  {key}: {json.dumps(value)}"
-            else:
-                yield f"  {key}: {written(value)}"
-        yield from effect
+        for number, target in enumerate(rule.targets, 1):
+            yield _example(rule, number, _TARGET_EXAMPLES[target])
+
+
+def _example(rule: type[Rule], number: int, options: Mapping[str, Any]) -> str:
+    return f"- {written({'id': f'example-{number}', 'action': rule.name(), **options})}"
 
 
 def _effect(example: Example) -> Iterator[str]:
@@ -267,10 +235,8 @@ def _effect(example: Example) -> Iterator[str]:
     elif example.record is not None:
         recorded = [f"{stat} {value:g}" for stat, value in example.record.items()]
         yield f"  # recorded: {', '.join(recorded)}"
-    elif example.trips:
-        yield "  # trips: yes"
     else:
-        yield "  # trips: no"
+        yield f"  # trips: {written(example.trips)}"
 
 
 def _numbers(values: Sequence[float]) -> str:

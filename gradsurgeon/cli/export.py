@@ -5,11 +5,11 @@ import csv
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import IO
 
-from gradsurgeon.cli.gone import refuse
 from gradsurgeon.cli.options import add_output, add_run, writing
 from gradsurgeon.common.events import Event
 from gradsurgeon.common.match import compile_pattern
@@ -24,7 +24,6 @@ _FORMULA = ("=", "+", "-", "@")
 _TEXT = "'"
 # An export begins with one of these; a file that begins otherwise is not overwritten.
 _FIRST = (",".join(COLUMNS).encode(), b'{"type": "value"', b'{"type": "event"')
-_EVENT = ("step", "rank", "rule", "kind", "name", "message", "diagnosis", "sample_ids")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         choices=("csv", "jsonl"),
-        type=refuse("export --format parquet"),
         required=True,
         help="csv has values only; jsonl also has events, and NaN and Infinity as texts",
     )
@@ -94,10 +92,8 @@ def _write_jsonl(out: IO[str], series: Chosen, events: Sequence[Event]) -> None:
         text = json_text({"type": "value", **numbers})
         out.write(f"{text}\n")
     for event in events:
-        entry = {"type": "event"}
-        for field in _EVENT:
-            entry[field] = getattr(event, field)
-        out.write(f"{json_text(entry)}\n")
+        text = json_text({"type": "event", **asdict(event)})
+        out.write(f"{text}\n")
 
 
 def _rows(series: Chosen) -> Iterator[tuple[int, int, str, str, str, str, float]]:

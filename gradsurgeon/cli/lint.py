@@ -12,8 +12,11 @@ from gradsurgeon.cli import review
 from gradsurgeon.cli.options import add_import, add_output, is_terminal, write_output
 from gradsurgeon.cli.review import formats
 from gradsurgeon.errors import Problem, Severity, printable
+from gradsurgeon.language.planning import manifest_file
 from gradsurgeon.language.planning.table import count
 
+# The names of the model, where a repository keeps them.
+BESIDE = "params.json"
 UNREADABLE = "unreadable-file"
 _UNSEEN = "; whether patterns match a model: gradsurgeon plan FILE --model MODULE:BUILD"
 _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
@@ -21,6 +24,17 @@ _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="a rule file")
+    names = parser.add_mutually_exclusive_group()
+    names.add_argument(
+        "--params",
+        metavar="FILE",
+        help="the names of the model, as `gradsurgeon params` writes them: rules that match nothing are errors",
+    )
+    names.add_argument(
+        "--params-beside",
+        action="store_true",
+        help=f"the same with each {BESIDE} that lies beside a rule file",
+    )
     parser.add_argument(
         "--format",
         choices=("full", "concise", "json", "github", "sarif"),
@@ -45,7 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
     files = list(dict.fromkeys(arguments.files))
     all_problems: list[Problem] = []
     for file in files:
-        all_problems += review.lint(file)
+        params = arguments.params
+        beside = Path(file).parent / BESIDE
+        if arguments.params_beside and beside.is_file():
+            params = str(beside)
+        manifest = None
+        if params is not None:
+            manifest = manifest_file.read(params)
+        all_problems += review.lint(file, manifest)
     # Files that share an include have its problems in common.
     problems = list(dict.fromkeys(all_problems))
     colour = output is None and is_terminal() and not os.environ.get("NO_COLOR")
@@ -54,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Programs that read these formats from stdout have no use for a summary.
     if output is not None or form not in ("json", "sarif"):
         summary = _summary(files, problems)
-        if form == "full" and not problems:
+        if form == "full" and not problems and arguments.params is None:
             summary += _UNSEEN
         print(summary, file=sys.stderr)
     code = 0
@@ -68,10 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _workspace() -> Path:
     """Return the folder to which paths are relative: on GitHub the checkout, else the current folder."""
-    try:
-        here = Path.cwd()
-    except OSError:
-        here = Path("/")  # Without a working directory, paths are absolute.
+    here = Path.cwd()
     given = os.environ.get("GITHUB_WORKSPACE")
     if given and here.is_relative_to(given):
         return Path(given)

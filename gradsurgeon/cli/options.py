@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.records.store.files import replacing
 
-RULE_FILE = "a rule file, or REF:FILE of a git commit"
+RULE_FILE = "a rule file, REF:FILE of a git commit, or a pack"
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -52,13 +52,22 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_mutually_exclusive_group(required=True)
+    group = parser.add_mutually_exclusive_group()
     add_model(group)
     group.add_argument(
         "--params",
         metavar="FILE",
         help="the names of the model: params.json as `gradsurgeon params` writes it, or *.safetensors; needs "
         "neither torch nor the model",
+    )
+
+
+def add_on(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on",
+        metavar="RUN",
+        help="also show what the rules would have done in a recorded run, from its norms; needs neither torch nor the "
+        "model: the names are in the run",
     )
 
 
@@ -90,9 +99,9 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def print_json(answer: Any) -> None:
+def print_json(form: Mapping[str, Any]) -> None:
     # GitHub reads `##[` anywhere in a line of a job's log as a command.
-    print(json.dumps(answer.to_dict(), indent=2).replace("##[", "#\\u0023["))
+    print(json.dumps(form, indent=2).replace("##[", "#\\u0023["))
 
 
 def write_output(text: str, output: str | None) -> None:

@@ -1,13 +1,14 @@
 """``gradsurgeon report``: what a run looked like. Never imports torch."""
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
-from gradsurgeon.cli.gone import refuse
 from gradsurgeon.cli.options import add_page, writing
 from gradsurgeon.common._libraries import is_installed
 from gradsurgeon.common.events import EventKind
@@ -35,9 +36,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "shown side by side",
     )
     form.add_argument(
+        "--norms",
+        metavar="FILE",
+        help="write the norms of one run as a small file, at most 1 MB, for `plan --on FILE` and `diff --on FILE`; of a long "
+        "run some steps stand for others",
+    )
+    form.add_argument(
         "--format",
         choices=("text", "json"),
-        type=refuse("report --format github"),
         default="text",
         help="json is documented and stable, of one run, with NaN and Infinity as texts; default: text",
     )
@@ -77,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
             problems = write_page(runs, Path(arguments.html))
         shown = count(len(runs) - len(problems), "run")
         print(f"{printable(arguments.html)}: {shown}; open it in a browser")
+    elif arguments.norms is not None:
+        _write_norms(folders, Path(arguments.norms))
     elif arguments.format == "json":
         _print_json(folders)
     else:
@@ -110,7 +118,19 @@ def _runs_of(folders: Sequence[Path]) -> list[Path]:
         if (folder / RUN_FILE).exists() or not inside:
             runs.append(folder)
         runs += inside
-    return runs
+    # A run may be named beside the run that it is in.
+    return list(dict.fromkeys(runs))
+
+
+def _write_norms(folders: Sequence[Path], path: Path) -> None:
+    from gradsurgeon.report.evidence import norms_file, run_norms  # noqa: PLC0415 # needs numpy
+
+    if len(folders) > 1:
+        raise GradSurgeonError("`--norms` writes the norms of one run: ask for one at a time")
+    with writing(str(path)):
+        is_rounded = norms_file.write(run_norms.read(folders[0]), path)
+    rest = "; some steps stand for others, so counts are rounded" if is_rounded else ""
+    print(f"{printable(str(path))}: the norms of {printable(str(folders[0]))}{rest}")
 
 
 def _print_json(folders: Sequence[Path]) -> None:
@@ -129,6 +149,9 @@ def _print_texts(folders: Sequence[Path], *, only_events: bool) -> None:
             gap = "\n" if number else ""
             print(f"{gap}{printable(str(folder))}:")
         inside = runs_inside(folder)
+        first = _first_to_trip(folder, inside)
+        if first:
+            print(first)
         if (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:
                 report = summary(opened)
@@ -146,6 +169,22 @@ def _print_texts(folders: Sequence[Path], *, only_events: bool) -> None:
             "gradsurgeon: norms are not shown, which needs the library numpy: pip install 'gradsurgeon[report]'",
             file=sys.stderr,
         )
+
+
+def _first_to_trip(folder: Path, inside: Sequence[Path]) -> str:
+    """Return what was found in a further model of a script, if a rule tripped there before one did in the first model."""
+    times = {folder: math.inf}
+    for path in (folder, *inside):
+        # A report of a damaged run says what is wrong. Runs deeper inside are of other processes.
+        with suppress(RecordError), open_run(path) as run:
+            if path in (folder, folder / path.name) and run.first_trip is not None:
+                times[path] = run.first_trip
+    first = min(times, key=times.__getitem__)
+    if first == folder:
+        return ""
+    with open_run(first) as run:
+        found = unread(run.recorded()).outcome.diagnosis
+    return printable(f"{first.name} tripped first: {found}")
 
 
 def _event_counts(path: Path, kinds: Sequence[str], title: str) -> Iterator[str]:

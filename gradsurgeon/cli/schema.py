@@ -2,8 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Iterable
 from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema
 
 from gradsurgeon.actions import ACTIONS, TARGETS, Rule
 from gradsurgeon.language.packs import PREFIX, published
@@ -26,7 +27,7 @@ _RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
 # Editors show this text instead of the pattern; validators ignore the keyword.
 _ID = "An id is small letters and digits, joined by single hyphens, such as `no-bias`."
 _TENSORS = ["output", "input", "output.grad", "input.grad", "grad", "value", "update"]
-_TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
+_TENSOR_PATH = r"^((output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+|state\.[A-Za-z_]\w*)$"
 
 
 def document_schema() -> dict[str, Any]:
@@ -63,25 +64,45 @@ def document_schema() -> dict[str, Any]:
             "rules": list_of_rules,
         },
         "required": ["version"],
-        "anyOf": _each_required(("rules", "include")),
+        "anyOf": [{"required": ["rules"]}, {"required": ["include"]}],
         "additionalProperties": False,
         "$defs": rules,
     }
 
 
+class _Plain(GenerateJsonSchema):
+    """Without titles of keys and `null`, which editors would show and offer. A rule file must not hold a key without a value."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        del schema
+        return False
+
+    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: Any) -> dict[str, Any]:
+        default = schema.get("default")
+        if isinstance(default, str | int | float | tuple) and default != ():
+            return super().default_schema(schema)
+        return self.generate_inner(schema["schema"])
+
+
 def rule_schema(rule: type[Rule]) -> dict[str, Any]:
-    schema = rule.model_json_schema()
+    schema = rule.model_json_schema(schema_generator=_Plain)
     definitions = schema.pop("$defs", {})
     summary = summary_of(rule)
     # Editors offer the keys in this order.
     options: dict[str, Any] = {"action": {"const": rule.name(), "description": summary}}
     for key, option in schema["properties"].items():
         if key != "action" and _has_option(rule, key):
-            options[key] = _simple(option, definitions)
+            options[key] = _written_out(option, definitions)
     options["id"]["patternErrorMessage"] = _ID
     # A list of words, which editors can offer, or a path.
     path = {"type": "string", "pattern": _TENSOR_PATH}
-    options["tensor"]["anyOf"] = [{"enum": _TENSORS}, path]
+    options["tensor"] = {
+        "anyOf": [{"enum": _TENSORS}, path],
+        "description": options["tensor"]["description"],
+    }
     if rule.takes_at:
         at = {"enum": list(rule.points), "description": options["at"]["description"]}
         if not rule.needs_at:
@@ -89,8 +110,6 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
         options["at"] = at
     required = ["id", "action"]
     required += [key for key in schema["required"] if key != "id"]
-    if len(rule.targets) == 1:
-        required += rule.targets
     return {
         "title": rule.name(),
         "description": summary,
@@ -98,7 +117,8 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
         "properties": options,
         "required": required,
         "additionalProperties": False,
-        **_conditions(rule),
+        # One of the targets. `oneOf` would be stricter, but editors then show neither the line nor the reason.
+        "allOf": [{"anyOf": [{"required": [target]} for target in rule.targets]}],
     }
 
 
@@ -114,73 +134,15 @@ def _has_option(rule: type[Rule], key: str) -> bool:
     return True
 
 
-def _conditions(rule: type[Rule]) -> dict[str, Any]:
-    """Return the parts of a schema that say which options need or exclude each other."""
-    needs: dict[str, list[str]] = {}
-    if "modules" in rule.targets:
-        needs["modules"] = ["tensor"]
-    for target, option in rule.needs.items():
-        needs.setdefault(target, []).append(option)
-    conditions: dict[str, Any] = {}
-    if len(rule.targets) > 1:
-        # `oneOf` would be shorter, but editors then show neither the line nor the reason.
-        conditions["allOf"] = [{"anyOf": _each_required(rule.targets)}]
-        exclusions: dict[str, dict[str, Any]] = {}
-        for number, target in enumerate(rule.targets[:-1], 1):
-            others = rule.targets[number:]
-            exclusions[target] = {"properties": dict.fromkeys(others, False)}
-        if rule.needs_at:
-            # A rule on weights has `tensor` in its place. The pattern adds no key to those of the rule.
-            of_weights = {
-                "required": ["tensor"],
-                "patternProperties": {"^tensor$": {"enum": list(rule.of_weights)}},
-            }
-            exclusions["params"]["anyOf"] = [{"required": ["at"]}, of_weights]
-        conditions["dependentSchemas"] = exclusions
-    if needs:
-        conditions["dependentRequired"] = needs
-    if rule.either:
-        conditions["anyOf"] = _each_required(rule.either)
-    return conditions
-
-
-def _each_required(keys: Iterable[str]) -> list[dict[str, list[str]]]:
-    return [{"required": [key]} for key in keys]
-
-
-def _simple(part: Any, definitions: dict[str, Any]) -> Any:
-    """Return a part of a schema with references written out, and without parts that editors misread.
-
-    A rule file must not hold a key without a value, so `null` is no choice.
-    """
+def _written_out(part: Any, definitions: dict[str, Any]) -> Any:
+    """Return a part of a schema with references written out, and without titles."""
     if isinstance(part, list):
-        return [_simple(item, definitions) for item in part]
+        return [_written_out(item, definitions) for item in part]
     if not isinstance(part, dict):
         return part
-    if "$ref" in part:
-        part = dict(part)
-        name = part.pop("$ref").rpartition("/")[2]
-        part = {**definitions[name], **part}
-    simple = {}
-    for key, value in part.items():
-        if not _misleads(key, value):
-            simple[key] = _simple(value, definitions)
-    choices = [choice for choice in simple.pop("anyOf", []) if choice != {"type": "null"}]
-    if len(choices) == 1:
-        return {**choices[0], **simple}
-    # The schema of patterns is a choice itself, inside the choice between patterns and nothing.
-    flat: list[Any] = []
-    for choice in choices:
-        flat += choice.get("anyOf", [choice])
-    if flat:
-        return {"anyOf": flat, **simple}
-    return simple
-
-
-def _misleads(key: str, value: object) -> bool:
-    if key == "title":
-        # A title derived from the name of a key would hide the key in the list of completions.
-        return isinstance(value, str)
-    if key == "default":
-        return isinstance(value, dict) or value in (None, [])
-    return False
+    whole = dict(part)
+    name = whole.pop("$ref", "").rpartition("/")[2]
+    whole = {**definitions.get(name, {}), **whole}
+    # The title of a definition would hide the key in the list of completions.
+    whole.pop("title", None)
+    return {key: _written_out(value, definitions) for key, value in whole.items()}

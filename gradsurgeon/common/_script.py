@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Callable
+from traceback import walk_stack
 from types import FrameType
 
+_OURS = __file__.rpartition("common")[0]
 # Names that say less than the class of a model.
 _GENERIC = frozenset({"model", "net", "network", "module", "root", "value", "self", "m", "x"})
 
@@ -22,6 +24,13 @@ def variable_of(is_wanted: Callable[[object], bool]) -> str:
                 name = held
         frame = frame.f_back
     return name
+
+
+def running_lines() -> list[str]:
+    """Return the lines that run now, as `file:line`, innermost first, without those of torch and of this package."""
+    torch = str(sys.modules["torch"].__file__).removesuffix("__init__.py")
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_stack(None)]
+    return [line for line in lines if not line.startswith((_OURS, torch))]
 
 
 def _held_in(frame: FrameType, is_wanted: Callable[[object], bool]) -> str:

@@ -7,16 +7,18 @@ import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from gradsurgeon.common import _html
 from gradsurgeon.common.rows import Rows
+from gradsurgeon.common.tried import Tried, in_words
 from gradsurgeon.errors import printable
 
 # A placeholder for the value of ``--model``.
 BUILD = "MODULE:BUILD"
 # Words for the names of operands in PyTorch.
-OPERANDS = {"self": "input", "other": "second input"}
+OPERANDS = {"self": "input", "other": "second input", "mat2": "second matrix"}
 # The headline if no operation is blamed, by ``where``.
 _HEADLINES = {
     "output gradient": "{what} came back to the output{name} of the model: born outside of it, in the loss",
@@ -43,11 +45,14 @@ _KEYS = (
     "rank",
     "bundle",
 )
+_MOST_NODES = 20
+# A usual operation changes magnitudes less.
+_LEAST_LEAP = 1e3
 _NOBODY = "not reproduced, so no operation is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal[
-    "overflow", "underflow", "mathematics", "bad input", "kernel", "transient", "unknown"
+    "", "overflow", "underflow", "mathematics", "bad input", "kernel", "transient", "unknown"
 ]
 
 
@@ -122,6 +127,12 @@ class Cause:
     fault: Fault
     evidence: tuple[str, ...]
     advice: str
+    # The narrowest format in which the result is finite, if it overflowed.
+    wider: str = ""
+
+
+_NO_LINE = Line("", 0, "", "")
+_NO_CAUSE = Cause("", (), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +162,13 @@ class Diagnosis:
         scale: the factor of a `GradScaler`, ``None`` without one.
         loss: the loss, if it was computed outside of the model and the fault is in there.
         loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
+        loss_place: the place of the blamed operation among them, that of the last one if none is blamed.
         before: learning rates and losses up to the step, in words.
         bundle: the directory from which the step can be run again, empty if there is none.
         no_bundle: why no bundle could be written.
         rows: the rows of ``output`` with non-finite elements, ``None`` if all rows or very many have some.
+        build: the value of ``--model`` that builds the model anew, or a placeholder.
+        tried: the remedies under which the step was run once more.
     """
 
     certainty: Certainty
@@ -178,10 +192,13 @@ class Diagnosis:
     scale: float | None = None
     loss: float | None = None
     loss_nodes: tuple[str, ...] = ()
+    loss_place: int = -1
     before: str = ""
     bundle: str = ""
     no_bundle: str = ""
     rows: Rows | None = None
+    build: str = BUILD
+    tried: tuple[Tried, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(self.text())
@@ -193,17 +210,21 @@ class Diagnosis:
         """Return the diagnosis as values that JSON has, documented under ``The diagnosis as JSON``."""
         whole = asdict(self)
         values = {key: whole[key] for key in _KEYS}
-        values.update(headline=self.headline, op=self.operation, direction="", outputs=[])
-        values.update(file="", line=None, code="", cause="", evidence=[], remedy="")
-        if self.where in ("forward", "backward"):
-            values["direction"] = self.where
-        if self.output is not None:
-            values["outputs"] = [whole["output"]]
-        for line in self.lines:
-            values.update(file=line.file, line=line.line, code=line.text)
-        if self.cause is not None:
-            values.update(cause=self.cause.fault, evidence=self.cause.evidence)
-            values["remedy"] = self.cause.advice
+        line = [asdict(_NO_LINE), *whole["lines"]][-1]
+        why = whole["cause"] or asdict(_NO_CAUSE)
+        values.update(
+            headline=self.headline,
+            op=self.operation,
+            direction=self.where if self.where in ("forward", "backward") else "",
+            file=line["file"],
+            line=line["line"] or None,
+            code=line["text"],
+            cause=why["fault"],
+            evidence=why["evidence"],
+            remedy=why["advice"],
+            outputs=[whole["output"]] if self.output is not None else [],
+            tried=[one.to_json() for one in self.tried],
+        )
         # Tuples become lists.
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
@@ -229,21 +250,27 @@ class Diagnosis:
             verb = "called at"
         if self.rows is not None:
             yield f"  {self.rows}"
-        if self.cause is not None:
-            yield f"  to try: {self.cause.advice}"
-            yield f"  cause: {self.cause.fault}"
-            for evidence in self.cause.evidence:
-                yield f"    {printable(evidence)}"
+        yield from self._remedies()
         for reason in self.reasons:
             yield f"  {self.certainty} because {printable(reason)}"
         yield from self._evidence()
         if self.before:
             yield f"  before: {printable(self.before)}"
         if self.bundle:
-            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model {BUILD}"
+            command = f"gradsurgeon replay {shlex.quote(self.bundle)} --model {self.build}"
             yield f"  to run the step again: {printable(command)}"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
+
+    def _remedies(self) -> Iterator[str]:
+        if self.cause is not None:
+            yield f"  to try: {self.cause.advice}"
+        if self.tried:
+            yield f"  tried in the replay: {printable(in_words(self.tried))}"
+        if self.cause is not None:
+            yield f"  cause: {self.cause.fault}"
+            for evidence in self.cause.evidence:
+                yield f"    {printable(evidence)}"
 
     def _evidence(self) -> Iterator[str]:
         for facts in self.inputs:
@@ -254,16 +281,34 @@ class Diagnosis:
                 word = "is "
             yield f"  {word}  {self.output}"
         if self.loss_nodes:
-            yield f"  operations of the loss: {printable(', '.join(self.loss_nodes))}"
+            names = ", ".join(self.loss_nodes[-_MOST_NODES:])
+            head = "operations of the loss"
+            if len(self.loss_nodes) > _MOST_NODES:
+                head = f"last {_MOST_NODES} {head}"
+            yield f"  {head}: {printable(names)}"
         if self.loss is not None and self.where == "output gradient":
             direction = "backward" if math.isfinite(self.loss) else "forward"
             yield f"  the loss is {self.loss:.4g}: look at the {direction} pass of these operations"
         if self.scale is not None:
             yield f"  the GradScaler multiplied the loss by {self.scale:g}"
+        yield from self._leap()
         if self.history:
             yield "  largest magnitudes before it, the last one last:"
         for label, value in self.history:
             yield f"    {value:<9.3g} {printable(label)}"
+
+    def _leap(self) -> Iterator[str]:
+        """Say where the magnitude grows most from one operation to the next, if that is a leap."""
+        most = _LEAST_LEAP
+        text = ""
+        for (_, before), (label, after) in pairwise(self.history):
+            if before > 0 and after / before >= most:
+                most = after / before
+                text = (
+                    f"  the magnitude leaps most in {printable(label)}: {before:.3g} to {after:.3g}"
+                )
+        if text:
+            yield text
 
     @property
     def headline(self) -> str:

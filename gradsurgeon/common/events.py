@@ -13,6 +13,7 @@ EventKind = Literal[
     "never-fired",
     "hook-lost",
     "hook-rearmed",
+    "fact",
     "notice",
 ]
 
@@ -29,7 +30,8 @@ class Event:
 
     ``rule`` and ``name`` are empty if the event concerns no single rule or parameter; ``step`` is the
     number of the update, counted from 0 for each optimizer. ``diagnosis`` has the keys of `Diagnosis.to_json`.
-    ``sample_ids`` are the numbers that the script tagged ``sample_ids`` in this step, at most 256.
+    ``sample_ids`` are the numbers that the script tagged ``sample_ids`` in this step, at most 256. ``told_at`` is the
+    step before which the host learnt of it, if the device decided on the update.
     """
 
     kind: EventKind
@@ -40,6 +42,7 @@ class Event:
     message: str
     diagnosis: Mapping[str, Any] | None = None
     sample_ids: tuple[int, ...] = ()
+    told_at: int | None = None
 
 
 def is_trip(event: Event, edits: Container[str] = ()) -> bool:

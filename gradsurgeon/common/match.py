@@ -1,25 +1,25 @@
 """Patterns and the names that they match. Knows nothing of torch."""
 
+import fnmatch
 import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property, lru_cache
-from heapq import nlargest
+from functools import lru_cache
 from importlib import import_module
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 from gradsurgeon.errors import HintedError
 
 _MAX_TEXT = 500
-_MAX_LIKELY = 50  # names that difflib compares
+_MAX_LIKELY = 1000  # names that difflib compares
 _MAX_LENGTH = 120  # characters of a name that difflib compares
-_MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
+_MAX_CHOICES = 256  # combinations of the items of lists: each is one expression
 _MAX_RANGE_DIGITS = 18
 # A part of a name that is a number.
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
@@ -44,8 +44,11 @@ _GLOB = 'write a glob, such as "*.layers.{0..5}.*"'
 # Rows of a tensor, as Python writes them.
 _ROWS = re.compile(r"(.+)\[(-?[0-9]*:-?[0-9]*)\]")
 _RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
-
-_Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions, None being a star
+_BRACES = re.compile(r"(\{[^{}]*\})")
+_SET = re.compile(r"\[!?+[^]]+\]")
+_BRACKET = re.compile(r"[][{}]")
+# No rule file can hold this character.
+_IN_PLACE_OF_RANGE = "\0"
 
 
 class PatternError(HintedError):
@@ -55,12 +58,7 @@ class PatternError(HintedError):
 @dataclass(frozen=True)
 class Pattern:
     text: str
-    expression: str = field(repr=False, compare=False)
-
-    @cached_property
-    def regex(self) -> re.Pattern[str]:
-        with _quiet():
-            return re.compile(self.expression)
+    regex: re.Pattern[str] = field(repr=False, compare=False)
 
     def matches(self, name: str) -> bool:
         return bool(self.regex.fullmatch(name))
@@ -72,10 +70,6 @@ class Pattern:
         return set("*?[{").isdisjoint(self.text)
 
 
-def _quiet() -> "warnings.catch_warnings[None]":
-    return warnings.catch_warnings(action="ignore")
-
-
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
     """Compile a glob, or an expression after ``re:``, or raise `PatternError`."""
@@ -84,9 +78,7 @@ def compile_pattern(text: str) -> Pattern:
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
     if text.startswith("re:"):
-        expression = text.removeprefix("re:")
-        _check_expression(expression)
-        return Pattern(text, expression)
+        return Pattern(text, _checked(text.removeprefix("re:")))
     rows = _ROWS.fullmatch(text)
     if rows is not None:
         message = f"a pattern names whole tensors, and `[{rows[2]}]` is a part of one"
@@ -95,16 +87,38 @@ def compile_pattern(text: str) -> Pattern:
         if char in "^$()|+\\":
             hint = 'regular expressions are written "re:..."'
             raise PatternError(f"`{char}` has no meaning in a glob pattern", hint)
-    parts = list(_glob_parts(text))
-    if math.prod(map(len, parts)) > _MAX_CHOICES:
+    if ", " in text:
+        raise PatternError("a comma in a pattern", 'write a list of patterns: ["a.*", "b.*"]')
+    return Pattern(text, re.compile("|".join(_expressions(text))))
+
+
+def _expressions(text: str) -> Iterator[str]:
+    """Yield an expression for each combination of the items of the lists in a glob."""
+    choices: list[list[str]] = []
+    ranges = []
+    for part in _BRACES.split(text):
+        body = part[1:-1]
+        if not part.startswith("{"):
+            choices.append([part])
+        elif ".." in body and "," not in body:
+            ranges.append(_range(body))
+            choices.append([_IN_PLACE_OF_RANGE])
+        else:
+            choices.append(_items(body))
+    if math.prod(map(len, choices)) > _MAX_CHOICES:
         message = f"the lists in braces have more than {_MAX_CHOICES} combinations"
         raise PatternError(message, "write a list of patterns")
-    # Each combination is an expression: a list in the middle would backtrack, or match wrongly.
-    expressions = []
-    for choice in itertools.product(*parts):
-        pieces = itertools.chain(*choice)
-        expressions.append(_join(pieces))
-    return Pattern(text, f"(?s:{'|'.join(expressions)})")
+    for choice in itertools.product(*choices):
+        glob = "".join(choice)
+        stray = _BRACKET.search(_SET.sub("", glob))
+        if stray is not None:
+            hint = "write lists as {a,b}, ranges as {0..11}, sets as [0-9], none inside another"
+            raise PatternError(f"`{stray[0]}` has no partner", hint)
+        # A part between two stars is matched at its first place only, so it never backtracks.
+        expression = fnmatch.translate(glob)
+        for numbers in ranges:
+            expression = expression.replace(_IN_PLACE_OF_RANGE, numbers, 1)
+        yield expression
 
 
 def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
@@ -115,70 +129,42 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
     return sorted(matched)
 
 
-_LITERAL = re.compile(r"[\w.]+")
-# The text between two dots of a glob. Braces and brackets may contain further dots.
-_SEGMENT = re.compile(r"(?:\{[^}]*\}|\[[^]]*\]|[^.])+")
-
-
-def segments(text: str, most: int) -> Iterator[Sequence[str]]:
-    """Yield what a segment of a matching name can be, for each segment of a glob that has at most ``most`` possibilities."""
-    if text.startswith("re:"):
-        return
-    for segment in _SEGMENT.findall(text):
-        numbers = None
-        if segment[0] == "{":
-            numbers = _RANGE.fullmatch(segment[1:-1])
-        if numbers:
-            low = int(numbers[1])
-            high = int(numbers[2])
-            if high - low < most:
-                yield [str(number) for number in range(low, high + 1)]
-        elif set("*?[]{}").isdisjoint(segment):
-            yield [without_zeros(segment)]
-
-
-def without_zeros(segment: str) -> str:
-    """Return a segment without leading zeros: a range matches both ``007`` and ``7``."""
-    return segment.lstrip("0") or "0"
-
-
-def _check_expression(text: str) -> None:
-    """Raise `PatternError` unless a text is a regular expression that is quick on every name."""
+def _checked(text: str) -> re.Pattern[str]:
+    """Return a regular expression that is quick on every name, or raise `PatternError`."""
     try:
-        with _quiet():
+        with warnings.catch_warnings(action="ignore"):
             ways = _ways(_sre.parse(text))
-            re.compile(text)
+            regex = re.compile(text)
     except PatternError:
         raise
     except (re.error, OverflowError, RecursionError, ValueError) as error:
         raise PatternError(f"not a regular expression: {error}") from None
     if ways > _MAX_WAYS:
         raise PatternError("the expression could take very long on some names", _GLOB)
+    return regex
 
 
-def _ways(tree: Any, repeated: int = 0) -> int:
+def _ways(tree: Any, *, is_repeated: bool = False) -> int:
     total = 1
     for op, value in tree:
         name = str(op)
         if name in _REPEATS:
             low, high, body = value
-            if repeated and low != high:
+            if is_repeated:
                 raise PatternError("a repeat inside a repeat is not allowed, as in (a*)*", _GLOB)
-            count = max(1, repeated) * max(1, low)
-            if count > _MAX_COUNT:
+            if low > _MAX_COUNT:
                 raise PatternError(f"something is repeated more than {_MAX_COUNT} times", _GLOB)
             # An optional part is no repeat.
-            inner = count if high > 1 else repeated
-            lengths = min(_SHORT, int(high) - low + 1)
-            total *= lengths * _ways(body, inner)
+            inner = _ways(body, is_repeated=high > 1)
+            total *= min(_SHORT, int(high) - low + 1) * inner
         elif name.startswith("GROUPREF"):
             raise PatternError("back-references are not allowed", _GLOB)
         elif name == "BRANCH":
-            if repeated:
+            if is_repeated:
                 raise PatternError("alternatives inside a repeat are not allowed", _GLOB)
             total *= sum(map(_ways, value[1]))
         elif name in _PARTS:
-            total *= _ways(_PARTS[name](value), repeated)
+            total *= _ways(_PARTS[name](value), is_repeated=is_repeated)
     return total
 
 
@@ -195,68 +181,7 @@ def contains(wide: str, narrow: str) -> bool:
     return compile_pattern(wide).matches(narrow)
 
 
-def _glob_parts(text: str) -> Iterator[_Options]:
-    at = 0
-    while at < len(text):
-        literal = _LITERAL.match(text, at)
-        if literal:
-            yield [[re.escape(literal[0])]]
-            at = literal.end()
-        elif text[at] == "{":
-            end = text.find("}", at)
-            if end < 0 or "{" in text[at + 1 : end]:
-                problem = "not closed" if end < 0 else "nested"
-                message = f"`{{` at character {at + 1} is {problem}"
-                raise PatternError(message, "write one list {a,b}")
-            yield _braces(text[at + 1 : end])
-            at = end + 1
-        else:
-            piece, at = _glob_piece(text, at)
-            yield [[piece]]
-
-
-def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
-    """Return the expression for the piece at ``at`` (``None`` for a star), and the start of the next piece."""
-    char = text[at]
-    if char == "*":
-        return None, at + 1
-    if char == "?":
-        return ".", at + 1
-    if char == "[":
-        return _set_piece(text, at)
-    if char in "]}":
-        raise PatternError(f"`{char}` at character {at + 1} closes nothing")
-    if text[at : at + 2] == ", ":
-        raise PatternError("a comma in a pattern", 'write a list of patterns: ["a.*", "b.*"]')
-    return re.escape(char), at + 1
-
-
-def _set_piece(text: str, at: int) -> tuple[str, int]:
-    """Return the expression for the set of characters at ``at``, and the start of the next piece."""
-    hint = "write a set as [0-9]"
-    start = at + 1
-    negation = ""
-    if text.startswith("!", start):
-        negation = "^"
-        start += 1
-    end = text.find("]", start)
-    if end <= start:
-        problem = "is not closed" if end < 0 else "holds nothing"
-        raise PatternError(f"`[` at character {at + 1} {problem}", hint)
-    members = text[start:end]
-    escaped = re.sub(r"[\\\[^&~|]", r"\\\g<0>", members)
-    piece = f"[{negation}{escaped}]"
-    try:
-        with _quiet():
-            re.compile(piece)
-    except re.error as error:
-        raise PatternError(f"[{members}]: {error}", hint) from None
-    return piece, end + 1
-
-
-def _braces(body: str) -> _Options:
-    if ".." in body and "," not in body:
-        return [[_range(body)]]
+def _items(body: str) -> list[str]:
     items = list(dict.fromkeys(body.split(",")))
     if re.fullmatch("[0-9]+-[0-9]+", body):
         raise PatternError(f"{{{body}}} is no range", f"write {{{body.replace('-', '..')}}}")
@@ -266,20 +191,7 @@ def _braces(body: str) -> _Options:
         if _RANGE.fullmatch(item):
             message = f"the range {item} is in a list; a range needs its own braces, {{{item}}}"
             raise PatternError(message, "write a list of patterns")
-    options: _Options = []
-    for item in items:
-        pieces = []
-        at = 0
-        while at < len(item):
-            piece, at = _glob_piece(item, at)
-            pieces.append(piece)
-        options.append(pieces)
-    lengths = {len(pieces) for pieces in options}
-    if len(lengths) > 1 or None in itertools.chain(*options):
-        return options
-    # Items of one length end at one place, so the group need not be tried again.
-    alternatives = "|".join(map(_join, options))
-    return [[f"(?>{alternatives})"]]
+    return items
 
 
 def _range(body: str) -> str:
@@ -309,21 +221,6 @@ def _range_regexes(low: int, high: int) -> Iterator[str]:
         low += (last - first + 1) * size
 
 
-def _join(pieces: Iterable[str | None]) -> str:
-    chunks = [""]
-    for piece in pieces:
-        if piece is not None:
-            chunks[-1] += piece
-        elif chunks[-1] or len(chunks) == 1:
-            chunks.append("")
-    if len(chunks) == 1:
-        return chunks[0]
-    first, *middle, last = chunks
-    # A chunk between two stars is matched at its first place only, so it never backtracks.
-    between = "".join(f"(?>.*?{chunk})" for chunk in middle)
-    return f"{first}{between}.*{last}"
-
-
 def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
     """Return the names most like ``text``. Names that differ in numbers only count as one.
 
@@ -333,27 +230,18 @@ def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_NUMBER.sub("*", name), []).append(name)
-    near: list[str] = []
-    for group in _closest(text.removeprefix("re:"), groups, limit):
-        members = groups[group]
-        if len(members) == 1:
-            near += members
-        else:
-            near.append(group)
+    # difflib is slow, and needs no more to find what is meant.
+    folded = {
+        group[:_MAX_LENGTH].casefold(): group for group in itertools.islice(groups, _MAX_LIKELY)
+    }
+    wanted = text.removeprefix("re:")[:_MAX_LENGTH].casefold()
+    near = []
+    for closest in get_close_matches(wanted, folded, n=limit):
+        group = folded[closest]
+        if len(groups[group]) == 1:
+            group = groups[group][0]
+        near.append(group)
     return near
-
-
-def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
-    wanted = text[:_MAX_LENGTH].casefold()
-    # difflib is slow, so it gets only the names with the most common two-letter pieces.
-    pieces = {wanted[at : at + 2] for at in range(max(1, len(wanted) - 1))}
-    folded = {name[:_MAX_LENGTH].casefold(): name for name in known}
-
-    def common_pieces(name: str) -> int:
-        return sum(map(name.__contains__, pieces))
-
-    likely = nlargest(_MAX_LIKELY, folded, key=common_pieces)
-    return [folded[name] for name in get_close_matches(wanted, likely, n=limit, cutoff=0.6)]
 
 
 def suggest(text: str, names: Sequence[str]) -> str:
@@ -371,7 +259,7 @@ def suggest(text: str, names: Sequence[str]) -> str:
     return f"the model has {len(names)} names, such as {', '.join(names[:3])}"
 
 
-def _respelt(text: str, names: Iterable[str]) -> str:
+def _respelt(text: str, names: Sequence[str]) -> str:
     """Return a pattern with the nearest known part in place of each part."""
     known: set[str] = set()
     for name in names:

@@ -18,11 +18,11 @@ from gradsurgeon.common._patching import Patch
 from gradsurgeon.tensors import _dist, _torch
 
 # Maps each wrapper to the ids of the parameters that it averages, taken when it was first seen.
-_averages: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+_averages = weakref.WeakKeyDictionary[Any, frozenset[int]]()
 # Maps each wrapper to how many passes it averaged while it was watched, alike on all of its ranks.
-_passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_passes = weakref.WeakKeyDictionary[Any, int]()
 # The wrappers that average in the next pass that reaches one of their parameters.
-_awaiting: weakref.WeakSet[Any] = weakref.WeakSet()
+_awaiting = weakref.WeakSet[Any]()
 
 
 def watch() -> Callable[[], object]:

@@ -1,6 +1,7 @@
 """The ranks that train one model together, and what they tell each other."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ RAISE = 3
 
 @dataclass(frozen=True, slots=True)
 class StopReason:
+    """Why an update does not take place, for ranks that have seen nothing as well."""
+
+    step: int
     rank: int
     rule: str
     name: str
@@ -28,14 +32,14 @@ class StopReason:
     diagnosis: Diagnosis | None = None
     kind: type[TrapError] = NonFiniteGradientError
 
-    def error(self, step: int) -> TrapError:
+    def error(self) -> TrapError:
         bundle = None
         if self.diagnosis is not None and self.diagnosis.bundle:
             bundle = self.diagnosis.bundle
         return self.kind(
             self.text,
             rule=self.rule,
-            step=step,
+            step=self.step,
             rank=self.rank,
             name=self.name,
             bundle=bundle,
@@ -49,12 +53,17 @@ class Ranks:
     Process groups are never kept: a group that outlives its destruction by the script crashes the process at exit.
     """
 
-    def __init__(self, params: Callable[[], Sequence[Tensor | None]] = tuple) -> None:
+    def __init__(
+        self,
+        params: Callable[[], Sequence[Tensor | None]] = tuple,
+        groups_of: Callable[[Tensor], _dist.Groups] = _dist.mesh_groups,
+    ) -> None:
         self.are_several = params is not tuple
         self._params = params
+        self._groups_dividing = groups_of
         self._known = not self.are_several
         # The indices of the parameters inside each `DistributedDataParallel`.
-        self._wrappers: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._wrappers = weakref.WeakKeyDictionary[Any, frozenset[int]]()
         # The indices of the parameters on each mesh.
         self._meshes: list[list[int]] = []
 
@@ -83,14 +92,12 @@ class Ranks:
         self._search_once()
         for wrapper in data_parallel.known():
             if wrapper not in self._wrappers:
-                self._wrappers[wrapper] = self._indices_inside(wrapper)
+                inside = data_parallel.ids_of(wrapper.parameters())
+                params = enumerate(self._params())
+                indices = [index for index, param in params if id(param) in inside]
+                self._wrappers[wrapper] = frozenset(indices)
         wrappers = [(wrapper, indices) for wrapper, indices in self._wrappers.items() if indices]
-        return sorted(wrappers, key=_first_index)
-
-    def _indices_inside(self, wrapper: Any) -> frozenset[int]:
-        inside = data_parallel.ids_of(wrapper.parameters())
-        indices = [index for index, param in enumerate(self._params()) if id(param) in inside]
-        return frozenset(indices)
+        return sorted(wrappers, key=lambda pair: min(pair[1]))
 
     def _search_once(self) -> None:
         if self._known:
@@ -99,13 +106,13 @@ class Ranks:
         params = self._params()
         # Later wrappers are noticed on their first call.
         data_parallel.find([param for param in params if param is not None])
-        meshes: dict[_dist.Groups, list[int]] = {}
+        meshes = defaultdict(list)
         for index, param in enumerate(params):
             if param is None:
                 continue
-            groups = _dist.mesh_groups(param)
+            groups = self._groups_dividing(param)
             if groups:
-                meshes.setdefault(groups, []).append(index)
+                meshes[groups].append(index)
         self._meshes = list(meshes.values())
 
     def shard_groups(self, param_indices: Sequence[int]) -> _dist.Groups:
@@ -113,19 +120,13 @@ class Ranks:
         if not self._meshes:
             return ()
         wanted = set(param_indices)
+        params = self._params()
         groups: list[Any] = []
         for indices in self._meshes:
-            for index in indices:
-                if index in wanted:
-                    groups += self._mesh_groups(index)
-                    break
+            held = [params[index] for index in indices if index in wanted]
+            if held and held[0] is not None:
+                groups += self._groups_dividing(held[0])
         return tuple(dict.fromkeys(groups))
-
-    def _mesh_groups(self, index: int) -> _dist.Groups:
-        param = self._params()[index]
-        if param is None:
-            return ()
-        return _dist.mesh_groups(param)
 
     def groups_of(self, wrappers: Sequence[Any], indices: Sequence[int]) -> _dist.Groups:
         # A parameter inside a wrapper counts, even if the wrapper was told to ignore it.
@@ -145,7 +146,7 @@ class Ranks:
     ) -> tuple[_dist.Groups, frozenset[int]]:
         """Return the first group that averages some parameters in a pass, with the ids of these parameters."""
         groups: _dist.Groups = ()
-        ids: set[int] = set()
+        ids = set[int]()
         for wrapper in self.wrappers_of(indices):
             params = self._params()
             averaged = data_parallel.averaged(wrapper, leaves)
@@ -159,14 +160,14 @@ class Ranks:
     def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:
         # Shapes are the same on all ranks. Names may differ, because each rank can have its own experts.
         params = self._params()
-        shared: list[Tensor] = []
+        shared = []
         for wrapper in self.wrappers():
             if wrapper.process_group in groups:
                 shared += wrapper.parameters()
         for indices in self._meshes:
             for index in indices:
                 param = params[index]
-                if param is not None and not set(groups).isdisjoint(_dist.mesh_groups(param)):
+                if param is not None and not set(groups).isdisjoint(self._groups_dividing(param)):
                     shared.append(param)
         return [tuple(param.shape) for param in shared]
 
@@ -180,7 +181,7 @@ class Ranks:
 
     def averaged(self) -> frozenset[int]:
         """Return the ids of the parameters that the next backward pass averages."""
-        params: list[Tensor] = []
+        params = []
         for wrapper in self._reducing():
             params += data_parallel.averaged_by(wrapper)
         return data_parallel.ids_of(params)
@@ -201,19 +202,12 @@ class Ranks:
         return own
 
 
-def _first_index(wrapper_and_indices: tuple[Any, frozenset[int]]) -> int:
-    _, indices = wrapper_and_indices
-    return min(indices)
-
-
 def largest(groups: _dist.Groups) -> _dist.Groups:
     """Return the groups without those whose ranks another group contains."""
-    if len(groups) < 2:  # noqa: PLR2004 # nearly always
-        return groups
-    ranks_of = {group: frozenset(_dist.members(group)) for group in groups}
-    largest: dict[Any, frozenset[int]] = {}
-    for group in sorted(groups, key=lambda group: -len(ranks_of[group])):
-        ranks = ranks_of[group]
-        if not any(ranks <= other for other in largest.values()):
-            largest[group] = ranks
-    return tuple([group for group in groups if group in largest])
+    largest: list[tuple[frozenset[int], Any]] = []
+    for group in groups:
+        ranks = frozenset(_dist.members(group))
+        if not any(ranks <= other for other, _ in largest):
+            largest = [(other, known) for other, known in largest if not other <= ranks]
+            largest.append((ranks, group))
+    return tuple([group for _, group in largest])

@@ -1,9 +1,12 @@
 """Which ranks hold the parameters of a session alike, and which of their gradients `DistributedDataParallel` averaged."""
 
+from __future__ import annotations
+
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +15,25 @@ from gradsurgeon.actions.checks.base import Missed, Replicas
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.tensors import _dist
+
+# The reason why the last pass did not average, given whether a wrapper runs alone, and whether an earlier pass averaged.
+_MISSED: dict[tuple[bool, bool], Missed] = {
+    (True, True): "alone at last",
+    (True, False): "alone",
+    (False, True): "twice",
+    (False, False): "bypassed",
+}
+
+
+@dataclass(slots=True)
+class _Followed:
+    """The last averaged pass of a wrapper, and whether it keeps ranks equal."""
+
+    # The last pass that it averaged, and the number of passes through its parameters since then.
+    last_pass: int = 0
+    passes_since: int = 0
+    # Not if it may leave ranks apart: with a communication hook, under `Join`, or after an update without it.
+    is_promised: bool = True
 
 
 class Replication:
@@ -37,11 +59,7 @@ class Replication:
         # since the last update.
         self._missed: dict[int, Missed] = {}
         self._averaged: set[int] = set()
-        # Maps each wrapper to the last pass that it averaged, and the number of passes through its parameters since then.
-        self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._since: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # Wrappers that may leave ranks apart: with a communication hook, under `Join`, or after an update without them.
-        self._unpromised: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._followed: weakref.WeakKeyDictionary[Any, _Followed] = weakref.WeakKeyDictionary()
         # Wrappers in the order in which they were met, among those of the same ranks.
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._met: Counter[tuple[int, ...]] = Counter()
@@ -53,25 +71,19 @@ class Replication:
         averaged = set[int]()
         for wrapper in averaging:
             averaged |= self._averaged_by(wrapper)
-            self._last[wrapper] = self._passes
-            self._since[wrapper] = 0
+            followed = self._follow(wrapper)
+            followed.last_pass = self._passes
+            followed.passes_since = 0
         self._averaged |= averaged
         for index in averaged:
             self._missed.pop(index, None)
         for wrapper in self._ranks().wrappers():
             missed = self._averaged_by(wrapper).intersection(reached) - averaged
             if missed:
-                self._since[wrapper] = self._since.get(wrapper, 0) + 1
-                self._note_missed(missed, is_alone=data_parallel.runs_alone(wrapper))
-
-    def _note_missed(self, indices: Collection[int], *, is_alone: bool) -> None:
-        for index in indices:
-            if is_alone:
-                self._missed[index] = "alone"
-            elif index in self._averaged:
-                self._missed[index] = "twice"
-            else:
-                self._missed[index] = "bypassed"
+                self._follow(wrapper).passes_since += 1
+                is_alone = data_parallel.runs_alone(wrapper)
+                for index in missed:
+                    self._missed[index] = _MISSED[is_alone, index in self._averaged]
 
     def updated(self, indices: Collection[int]) -> None:
         """Note that an update has used the gradients of some parameters."""
@@ -94,8 +106,11 @@ class Replication:
         replicas += self._outside_wrappers(rest)
         return replicas
 
+    def _follow(self, wrapper: Any) -> _Followed:
+        return self._followed.setdefault(wrapper, _Followed())
+
     def _last_pass(self, wrapper: Any) -> int:
-        return self._last.get(wrapper, 0)
+        return self._follow(wrapper).last_pass
 
     def _outside_wrappers(self, indices: Sequence[int]) -> Iterator[Replicas]:
         by_ranks: dict[tuple[int, ...], list[int]] = {}
@@ -114,21 +129,18 @@ class Replication:
         if wrapper not in self._numbers:
             self._numbers[wrapper] = self._met[ranks]
             self._met[ranks] += 1
-        averaged = self._averaged_by(wrapper)
-        missed: dict[int, Missed] = {}
-        for index in indices:
-            if index not in averaged:
-                missed[index] = "unknown"
-            elif index in self._missed:
-                missed[index] = self._missed[index]
-        if "alone" in missed.values() or not data_parallel.averages_plainly(wrapper):
-            self._unpromised.add(wrapper)
+        missed = {index: why for index, why in self._missed.items() if index in indices}
+        missed |= dict.fromkeys(set(indices) - self._averaged_by(wrapper), "unknown")
+        runs_alone = not {"alone", "alone at last"}.isdisjoint(missed.values())
+        followed = self._follow(wrapper)
+        if runs_alone or not data_parallel.averages_plainly(wrapper):
+            followed.is_promised = False
         return Replicas(
             f"{self._numbers[wrapper]}/{self._hash(ranks, indices)}",
             indices,
             ranks,
-            (data_parallel.passes(wrapper), self._since.get(wrapper, 0)),
-            promised=wrapper not in self._unpromised,
+            (data_parallel.passes(wrapper), followed.passes_since),
+            promised=followed.is_promised,
             missed=missed,
         )
 
@@ -148,10 +160,7 @@ class Replication:
         key = (ranks, tuple(indices))
         if key not in self._hashes:
             params = self._params()
-            names = []
-            shapes = []
-            for index in indices:
-                names.append(self._names[index])
-                shapes.append(tuple(getattr(params[index], "shape", ())))
+            names = [self._names[index] for index in indices]
+            shapes = [tuple(getattr(params[index], "shape", ())) for index in indices]
             self._hashes[key] = zlib.crc32(repr((ranks, names, shapes)).encode())
         return self._hashes[key]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from gradsurgeon.language.planning import Manifest, Plan, is_for, shortfalls
+from gradsurgeon.language.planning import Plan, is_for, shortfalls
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors._channel import Channel, numbered
@@ -82,31 +82,24 @@ class Meeting:
     def roll(self, limit: float) -> Roll | None:
         """Return the sessions that come within some seconds. With a limit of 0, return ``None`` until all have come."""
         try:
-            return self._roll(limit)
-        except RuntimeError:
+            while True:
+                peers = self._peers(limit)
+                if peers is None:
+                    return None
+                here = self.channel.present("met", peers, 0.0)
+                closed = self.channel.agree(_CLOSED, here)
+                if self.channel.rank in closed:
+                    sessions = {rank: self.channel.get(f"met/{rank}") for rank in closed}
+                    return self._roll_of(sessions, peers)
+                # A roll that was closed earlier belonged to another session: other ranks have had one more.
+                self._leave()
+                self._enter(self.channel.at(numbered(self._topic)))
+        except RuntimeError:  # the store has failed
             return self._roll_of({self.channel.rank: self._info}, self._info.peers)
-
-    def _roll(self, limit: float) -> Roll | None:
-        while True:
-            peers = self._peers(limit)
-            if peers is None:
-                return None
-            here = self.channel.present("met", peers, 0.0)
-            closed = self.channel.agree(_CLOSED, here)
-            if self.channel.rank in closed:
-                sessions = {rank: self._met(rank) for rank in closed}
-                return self._roll_of(sessions, peers)
-            # A roll that was closed earlier belonged to another session: other ranks have had one more.
-            self._leave()
-            self._enter(self.channel.at(numbered(self._topic)))
-
-    def _met(self, rank: int) -> SessionInfo:
-        info: SessionInfo = self.channel.get(f"met/{rank}")
-        return info
 
     def _peers(self, limit: float) -> set[int] | None:
         """Return the ranks that share gradients, also through others. With a limit of 0 all of them must have come."""
-        peers: set[int] = set()
+        peers = set[int]()
         more = set(self._info.peers)
         while not more <= peers:
             peers |= more
@@ -114,7 +107,7 @@ class Meeting:
                 return None
             more = set()
             for rank in self.channel.present("met", peers, limit):
-                more.update(self._met(rank).peers)
+                more.update(self.channel.get(f"met/{rank}").peers)
         return peers
 
     def _roll_of(self, sessions: dict[int, SessionInfo], peers: Iterable[int]) -> Roll:
@@ -144,7 +137,13 @@ class Meeting:
         Without a limit, close the roll without this session, which later sessions must not take for theirs.
         """
         if limit is None:
-            return self._absent()
+            here = [self.channel.rank]
+            with suppress(RuntimeError):
+                self.channel.agree(_CLOSED, [])
+                here = self.channel.present("met", self._info.peers, 0.0)
+            self._leave()
+            absent = sorted(set(self._info.peers).difference(here))
+            return f"nothing heard of rules on {_dist.named(absent)}"
         roll = self.roll(limit)
         if roll is None:
             return None
@@ -152,15 +151,6 @@ class Meeting:
             self.channel.close()
             return roll.lacking
         return roll.channel
-
-    def _absent(self) -> str:
-        here = [self.channel.rank]
-        with suppress(RuntimeError):
-            self.channel.agree(_CLOSED, [])
-            here = self.channel.present("met", self._info.peers, 0.0)
-        self._leave()
-        absent = sorted(set(self._info.peers).difference(here))
-        return f"nothing heard of rules on {_dist.named(absent)}"
 
     def _leave(self) -> None:
         self.channel.keep(_CLOSED)
@@ -187,20 +177,32 @@ def lacking(
     # A store that has failed must not end the script: no other rank can be asked then.
     with suppress(RuntimeError):
         channel.set(f"names/{channel.rank}", mine)
-    short = _short(rules, models, alone=alone)
-    must_match = [rule for rule in rules.rules if rule.id in short]
-    asked = [rule for rule in must_match if short[rule.id] or rule.expect]
+    asked = []
+    # The errors of this rank by rule.
+    short = {}
+    for rule in rules.rules:
+        short[rule.id] = shortfalls(replace(rules, rules=(rule,)), models)
+        is_elsewhere = not any(is_for(rule, manifest) for manifest in models.values())
+        may_match_nothing = alone and rule.model and is_elsewhere
+        if (short[rule.id] or rule.expect) and not may_match_nothing:
+            asked.append(rule)
     if not asked:
         return [], {}
-    matched, silent = _matched_by_rank(channel, mine)
-    errors: list[str] = []
-    notes: dict[str, str] = {}
+    # Without the store this rank knows only its own names.
+    matched = {channel.rank: mine}
+    ranks = range(_dist.world())
+    with suppress(RuntimeError):
+        here = channel.present("names", ranks, LIMIT)
+        matched = {rank: channel.get(f"names/{rank}") for rank in here}
+    absent = [rank for rank in ranks if rank not in matched]
+    silent = ""
+    if absent:
+        silent = f"; {unheard(absent)}"
+    errors = []
+    notes = {}
     for rule in asked:
         having = [rank for rank, names in matched.items() if names.get(rule.id)]
-        everywhere = set[str]()
-        for rank in having:
-            everywhere |= matched[rank][rule.id]
-        count = len(everywhere)
+        count = len(set().union(*[matched[rank][rule.id] for rank in having]))
         is_missing = not having and not rule.optional
         if is_missing or (rule.expect and rule.expect.params != count):
             texts = short[rule.id]
@@ -211,32 +213,6 @@ def lacking(
             where = f"matches nothing on rank {channel.rank}"
             notes[rule.id] = f"{where}; {_dist.having(having)} it"
     return errors, notes
-
-
-def _short(rules: RuleSet, models: Mapping[str, Manifest], *, alone: bool) -> dict[str, list[str]]:
-    """Return the errors of this rank by rule, without rules that may match nothing."""
-    short: dict[str, list[str]] = {}
-    for rule in rules.rules:
-        may_match_nothing = alone and rule.model
-        if may_match_nothing and not any(is_for(rule, manifest) for manifest in models.values()):
-            continue
-        short[rule.id] = shortfalls(replace(rules, rules=(rule,)), models)
-    return short
-
-
-def _matched_by_rank(channel: Channel, mine: Names) -> tuple[dict[int, Names], str]:
-    """Return the names that each rank has matched, and a text about ranks that did not answer in time."""
-    matched = {channel.rank: mine}
-    ranks = range(_dist.world())
-    # Without the store this rank knows only its own names.
-    with suppress(RuntimeError):
-        here = channel.present("names", ranks, LIMIT)
-        matched = {rank: channel.get(f"names/{rank}") for rank in here}
-    absent = [rank for rank in ranks if rank not in matched]
-    silent = ""
-    if absent:
-        silent = f"; {unheard(absent)}"
-    return matched, silent
 
 
 def _add_names(matched: Names, rules: RuleSet, plans: Mapping[str, Plan]) -> None:

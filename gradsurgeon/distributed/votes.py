@@ -50,8 +50,7 @@ class Counter:
         self._host_name = hosts[channel.rank]
         here = [rank for rank, host in hosts.items() if host == self._host_name]
         self._here = len(here)
-        host_count = len(set(hosts.values()))
-        self._by_host = len(hosts) > MANY and 1 < host_count < len(hosts)
+        self._by_host = len(hosts) > MANY and 1 < len(set(hosts.values())) < len(hosts)
         self._owns = min(hosts) == channel.rank
         self.serves = self._by_host and min(here) == channel.rank
         # The server of this host, if there is one, and the key that this rank reads for its host.
@@ -77,7 +76,7 @@ class Counter:
         if self._owns:
             self._channel.own(key)
         if self._host is not None:
-            vote = int(self._host.add(key, vote))
+            vote = self._host.add(key, vote)
             # The last rank of a host reports for the host.
             if voted(vote) < self._here:
                 return 0
@@ -88,26 +87,17 @@ class Counter:
             return self._channel.add(key, 0)
         # If the serving rank of the host has finished and exited, the job's store has the host's sum.
         with suppress(RuntimeError):
-            known = self._known(key)
-            if known is not None:
+            known = int(self._host.add(f"{key}/known", 0))
+            # The first rank that asks does so for its host, and keeps asking.
+            if not known and self._reading != key and self._host.add(f"{key}/reads", 1) == 1:
+                self._reading = key
+            if known or self._reading != key:
                 return known
         value = self._channel.add(key, 0)
         if self.is_complete(value):
             with suppress(RuntimeError):
                 self._host.add(f"{key}/known", value)
         return value
-
-    def _known(self, key: str) -> int | None:
-        """Return the sum that the server of this host has, ``None`` if this rank has to ask for the host."""
-        known = int(self._host.add(f"{key}/known", 0))
-        if known:
-            return known
-        # The first rank that asks does so for its host, and keeps asking.
-        if self._reading != key and self._host.add(f"{key}/reads", 1) == 1:
-            self._reading = key
-        if self._reading == key:
-            return None
-        return 0
 
     def forget(self, key: str) -> None:
         """Delete an old number from the server of this host."""
@@ -195,10 +185,21 @@ class Voter:
             number = self.channel.age
             vote = 1
             if objections:
-                self._object(number, objections)
+                kind = "other"
+                if any(objection.guilty for objection in objections):
+                    kind = "guilty"
+                key = f"{number}/{kind}"
+                self.channel.own(key)
+                place = self.channel.add(key, 1)
+                if place <= _MOST:
+                    self.channel.set(f"{key}/{place}", objections)
                 vote += OBJECTS
             self._values[number] = self._counter.add(str(number), vote)
-            self._forget(number - KEPT)
+            old = number - KEPT
+            self._values.pop(old, None)
+            self._decisions.pop(old, None)
+            if old > 0:
+                self._counter.forget(str(old))
         return self.channel.age
 
     def decision(self, number: int) -> VoteResult | None:
@@ -210,26 +211,22 @@ class Voter:
                 self.channel.close()
         return self._decisions.get(number)
 
-    def exchange(self, value: object, limit: float) -> dict[int, Any]:
+    def exchange(self, value: object, limit: float, name: str = "") -> dict[int, Any]:
         """Return the values of the ranks that come here in time, the same on all of them.
 
-        The result is empty if the store fails. All these ranks have read the decision on the last pass.
+        The result is empty if the store fails, or if this rank leaves its value without waiting. Without a name all these
+        ranks have read the decision on the last pass.
         """
-        self._met += 1
-        name = f"{self.channel.age}/diagnosis/{self._met}"
+        if not name:
+            self._met += 1
+            name = f"{self.channel.age}/diagnosis/{self._met}"
         values = dict[int, Any]()
         with self._asking():
-            values |= self.channel.meet(name, value, self.channel.ranks, limit)
+            if limit:
+                values |= self.channel.meet(name, value, self.channel.ranks, limit)
+            else:
+                self.channel.set(f"{name}/{self.channel.rank}", value)
         return values
-
-    def _object(self, number: int, objections: Sequence[Objection]) -> None:
-        kind = f"{number}/other"
-        if any(objection.guilty for objection in objections):
-            kind = f"{number}/guilty"
-        self.channel.own(kind)
-        place = self.channel.add(kind, 1)
-        if place <= _MOST:
-            self.channel.set(f"{kind}/{place}", objections)
 
     def _read(self, number: int, value: int) -> VoteResult:
         value = self._awaited(str(number), value)
@@ -256,9 +253,10 @@ class Voter:
             if self._counter.is_complete(value):
                 return value
             waited = time.monotonic() - began
-            gone: list[int] = []
-            if waited > _LONGEST:
-                gone = self._gone()
+            gone = []
+            if waited > _LONGEST and self.channel.add("left", 0):
+                ranks = self.channel.ranks
+                gone = [rank for rank in ranks if self.channel.check(f"left/{rank}")]
             if gone or waited > self._patience:
                 return self._given_up(key, gone, waited)
             pause = max(_SHORTEST, _SHARE * waited)
@@ -276,19 +274,8 @@ class Voter:
         self._notify(text)
         return value
 
-    def _gone(self) -> list[int]:
-        if not self.channel.add("left", 0):
-            return []
-        return [rank for rank in self.channel.ranks if self.channel.check(f"left/{rank}")]
-
     def _objections(self, kind: str) -> Iterator[Objection]:
         # Asking for the number of an unknown kind would set its key.
         if self.channel.check(kind):
             for place in range(min(self.channel.add(kind, 0), _MOST)):
                 yield from self.channel.get(f"{kind}/{place + 1}")
-
-    def _forget(self, number: int) -> None:
-        self._values.pop(number, None)
-        self._decisions.pop(number, None)
-        if number > 0:
-            self._counter.forget(str(number))

@@ -32,7 +32,8 @@ _LONGEST = 300
 _NO_WEIGHTS = "the bundle has no weights, so the replay used the weights of the new model"
 _OTHER_MODEL = "this may not be the model of the bundle: its modules differ"
 # The parts of a step and of a call that are in a bundle as they are.
-_FACE_PARTS = ("format", "gradsurgeon", "torch", "device", "step", "rank", "scale", "bad", "rested")
+_NAMES = ("modules", "bad", "rested", "written")
+_COUNTS = ("dropped", "passes", "updated")
 _CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled", "sample_ids")
 
 
@@ -52,10 +53,9 @@ def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path | None) -
 
 def _write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
     """Write a bundle into a folder under a new name; return its path. After an error there is no part of it."""
-    document = _document(failed)
-    face = {part: document[part] for part in _FACE_PARTS}
-    face["diagnosis"] = diagnosis.to_json()
-    face["text"] = str(diagnosis).splitlines()
+    facts = _facts(failed)
+    face = {**facts, "diagnosis": diagnosis.to_json(), "text": str(diagnosis).splitlines()}
+    document = {**facts, **_contents(failed)}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
     try:
@@ -79,36 +79,33 @@ def _free_place(folder: Path, failed: FailedStep) -> Path:
     return place
 
 
-def _document(failed: FailedStep) -> dict[str, Any]:
-    kept = failed.kept
-    called = failed.called
+def _facts(failed: FailedStep) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "gradsurgeon": VERSION,
         "torch": str(torch.__version__),
-        "device": _device_of(called.values()).type,
-        "step": failed.step,
-        "rank": failed.rank,
-        "scale": failed.scale,
-        "modules": failed.modules,
-        "rested": failed.rested,
-        "bad": failed.bad,
-        "dropped": kept.dropped,
-        "passes": kept.passes,
-        "updated": kept.updated,
-        "losses": _losses_for_file(kept),
-        "calls": [_call_for_file(call) for call in kept.calls],
-        "weights": _weights_for_file(called),
-        "trees": {name: repr(module) for name, module in called.items()},
+        "device": _device_of(failed.called.values()).type,
+        **_parts_of(failed, ("step", "rank", "scale", *_NAMES)),
     }
 
 
-def _losses_for_file(kept: KeptStep) -> dict[int, tuple[Tensor | None, list[Any]]]:
+def _contents(failed: FailedStep) -> dict[str, Any]:
+    kept = failed.kept
     losses = {}
     for number, loss in kept.losses.items():
         nodes = [(node.name, node.readable_values(), node.made_of) for node in loss.nodes]
         losses[number] = (loss.value, nodes)
-    return losses
+    return {
+        **_parts_of(kept, _COUNTS),
+        "losses": losses,
+        "calls": [_call_for_file(call) for call in kept.calls],
+        "weights": _weights_for_file(failed.called),
+        "trees": {name: repr(module) for name, module in failed.called.items()},
+    }
+
+
+def _parts_of(value: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _weights_for_file(called: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]] | None:
@@ -116,30 +113,25 @@ def _weights_for_file(called: Mapping[str, nn.Module]) -> dict[str, dict[str, Te
     weights = {}
     size = 0
     for name, module in called.items():
-        tensors: dict[str, Tensor] = dict(module.named_parameters())
-        tensors.update(module.named_buffers())
-        for tensor in tensors.values():
-            size += tensor.numel() * tensor.element_size()
-        weights[name] = tensors
+        weights[name] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        size += sum(tensor.nbytes for tensor in weights[name].values())
     if size > MAX_BYTES:
         return None
     return weights
 
 
 def _call_for_file(call: KeptCall) -> dict[str, Any]:
-    parts: dict[str, Any] = {"name": call.name}
-    for part in _CALL_PARTS:
-        parts[part] = getattr(call, part)
     random = call.random
-    parts["random"] = (random.torch, random.python, random.numpy)
-    parts["autocast"] = call.autocast
     training = {}
     module = call.module()
     if module is not None:
         for name, inner in module.named_modules():
             training[name] = inner.training
-    parts["training"] = training
-    return parts
+    return {
+        **_parts_of(call, ("name", "autocast", *_CALL_PARTS)),
+        "random": (random.torch, random.python, random.numpy),
+        "training": training,
+    }
 
 
 def _device_of(modules: Iterable[nn.Module]) -> torch.device:
@@ -154,11 +146,9 @@ def _on_host(tensor: Tensor) -> Tensor:
     if _torch.is_freed(tensor):
         raise ValueError("a tensor of the step has no numbers any more")
     part = tensor.detach().resolve_conj().resolve_neg().cpu()
-    if part.layout == torch.strided:
-        # `torch.save` writes whole storages. A part of a large storage is copied before.
-        storage_bytes = part.untyped_storage().nbytes()
-        if not part.nbytes <= storage_bytes <= 2 * part.nbytes:
-            part = part.clone(memory_format=torch.contiguous_format)
+    # `torch.save` writes whole storages.
+    if part.layout == torch.strided and part.nbytes != part.untyped_storage().nbytes():
+        part = part.clone(memory_format=torch.contiguous_format)
     return part.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -209,23 +199,17 @@ def _step_in(
         calls.append(_call_in(document, entry, module, device))
     losses = {}
     for number, (value, nodes) in document["losses"].items():
-        losses[int(number)] = _loss_in(value, nodes)
+        if value is not None and value.dim():
+            raise ValueError("a loss is one number")
+        loss_nodes = [LossNode(str(name), saved, made_of) for name, saved, made_of in nodes]
+        losses[int(number)] = KeptLoss(value, loss_nodes)
     scale = document["scale"]
     if scale is not None:
         scale = float(scale)
-    dropped = int(document["dropped"])
-    kept = KeptStep(
-        calls, losses, dropped, passes=int(document["passes"]), updated=bool(document["updated"])
-    )
-    failed = FailedStep(
-        kept,
-        int(document["step"]),
-        int(document["rank"]),
-        scale,
-        modules=tuple(map(str, document["modules"])),
-        bad=tuple(map(str, document["bad"])),
-        rested=tuple(map(str, document["rested"])),
-    )
+    counts: dict[str, Any] = {part: int(document[part]) for part in _COUNTS}
+    kept = KeptStep(calls, losses, **counts)
+    names: dict[str, Any] = {part: tuple(document[part]) for part in _NAMES}
+    failed = FailedStep(kept, int(document["step"]), int(document["rank"]), scale, **names)
     return failed, tuple(dict.fromkeys(doubts))
 
 
@@ -233,37 +217,21 @@ def _call_in(
     document: Mapping[str, Any], entry: Mapping[str, Any], module: nn.Module, device: str
 ) -> KeptCall:
     """Return a call for this device: a bundle may come from a device of another kind."""
-    name = str(entry["name"])
-    made_on = str(document["device"])
     states, *host = entry["random"]
-    device_states = {}
-    for place, state in states.items():
-        if torch.device(place).type in ("cpu", device):
-            device_states[place] = state.cpu()
-    autocast = {}
-    for kind, (enabled, dtype) in entry["autocast"].items():
-        if kind == made_on:
-            kind = device  # noqa: PLW2901 # as the model is there now
-        autocast[kind] = (bool(enabled), dtype)
+    here = ("cpu", device)
+    states = {name: s.cpu() for name, s in states.items() if torch.device(name).type in here}
+    autocast = {**entry["autocast"]}
+    if document["device"] in autocast:
+        autocast[device] = autocast.pop(document["device"])
     weights = {}
     if document["weights"]:
-        weights = document["weights"].get(name, {})
+        weights = document["weights"][entry["name"]]
     return KeptCall(
         module=lambda: module,
-        name=name,
-        random=RandomState(device_states, *host),
+        name=entry["name"],
+        random=RandomState(states, *host),
         autocast=autocast,
         weights=weights,
         training=entry["training"],
         **{part: entry[part] for part in _CALL_PARTS},
     )
-
-
-def _loss_in(value: Any, nodes: Iterable[Any]) -> KeptLoss:
-    if value is not None and value.dim():
-        raise ValueError("a loss is one number")
-    loss_nodes = []
-    for name, saved, made_of in nodes:
-        node = LossNode(str(name)[:_LONGEST], saved, [int(index) for index in made_of])
-        loss_nodes.append(node)
-    return KeptLoss(value, loss_nodes)

@@ -3,14 +3,16 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.forensics.kept_step import MOST_CALLS, KeptCall, KeptStep, fingerprint
+from gradsurgeon.forensics.kept_step import MOST_CALLS, KeptCall, KeptLoss, KeptStep, fingerprint
+from gradsurgeon.forensics.loss_line import LossLine
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.tensors import _backward_calls, _torch, _unsaved_hooks
@@ -29,6 +31,23 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST_SAMPLES = 2**16
 
 
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _spared(method: _Method) -> _Method:
+    """Let a method of `KeptCalls` note its errors instead of raising them in the script: the call is then not kept."""
+
+    @wraps(method)
+    def run(kept: "KeptCalls", *args: Any, **kwargs: Any) -> None:
+        try:
+            method(kept, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
+            kept.step.dropped += 1
+            kept.step.problem = f"{type(error).__name__}: {error}"
+
+    return cast("_Method", run)
+
+
 class KeptCalls:
     """Keeps the calls of one model until the step ends that they feed."""
 
@@ -38,6 +57,8 @@ class KeptCalls:
         self.evaluations: int | None = None
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.step = KeptStep()
+        # A step whose decision is not known yet.
+        self._held: KeptStep | None = None
         # The number of backward passes of this step that have reached parameters.
         self.reaching = 0
         # Whether a backward pass has begun and not reached a call yet.
@@ -51,6 +72,9 @@ class KeptCalls:
         # The numbers of samples that the script tagged since the last update, by batch, and those of the next pass.
         self.sample_ids: list[Tensor] = []
         self._ids_of_pass: Tensor | None = None
+        # Whether the calls are those of a replay.
+        self._is_resting = False
+        self.loss_line = LossLine()
 
     def attach(self, model: nn.Module) -> None:
         self.detach()
@@ -87,15 +111,51 @@ class KeptCalls:
             _unsaved_hooks.take_off(self._handles.pop())
         self._forget()
 
+    def close(self) -> None:
+        self.detach()
+        self.loss_line.close()
+
     def _forget(self) -> None:
-        self.step = KeptStep()
+        self.step = KeptStep(earlier=self._held)
         self.reaching = 0
+
+    @property
+    def loss_of_pass(self) -> KeptLoss | None:
+        """The loss of the backward pass that runs or has run last, ``None`` if it was not kept."""
+        return self.step.losses.get(self.step.passes + self._begins)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Keep nothing of the calls of a replay."""
+        self._is_resting = True
+        try:
+            yield
+        finally:
+            self._is_resting = False
+
+    def hold(self) -> KeptStep:
+        """Return what is kept of this step until `release`, for a decision that comes after the calls of the next step."""
+        step = self.step
+        # Passes of a later update may change the lists.
+        self._held = replace(step, calls=[*step.calls], losses={**step.losses})
+        return self._held
+
+    def end_held(self) -> None:
+        """Note the calls after a step that is held: they have moved buffers since."""
+        if self._held is not None:
+            held = self._held.calls
+            self._held.later = [call for call in self.step.calls if call not in held]
+
+    def release(self) -> None:
+        self._held = None
+        self.step.earlier = None
 
     def updated(self) -> None:
         """Note an update. Until the model is called again, the calls may feed the update of another optimizer."""
         self.sample_ids = []
         self._ids_of_pass = None
         self.step.updated = bool(self._handles)
+        self.loss_line.updated()
 
     def keep_sample_ids(self, tensor: Any) -> None:
         """Keep a copy of integers of shape [n], which the script may write over. Nothing waits for the device."""
@@ -108,11 +168,12 @@ class KeptCalls:
             self._ids_of_pass = held.clone()
             self.sample_ids.append(self._ids_of_pass)
 
+    @_spared
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
     ) -> None:
         self._running.append(None)
-        if len(self._running) > 1:
+        if len(self._running) > 1 or self._is_resting:
             return
         if self.step.updated:
             self._forget()
@@ -168,6 +229,7 @@ class KeptCalls:
             states[kind] = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         return states
 
+    @_spared
     def end(self, output: Any) -> None:
         if not self._running:
             return
@@ -191,21 +253,14 @@ class KeptCalls:
         self.step.calls.append(call)
         self.step.shorten()
 
-    @contextmanager
-    def spared(self) -> Iterator[None]:
-        """Note an error of our own instead of raising it in the script: the call is then not kept."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 # tensors of any kind may raise anything
-            self.step.dropped += 1
-            self.step.problem = f"{type(error).__name__}: {error}"
-
+    @_spared
     def keep_loss(self, graph: BackwardGraph, *, accumulates: bool) -> None:
         """Keep the graph from the outputs of the calls to the loss of a backward pass that begins.
 
         ``accumulates`` tells whether a parameter that it reaches has a gradient already.
         """
         self._begins = True
+        self.loss_line.look(graph)
         step = self.step
         for call in step.calls:
             if not call.number:
@@ -216,31 +271,30 @@ class KeptCalls:
             step.calls = [call for call in step.calls if not call.number]
             step.losses.clear()
         if step.calls and not self._is_paused():
-            with self.spared():
-                step.keep_loss(graph)
+            step.keep_loss(graph, self.loss_line.pass_key)
 
+    @_spared
     def _keep(
         self, call: weakref.ref[KeptCall], path: Path, output_number: int, grads: Any
     ) -> None:
         """Keep the gradient of one output: the hook of the node that made the output gets the gradients of all."""
-        with self.spared():
-            kept = call()
-            if _backward_calls.is_only_grad():
-                return  # `torch.autograd.grad` is not training.
-            if self._begins:
-                self._begins = False
-                self.step.passes += 1
-            if kept is None or grads[output_number] is None:
-                return
-            grad = grads[output_number].detach()
-            kept.bytes += grad.numel() * grad.element_size()
-            if path in kept.grads:
-                # Several passes through one output add up, as they do in the parameters.
-                grad = kept.grads[path] + grad
-            kept.grads[path] = grad
-            if not kept.number:
-                kept.number = self.step.passes
-            self.step.shorten()
+        kept = call()
+        if _backward_calls.is_only_grad():
+            return  # `torch.autograd.grad` is not training.
+        if self._begins:
+            self._begins = False
+            self.step.passes += 1
+        if kept is None or grads[output_number] is None:
+            return
+        grad = grads[output_number].detach()
+        kept.bytes += grad.numel() * grad.element_size()
+        if path in kept.grads:
+            # Several passes through one output add up, as they do in the parameters.
+            grad = kept.grads[path] + grad
+        kept.grads[path] = grad
+        if not kept.number:
+            kept.number = self.step.passes
+        self.step.shorten()
 
 
 def _hooks(
@@ -256,8 +310,7 @@ def _hooks(
         kept = kept_ref()
         module = module_ref()
         if kept is not None and module is not None:
-            with kept.spared():
-                kept.begin(module, name, args, kwargs, compiled=hooked is not module)
+            kept.begin(module, name, args, kwargs, compiled=hooked is not module)
 
     def after(hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         del hooked, args
@@ -265,8 +318,7 @@ def _hooks(
             return
         kept = kept_ref()
         if kept is not None:
-            with kept.spared():
-                kept.end(output)
+            kept.end(output)
 
     return before, after
 

@@ -1,5 +1,7 @@
 """The parts of a training step that are kept, so that the calls of the model can be run again if it fails."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,21 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.forensics.operations import tensors_of
+from gradsurgeon.actions import spelled
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning.manifest import class_names
 from gradsurgeon.tensors import _dist, _numbers, _torch
-from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
+from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode, PassKey
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import SAMPLE, sample
-from gradsurgeon.tensors.structure import Path
+from gradsurgeon.tensors.structure import Path, parameters_of, tensors_in
 
+# The beginning of the names of inputs beside those of parameters.
+INPUT = "input "
 # Shape and a fixed sample of a tensor, to recognise the tensor by. The sample stays on its device, unread.
 Fingerprint = tuple[tuple[int, ...], Tensor]
 # The bounds on one step: beyond them the oldest calls are dropped first.
 MAX_BYTES = 256 * 2**20
 MOST_CALLS = 256
-# A graph with more nodes is another part of the model, not a loss.
+_NUMBERS = frozenset({int, float, bool, type(None)})
+# The last operations of a longer loss are kept.
 _MOST_NODES = 64
 
 
@@ -77,6 +82,20 @@ class KeptCall:
         """What comes before the names of its module in those of the model; nothing for the root, whose name is a dot."""
         return f"{self.name}.".lstrip(".")
 
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors among the arguments by name: ``x``, or ``batch.image[0]``; none if the module is gone."""
+        tensors: dict[str, Tensor] = {}
+        module = self.module()
+        if module is not None:
+            for path, tensor in tensors_in([self.args, self.kwargs]):
+                tensors[_input_name(module, path)] = tensor
+        return tensors
+
+    @property
+    def first_input(self) -> Tensor:
+        return next(iter(self.inputs.values()))
+
     def forget_overwritten(self) -> None:
         """Drop the outputs that the script has written to since: no replay can be compared with them."""
         for path, (_, sampled) in list(self.outputs.items()):
@@ -86,11 +105,17 @@ class KeptCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptLoss:
-    """The nodes from the outputs of a model to a loss, in the order in which they were made; the loss if it is one number."""
+    """The nodes from the outputs of a model to a loss, in the order in which they were made; the loss if it is one number.
+
+    ``has_model`` tells whether the nodes of the model are among them, because it returned no tensor. ``pass_key``
+    recognises its pass among those of an update.
+    """
 
     value: Tensor | None
     nodes: Sequence[LossNode]
     bytes: int = 0
+    has_model: bool = False
+    pass_key: PassKey = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +126,8 @@ class KeptStep:
         dropped: how many calls were not kept.
         problem: why not, if their size was not the reason.
         updated: whether an update came after the calls, and another one may.
+        earlier: the step before, as long as the host does not know whether the device left it out; it shares the bound.
+        later: calls after the step, if it was held meanwhile.
     """
 
     calls: list[KeptCall] = field(default_factory=list)
@@ -109,36 +136,64 @@ class KeptStep:
     problem: str = ""
     passes: int = 0
     updated: bool = False
+    earlier: KeptStep | None = None
+    later: Sequence[KeptCall] = ()
 
     @property
     def bytes(self) -> int:
         total = 0
+        if self.earlier is not None:
+            total = self.earlier.bytes
         for call in self.calls:
             total += call.bytes
         for loss in self.losses.values():
             total += loss.bytes
         return total
 
-    def keep_loss(self, graph: BackwardGraph) -> None:
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors among the arguments of the calls, by name and call."""
+        tensors = {}
+        for number, call in enumerate(self.calls, 1):
+            for name, tensor in call.inputs.items():
+                if len(self.calls) > 1:
+                    name += f" of call {number}"  # noqa: PLW2901 # a longer name
+                tensors[f"{INPUT}{name}"] = tensor
+        return tensors
+
+    def keep_loss(self, graph: BackwardGraph, pass_key: PassKey) -> None:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
         after = max([call.last_node for call in self.calls])
         nodes = graph.nodes_after(after, _MOST_NODES)
-        saved: list[Any] = []
-        for node in nodes:
-            saved += [node.saved]
         size = 0
-        for tensor in tensors_of(saved):
-            size += tensor.nbytes
-        loss = KeptLoss(graph.loss, nodes, size)
+        for node in nodes:
+            for value in node.saved.values():
+                kind = type(value)
+                if kind in _NUMBERS:  # nearly always
+                    continue
+                # A tree of all values would be flattened in most of the time that keeping a loss takes.
+                values = value if kind is tuple else (value,)
+                for one in values:
+                    if isinstance(one, Tensor):
+                        size += one.nbytes
+        loss = KeptLoss(graph.loss, nodes, size, has_model=not after, pass_key=pass_key)
         if self.bytes + loss.bytes <= MAX_BYTES:
             self.losses[self.passes + 1] = loss
 
     def shorten(self) -> None:
+        if self.bytes <= MAX_BYTES and len(self.calls) <= MOST_CALLS:
+            return
+        if self.bytes > MAX_BYTES and self.earlier is not None:
+            self.earlier.losses.clear()
+            self.earlier.drop_oldest(len(self.earlier.calls))
         if self.bytes > MAX_BYTES:
             self.losses.clear()
         while self.calls and (len(self.calls) > MOST_CALLS or self.bytes > MAX_BYTES):
-            self.calls.pop(0)
-            self.dropped += 1
+            self.drop_oldest(1)
+
+    def drop_oldest(self, number: int) -> None:
+        del self.calls[:number]
+        self.dropped += number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +203,9 @@ class FailedStep:
     Attributes:
         modules: the modules with non-finite tensors, if a trap watches modules.
         bad: the watched parameters with non-finite gradients at the update.
+        averaged: whether an engine has averaged the gradients over ranks before they were seen.
         rested: rules that edit tensors of modules, and do not act in a replay.
+        written: weights and inputs that changed since, if the device decided and the host heard of it later.
     """
 
     kept: KeptStep
@@ -158,6 +215,13 @@ class FailedStep:
     modules: tuple[str, ...] = ()
     bad: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
+    averaged: bool = False
+    written: tuple[str, ...] = ()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a replay reads other numbers than the step did."""
+        return self.kept.updated or bool(self.written)
 
     @property
     def called(self) -> dict[str, nn.Module]:
@@ -178,3 +242,15 @@ class FailedStep:
             if any("FSDPModule" in class_names(module) for module in model.modules()):
                 return True
         return False
+
+
+def _input_name(module: nn.Module, path: Path) -> str:
+    # The path of a positional argument goes on with its number.
+    _, first, *rest = path
+    if isinstance(first, str):
+        return f"{first}{spelled(rest)}"
+    head = f"argument {first}"
+    for param in parameters_of(module.forward)[first : first + 1]:
+        if param.kind is not param.VAR_POSITIONAL:
+            head = param.name
+    return f"{head}{spelled(rest)}"

@@ -22,17 +22,19 @@ from gradsurgeon.common.rows import Rows
 from gradsurgeon.language.planning import named_modules
 from gradsurgeon.tensors import _dist, _torch
 
-Kind = Literal["NaN", "Inf", "-Inf"]
+Kind = Literal["NaN", "Inf"]
 _MATRIX = 2
 _MOST_ROWS = 100
 # More columns say less than their number.
 _MOST_COLUMNS = 3
-KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
+# An infinity beside a NaN is not what made the NaN, so NaN comes first.
+KINDS: tuple[Kind, ...] = ("NaN", "Inf")
 Place = tuple[str, str]
 _HERE = Path(__file__).resolve().parent
 _OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "common/_patching.py"))
 _REPLAY = str(_HERE / "replay.py")
 _TORCH = f"{Path(torch.__file__).resolve().parent}{os.sep}"
+_NO_SCRIPT = (*_OURS, _TORCH, "<frozen", "<string")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n')
 
@@ -74,33 +76,31 @@ class Call:
     def written_into(self) -> list[Tensor]:
         """Return the tensors among the arguments that the operation writes into."""
         written = set()
-        for argument in self._arguments():
+        for argument in arguments_of(self.func):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written.add(argument.name)
-        return tensors_of([value for name, value in self._values() if name in written])
+        return tensors_of([value for name, value in self.arguments.items() if name in written])
 
-    def _arguments(self) -> Sequence[Any]:
-        """Return the arguments in the schema of the operation; none without a schema."""
-        schema = getattr(self.func, "_schema", None)
-        if schema is None:
-            return ()
-        arguments: Sequence[Any] = schema.arguments
-        return arguments
-
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        for argument, value in zip(self._arguments(), self.args, strict=False):
-            yield argument.name, value
-        yield from self.kwargs.items()
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, as far as the operation has a schema."""
+        names = [argument.name for argument in arguments_of(self.func)]
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors among the arguments, each with the name of its argument."""
-        for name, value in self._values():
+        for name, value in self.arguments.items():
             if isinstance(value, Tensor):
                 yield name, value
             elif isinstance(value, list | tuple):
                 for index, item in enumerate(value):
                     if isinstance(item, Tensor):
                         yield f"{name}[{index}]", item
+
+
+def arguments_of(func: Any) -> Sequence[Any]:
+    """Return the arguments in the schema of an operation; none without a schema."""
+    return getattr(getattr(func, "_schema", None), "arguments", ())
 
 
 def name_of(func: Any) -> str:
@@ -115,34 +115,32 @@ def tensors_of(*values: Any) -> list[Tensor]:
 def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     """Measure a tensor. Waits for its device."""
     values = elements(tensor)
-    counts = {kind: int(where_is(values, kind).sum()) for kind in KINDS}
     finite = values
     rows = None
-    if any(counts.values()):
+    nan = int(values.isnan().sum())
+    infinite = int(values.isinf().sum())
+    if nan or infinite:
         finite = values[values.isfinite()]
         # Of a sharded, sparse or complex tensor the values have another shape.
         if values.dim() and values.shape == tensor.shape:
-            rows = _rows_in(values.isnan() if counts["NaN"] else values.isinf())
+            rows = _rows_in(where_is(values, "NaN" if nan else "Inf"))
     low = None
     high = None
     if finite.numel():
         low, high = ends(finite)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    infinite = counts["Inf"] + counts["-Inf"]
     # The ragged dimension of a nested tensor has no number.
     sizes: Iterable[Any] = tensor.shape
-    shape = tuple([size if isinstance(size, int) else -1 for size in sizes])
     return TensorFacts(
         name,
-        shape,
-        dtype,
-        low,
-        high,
-        counts["NaN"],
-        infinite,
-        values.numel(),
-        counts["-Inf"],
-        rows,
+        shape=tuple([size if isinstance(size, int) else -1 for size in sizes]),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        low=low,
+        high=high,
+        nan=nan,
+        inf=infinite,
+        numel=values.numel(),
+        minus_inf=int(values.isneginf().sum()),
+        rows=rows,
     )
 
 
@@ -179,37 +177,32 @@ def is_real(tensor: Tensor) -> bool:
 def ends(values: Tensor) -> tuple[float, float]:
     """Return the smallest and the largest element, both NaN if any element is."""
     if values.dtype == torch.bool:
-        return float(values.all()), float(values.any())
+        values = values.byte()
     low, high = torch.aminmax(values)
     return float(low), float(high)
 
 
-def nonfinite_kind(tensor: Tensor) -> str:
+def nonfinite_kind(tensor: Tensor) -> Literal["", "NaN", "Inf"]:
     """Return ``NaN``, ``Inf`` or nothing, and NaN if there are both. Waits for the device."""
-    if not is_real(tensor) or tensor.is_meta:
-        return ""
-    values = elements(tensor)
-    if bool(values.isfinite().all()):
-        return ""
-    if bool(values.isnan().any()):
-        return "NaN"
-    return "Inf"
+    for kind in kinds_in(tensor):
+        return kind
+    return ""
 
 
 def kinds_in(tensor: Tensor) -> list[Kind]:
     """Return the kinds of non-finite elements in a tensor. Waits for the device."""
-    if not nonfinite_kind(tensor):
+    if not is_real(tensor) or tensor.is_meta:
         return []
     values = elements(tensor)
+    if bool(values.isfinite().all()):
+        return []
     return [kind for kind in KINDS if bool(where_is(values, kind).any())]
 
 
 def where_is(values: Tensor, kind: Kind) -> Tensor:
     if kind == "NaN":
         return values.isnan()
-    if kind == "Inf":
-        return values.isposinf()
-    return values.isneginf()
+    return values.isinf()
 
 
 @dataclass(slots=True, eq=False)
@@ -232,12 +225,12 @@ class ModuleCalls:
             del args
             if id(module) in names:
                 place = names[id(module)], type(module).__name__
-                self.running.append((place, _next_node()))
+                self.running.append((place, _torch.next_node_number()))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             del args
             if id(module) in names:
-                self.done.append((*self.running.pop(), _next_node()))
+                self.done.append((*self.running.pop(), _torch.next_node_number()))
                 came_out(names[id(module)], output)
 
         with (
@@ -258,38 +251,33 @@ class ModuleCalls:
         return ("", "")
 
 
-def _next_node() -> int:
-    return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001 # numbers nodes
-
-
 def lines_here() -> tuple[Line, ...]:
-    frames = traceback.extract_stack(sys._getframe(1))  # noqa: SLF001 # as `traceback` does it
-    return _of_script(Line(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames)
+    stack = traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 # documented
+    return _of_script((f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack)
 
 
 def lines_of_node(node: Any) -> tuple[Line, ...]:
     """Return the lines that built a node of the graph: anomaly mode keeps them with the node."""
-    frames = node.metadata.get("traceback_")
-    if not frames:
-        return ()
-    lines = []
-    for frame in frames:
+    places = []
+    for frame in reversed(node.metadata.get("traceback_") or ()):
         parts = _FRAME.match(frame)
         if parts is not None:
-            file = parts["file"]
-            number = int(parts["line"])
+            places.append((parts["file"], int(parts["line"]), parts["function"]))
+    return _of_script(places)
+
+
+def _of_script(places: Iterable[tuple[str, int, str]]) -> tuple[Line, ...]:
+    """Return the innermost line of the script, and that of a library that it called, if any; inner places come first."""
+    lines: list[Line] = []
+    for file, number, function in places:
+        if file == _REPLAY:
+            break
+        if file.startswith(_NO_SCRIPT):
+            continue
+        is_own = not _INSTALLED.search(file)
+        if is_own or not lines:
             text = linecache.getline(file, number).strip()
-            lines.append(Line(file, number, parts["function"], text))
-    return _of_script(lines)
-
-
-def _of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return the innermost line of the script, and after it that of a library that it called, if any."""
-    inner: list[Line] = []
-    for line in lines:
-        if line.file == _REPLAY:
-            inner.clear()
-        elif not line.file.startswith((*_OURS, _TORCH, "<frozen", "<string")):
-            inner.append(line)
-    own = [line for line in inner if not _INSTALLED.search(line.file)]
-    return tuple(dict.fromkeys((*own[-1:], *inner[-1:])))
+            lines.insert(0, Line(file, number, function, text))
+        if is_own:
+            break
+    return tuple(lines)

@@ -1,72 +1,244 @@
-"""The source of a non-finite loss that was computed outside of the model, by what its graph has kept."""
+"""The source of a non-finite loss or gradient outside of the model, by what the graph of the loss has kept."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.common.diagnosis import OPERANDS
-from gradsurgeon.forensics.cause import cause, cause_of_call
+from gradsurgeon.common.diagnosis import OPERANDS, Cause, Fault, TensorFacts
+from gradsurgeon.common.rows import Rows
+from gradsurgeon.forensics.cause import cause, cause_of_call, remedy_for
 from gradsurgeon.forensics.kept_step import KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
 from gradsurgeon.forensics.sources import BLANK, NonfiniteSource, held
-from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
+from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode, label_of, operation_of
 
-# The operations of nodes that keep all of their arguments.
-_AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "DivBackward0": (torch.ops.aten.div.Tensor, ("self", "other")),
-    "LogBackward0": (torch.ops.aten.log.default, ("self",)),
-    "Log2Backward0": (torch.ops.aten.log2.default, ("self",)),
-    "Log10Backward0": (torch.ops.aten.log10.default, ("self",)),
-    "Log1PBackward0": (torch.ops.aten.log1p.default, ("self",)),
-    "PowBackward0": (torch.ops.aten.pow.Tensor_Scalar, ("self", "exponent")),
-    "PowBackward1": (torch.ops.aten.pow.Tensor_Tensor, ("self", "exponent")),
-    "AcosBackward0": (torch.ops.aten.acos.default, ("self",)),
-    "AsinBackward0": (torch.ops.aten.asin.default, ("self",)),
-    "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
+# Elementwise operations are repeated, and these, with the overloads that their nodes stand for.
+_OVERLOADS = {
+    "BmmBackward0": "default",
+    "DivBackward0": "Tensor",
+    "MmBackward0": "default",
+    "MulBackward0": "Tensor",
+    "PowBackward0": "Tensor_Scalar",
+    "PowBackward1": "Tensor_Tensor",
+    "XlogyBackward0": "Tensor",
 }
+# The name of a derivative among the tensors of a diagnosis.
+DERIVATIVE = "derivative"
+_DIVISIONS = ("Div", "Reciprocal", "Rsqrt")
+_INFINITE = "its derivative is not finite there"
+_EMPTY = "it is a mean over nothing: no {} counts"
 _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
-# The edge of a node for a kept argument: edges have the order of the arguments.
-_PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
+_OUTPUT = -1
+_UNKNOWN = -3
+# Operations with which scripts write infinities that they mean.
+_MASKS = ("MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0")
+# Operations that make finite numbers of finite ones.
+_HARMLESS = (
+    "Abs Add Alias AsStrided BinaryCrossEntropyWithLogits Cat Clamp ClampMin ClampMax Clone Cos "
+    "Diagonal Elu Erf Expand Gather Gelu HuberLoss Hypot Index IndexSelect LeakyRelu "
+    "LinalgVectorNorm LogSigmoid LogSoftmax Logaddexp Logsumexp Max Maximum Mean Min Minimum "
+    "MseLoss Mul NanToNum Neg Norm Permute Relu Repeat ReshapeAlias Rsub Select Sigmoid Silu Sin "
+    "Slice SmoothL1Loss Softmax Softplus Split Squeeze Stack Sub Sum T Tanh Transpose Tril Triu "
+    "Unbind UnsafeView Unsqueeze View"
+)
+# The beginnings of nodes with several results.
+_SEVERAL = ("Split", "Unbind", "UnsafeSplit", "Linalg", "Compiled", "VarMean", "StdMean")
+# The edge of a node for a kept argument: edges have the order of the arguments, and a bias comes before its matrices.
+_EDGES = {"self": 0, "target": 1, "mat1": -2, "exponent": -1, "other": -1, "mat2": -1}
 
 
-def source_in(loss: KeptLoss) -> NonfiniteSource | None:
-    """Return the operation or tensor that made a loss outside of the model non-finite, by what its graph keeps."""
+def source_in(loss: KeptLoss, rows: Rows | None = None) -> NonfiniteSource | None:
+    """Return the operation or tensor that made a loss or its gradient non-finite, by what the graph of the loss keeps.
+
+    ``rows`` are those of the gradient that came back to the model.
+    """
     try:
-        # The script may mean an infinity, but never NaN.
-        is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
-        for node in loss.nodes:
-            nonfinite = _nonfinite_in(node)
-            if not nonfinite:
-                repeated = _repeated(node, loss)
-                if repeated is not None:
-                    return repeated
-            for name, tensor in nonfinite.items():
-                if not is_nan or nonfinite_kind(tensor) == "NaN":
-                    return _source_at(node, name, tensor, loss)
+        with torch.no_grad():
+            if loss.value is not None and nonfinite_kind(loss.value):
+                return _source_of_value(loss)
+            return _source_of_gradient(loss, rows) or _source_of_value(loss)
     except Exception:  # noqa: BLE001 # a bundle may hold anything
         return None
-    return None
 
 
-def _source_at(node: LossNode, name: str, tensor: Tensor, loss: KeptLoss) -> NonfiniteSource | None:
-    """Return the source of a non-finite tensor that a node keeps by name."""
-    result = _tensors_in(node).get("result")
-    if result is not None and nonfinite_kind(result):
-        return _made(node, loss, result)
-    # Its input was non-finite: the node before it made that, unless that node had non-finite inputs, too.
-    edge = _PLACES.get(name)
-    if edge is None or edge >= len(node.made_of):
+def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
+    """Return the oldest operation that made what reached the loss, of inputs that are known to be free of it."""
+    nodes = loss.nodes
+    results = _known_results(loss)
+    kinds = {place: nonfinite_kind(result) for place, result in results.items()}
+    makers = _makers(nodes, kinds)
+    # The script may mean an infinity, but never NaN.
+    is_nan = kinds.get(len(nodes) - 1) == "NaN"
+    infinite = None
+    for place in _reaching(nodes, kinds):
+        node = nodes[place]
+        kind = kinds.get(place, "")
+        empty = _mean_of_nothing(node)
+        if empty and loss.value is not None:
+            why = cause("mathematics", empty, advice=remedy_for("mathematics", node.name))
+            return _blamed(loss, place, facts(loss.value), why)
+        name, source = _nonfinite_argument(node)
+        if source == NO_GRAPH:
+            tensor = _tensors_in(node)[name]
+            if not is_nan or nonfinite_kind(tensor) == "NaN":
+                return _given(loss, place, name, tensor)
+        if place not in makers:
+            continue
+        if kind == "NaN" and _is_harmless(node) and _OUTPUT in node.made_of:
+            # Outputs of the model are finite here, so this is a leaf.
+            return _given(loss, place, "self", results[place])
+        if kind == "NaN" or not is_nan:
+            return _maker(loss, place, results[place])
+        if infinite is None and not _is_mask(node, kind):
+            infinite = place
+    if infinite is None:
         return None
-    maker = node.made_of[edge]
-    if maker == NO_GRAPH:
-        operand = f"the {OPERANDS.get(name, name)} of {_label(node, loss)}"
-        return held(0, "loss input", operand, facts(tensor))
-    if maker < 0 or _nonfinite_in(loss.nodes[maker]):
+    return _maker(loss, infinite, results[infinite])
+
+
+def _known_results(loss: KeptLoss) -> dict[int, Tensor]:
+    """Return results by place: a node keeps its own or those of nodes before it, or its operation can be repeated."""
+    results: dict[int, Tensor] = {}
+    for place, node in enumerate(loss.nodes):
+        kept = _tensors_in(node)
+        call = _call_of(node)
+        result = kept.get("result", kept.get("result0"))
+        if result is not None:
+            results[place] = result
+        elif call is not None:
+            with suppress(RuntimeError):
+                results.setdefault(place, call.func(**call.kwargs))
+        for name, tensor in kept.items():
+            source = _source_of(node, name)
+            if source >= 0 and not loss.nodes[source].name.startswith(_SEVERAL):
+                results.setdefault(source, tensor)
+    if loss.value is not None:
+        results[len(loss.nodes) - 1] = loss.value
+    return results
+
+
+def _makers(nodes: Sequence[LossNode], kinds: Mapping[int, str]) -> set[int]:
+    """Return the places of results with non-finite numbers that none of their inputs can have had."""
+    makers = set()
+    # The kinds that each result may have.
+    possible: list[set[str]] = []
+    for place, node in enumerate(nodes):
+        _, bad_source = _nonfinite_argument(node)
+        inherited = set().union(*[possible[source] for source in node.made_of if source >= 0])
+        if bad_source == _OUTPUT:
+            inherited = {"NaN", "Inf"}
+        kind = kinds.get(place)
+        if kind and kind not in inherited:
+            makers.add(place)
+        if kind == "":
+            inherited = set()
+        elif _is_mask(node, kind) and kind != "NaN":
+            inherited = inherited | {"Inf"}
+        elif kind == "NaN" or place in makers or bad_source or not _is_harmless(node):
+            inherited = {"NaN", "Inf"}
+        possible.append(inherited)
+    return makers
+
+
+def _reaching(nodes: Sequence[LossNode], kinds: Mapping[int, str]) -> list[int]:
+    """Return the places of results that may have come to the loss, oldest first; all places if the loss is finite."""
+    last = len(nodes) - 1
+    if kinds.get(last) == "":
+        return list(range(len(nodes)))
+    reaching = {last}
+    for place in range(last, -1, -1):
+        if place in reaching and kinds.get(place) != "":
+            reaching.update(nodes[place].made_of)
+    return sorted(place for place in reaching if place >= 0 and kinds.get(place) != "")
+
+
+def _mean_of_nothing(node: LossNode) -> str:
+    """Return why a mean has nothing to count, by the count that its node keeps; empty if it counts something."""
+    if node.saved.get("self_sym_numel") == 0:
+        return _EMPTY.format("element")
+    total = node.readable_values().get("total_weight")
+    if isinstance(total, Tensor) and float(total) == 0:
+        return _EMPTY.format("target")
+    return ""
+
+
+def _source_of_gradient(loss: KeptLoss, rows: Rows | None) -> NonfiniteSource | None:
+    """Return the last operation whose derivative is not finite: a backward pass comes to it first.
+
+    A clamp or a choice before it may keep its gradient away. So one that fits the rows exactly goes before others.
+    """
+    likely = None
+    for place in range(len(loss.nodes) - 1, -1, -1):
+        node = loss.nodes[place]
+        derivative = _infinite_derivative(node)
+        if derivative is None:
+            continue
+        measured = facts(derivative, DERIVATIVE)
+        advice = remedy_for("mathematics", node.name, node.name)
+        why = cause("mathematics", _INFINITE, advice=advice)
+        source = _blamed(loss, place, measured, why, "backward")
+        own = measured.rows
+        if rows is None or (own is not None and own.rows == rows.rows):
+            return source
+        may_fit = own is None or own.size != rows.size or not set(own.rows).isdisjoint(rows.rows)
+        if likely is None and may_fit:
+            likely = source
+    return likely
+
+
+def _infinite_derivative(node: LossNode) -> Tensor | None:
+    """Return the derivative of an elementwise operation at finite numbers if it is not finite. Waits for the device."""
+    kept = _tensors_in(node)
+    if not kept or any(map(nonfinite_kind, kept.values())):
         return None
-    return _made(loss.nodes[maker], loss, tensor)
+    derivatives: Sequence[Tensor] = ()
+    if node.name == "SqrtBackward0":
+        derivatives = [kept["result"].reciprocal() / 2]
+    else:
+        # A node keeps no operand that the gradients do not need.
+        call = _call_of(node, like=next(iter(kept.values())))
+        if call is None or call.stem in ("mm", "bmm"):
+            return None
+        leaves = {}
+        for name, tensor in call.named():
+            if _source_of(node, name) != NO_GRAPH and tensor.is_floating_point():
+                leaves[name] = tensor.detach().requires_grad_()
+        # A number has no derivative, and a bundle may hold anything.
+        with suppress(RuntimeError), torch.enable_grad():
+            result = call.func(**{**call.kwargs, **leaves})
+            derivatives = torch.autograd.grad(result.sum(), list(leaves.values()))
+    return next(filter(nonfinite_kind, derivatives), None)
+
+
+def _source_of(node: LossNode, name: str) -> int:
+    """Return the place of the node that made a kept argument."""
+    edge = _EDGES.get(name)
+    if edge is None or not -len(node.made_of) <= edge < len(node.made_of):
+        return _UNKNOWN
+    return node.made_of[edge]
+
+
+def _nonfinite_argument(node: LossNode) -> tuple[str, int]:
+    """Return the name of a kept argument without a node that is not finite, and the sign of its source; else 0."""
+    for name, tensor in _tensors_in(node).items():
+        source = _source_of(node, name)
+        if source in (NO_GRAPH, _OUTPUT) and nonfinite_kind(tensor):
+            return name, source
+    return "", 0
+
+
+def _is_harmless(node: LossNode) -> bool:
+    return node.name.partition("Backward")[0] in _HARMLESS.split()
+
+
+def _is_mask(node: LossNode, kind: str | None) -> bool:
+    """Tell whether the script may mean infinities in a result: a choice, or a sum with a constant that has made some."""
+    return node.name in _MASKS or (
+        node.name == "AddBackward0" and bool(kind) and NO_GRAPH in node.made_of
+    )
 
 
 def _tensors_in(node: LossNode) -> dict[str, Tensor]:
@@ -74,55 +246,71 @@ def _tensors_in(node: LossNode) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _nonfinite_in(node: LossNode) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in _tensors_in(node).items() if nonfinite_kind(tensor)}
-
-
-def _repeated(node: LossNode, loss: KeptLoss) -> NonfiniteSource | None:
-    """Return the operation of a node as the source, if it makes non-finite numbers of what the node kept."""
-    if node.name not in _AGAIN:
+def _call_of(node: LossNode, like: Tensor | None = None) -> Call | None:
+    """Return the operation of a node with its arguments, if it keeps all of them, or with ones for those that it lacks."""
+    packet = getattr(torch.ops.aten, operation_of(node.name), None)
+    # The derivative of a derivative is another operation.
+    if node.name.count("Backward") != 1:
         return None
-    func, names = _AGAIN[node.name]
+    func = getattr(packet, _OVERLOADS.get(node.name, "default"), None)
+    if func is None or not (node.name in _OVERLOADS or torch.Tag.pointwise in func.tags):
+        return None
     kept = node.readable_values()
-    args = tuple(kept.get(name) for name in names)
-    # Nodes keep no numbers, and no tensors that need no gradient.
-    if any(argument is None for argument in args):
+    kept.pop("result", None)
+    names = {argument.name for argument in func._schema.arguments}  # noqa: SLF001 # no public name
+    for argument in func._schema.arguments:  # noqa: SLF001 # as above
+        if kept.get(argument.name) is None and not argument.has_default_value():
+            if like is None:
+                return None
+            kept[argument.name] = torch.ones_like(like)
+    if not kept.keys() <= names:
         return None
-    with torch.no_grad():
-        result = func(*args)
-    if not nonfinite_kind(result):
-        return None
-    return _made(node, loss, result, Call(func, args, {}))
+    return Call(func, (), kept)
 
 
-def _label(node: LossNode, loss: KeptLoss) -> str:
-    """Return the name of a node; of several alike, also which one it is."""
-    alike = [other for other in loss.nodes if other.name == node.name]
-    if len(alike) == 1:
-        return node.name
-    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"
+def _given(loss: KeptLoss, place: int, argument: str, tensor: Tensor) -> NonfiniteSource:
+    label = label_of(loss.nodes[place], loss.nodes)
+    operand = OPERANDS.get(argument, argument)
+    given = held(0, "loss input", f"the {operand} of {label}", facts(tensor))
+    diagnosis = replace(given.diagnosis, node=label, loss_place=place)
+    return replace(given, diagnosis=diagnosis)
 
 
-def _made(
-    node: LossNode, loss: KeptLoss, result: Tensor, call: Call | None = None
-) -> NonfiniteSource:
+def _maker(loss: KeptLoss, place: int, result: Tensor) -> NonfiniteSource:
+    """Return the operation that made a result, with its cause if it can be repeated."""
+    node = loss.nodes[place]
+    call = _call_of(node)
     measured = facts(result)
+    if call is not None:
+        return _blamed(loss, place, measured, cause_of_call(call, 0))
+    advice = ""
+    # An argument without a graph may be to blame if the operation keeps nothing, as a sum does.
+    if _tensors_in(node):
+        fault: Fault = "overflow"
+        # A product or a sum of finite numbers is infinite only if it is too large.
+        if measured.kind == "NaN" or node.name.startswith(_DIVISIONS):
+            fault = "mathematics"
+        advice = remedy_for(fault, node.name)
+    return _blamed(loss, place, measured, cause("unknown", _NOT_KEPT, advice=advice))
+
+
+def _blamed(
+    loss: KeptLoss, place: int, measured: TensorFacts, why: Cause, where: str = "forward"
+) -> NonfiniteSource:
+    """Return an operation of the loss as the source."""
+    node = loss.nodes[place]
     kept = _tensors_in(node)
     kept.pop("result", None)
-    operation = node.name
-    why = cause("unknown", _NOT_KEPT)
-    if call is not None:
-        operation = call.name
-        why = cause_of_call(call, 0)
     diagnosis = replace(
         BLANK,
         what=measured.kind,
-        where="forward",
-        operation=operation,
-        node=_label(node, loss),
+        where=where,
+        operation=f"aten.{operation_of(node.name)}",
+        node=label_of(node, loss.nodes),
         inputs=tuple(facts(tensor, name) for name, tensor in kept.items()),
         output=measured,
         rows=measured.rows,
+        loss_place=place,
         cause=why,
     )
-    return NonfiniteSource(0, diagnosis, repeated=call is not None)
+    return NonfiniteSource(0, diagnosis)

@@ -11,7 +11,7 @@ import pdb  # noqa: T100 # the user asked for it
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -27,6 +27,7 @@ from gradsurgeon.forensics.operations import (
     Call,
     Kind,
     ModuleCalls,
+    Place,
     elements,
     ends,
     facts,
@@ -43,6 +44,7 @@ from gradsurgeon.forensics.sources import (
     Memory,
     NonfiniteSource,
     held,
+    rounded_constant,
     taken_from,
 )
 from gradsurgeon.language.planning.manifest import ROOT
@@ -53,12 +55,14 @@ _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
 _COPIES = ("clone", "_to_copy", "copy", "detach", "contiguous")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 _HISTORY = 20
+_PASSED = (
+    "the script itself passes NaN to {}: {}, which it holds or has just made (an attribute, a global, a constant, an "
+    "array of numpy)"
+)
 # These buffers are no masks.
 _STATISTICS = ("running_mean", "running_var")
 # The inputs of these may hold minus infinity.
 _MASKED = ("softmax", "logsumexp", "logcumsumexp", "logaddexp", "attention")
-# Larger tensors are not copied before an operation writes into them.
-_LARGEST_COPY = 2**28
 
 
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types there
@@ -68,6 +72,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._stop_at = stop_at
         self._when = 0
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
+        # Maps a module to a sentence on a constant that the format rounded to zero: an epsilon of 1e-8 is 0 in float16.
+        self._lost: dict[Place, str] = {}
         self.memory = Memory()
 
     def seed(self, what: str, name: str, tensor: Tensor) -> NonfiniteSource | None:
@@ -79,7 +85,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             mask = what in ("input", "buffer") or (what == "weight" and not tensor.requires_grad)
             intended = kind == "Inf" and mask and name.rpartition(".")[2] not in _STATISTICS
             source = held(self._moment(), what, name, facts(tensor, name), intended=intended)
-            self.memory.remember(tensor, dict.fromkeys(kinds_in(tensor), (source,)))
+            for each in kinds_in(tensor):
+                self.memory.remember(tensor, each, [source])
         return source
 
     def source_of(self, tensor: Tensor) -> NonfiniteSource | None:
@@ -87,17 +94,15 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 # no public name
             return None
         with _disable_current_modes():
-            kinds = kinds_in(tensor)
-            if not kinds:
+            kind = nonfinite_kind(tensor)
+            if not kind:
                 return None
-            known = self.memory.sources(tensor, kinds[0])
-            if known:
-                return min(known, key=lambda source: (source.intended, source.when))
-            where = "unknown"
-            intended = kinds[0] != "NaN" and not self.memory.known_about(tensor).made
-            if intended:
-                where = "literal"
-            return held(self._when, where, "", facts(tensor), intended=intended)
+            known = self._known("", tensor, kind)
+            if not known:
+                # The script holds it, and may mean an infinity.
+                where = "unknown" if kind == "NaN" else "literal"
+                known = [held(self._when, where, "", facts(tensor), intended=kind == "Inf")]
+        return min(known, key=lambda source: (source.intended, source.when))
 
     def __torch_dispatch__(
         self,
@@ -125,62 +130,42 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         originals: dict[int, Tensor] = {}
         for tensor in written:
             self.memory.protect(tensor)
-            copy = self._before(tensor)
-            if copy is not None and id(tensor) not in copies:
-                copies[id(tensor)] = copy
-                originals[id(copy)] = tensor
-        given = (args, kwargs)
-        if copies:
-            given = tree_map(lambda value: copies.get(id(value), value), given)
+            copy = copies.setdefault(id(tensor), tensor.detach().clone())
+            originals[id(copy)] = tensor
+        given: tuple[Any, Any] = tree_map(
+            lambda value: copies.get(id(value), value), (args, kwargs)
+        )
         out = func(*args, **kwargs)
-        if _returns_view(func):
+        if getattr(func, "is_view", False):
             return out
         outputs = tensors_of(out)
         self.memory.add_own(outputs)
         returned = {id(output) for output in outputs}
         outputs += [tensor for tensor in written if id(tensor) not in returned]
-        self._follow(Call(func, *given, originals), outputs)
+        before_args, before_kwargs = given
+        self._follow(Call(func, before_args, before_kwargs, originals), outputs)
         return out
 
     def _follow(self, call: Call, outputs: Sequence[Tensor]) -> None:
-        largest = None
         for index, output in enumerate(outputs):
-            if not is_real(output) or output.is_meta:
-                continue
             values = elements(output)
-            if not values.numel():
+            if not is_real(output) or output.is_meta or not values.numel():
                 continue
-            low, high = ends(values)
-            if not (math.isfinite(low) and math.isfinite(high)):
-                self._remember(call, output, index)
-                continue
+            place = self._modules.place(_torch.current_node())
+            lost = rounded_constant(call, output)
+            if lost:
+                self._lost[place] = lost
+            birth = cache(partial(self._birth, call, output, index))
+            sources = {kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)}
             self.memory.forget(output)
+            for kind, of_kind in sources.items():
+                self.memory.remember(output, kind, of_kind)
             # Some operations also return statistics for backward.
-            if index == 0:
-                largest = max(abs(low), abs(high))
-        self.memory.follow_lost_constants(call, outputs)
-        if largest is not None and call.stem not in _COPIES:
-            label = call.name
-            module = self._modules.place(_torch.current_node())[0]
-            if module not in ("", ROOT):
-                label = f"{module}: {label}"
-            self._history.append((label, largest))
-
-    def _remember(self, call: Call, output: Tensor, index: int) -> None:
-        """Note the sources of a non-finite output."""
-        birth = cache(partial(self._birth, call, output, index))
-        sources: dict[Kind, list[NonfiniteSource]] = {}
-        for kind in kinds_in(output):
-            sources[kind] = self._of_kind(kind, call, output, birth)
-        self.memory.remember(output, sources)
-
-    @staticmethod
-    def _before(tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor that an operation writes into, unless it is very large."""
-        part = elements(tensor)
-        if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
-            return None
-        return tensor.detach().clone()
+            if index == 0 and not sources and call.stem not in _COPIES:
+                label = call.name
+                if place[0] not in ("", ROOT):
+                    label = f"{place[0]}: {label}"
+                self._history.append((label, max(map(abs, ends(values)))))
 
     def _of_kind(
         self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], NonfiniteSource]
@@ -190,14 +175,13 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         sources = []
         of_script = False
         for tensor, input_kind in inputs:
-            if input_kind != "NaN":
-                infinite.append((tensor, input_kind))
+            if input_kind == "Inf":
+                infinite.append(tensor)
                 if kind == "NaN":
                     continue
-            known = self._known(call, tensor, input_kind)
+            known = self._known(call.name, call.passed(tensor), input_kind)
             sources += known
-            if not known:
-                of_script = True
+            of_script = of_script or not known
         if kind == "NaN":
             if infinite:
                 sources.append(self._of_infinities(call, infinite, birth))
@@ -212,43 +196,42 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             sources.append(birth())
         return sources
 
-    def _known(self, call: Call, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
+    def _known(self, name: str, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of a non-finite tensor; none if the script holds the tensor."""
-        passed = call.passed(tensor)
-        sources = self.memory.sources(passed, kind)
-        if not sources and self.memory.known_about(passed).made:
-            sources = [held(self._moment(), "unknown", call.name, facts(tensor))]
+        sources = self.memory.sources(tensor, kind)
+        if not sources and self.memory.known_about(tensor).made:
+            sources = [held(self._moment(), "unknown", name, facts(tensor))]
         return sources
 
     def _of_infinities(
-        self,
-        call: Call,
-        infinite: Sequence[tuple[Tensor, Kind]],
-        birth: Callable[[], NonfiniteSource],
+        self, call: Call, infinite: Sequence[Tensor], birth: Callable[[], NonfiniteSource]
     ) -> NonfiniteSource:
         """Return the infinity to blame for a NaN, or the operation if all infinities were masks."""
-        masks = []
+        takes_masks = any(word in call.name for word in _MASKED) and "backward" not in call.name
         faults = []
-        for tensor, kind in infinite:
-            for source in self._known(call, tensor, kind):
-                if source.may_mask(kind):
+        masks = []
+        for tensor in infinite:
+            for source in self._known(call.name, call.passed(tensor), "Inf"):
+                if source.may_mask(tensor):
                     masks.append(source)
                 # An infinite input may be a mask or a mistake: its use decides.
                 elif not source.intended or source.diagnosis.where == "input":
                     faults.append(source)
-        takes_masks = any(word in call.name for word in _MASKED) and "backward" not in call.name
+        if takes_masks:
+            masks = []
         blamed = faults
-        if not faults and not takes_masks:
+        # No constant mask is in doubt.
+        rivals = [mask for mask in masks if mask.is_operation and not mask.constant]
+        if not faults:
             blamed = masks
+            rivals = []
         if not blamed:
             return birth()
         first = min(blamed, key=lambda source: source.when)
-        if not first.is_operation:
-            # A mask that makes a NaN was none, or was misused.
-            return replace(first, intended=False)
-        if not faults or takes_masks:
-            return first
-        return replace(first, rival=_rival(first, masks))
+        if first.is_operation:
+            return replace(first, rivals=tuple(rivals))
+        # A mask that makes a NaN was none, or was misused.
+        return replace(first, intended=False)
 
     def _birth(self, call: Call, output: Tensor, index: int) -> NonfiniteSource:
         node = _torch.current_node()
@@ -258,20 +241,23 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         module, module_type = self._modules.place(node)
         lines = lines_here()
         where = "forward"
-        differentiated = ""
         if node is not None and not self._modules.running:
             where = "backward"
-            differentiated = node_name
             if not lines:
                 lines = lines_of_node(node)
         when = self._moment()
-        measured = facts(output)
         inputs = dict(call.named())
         if when == self._stop_at:
             _stand_at(lines, {"operation": call.name, "inputs": inputs, "output": output})
+        measured = facts(output)
+        why = self._cause_in_script(call)
+        if why is None:
+            differentiated = node_name if where == "backward" else ""
+            lost = self._lost.get((module, module_type), "")
+            why = cause_of_call(call, index, differentiated, lost=lost)
         diagnosis = replace(
             BLANK,
-            what=measured.kind or "NaN",
+            what=measured.kind,
             where=where,
             module=module,
             module_type=module_type,
@@ -282,49 +268,27 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             output=measured,
             rows=measured.rows,
             history=tuple(self._history),
-            cause=self._cause(call, index, differentiated),
+            cause=why,
         )
         trained = any(tensor.requires_grad for tensor in inputs.values())
         return NonfiniteSource(when, diagnosis, constant=where == "forward" and not trained)
 
-    def _cause(self, call: Call, index: int, differentiated: str) -> Cause:
-        """Return the cause of a result; ``differentiated`` names the node that backward runs, if it runs one."""
-        if any(math.isnan(number) for number in call.nonfinite_numbers):
-            return cause("bad input", f"the script itself passes the number NaN to {call.name}")
+    def _cause_in_script(self, call: Call) -> Cause | None:
+        """Return the cause of a NaN that the script itself has passed."""
+        passed = []
         for name, tensor in call.named():
-            if nonfinite_kind(tensor) != "NaN":
-                continue
-            if not self.memory.known_about(call.passed(tensor)).made:
-                return cause(
-                    "bad input",
-                    f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "
-                    "made (an attribute, a global, a constant, an array of numpy)",
-                )
-        lost = self.memory.lost_constant(call)
-        return cause_of_call(call, index, differentiated, lost=lost)
+            is_own = self.memory.known_about(call.passed(tensor)).made
+            if not is_own and nonfinite_kind(tensor) == "NaN":
+                passed.append(name)
+        if any(map(math.isnan, call.nonfinite_numbers)):
+            passed.append("a number")
+        if not passed:
+            return None
+        return cause("bad input", _PASSED.format(call.name, passed[0]))
 
     def _moment(self) -> int:
         self._when += 1
         return self._when
-
-
-def _rival(first: NonfiniteSource, masks: Iterable[NonfiniteSource]) -> str:
-    """Return operation and line of a mask that may be to blame instead of ``first``."""
-    for mask in masks:
-        if mask.is_operation and not mask.constant and mask.when != first.when:
-            rival = mask.diagnosis.operation
-            if mask.diagnosis.lines:
-                rival += f" at {mask.diagnosis.lines[-1]}"
-            return rival
-    return ""
-
-
-def _returns_view(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return False
-    aliases = [result.alias_info for result in schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _stand_at(lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:

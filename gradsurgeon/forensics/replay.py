@@ -3,28 +3,36 @@
 import sys
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradsurgeon.actions import spelled
-from gradsurgeon.forensics.kept_step import Fingerprint, KeptCall, fingerprint
+from gradsurgeon.forensics.kept_step import (
+    INPUT,
+    FailedStep,
+    Fingerprint,
+    KeptCall,
+    fingerprint,
+)
+from gradsurgeon.forensics.loss_line import noted_lines
 from gradsurgeon.forensics.operations import ModuleCalls, nonfinite_kind
 from gradsurgeon.forensics.provenance import Provenance
 from gradsurgeon.forensics.sources import NonfiniteSource
 from gradsurgeon.forensics.undisturbed import exchanged, undisturbed
-from gradsurgeon.language.planning import slots
 from gradsurgeon.tensors import _torch
-from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
-INPUT = "input "
 _FREED = "an argument of the call has no numbers any more, such as a parameter that fully_shard has freed"
 # Anomaly mode, hooks on all modules and random numbers belong to the whole process.
 _one_at_a_time = threading.RLock()
+_UNCHANGED = nullcontext()
 # Calls a function with the name and the tensor of each tag, as long as the context is open.
 WatchTags = Callable[[Callable[[str, Tensor], None]], AbstractContextManager[object]]
 
@@ -39,6 +47,7 @@ class Replayed:
         modules: the sources of non-finite outputs of modules, by name, in the first call of each.
         returned: the outputs whose gradient was non-finite when it came back.
         compared: how outputs compare with those of the call: ``equal``, ``near`` or ``other``.
+        numbers: the outputs that are one number with a gradient, such as a loss.
     """
 
     call: KeptCall
@@ -48,17 +57,27 @@ class Replayed:
     returned: set[Path] = field(default_factory=set)
     compared: set[str] = field(default_factory=set)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    numbers: list[Tensor] = field(default_factory=list)
     error: Exception | None = None
 
 
-def replay(call: KeptCall, watch_tags: WatchTags, *, stop_at: int = 0) -> Replayed:
-    """Run a call and its backward pass again; open `pdb` at the birth with the moment ``stop_at``."""
+def replay(
+    call: KeptCall,
+    watch_tags: WatchTags,
+    *,
+    stop_at: int = 0,
+    changed: AbstractContextManager[object] = _UNCHANGED,
+) -> Replayed:
+    """Run a call and its backward pass again; open `pdb` at the birth with the moment ``stop_at``.
+
+    ``changed`` is open meanwhile, and may change the arguments of operations.
+    """
     module = call.module()
     replayed = Replayed(call)
     if module is None or call.iterators:
         return replayed
     try:
-        with _one_at_a_time, undisturbed(module, call.random), warnings.catch_warnings():
+        with _one_at_a_time, undisturbed(module, call.random), warnings.catch_warnings(), changed:
             warnings.simplefilter("ignore")
             _run(module, replayed, watch_tags, stop_at)
     except Exception as error:  # noqa: BLE001 # the code of the script may raise anything
@@ -74,10 +93,8 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
     buffers = {}
     for name, buffer in _then(module.named_buffers(), {**call.weights, **call.buffers}):
         buffers[name] = buffer.clone()
-    for name, inner in module.named_modules():
-        inner.training = call.training.get(name, inner.training)
     args, kwargs = Copied((call.args, call.kwargs), _own_copy).value
-    inputs = {input_name(module, path): tensor for path, tensor in tensors_in([args, kwargs])}
+    inputs = replace(call, args=args, kwargs=kwargs).inputs
     provenance.memory.add_own((*buffers.values(), *inputs.values()))
     given = {"weight": params, "buffer": buffers, "input": inputs}
     for what, named in given.items():
@@ -91,14 +108,9 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
                 replayed.modules.setdefault(name, source)
 
     leaves = {f"{INPUT}{name}": tensor for name, tensor in inputs.items()}
-    # Rules know a tied parameter by its first name.
-    first_names: dict[int, str] = {}
-    for slot in slots(module):
-        first_names.setdefault(id(slot.owner._parameters[slot.key]), slot.name)  # noqa: SLF001 # where modules keep them
-    for name, param in module.named_parameters():
-        leaves[call.prefix + first_names.get(id(param), name)] = params[name]
+    leaves.update({call.prefix + name: param for name, param in params.items()})
     with modules.watched(module, came_out), ExitStack() as stack:
-        _enter(stack, call)
+        _enter(stack, call, module)
         # Checkpoints run parts of the forward pass in the backward pass.
         stack.enter_context(exchanged(module, {**params, **buffers}))
         stack.enter_context(watch_tags(came_out))
@@ -110,6 +122,27 @@ def _run(module: nn.Module, replayed: Replayed, watch_tags: WatchTags, stop_at: 
         _run_backward(replayed, outputs, leaves, provenance)
         # Checkpoints change buffers once more in the backward pass, as they did in the step.
         replayed.buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
+
+
+def run_again(failed: FailedStep) -> None:
+    """Run the calls of a step on their models themselves, forward and backward, with all hooks. Gradients stay there."""
+    first_calls = {call.name: call for call in reversed(failed.kept.calls)}
+    for name, call in first_calls.items():
+        failed.called[name].load_state_dict({**call.weights, **call.buffers}, strict=False)
+    # The gradients of a pass come together.
+    passes: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for call in failed.kept.calls:
+        module = failed.called[call.name]
+        call.random.set()
+        with ExitStack() as stack:
+            _enter(stack, call, module)
+            args, kwargs = Copied((call.args, call.kwargs), _own_copy).value
+            outputs = dict(tensors_in(module(*args, **kwargs)))
+        for path, grad in call.grads.items():
+            passes[call.number].append((outputs[path], grad / (failed.scale or 1)))
+    for ends in passes.values():
+        tensors, grads = zip(*ends, strict=True)
+        torch.autograd.backward(tensors, grads)
 
 
 def _then(
@@ -138,6 +171,8 @@ def _judge_outputs(
         source = provenance.source_of(tensor)
         if source is not None:
             replayed.outputs[path] = (nonfinite_kind(tensor), source)
+        if not tensor.dim() and path in replayed.call.grads:
+            replayed.numbers.append(tensor.detach())
 
 
 def _compared(kept: Fingerprint, tensor: Tensor | None) -> set[str]:
@@ -170,7 +205,9 @@ def _run_backward(
     for path, grad in replayed.call.grads.items():
         if path in outputs and outputs[path].grad_fn is not None:
             grads[path] = grad
-            inner |= _nodes_below(outputs[path].grad_fn)
+            made_by: Any = outputs[path].grad_fn
+            below = [node for node, _ in made_by.next_functions if node is not None]
+            inner.update(BackwardGraph(below).nodes())
     # The gradient of an output that another output was made of contains the gradient through it.
     driven = {path: grad for path, grad in grads.items() if outputs[path].grad_fn not in inner}
     leaves = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
@@ -184,7 +221,8 @@ def _run_backward(
         # No watch sees this pass, and only the copies get gradients. A reentrant checkpoint refuses that.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
             tuple(outputs[path] for path in driven),
-            tuple(driven.values()),
+            # The outputs may be of a wider format.
+            tuple(grad.to(outputs[path].dtype) for path, grad in driven.items()),
             False,
             False,
             tuple(leaves.values()),
@@ -199,35 +237,38 @@ def _run_backward(
             replayed.gradients[name] = source
 
 
-def _nodes_below(start: Any) -> set[Any]:
-    pending = [start]
-    met = {None}
-    while pending:
-        new = {following for following, _ in pending.pop().next_functions} - met
-        met |= new
-        pending += new
-    return met
-
-
-def _enter(stack: ExitStack, call: KeptCall) -> None:
-    """Enter the contexts of torch that a call ran in, and those that a replay needs."""
+def _enter(stack: ExitStack, call: KeptCall, module: nn.Module) -> None:
+    """Enter the modes that a call ran in, and those that a replay needs."""
+    for name, inner in module.named_modules():
+        inner.training = call.training.get(name, inner.training)
     for kind, (enabled, dtype) in call.autocast.items():
         stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
     stack.enter_context(torch.enable_grad())
-    stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        # The replay would raise in the mode of the script.
+        stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+    else:
+        noted_lines.enter(stack)
+        stack.callback(noted_lines.leave, stack)
     if "torch._dynamo" in sys.modules:
         # Without it nothing is compiled, and importing the compiler takes seconds.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
-def input_name(module: nn.Module, path: Path) -> str:
-    """Return the name of a tensor among the arguments: ``x``, or ``batch.image[0]``."""
-    # The path of a positional argument goes on with its number.
-    _, first, *rest = path
-    if isinstance(first, str):
-        return f"{first}{spelled(rest)}"
-    head = f"argument {first}"
-    for param in parameters_of(module.forward)[first : first + 1]:
-        if param.kind is not param.VAR_POSITIONAL:
-            head = param.name
-    return f"{head}{spelled(rest)}"
+def with_samples(
+    call: KeptCall, order: list[int], only: Tensor | None = None, size: int | None = None
+) -> KeptCall:
+    """Return a call with samples in another order, in all inputs with as many or in one of them.
+
+    With ``size``, the number of samples, the order may leave some out. The output gradients have the same order.
+    """
+    size = size or len(order)
+
+    def exchanged(tensor: Tensor) -> Tensor:
+        dims = [dim for dim, length in enumerate(tensor.shape[:2]) if length == size]
+        if not dims or (only is not None and only is not tensor):
+            return tensor
+        return tensor.movedim(dims[0], 0)[order].movedim(0, dims[0])
+
+    args, kwargs, grads = Copied((call.args, call.kwargs, call.grads), exchanged).value
+    return replace(call, args=args, kwargs=kwargs, grads=grads)

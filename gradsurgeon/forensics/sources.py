@@ -1,6 +1,9 @@
 """Where non-finite numbers come from: operations, tensors, and the memory that holds them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -11,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from gradsurgeon.common.diagnosis import Cause, Diagnosis, Line, TensorFacts
 from gradsurgeon.forensics.cause import cause
 from gradsurgeon.forensics.operations import (
+    KINDS,
     Call,
     Kind,
     elements,
@@ -26,8 +30,6 @@ from gradsurgeon.tensors import _dist
 BLANK = Diagnosis("not reproduced", (), 0, 0)
 # Operations with which scripts guard a division, a root or a logarithm.
 _GUARDS = ("add", "sub", "rsub", "clamp", "clamp_min", "maximum", "full", "full_like", "fill")
-# Operations that make zero of zero.
-_KEEP_ZERO = ("sqrt", "pow", "square", "abs", "clone", "_to_copy", "mul", "expand", "detach")
 _LOGARITHMS = ("aten.log", "aten.log2", "aten.log10", "aten.log1p")
 _WRITTEN = "no operation that PyTorch shows made it: something else wrote into its memory"
 _LOOK_AT_LOSS = (
@@ -43,16 +45,14 @@ class NonfiniteSource:
         diagnosis: what a diagnosis reports of it; an ``operation`` only if that made the numbers.
         intended: whether the script wrote the infinity itself: it is never blamed.
         constant: whether no input of the operation leads back to a parameter.
-        rival: another operation that made an infinity at the same elements, if the two cannot be told apart.
-        repeated: whether all arguments are known, so the operation could be repeated.
+        rivals: other operations that made infinities at the same elements, if they cannot be told apart.
     """
 
     when: int
     diagnosis: Diagnosis
     intended: bool = False
     constant: bool = False
-    rival: str = ""
-    repeated: bool = True
+    rivals: tuple[NonfiniteSource, ...] = ()
 
     @property
     def is_operation(self) -> bool:
@@ -62,12 +62,12 @@ class NonfiniteSource:
     def is_outside(self) -> bool:
         return self.diagnosis.where == "output gradient"
 
-    def may_mask(self, kind: Kind) -> bool:
-        """Tell whether its infinity may be a mask although no script wrote it: log(0), constants, an input.
+    def may_mask(self, infinite: Tensor) -> bool:
+        """Tell whether its infinities may be a mask although no script wrote it: log(0), constants, an input.
 
         Only its use decides that: the softmax of such a mask is fine, ``0 * log(0)`` is not.
         """
-        if kind != "-Inf":
+        if bool(elements(infinite).isposinf().any()):
             return False
         if not self.is_operation:
             return self.diagnosis.where == "input"
@@ -103,52 +103,42 @@ def held(
     return NonfiniteSource(when, diagnosis, intended)
 
 
-def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[list[tuple[Tensor, Kind]], bool]:
-    """Return the non-finite inputs that led to the NaN, Inf or -Inf of a result, each with its kind.
+Taken = list[tuple[Tensor, Kind]]
+
+
+def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[Taken, bool]:
+    """Return the non-finite inputs that led to the NaN or the infinities of a result, each with its kind.
 
     The second value tells whether finite numbers alone made some of these elements. Elementwise operations are
     compared by element, others as a whole. Waits for the device.
     """
-    inputs = [(t, mask) for t, mask in _read(call) if nonfinite_kind(t)]
+    inputs = [tensor for tensor in _read(call) if nonfinite_kind(tensor)]
     if not inputs:
         return [], True
-    if _is_elementwise(call, [output, *(tensor for tensor, _ in inputs)]):
-        by_element = _taken_by_element(inputs, where_is(output, kind))
-        if by_element is not None:
-            return by_element
-    whole: list[tuple[Tensor, Kind]] = []
-    for tensor, _ in inputs:
-        whole += [(tensor, kind_of_input) for kind_of_input in kinds_in(tensor)]
-    alike = [taken for taken in whole if (taken[1] == "NaN") == (kind == "NaN")]
+    if _is_elementwise(call, [output, *inputs]):
+        with suppress(RuntimeError):  # shapes may differ
+            return _taken_by_element(inputs, where_is(output, kind), kind)
+    whole = [(tensor, each) for tensor in inputs for each in kinds_in(tensor)]
+    alike = [taken for taken in whole if taken[1] == kind]
     if alike:
         return alike, False
     return whole, False
 
 
 def _taken_by_element(
-    inputs: Iterable[tuple[Tensor, Tensor | None]], result: Tensor
-) -> tuple[list[tuple[Tensor, Kind]], bool] | None:
-    """Return inputs as `taken_from` does, by a mask of the result; ``None`` if shapes differ.
-
-    An infinity beside a NaN has not made the NaN.
-    """
-    unexplained = result
-    taken: list[tuple[Tensor, Kind]] = []
-    kinds: tuple[tuple[Kind, ...], ...] = (("NaN",), ("Inf", "-Inf"))
-    for alike in kinds:
-        explained = []
-        for kind in alike:
-            for tensor, mask in inputs:
-                place = where_is(tensor, kind) & result
-                if mask is not None:
-                    place = place & mask
-                if place.shape != result.shape:
-                    return None
-                if bool((place & unexplained).any()):
-                    taken.append((tensor, kind))
-                explained.append(place)
-        for place in explained:
-            unexplained = unexplained & ~place
+    inputs: Sequence[Tensor], unexplained: Tensor, made: Kind
+) -> tuple[Taken, bool]:
+    """Return inputs as `taken_from` does, by a mask of the elements in question."""
+    taken: Taken = []
+    # No NaN makes an infinity.
+    for kind in KINDS[KINDS.index(made) :]:
+        explained = unexplained.logical_not()
+        for tensor in inputs:
+            place = where_is(tensor, kind)
+            if bool((place & unexplained).any()):
+                taken.append((tensor, kind))
+            explained |= place
+        unexplained = explained.logical_not()
     return taken, bool(unexplained.any())
 
 
@@ -157,22 +147,11 @@ def _is_elementwise(call: Call, tensors: Iterable[Tensor]) -> bool:
     return pointwise and all(t.layout == torch.strided and not t.is_complex() for t in tensors)
 
 
-def _read(call: Call) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the tensors that an operation reads, each with a mask of elements, ``None`` for all."""
-    args = call.args
+def _read(call: Call) -> list[Tensor]:
     if call.stem == "copy":
-        yield args[1], None
-    elif call.stem in ("where", "masked_fill") and len(args) == 3:  # noqa: PLR2004 # a mask and two values
-        mask, chosen, other = args
-        if call.stem == "masked_fill":
-            other, mask, chosen = args
-        yield other, mask.logical_not()
-        if isinstance(chosen, Tensor):
-            yield chosen, mask
-    else:
-        kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
-        for tensor in tensors_of(call.args, kwargs):
-            yield tensor, None
+        return tensors_of(call.args[1:])
+    kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
+    return tensors_of(call.args, kwargs)
 
 
 class _Entry(NamedTuple):
@@ -189,14 +168,13 @@ class _Known:
     """One storage, kept alive so no new storage gets its address.
 
     The replay has ``made`` it, or it belongs to the script and ``before`` has its bytes before the replay wrote over
-    it. ``lost`` is the sentence on a constant of which it holds a zero: an epsilon of 1e-8 is 0 in float16.
+    it.
     """
 
     storage: Any
     made: bool = False
     entries: list[_Entry] = field(default_factory=list)
     before: Tensor | None = None
-    lost: str = ""
 
 
 class Memory:
@@ -208,31 +186,28 @@ class Memory:
         for tensor in tensors:
             self.known_about(tensor).made = True
 
-    def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[NonfiniteSource]]) -> None:
-        """Note by kind the sources of the non-finite numbers of a tensor; forget earlier ones."""
-        self.forget(tensor)
+    def remember(self, tensor: Tensor, kind: Kind, sources: Iterable[NonfiniteSource]) -> None:
+        """Note the sources of the numbers of one kind in a tensor."""
         _, first, end = place_of(tensor)
         entries = self.known_about(tensor).entries
-        for kind, made_by in sources.items():
-            for source in dict.fromkeys(made_by):
-                entries.append(_Entry(first, end, kind, source))
+        entries += [_Entry(first, end, kind, source) for source in dict.fromkeys(sources)]
 
     def forget(self, tensor: Tensor) -> None:
-        entries = self.known_about(tensor).entries
-        if entries and tensor.is_contiguous():
+        """Forget what a tensor held before it was written."""
+        if tensor.is_contiguous():
             _, first, end = place_of(tensor)
+            entries = self.known_about(tensor).entries
             entries[:] = [e for e in entries if e.first < first or end < e.end]
 
     def sources(self, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
         _, first, end = place_of(tensor)
-        sources: dict[bool, list[NonfiniteSource]] = {True: [], False: []}
-        for entry in self.known_about(tensor).entries:
-            if entry.first < end and first < entry.end:
-                sources[entry.kind == kind].append(entry.source)
-        if sources[True]:
-            return sources[True]
-        return sources[False]
+        entries = self.known_about(tensor).entries
+        entries = [entry for entry in entries if entry.first < end and first < entry.end]
+        alike = [entry.source for entry in entries if entry.kind == kind]
+        if alike:
+            return alike
+        return [entry.source for entry in entries]
 
     def protect(self, tensor: Tensor) -> None:
         """Copy the memory that an operation is about to write to, unless the replay made it."""
@@ -246,24 +221,6 @@ class Memory:
                 if known.before is not None:
                     _bytes(known.storage).copy_(known.before)
 
-    def follow_lost_constants(self, call: Call, outputs: Iterable[Tensor]) -> None:
-        for output in outputs:
-            lost = ""
-            if call.stem in _KEEP_ZERO:
-                lost = self.lost_constant(call)
-            elif call.stem in _GUARDS and output.is_floating_point():
-                lost = _rounded(call, output)
-            if lost and not bool((elements(output) == 0).any()):
-                lost = ""
-            self.known_about(output).lost = lost
-
-    def lost_constant(self, call: Call) -> str:
-        for tensor in call.tensors:
-            lost = self.known_about(call.passed(tensor)).lost
-            if lost:
-                return lost
-        return ""
-
     def known_about(self, tensor: Tensor) -> _Known:
         storage = place_of(tensor)[0]
         # The same for tensors that share memory.
@@ -275,32 +232,19 @@ def _bytes(storage: Any) -> Tensor:
     return whole.set_(storage)
 
 
-def _rounded(call: Call, output: Tensor) -> str:
-    limits = torch.finfo(output.dtype)
-    smallest = limits.smallest_normal * limits.eps
-    for number in _constants(call):
-        if 0 < abs(number) <= smallest / 2:
-            dtype = str(output.dtype).removeprefix("torch.")
-            text = (
-                f"{dtype} rounds the constant {number:g} to 0, as the smallest number that it holds is "
-                f"{smallest:.1e}: {call.name}"
-            )
-            lines = lines_here()
-            if lines:
-                text += f" at {lines[-1]}"
-            return text
-    return ""
-
-
-def _constants(call: Call) -> list[float]:
-    numbers = []
-    for argument in tree_leaves((call.args, call.kwargs)):
+def rounded_constant(call: Call, output: Tensor) -> str:
+    """Return the sentence on a constant that the format of a result rounds to zero, if the operation has one."""
+    if call.stem not in _GUARDS or not output.is_floating_point():
+        return ""
+    for number in tree_leaves((call.args, call.kwargs)):
         # The dispatcher passes some numbers as tensors.
-        if isinstance(argument, Tensor) and not argument.dim() and argument.is_cpu:
-            argument = argument.item()  # noqa: PLW2901 # the same number
-        if isinstance(argument, float):
-            numbers.append(argument)
-    return numbers
+        if isinstance(number, Tensor) and not number.dim() and number.is_cpu:
+            number = number.item()  # noqa: PLW2901 # the same number
+        if isinstance(number, float) and number and not torch.tensor(number, dtype=output.dtype):
+            name = str(output.dtype).removeprefix("torch.")
+            places = [call.name, *map(str, lines_here()[-1:])]
+            return f"{name} rounds the constant {number:g} to 0: {' at '.join(places)}"
+    return ""
 
 
 def place_of(tensor: Tensor) -> tuple[Any, int, int]:
@@ -312,9 +256,8 @@ def place_of(tensor: Tensor) -> tuple[Any, int, int]:
         part = part.values()
     size = part.element_size()
     first = int(part.storage_offset()) * size
-    end = first
-    if part.numel():
-        end += size
-        for length, stride in zip(part.shape, part.stride(), strict=True):
-            end += (int(length) - 1) * int(stride) * size
-    return part.untyped_storage(), first, end
+    if not part.numel():
+        return part.untyped_storage(), first, first
+    lengths = zip(part.shape, part.stride(), strict=True)
+    last = sum([(int(length) - 1) * int(stride) for length, stride in lengths])
+    return part.untyped_storage(), first, first + (last + 1) * size

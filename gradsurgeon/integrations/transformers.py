@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from types import FrameType
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from gradsurgeon.common._libraries import library
-from gradsurgeon.errors import cause_of, printable, warn
+from gradsurgeon.errors import printable, reason_of, warn
 from gradsurgeon.integrations.applied import AppliedRules
 from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.runtime import session_state
@@ -67,13 +67,21 @@ class TransformersCallback(AppliedRules, TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
-        self._come_first()
+        scope = self._scope_of_trainer()
+        if scope:
+            # Before the reporters, which the trainer puts first: they report the log as they find it. The callbacks
+            # after this one keep their places, so none is skipped or called twice.
+            callbacks = scope["self"].callback_handler.callbacks
+            callbacks.remove(self)
+            callbacks.insert(0, self)
+        else:
+            warn(_NOT_FIRST, stacklevel=2)
         unended = _on.pop(model, None)
         if unended is not None:
             unended._end(failed=True)  # noqa: SLF001 # of this class
         session = self._begin(model, state.global_step)
         try:
-            self._resume(session, state.global_step)
+            self._resume(session, state.global_step, scope.get("resume_from_checkpoint"))
         except BaseException:
             self._end(failed=True)
             raise
@@ -82,9 +90,9 @@ class TransformersCallback(AppliedRules, TrainerCallback):
         if state.is_world_process_zero:
             print(session.plan)  # noqa: T201 # as the trainer prints its log
 
-    def _resume(self, session: Session, step: int) -> None:
+    def _resume(self, session: Session, step: int, folder: object) -> None:
         """Load the state of the rules from the checkpoint that the trainer restored, if there is one."""
-        folder = self._restored()
+        # A checkpoint of the same step in the output directory may belong to another training.
         if isinstance(folder, (str, PathLike)):
             controller = attachment_of(session).controller
             if session_state.resume(Path(folder), controller) is None:
@@ -95,15 +103,6 @@ class TransformersCallback(AppliedRules, TrainerCallback):
                 )
         elif step:
             self._warn_of_restart(step, _NOT_TOLD)
-
-    def _restored(self) -> object:
-        """Return the checkpoint that the trainer resumes from, read from the calling trainer: no callback gets it."""
-        # A checkpoint of the same step in the output directory may belong to another training.
-        for scope in _callers():
-            handler = getattr(scope.get("self"), "callback_handler", None)
-            if "resume_from_checkpoint" in scope and self in getattr(handler, "callbacks", ()):
-                return scope["resume_from_checkpoint"]
-        return None
 
     def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         if self.session is None:
@@ -116,7 +115,7 @@ class TransformersCallback(AppliedRules, TrainerCallback):
         try:
             session_state.write(folder, attachment_of(self.session).controller)
         except OSError as error:
-            why = printable(cause_of(error))
+            why = reason_of(error)
             self._warn(
                 f"cannot save what the rules learnt in {printable(str(folder))}: {why}; training continues"
             )
@@ -135,21 +134,12 @@ class TransformersCallback(AppliedRules, TrainerCallback):
         _on.pop(model, None)
         self._end()
 
-    def _come_first(self) -> None:
-        """Move before the reporters, which the trainer puts first: they report the log as they find it."""
-        # No callback gets the list, so it is read from the handler that is iterating over it. The callbacks
-        # after this one keep their places, so none is skipped or called twice.
-        for scope in _callers():
-            callbacks = getattr(scope.get("self"), "callbacks", None)
-            if isinstance(callbacks, list) and self in callbacks:
-                callbacks.remove(self)
-                callbacks.insert(0, self)
-                return
-        warn(_NOT_FIRST, stacklevel=2)
-
-
-def _callers() -> Iterator[Mapping[str, Any]]:
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
-    while frame is not None:
-        yield frame.f_locals
-        frame = frame.f_back
+    def _scope_of_trainer(self) -> Mapping[str, Any]:
+        """Return the variables of the trainer's loop: no callback gets its list of callbacks, or its checkpoint."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
+        while frame is not None:
+            handler = getattr(frame.f_locals.get("self"), "callback_handler", None)
+            if self in getattr(handler, "callbacks", ()):
+                return frame.f_locals
+            frame = frame.f_back
+        return {}

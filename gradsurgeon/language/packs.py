@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from gradsurgeon.errors import HintedError, cause_of, did_you_mean
+from gradsurgeon.errors import HintedError, did_you_mean, reason_of
 
 PREFIX = "gradsurgeon:"
 
@@ -52,7 +52,7 @@ def published() -> dict[str, Included]:
             for spec, entry in lock["packs"].items()
         }
     except (OSError, ValueError, KeyError) as error:
-        message = f"the list of packs cannot be read: {cause_of(error)}"
+        message = f"the list of packs cannot be read: {reason_of(error)}"
         raise IncludeError(message, "install gradsurgeon again") from None
 
 
@@ -76,7 +76,7 @@ def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included])
         return rule_file(entry)
     if base is None:
         raise IncludeError(
-            f"`{entry[:80]}` would be relative to the including file, and there is none: these rules "
+            f"`{entry[:80]}` would be relative to the rule file, and there is none: these rules "
             "are a text, a dict or a pack",
             f"load them from a file, or include packs, such as {PREFIX}nan-trap@1",
         )
@@ -85,31 +85,36 @@ def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included])
 
 def file_on_disk(entry: str, base: Path) -> Included:
     """Return the file of an entry, which must be in the folder ``base`` or below."""
-    check_portable(entry)
+    path = inside(entry, base)
+    if not path.is_file():
+        message = f"there is no file `{entry[:80]}` in the folder of the rule file"
+        raise IncludeError(message, f"correct the path; packs are written {PREFIX}NAME@N")
     named = base / entry
+    return Included(str(named), path, named.parent)
+
+
+def inside(entry: str, base: Path) -> Path:
+    """Return the path of a file or a folder in the folder ``base`` or below, without symbolic links."""
+    check_portable(entry)
     try:
         root = base.resolve()
-        path = named.resolve()
-        inside = path.is_relative_to(root)
-        regular = path.is_file()
+        path = (base / entry).resolve()
+        path.exists()
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
         # The message of Python would show absolute paths.
-        hint = "name a file in the folder of the including file"
+        hint = "name a file in the folder of the rule file"
         raise IncludeError(f"`{entry[:80]}` cannot be looked up", hint) from None
-    if not inside:
+    if not path.is_relative_to(root):
         raise leads_out(entry)
     # Actions of a job write tokens there, and a message would quote them.
     if ".git" in path.relative_to(root).parts:
-        raise IncludeError(f"`{entry[:80]}` is in `.git`", "put the file beside the including file")
-    if not regular:
-        message = f"there is no file `{entry[:80]}` in the folder of the including file"
-        raise IncludeError(message, f"correct the path; packs are written {PREFIX}NAME@N")
-    return Included(str(named), path, named.parent)
+        raise IncludeError(f"`{entry[:80]}` is in `.git`", "put the file beside the rule file")
+    return path
 
 
 def leads_out(entry: str) -> IncludeError:
     return IncludeError(
-        f"`{entry[:80]}` leads out of the folder of the including file, by `..` or by a link",
+        f"`{entry[:80]}` leads out of the folder of the rule file, by `..` or by a link",
         "a rule file reads inside its own folder only: put the file there",
     )
 
@@ -120,5 +125,5 @@ def check_portable(entry: str) -> None:
         raise IncludeError(
             f"`{entry[:80]}` is absolute, or holds a backslash: a rule file reads inside its own folder "
             "only, in the same way everywhere",
-            "write the path relative to the including file, with `/`",
+            "write the path relative to the rule file, with `/`",
         )

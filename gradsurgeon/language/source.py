@@ -3,25 +3,22 @@
 import os
 import pathlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
-from gradsurgeon.errors import Place, Problem, RuleFileError, cause_of
+from gradsurgeon.errors import Place, Problem, RuleFileError, reason_of
 from gradsurgeon.language.yaml_hints import hint_for, indicator_hint, text_of
 
 Path: TypeAlias = tuple[str | int, ...]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# Without libyaml PyYAML is 30 times slower, and must still refuse hostile text within a second.
 MAX_BYTES = 1 << 20
-_MAX_BYTES_PURE = 1 << 16
-_MAX_NODES = 100_000
+_MAX_NODES = 50_000
 _MAX_DEPTH = 64
-_MAX_PROBLEMS = 200
-_MAX_INT = 64  # digits: far beyond any sensible bound, far below where Python raises
 
 # YAML forbids these characters. U+2028 ends a line for some readers only: text after it in a comment is a
 # comment to reviewers and an entry to libyaml. %TAG costs libyaml quadratic time.
@@ -31,7 +28,8 @@ _FORBIDDEN = re.compile(
 )
 _CORE = re.compile(
     r"(?P<null>|~|null|Null|NULL)|(?P<bool>true|True|TRUE|false|False|FALSE)"
-    r"|(?P<int>[-+]?[0-9]+)|(?P<oct>0o[0-7]+)|(?P<hex>0x[0-9a-fA-F]+)"
+    # More digits would be far beyond any sensible number, and Python refuses to read thousands of them.
+    r"|(?P<int>[-+]?[0-9]{1,64})|(?P<oct>0o[0-7]{1,64})|(?P<hex>0x[0-9a-fA-F]{1,64})"
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
     r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
 )
@@ -49,30 +47,21 @@ class _HaltError(Exception):
 
 
 @dataclass(slots=True)
-class _Node:
+class _YamlNode:
     data: Any
     start: Any  # marks, whose type depends on the loader
     end: Any
-    plain: bool = False
-    size: int = 1
-
-
-@dataclass(slots=True)
-class _Collection(_Node):
-    """A mapping or a sequence. ``key`` waits for its value."""
-
-    flow: bool | None = False
-    items: dict[str | int, _Node] = field(default_factory=dict)
-    keys: dict[str, _Node] = field(default_factory=dict)
-    key: _Node | None = None
-    open: bool = True
+    is_plain: bool = False
+    size: int = 1  # values behind aliases count each time
+    items: dict[str | int, "_YamlNode"] = field(default_factory=dict)
+    keys: dict[str, "_YamlNode"] = field(default_factory=dict)
 
 
 class _Text:
     def __init__(self, file: str, text: str) -> None:
         self.file = file
         self.text = text.removeprefix("\ufeff")
-        self.lines = [line.removesuffix("\r") for line in self.text[:MAX_BYTES].split("\n")]
+        self.lines = [line.removesuffix("\r") for line in self.text.split("\n")]
 
     def place(self, start: Any, end: Any = None) -> Place:
         last = len(self.lines) - 1
@@ -98,40 +87,35 @@ class Document:
     data: object
     problems: tuple[Problem, ...]
     _source: _Text = field(repr=False, compare=False)
-    _root: _Node | None = field(repr=False, compare=False)
+    _root: _YamlNode | None = field(repr=False, compare=False)
     folder: pathlib.Path | None = None
 
     def place(self, path: Path) -> Place:
         node = self._find(path)
-        if isinstance(node, _Collection) and node.flow:
-            return self._source.place(node.start, node.end)
-        return self.missing_place(path)
+        if node is None:
+            return self._source.place(_mark_at(0, 0))
+        return self._source.place(node.start, node.end)
 
     def key_place(self, path: Path) -> Place:
         parent = self._find(path[:-1])
-        if path and isinstance(parent, _Collection):
-            key = parent.keys.get(str(path[-1]))
-            if key is not None:
-                return self._source.place(key.start, key.end)
+        if path and parent is not None and path[-1] in parent.keys:
+            key = parent.keys[str(path[-1])]
+            return self._source.place(key.start, key.end)
         return self.place(path)
 
     def missing_place(self, path: Path) -> Place:
         """Return the place of the first key, for a key that is missing beside it."""
         node = self._find(path)
-        if node is None:
-            return self._source.place(_mark_at(0, 0))
-        first: _Node | None = node
-        if isinstance(node, _Collection):
-            first = next(iter(node.keys.values()), None)
-        if first is None:
-            return self._source.place(node.start)
-        return self._source.place(first.start, first.end)
+        if node is None or not node.keys:
+            return self.place(path)
+        first = next(iter(node.keys))
+        return self.key_place((*path, first))
 
-    def _find(self, path: Path) -> _Node | None:
+    def _find(self, path: Path) -> _YamlNode | None:
         node = self._root
         for element in path:
-            if isinstance(node, _Collection) and element in node.items:
-                node = node.items[element]
+            if node is not None:
+                node = node.items.get(element, node)
         return node
 
 
@@ -141,22 +125,17 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
     if not name:
         name = file
     try:
-        if raw is None:  # bounded, so a device or a file of gigabytes is refused like any long text
+        if raw is None:  # bounded, so a device or a file of gigabytes is refused
             with pathlib.Path(file).open("rb") as stream:
-                raw = stream.read(MAX_BYTES + 4)
-        if b"\0" not in raw:
-            errors = "strict"
-            if len(raw) > MAX_BYTES + 3:
-                errors = (
-                    "replace"  # the cut may be inside a character, and the text is too long anyway
-                )
-            document = parse(raw.decode("utf-8-sig", errors), name)
+                raw = stream.read(MAX_BYTES + 1)
+        if len(raw) <= MAX_BYTES:
+            document = parse(raw.decode("utf-8-sig"), name)
             return replace(document, folder=pathlib.Path(file).parent)
-        cause = "it holds NUL bytes, so it is binary or UTF-16"
+        cause = f"over {MAX_BYTES // 1024} KiB of text"
     except UnicodeDecodeError as error:
         cause = f"byte {error.start + 1} is not UTF-8 text"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path itself
-        cause = cause_of(error)
+        cause = reason_of(error)
     message = f"cannot read the file: {cause}"
     hint = "name a readable file of UTF-8 text"
     raise RuleFileError([Problem(Place(name, 1, 1), "unreadable-file", message, hint)])
@@ -168,8 +147,7 @@ def parse(text: str, file: str = "<text>") -> Document:
     root = None
     data = None
     try:
-        reader.check_text()
-        root = reader.walk()
+        root = reader.read()
         data = root.data
     except _HaltError as halt:
         reader.problems.append(halt.args[0])
@@ -178,34 +156,24 @@ def parse(text: str, file: str = "<text>") -> Document:
 
 class _YamlReader:
     def __init__(self, source: _Text) -> None:
-        self.source = source
+        self._source = source
         self.problems: list[Problem] = []
-        self.root: _Node | None = None
-        self.stack: list[_Collection] = []
-        self.anchors: dict[str, _Node] = {}
-        self.quoted: Any = None  # the newest event of a text in quotes
+        self._anchors: dict[str, _YamlNode] = {}
+        self._long_quote: Any = None  # the newest quoted text over several lines
+        self._events: Any = yaml.parse(source.text, Loader=_LOADER)
 
-    def halt(self, check: str, message: str, hint: str, mark: Any = None) -> NoReturn:
-        if mark is None:
-            mark = _mark_at(0, 0)
-        raise _HaltError(Problem(self.source.place(mark), check, message, hint))
+    def _halt(self, check: str, message: str, hint: str, mark: Any) -> NoReturn:
+        raise _HaltError(Problem(self._source.place(mark), check, message, hint))
 
-    def note(self, check: str, message: str, hint: str, node: _Node) -> None:
-        if len(self.problems) == _MAX_PROBLEMS:
-            rest = f"over {_MAX_PROBLEMS} problems: the rest is not read"
-            self.halt("too-large", rest, "", node.start)
-        place = self.source.place(node.start, node.end)
+    def _note(self, check: str, message: str, hint: str, node: _YamlNode) -> None:
+        place = self._source.place(node.start, node.end)
         self.problems.append(Problem(place, check, message, hint))
 
-    def check_text(self) -> None:
-        text = self.source.text
-        limit = MAX_BYTES
-        hint = "use `include`"
-        if _LOADER is yaml.SafeLoader:
-            limit = _MAX_BYTES_PURE
-            hint += "; PyYAML with libyaml reads files of 1 MiB"
-        if len(text.encode("utf-8", "surrogatepass")) > limit:
-            self.halt("too-large", f"over {limit // 1024} KiB of text", hint)
+    def _check_text(self) -> None:
+        text = self._source.text
+        if len(text) > MAX_BYTES:
+            message = f"over {MAX_BYTES // 1024} KiB of text"
+            self._halt("too-large", message, "use `include`", _mark_at(0, 0))
         forbidden = _FORBIDDEN.search(text)
         if forbidden is not None:
             start = forbidden.start()
@@ -214,160 +182,133 @@ class _YamlReader:
             mark = _mark_at(line, start - line_start)
             message = f"YAML syntax: {forbidden[0]!a} is not allowed"
             hint = "remove it; characters can be written as escapes in double quotes"
-            self.halt("yaml-syntax", message, hint, mark)
+            self._halt("yaml-syntax", message, hint, mark)
 
-    def refuse_depth(self, mark: Any) -> NoReturn:
-        self.halt("too-large", f"over {_MAX_DEPTH} levels of nesting", "", mark)
-
-    def walk(self) -> _Node:
-        events: Any = yaml.parse(self.source.text, Loader=_LOADER)
+    def read(self) -> _YamlNode:
+        self._check_text()
+        root: _YamlNode | None = None
         try:
-            for count, event in enumerate(events):
-                if count > _MAX_NODES:
-                    self.halt("too-large", f"more than {_MAX_NODES} values", "", event.start_mark)
-                if self.root and isinstance(event, yaml.DocumentStartEvent):
-                    second = _Node(None, event.start_mark, event.end_mark)
+            for event in self._events:
+                if root is not None and isinstance(event, yaml.DocumentStartEvent):
+                    second = _YamlNode(None, event.start_mark, event.end_mark)
                     hint = "a rule file has one document"
-                    self.note("several-documents", "a second document", hint, second)
+                    self._note("several-documents", "a second document", hint, second)
                     break
-                self.read_event(event)
+                if isinstance(event, yaml.NodeEvent):
+                    root = self._node(event, 0)
         except yaml.MarkedYAMLError as error:
-            # libyaml 0.2.6 refuses 1,000 levels by itself, before it hands out the first of them.
-            if "maximum nesting depth" in text_of(error.problem):
-                self.refuse_depth(error.problem_mark)
-            self.halt_at(error)
-        if self.root is None or self.root.data is None:
+            self._halt_at(error)
+        if root is None or root.data is None:
             hint = "a rule file has `version: 1` and a list of `rules`"
-            self.halt("empty-file", "the file holds no rules", hint)
-        return self.root
+            self._halt("empty-file", "the file holds no rules", hint, _mark_at(0, 0))
+        return root
 
-    def halt_at(self, error: yaml.MarkedYAMLError) -> NoReturn:
+    def _halt_at(self, error: yaml.MarkedYAMLError) -> NoReturn:
         parts = [part for part in (error.context, error.problem) if part]
         message = f"YAML syntax: {', '.join(parts)}"
-        quote = self.open_quote(error)
-        if quote is not None:
-            hint = f"close the quote that opens on line {quote.line + 1}"
-            self.halt("yaml-syntax", message, hint, quote)
         mark: Any = error.problem_mark
+        is_quoted = "quoted" in text_of(error.context) and "escape" not in text_of(error.problem)
         is_in_token = "scanning" in text_of(error.context) and "tab" not in text_of(error.problem)
         if is_in_token and error.context_mark is not None:
             # A token that does not end is noticed late.
             mark = error.context_mark
-        lines = self.source.lines
+        quote = self._long_quote
+        if quote is not None and quote.end_mark.line == mark.line:
+            is_quoted = True
+            mark = quote.start_mark
+        lines = self._source.lines
         hint = hint_for(error, lines[min(mark.line, len(lines) - 1)])
-        self.halt("yaml-syntax", message, hint, mark)
+        if is_quoted:
+            hint = f"close the quote that opens on line {mark.line + 1}"
+        self._halt("yaml-syntax", message, hint, mark)
 
-    def open_quote(self, error: yaml.MarkedYAMLError) -> Any:
-        """Return where a quote opens whose text goes on over several lines into the error."""
-        stopped: Any = error.problem_mark
-        opened: Any = None
-        if "quoted" in text_of(error.context):
-            opened = error.context_mark
-            if "end of stream" in text_of(error.problem):
-                return opened
-        elif self.quoted is not None and self.quoted.end_mark.line == stopped.line:
-            opened = self.quoted.start_mark
-        if opened is None or opened.line >= stopped.line:
-            return None
-        return opened
-
-    def read_event(self, event: Any) -> None:
+    def _node(self, event: Any, depth: int) -> _YamlNode:
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event)
         if isinstance(event, yaml.ScalarEvent):
-            self.attach(self.scalar(event))
-        elif isinstance(event, yaml.AliasEvent):
-            self.attach(self.alias(event))
-        elif isinstance(event, yaml.CollectionStartEvent):
-            data: object = []
-            if isinstance(event, yaml.MappingStartEvent):
-                data = {}
-            node = _Collection(data, event.start_mark, event.end_mark, flow=event.flow_style)
-            self.register(event, node)
-            self.stack.append(node)
-            if len(self.stack) > _MAX_DEPTH:
-                self.refuse_depth(node.start)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            self.attach(self.close(event))
-
-    def register(self, event: Any, node: _Node) -> None:
-        if event.anchor is not None:
-            self.anchors[event.anchor] = node
+            node = self._scalar(event)
+        elif isinstance(event, yaml.MappingStartEvent):
+            node = self._mapping(event, depth)
+        else:
+            node = self._sequence(event, depth)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")[:80]
-            self.note("yaml-tag", f"the YAML tag {tag} is not allowed", indicator_hint("!"), node)
+            start = _YamlNode(None, event.start_mark, event.end_mark)
+            message = f"the YAML tag {tag} is not allowed"
+            self._note("yaml-tag", message, indicator_hint("!"), start)
+        # An alias inside of its own anchor has none yet.
+        if event.anchor is not None:
+            self._anchors[event.anchor] = node
+        return node
 
-    def scalar(self, event: Any) -> _Node:
+    def _alias(self, event: Any) -> _YamlNode:
+        name = event.anchor
+        if name in self._anchors:
+            return self._anchors[name]
+        node = _YamlNode(f"*{name}", event.start_mark, event.end_mark)
+        message = f"YAML syntax: there is no anchor &{name[:80]}"
+        self._note("yaml-syntax", message, indicator_hint("*"), node)
+        return node
+
+    def _scalar(self, event: Any) -> _YamlNode:
         text = event.value
-        plain = not event.style and event.tag is None
-        if event.style in ("'", '"'):
-            self.quoted = event
-        size = 1 + len(text) // 64  # an alias may repeat a long text
-        data = text
-        if not text and event.tag is not None:
+        is_plain = not event.style and event.tag is None
+        data: Any = text
+        if is_plain:
+            data = _core_value(text)
+        elif not text and event.tag is not None:
             # `!bias` is a tag without a value. Its text as the value avoids a second problem.
             data = event.tag
-        node = _Node(data, event.start_mark, event.end_mark, plain, size)
-        self.register(event, node)
-        if plain:
-            try:
-                node.data = _core_value(text)
-            except ValueError:
-                node.data = 0
-                hint = f"whole numbers have at most {_MAX_INT} digits; floats are written 1e300"
-                self.note("too-large", f"a number of {len(text)} digits", hint, node)
+        if event.style in ("'", '"') and event.start_mark.line < event.end_mark.line:
+            self._long_quote = event
+        size = 1 + len(text) // 64  # an alias may repeat a long text
+        return _YamlNode(data, event.start_mark, event.end_mark, is_plain, size=size)
+
+    def _sequence(self, event: Any, depth: int) -> _YamlNode:
+        node = _YamlNode([], event.start_mark, event.end_mark)
+        for child in self._children(node, depth):
+            node.items[len(node.data)] = child
+            node.data.append(child.data)
         return node
 
-    def alias(self, event: Any) -> _Node:
-        name = event.anchor
-        node = self.anchors.get(name)
-        if node is None:
-            node = _Node(f"*{name}", event.start_mark, event.end_mark)
-            message = f"YAML syntax: there is no anchor &{name[:80]}"
-            self.note("yaml-syntax", message, indicator_hint("*"), node)
-        if isinstance(node, _Collection) and node.open:
-            self.halt("too-large", f"*{name[:80]} contains itself", "", event.start_mark)
+    def _mapping(self, event: Any, depth: int) -> _YamlNode:
+        node = _YamlNode({}, event.start_mark, event.end_mark)
+        children = self._children(node, depth)
+        for key in children:
+            value = next(children)
+            if self._is_key(key, node):
+                node.keys[key.data] = key
+                node.items[key.data] = value
+                node.data[key.data] = value.data
         return node
 
-    def close(self, event: Any) -> _Node:
-        node = self.stack.pop()
-        node.open = False
-        node.end = event.end_mark
-        return node
+    def _children(self, node: _YamlNode, depth: int) -> Iterator[_YamlNode]:
+        if depth == _MAX_DEPTH:
+            self._halt("too-large", f"over {_MAX_DEPTH} levels of nesting", "", node.start)
+        for event in self._events:
+            if isinstance(event, yaml.CollectionEndEvent):
+                node.end = event.end_mark
+                return
+            child = self._node(event, depth + 1)
+            node.size += child.size
+            if node.size > _MAX_NODES:
+                self._halt("too-large", f"over {_MAX_NODES} values", "", node.start)
+            yield child
 
-    def attach(self, node: _Node) -> None:
-        if not self.stack:
-            self.root = node
-            return
-        parent = self.stack[-1]
-        parent.size += node.size
-        if parent.size > _MAX_NODES:
-            self.halt("too-large", f"over {_MAX_NODES} values behind aliases", "", parent.start)
-        if isinstance(parent.data, list):
-            parent.items[len(parent.data)] = node
-            parent.data.append(node.data)
-        elif parent.key is None:
-            parent.key = node
-        else:
-            key = parent.key
-            parent.key = None
-            self.pair(parent, key, node)
-
-    def pair(self, parent: _Collection, key: _Node, value: _Node) -> None:
+    def _is_key(self, key: _YamlNode, parent: _YamlNode) -> bool:
         name = key.data
-        if key.plain and name == "<<":
-            self.note("merge-key", "the merge key << is not allowed", "write the keys out", key)
-            return
-        if not isinstance(name, str):
+        if key.is_plain and name == "<<":
+            self._note("merge-key", "the merge key << is not allowed", "write the keys out", key)
+        elif not isinstance(name, str):
             kind = _KINDS.get(type(name), "a number")
-            self.note("key-type", f"keys must be text, this one is {kind}", "quote the key", key)
-            return
-        first = parent.keys.get(name)
-        if first is not None:
-            message = f"duplicate key `{name[:80]}` (first on line {first.start.line + 1})"
-            self.note("duplicate-key", message, "remove one of the two", key)
-            return
-        parent.keys[name] = key
-        parent.items[name] = value
-        parent.data[name] = value.data
+            self._note("key-type", f"keys must be text, this one is {kind}", "quote the key", key)
+        elif name in parent.keys:
+            line = parent.keys[name].start.line + 1
+            message = f"duplicate key `{name[:80]}` (first on line {line})"
+            self._note("duplicate-key", message, "remove one of the two", key)
+        else:
+            return True
+        return False
 
 
 # Most texts are the keys of rules, which come again and again.
@@ -382,8 +323,6 @@ def _core_value(text: str) -> str | float | bool | None:
     if kind == "bool":
         return text.lower() == "true"
     if kind in _BASES:
-        if len(text) > _MAX_INT:
-            raise ValueError(text)
         return int(text, _BASES[kind])
     if kind == "float":
         return float(text)

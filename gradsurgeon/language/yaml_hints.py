@@ -18,7 +18,13 @@ def text_of(part: str | None) -> str:
     return part
 
 
+# A bound that has yet to be found. Only `plan --thresholds` reads it.
+OPEN_BOUND = re.compile(r"(?<=:[ \t])\?(?=[ \t]*(?:[,}#]|\r?$))", re.MULTILINE)
+
+
 def hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
+    if OPEN_BOUND.search(line[:500]):
+        return "`?` stands for a bound in `gradsurgeon plan FILE --on RUN --thresholds` alone, which shows what it could be"
     context = text_of(error.context)
     first = ""
     value = _VALUE.match(line[:500])

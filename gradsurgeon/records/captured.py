@@ -1,5 +1,7 @@
 """Copies of tensors that rules keep, the newest ones within a limit."""
 
+from collections import Counter
+
 from torch import Tensor
 
 from gradsurgeon.actions import CaptureRule
@@ -14,25 +16,23 @@ class CapturedTensors:
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
         self._kept: dict[str, dict[CaptureKey, Tensor]] = {}
-        self._bytes: dict[str, int] = {}
+        self._bytes = Counter[str]()
         self._calls: dict[tuple[str, str], tuple[int, int]] = {}
 
     def keep(self, rule: CaptureRule, name: str, step: int, tensor: Tensor) -> None:
         """Keep a copy: the script or the next layer may later write into the tensor."""
-        last_step, last_call = self._calls.get((rule.id, name), (-1, -1))
-        call = 0
-        if last_step == step:
-            call = last_call + 1
-        self._calls[rule.id, name] = (step, call)
+        last_step, calls = self._calls.get((rule.id, name), (step, 0))
+        if last_step != step:
+            calls = 0
+        self._calls[rule.id, name] = (step, calls + 1)
         copied = tensor.detach().clone()
         kept = self._kept.setdefault(rule.id, {})
-        kept[name, step, call] = copied
-        limit = rule.max_bytes
-        self._bytes[rule.id] = self._bytes.get(rule.id, 0) + _size(copied)
-        while self._bytes[rule.id] > limit and kept:
+        kept[name, step, calls] = copied
+        self._bytes[rule.id] += _size(copied)
+        while self._bytes[rule.id] > rule.max_bytes and kept:
             oldest = next(iter(kept))
             self._bytes[rule.id] -= _size(kept.pop(oldest))
-            text = f"the copies exceed {limit:,} bytes: new copies replace the oldest (`max_bytes`)"
+            text = f"the copies exceed {rule.max_bytes:,} bytes: new copies replace the oldest (`max_bytes`)"
             self._event_log.notice_once("captures", text, rule=rule.id, step=step)
         self._event_log.count_fired(rule.id, step)
 

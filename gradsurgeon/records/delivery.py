@@ -47,16 +47,6 @@ class OpenSink:
         self.pid = os.getpid()
         self.titles: dict[object, str | None] = {}
 
-    def take_title(self, session: object, title: str) -> str:
-        """Return the title, or ``model-2`` and so on if another session has it now."""
-        with _changing:
-            number = 1
-            while title in self.titles.values():
-                number += 1
-                title = f"model-{number}"
-            self.titles[session] = title
-        return title
-
 
 _open: dict[int, OpenSink] = {}
 _changing = threading.Lock()
@@ -109,12 +99,19 @@ class Delivery(Outlet):
         self._curves = Curves(self.patterns)
         # The newest row of each series that another pass of its step may replace.
         self._unfinished: dict[Key, RecordedRow] = {}
-        self._kinds: Counter[str] = Counter()
+        self._kinds = Counter[str]()
         self._sent = 0
 
     def begin(self) -> None:
         """Start sending: the session has begun, and the session that it replaces is over."""
-        self._title = self._shared.take_title(self, self._title)
+        titles = self._shared.titles
+        with _changing:
+            number = 1
+            # Another session may have the title now.
+            while self._title in titles.values():
+                number += 1
+                self._title = f"model-{number}"
+            titles[self] = self._title
         self._thread.start()
 
     def add_row(self, row: RecordedRow) -> None:
@@ -162,20 +159,6 @@ class Delivery(Outlet):
         self._ended = True
         self._shared.titles.pop(self, None)
 
-    def _fail(self, error: BaseException) -> None:
-        self._shared.titles.pop(self, None)
-        self.failed = f"{self.name} has failed: {reason_of(error)}"
-        self._note(f"{self.failed}{_ASIDE}")
-        self._taken()
-
-    def _taken(self) -> tuple[list[RecordedRow], list[Event]]:
-        with self._lock:
-            rows = list(self._rows)
-            events = list(self._events)
-            self._rows.clear()
-            self._events.clear()
-        return rows, events
-
     def _work(self) -> None:
         try:
             with self._shared.lock:
@@ -186,19 +169,28 @@ class Delivery(Outlet):
                 with self._lock:
                     self._lock.wait_for(lambda: self._rows or self._events or self._ended)
                     more = not self._ended
-                    taken, events = self._taken()
-                rows = list(self._finished(taken))
+                    rows = list(self._finished(self._rows))
+                    events = list(self._events)
+                    self._rows.clear()
+                    self._events.clear()
                 if not more:
                     rows += self._unfinished.values()
                 with self._shared.lock:
                     for event in events:
                         self._send_event(event)
                     for row in self._worst(rows):
-                        self._send(row)
+                        scalars = self._curves.scalars(row)
+                        if scalars:
+                            named = {self._named(name): value for name, value in scalars.items()}
+                            self._sink.scalars(row.step, named)
                     self._sink.flush()
-            self._shared.titles.pop(self, None)
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
-            self._fail(error)
+            self.failed = f"{self.name} has failed: {reason_of(error)}"
+            self._note(f"{self.failed}{_ASIDE}")
+            self._rows.clear()
+            self._events.clear()
+        finally:
+            self._shared.titles.pop(self, None)
 
     def _finished(self, rows: Iterable[RecordedRow]) -> Iterator[RecordedRow]:
         """Yield the rows that no other pass of their step can replace any more."""
@@ -216,7 +208,7 @@ class Delivery(Outlet):
             most = max(_MOST_ROWS, _MORE_ROWS - self._sent)
         self._sent += min(len(rows), most)
         steps = max(1, math.ceil(len(rows) / most))
-        by_key: defaultdict[Key, list[RecordedRow]] = defaultdict(list)
+        by_key = defaultdict(list)
         for row in rows:
             by_key[row.key].append(row)
         for of_key in by_key.values():
@@ -232,24 +224,17 @@ class Delivery(Outlet):
         self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
         self._sink.text(event.step, f"{name}/message", event.message)
 
-    def _send(self, row: RecordedRow) -> None:
-        scalars = self._curves.scalars(row)
-        if scalars:
-            named = {self._named(name): value for name, value in scalars.items()}
-            self._sink.scalars(row.step, named)
-
 
 def weight(row: RecordedRow) -> float:
     """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
     stat = row.key.stat
-    if stat not in STATISTICS and stat != LOSS:
-        return float(row.step)
-    total = math.hypot(*array("f", row.values))
-    if not math.isfinite(total):
-        return math.inf
-    if stat != NORM:
-        return float(row.step)
-    return total
+    if stat in STATISTICS or stat == LOSS:
+        total = math.hypot(*array("f", row.values))
+        if not math.isfinite(total):
+            return math.inf
+        if stat == NORM:
+            return total
+    return float(row.step)
 
 
 class Curves:

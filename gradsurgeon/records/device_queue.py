@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from threading import RLock
 from typing import Generic, TypeVar
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.actions import ObserverRule
-from gradsurgeon.records.shared_rows import PendingRow
+from gradsurgeon.records.shared_rows import MeasuredRow, PendingRow
 from gradsurgeon.records.store import Key
-from gradsurgeon.tensors import _numbers, _torch, measure
+from gradsurgeon.tensors import _torch, measure
 from gradsurgeon.tensors.measure import Kept
 from gradsurgeon.tensors.statistics import columns_of
 
@@ -31,8 +32,8 @@ class DeviceQueue(Generic[Item]):
     def __init__(self, deliver: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
         self._deliver = deliver
         self._waiting: dict[Hashable, tuple[Item, Tensor]] = {}
-        self._under_way: deque[_Transfer[Item]] = deque()
-        self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
+        self._under_way = deque[_Transfer[Item]]()
+        self._streams = defaultdict[torch.device, _torch.Stream](_torch.Stream)
         # Several threads can call hooks, and readers live in other threads.
         self.lock = RLock()
 
@@ -70,10 +71,8 @@ class DeviceQueue(Generic[Item]):
     def drop(self) -> None:
         """Forget the numbers that devices hold, because a device has failed; deliver those of the host."""
         with self.lock:
-            rows: list[tuple[Item, Tensor]] = []
-            for transfer in self._under_way:
-                rows += transfer.rows
-            rows += self._waiting.values()
+            sent = chain.from_iterable([transfer.rows for transfer in self._under_way])
+            rows = [*sent, *self._waiting.values()]
             self._under_way.clear()
             self._waiting.clear()
             self._deliver([(item, values) for item, values in rows if _torch.is_host(values)])
@@ -82,10 +81,10 @@ class DeviceQueue(Generic[Item]):
 class _Transfer(Generic[Item]):
     def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
         self.rows = rows
-        devices: dict[torch.device, list[Tensor]] = {}
+        devices = defaultdict(list)
         for _, values in rows:
             if not _torch.is_host(values):
-                devices.setdefault(values.device, []).append(values)
+                devices[values.device].append(values)
         self._arrivals = {device: _torch.send(parts) for device, parts in devices.items()}
 
     def arrived(self) -> bool:
@@ -96,10 +95,10 @@ class _Transfer(Generic[Item]):
         landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
         rows = []
         for item, values in self.rows:
+            arrived = values
             if values.device in landed:
-                rows.append((item, next(landed[values.device])))
-            else:
-                rows.append((item, values))
+                arrived = next(landed[values.device])
+            rows.append((item, arrived))
         return rows
 
 
@@ -108,9 +107,9 @@ class PendingStatistics:
 
     def __init__(self) -> None:
         # Several threads append, and one thread takes.
-        self._observed: deque[_Observed] = deque()
+        self._observed = deque[_Observed]()
         self._layouts: dict[str, _Layout] = {}
-        self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
+        self._streams = defaultdict[torch.device, _torch.Stream](_torch.Stream)
 
     def __len__(self) -> int:
         return len(self._observed)
@@ -119,7 +118,7 @@ class PendingStatistics:
         """Observe a detached tensor; later writes into the tensor do not change the observation."""
         device = tensor.device
         kept: Kept
-        if _numbers.is_small(tensor):
+        if measure.is_kept(rule.stats, tensor):
             kept = tensor.clone()
         else:
             if not tensor.is_cpu:
@@ -131,17 +130,17 @@ class PendingStatistics:
         """Forget the observations of devices, because a device has failed."""
         self._observed = deque(observed for observed in self._observed if observed[3].type == "cpu")
 
-    def take_rows(self) -> Iterator[tuple[PendingRow, Tensor]]:
+    def take_rows(self) -> Iterator[MeasuredRow]:
         """Yield rows of all observations, by rule and step. No other caller may take at the same time."""
-        groups: dict[tuple[str, torch.device], list[_Observed]] = {}
+        groups = defaultdict(list)
         for _ in range(len(self._observed)):
             observed = self._observed.popleft()
             rule, _, _, device, _ = observed
-            groups.setdefault((rule.id, device), []).append(observed)
+            groups[rule.id, device].append(observed)
         for group in groups.values():
             yield from self._rows_of(group)
 
-    def _rows_of(self, group: Sequence[_Observed]) -> Iterator[tuple[PendingRow, Tensor]]:
+    def _rows_of(self, group: Sequence[_Observed]) -> Iterator[MeasuredRow]:
         """Yield rows of the observations of one rule on one device, by step."""
         rules, all_names, steps, devices, kept = zip(*group, strict=True)
         rule = rules[0]
@@ -151,26 +150,25 @@ class PendingStatistics:
         layout = self._layouts[rule.id]
         self._streams[device].follow(device)
         values = measure.of_kept(rule.stats, kept)
-        sources: Sequence[Kept] = ()
+        sources = ()
         if device.type != "cpu":
             sources = kept
-        by_step: dict[int, list[int]] = {}
+        by_step = defaultdict(list)
         for position, step in enumerate(steps):
-            by_step.setdefault(step, []).append(position)
+            by_step[step].append(position)
         for step, positions in by_step.items():
             names = tuple([all_names[position] for position in positions])
             for keys, columns, places in layout.places_of(names):
-                picked = _picked(values, [positions[place] for place in places])
-                for key, numbers in zip(keys, picked, strict=True):
+                picked = tuple([positions[place] for place in places])
+                chosen = slice(picked[0], picked[-1] + 1)
+                if picked == tuple(
+                    range(chosen.start, chosen.stop)
+                ):  # nearly always: without an index
+                    numbers_of = values[:, chosen]
+                else:
+                    numbers_of = values[:, _torch.integers(picked, values.device)]
+                for key, numbers in zip(keys, numbers_of, strict=True):
                     yield PendingRow(key, step, columns, sources=sources), numbers
-
-
-def _picked(values: Tensor, columns: list[int]) -> Tensor:
-    first = columns[0]
-    end = first + len(columns)
-    if columns == list(range(first, end)):  # nearly always: the device needs no index
-        return values[:, first:end]
-    return values[:, _torch.integers(tuple(columns), values.device)]
 
 
 class _Layout:
@@ -182,30 +180,28 @@ class _Layout:
         for stat in rule.stats:
             self._stats += columns_of(stat)
         # Maps each name to the keys of its series, one key per statistic, and its column.
-        self._columns: dict[str, tuple[Sequence[Key], int]] = {}
+        self._columns: dict[str, tuple[tuple[Key, ...], int]] = {}
         # Nearly always the same modules run in each step, in the same order.
         self.places_of = lru_cache(_MOST_ORDERS)(self._places)
 
-    def _places(self, names: tuple[str, ...]) -> list[_Places]:
+    def _places(self, names: tuple[str, ...]) -> Sequence[_Places]:
         # A module that runs a thousand times must not leave a thousand rows of the width of the model.
-        by_calls: dict[int, list[str]] = {}
+        by_calls = defaultdict(list)
         for name, calls in Counter(names).items():
             if name not in self._columns:
-                by_calls.setdefault(calls, []).append(name)
+                by_calls[calls].append(name)
         rule = self._rule
         for group in by_calls.values():
-            series = [Key(rule.id, stat, rule.point, tuple(group)) for stat in self._stats]
-            for column, name in enumerate(group):
-                self._columns[name] = (series, column)
-        calls_so_far: Counter[str] = Counter()
-        rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}
+            keys = tuple([Key(rule.id, stat, rule.point, tuple(group)) for stat in self._stats])
+            self._columns.update({name: (keys, column) for column, name in enumerate(group)})
+        calls_so_far = Counter[str]()
+        cells = defaultdict(list)
         for position, name in enumerate(names):
             keys, column = self._columns[name]
-            _, cells = rows.setdefault((id(keys), calls_so_far[name]), (keys, []))
-            cells.append((column, position))
+            cells[keys, calls_so_far[name]].append((column, position))
             calls_so_far[name] += 1
         places = []
-        for keys, cells in rows.values():
-            columns, positions = zip(*sorted(cells), strict=True)
+        for (keys, _), of_row in cells.items():
+            columns, positions = zip(*sorted(of_row), strict=True)
             places.append((keys, columns, positions))
         return places

@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from threading import RLock
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.common.events import TRIPS, Event, EventKind, RuleStatus, is_trip
-from gradsurgeon.errors import printable, warn
+from gradsurgeon.errors import CheckError, TrapError, printable, warn
 from gradsurgeon.records.device_queue import DeviceQueue
 from gradsurgeon.tensors import _dist, _torch
 
@@ -28,7 +27,6 @@ _LOGGER = logging.getLogger("gradsurgeon")
 # A trap with `then: warn` can trip in every step of a long run. The log keeps so many repetitions, and as many
 # routine events. A run directory gets no more routine events either.
 _MOST_EVENTS = 10_000
-_NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 _ROUTINE = frozenset({"notice", "scaler-skip", "hook-rearmed"})
 # The topic of a kind that can occur in every step, and the level of the log. A trap and the step that it skips are one
 # topic.
@@ -75,13 +73,8 @@ class Tally:
     warnings: list[str] = field(default_factory=list)
 
     def status(self) -> RuleStatus:
-        return RuleStatus(
-            matched=self.matched,
-            fired=self.fired,
-            altered=self.altered,
-            last_step=self.last_step,
-            warnings=tuple(self.warnings),
-        )
+        counts = (self.matched, self.fired, self.altered, self.last_step)
+        return RuleStatus(*counts, warnings=tuple(self.warnings))
 
 
 class EventLog:
@@ -98,25 +91,23 @@ class EventLog:
         self._on_event = on_event
         # The launcher shows lines by itself: a script may silence warnings and logging, or turn warnings into errors.
         self._say = say
-        self._said: set[str] = set()
+        self._said = set[str]()
         # Errors of checks, until the update.
         self.raised: list[BaseException] = []
         # The events by identity, and the identities of repetitions by whether they are routine.
         self._events: dict[int, Event] = {}
         self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
-        self._known: set[tuple[str, str, str]] = set()
+        self._known = set[tuple[str, str, str]]()
         self.edits = {rule.id for rule in rules if rule.edits}
         self._tallies: dict[str, Tally] = {}
         for rule, number in zip(rules, matched, strict=True):
-            tally = Tally(number)
-            if not isinstance(rule, EditRule):
-                tally.altered = 0
-            self._tallies[rule.id] = tally
+            altered = None if isinstance(rule, EditRule) else 0
+            self._tallies[rule.id] = Tally(number, altered=altered)
         # The rules that have not fired yet, for no reason that the user knows.
         self.silent = dict.fromkeys(self._tallies)
         # A rule on tags may match nothing: whether there are tags is unknown beforehand.
         self._optional = {rule.id for rule in rules if rule.optional and rule.target == "tensors"}
-        self._noticed: set[tuple[str, str]] = set()
+        self._noticed = set[tuple[str, str]]()
         # How often each topic has occurred, and its last step.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
         self._flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(_read)
@@ -141,13 +132,14 @@ class EventLog:
         name: str = "",
         warn: bool = False,
         quiet: bool = False,
-        facts: Mapping[str, Any] = _NO_FACTS,
+        loud: bool = False,
+        facts: Mapping[str, Any] = MappingProxyType({}),
         shown: str = "",
     ) -> None:
         """Record an event and report it once: by the warning if the caller should change something, else by the log.
 
-        A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO. ``facts`` are further
-        keys of the event. The launcher shows ``shown`` instead of the message.
+        A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO, ``loud`` at WARNING.
+        ``facts`` are further keys of the event. The launcher shows ``shown`` instead of the message.
         """
         self._note(Event(kind, rule, step, _dist.rank(), name, message, **facts))
         topic, level = _TOPICS.get(kind, ("", logging.INFO))
@@ -158,15 +150,18 @@ class EventLog:
             message = news
         if not message:
             return
+        if not shown:
+            shown = message
         if warn:
             self.warn(message, rule=rule, shown=shown)
             return
         if quiet:
             level = logging.INFO
-        is_said = False
-        if self._say is not None and level >= logging.WARNING:
-            self._say(_lines(shown, rule) if shown else _lines(message, rule))
-            is_said = True
+        elif loud:
+            level = logging.WARNING
+        is_said = self._say is not None and level >= logging.WARNING
+        if self._say is not None and is_said:
+            self._say(_lines(shown, rule))
         _log(level, _lines(message, rule), is_said=is_said)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
@@ -188,11 +183,13 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
+        if not shown:
+            shown = message
         level, place = _line_of_the_script()
         if self._say is None:
             warn(_with_rule(message, rule), level)
             return
-        lines = _lines(shown, rule) if shown else _lines(message, rule)
+        lines = _lines(shown, rule)
         # The line of a step would be the one of its update.
         if not lines.startswith("step "):
             lines = printable(place) + lines
@@ -238,6 +235,18 @@ class EventLog:
             # No frame of the traceback refers to the error, or the two would keep all that the frames refer to alive.
             raise self.raised.pop()
 
+    @property
+    def last_trap(self) -> TrapError | None:
+        """The kept error of a trap that stopped the last update."""
+        traps = [error for error in self.raised if isinstance(error, TrapError)]
+        return next((error for error in traps if not isinstance(error, CheckError)), None)
+
+    def take_raised(self) -> list[BaseException]:
+        """Return the errors that were kept, for a caller that cannot raise them."""
+        errors = [*self.raised]
+        self.raised.clear()
+        return errors
+
     def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, **options: Any
     ) -> None:
@@ -258,21 +267,19 @@ class EventLog:
                 self.silent.pop(rule, None)
             tally.fired += count
             # Each optimizer counts its own steps. The largest count stays.
-            tally.last_step = max(step, tally.last_step or 0)
+            if tally.last_step is None or step > tally.last_step:
+                tally.last_step = step
 
     def count_changed(self, rule: str, count: Tensor | int) -> None:
         """Count firings that changed something. A count on a device is read later, without a wait."""
-        add = partial(self._add, self._tallies[rule])
         if isinstance(count, Tensor):
-            self.when_read(count, add)
-        else:
-            add(count)
-
-    def _add(self, tally: Tally, count: Tensor | int) -> None:
+            self.when_read(count, lambda arrived: self.count_changed(rule, int(arrived)))
+            return
+        tally = self._tallies[rule]
         with self._lock:
             if tally.altered is None:
                 tally.altered = 0
-            tally.altered += int(count)
+            tally.altered += count
 
     def emit_if(
         self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
@@ -320,9 +327,7 @@ class EventLog:
     def cause(self, rule: str) -> str:
         """Return why a rule has not fired, empty if that is unknown or if the rule has fired."""
         tally = self._tallies[rule]
-        if tally.fired:
-            return ""
-        return tally.cause
+        return "" if tally.fired else tally.cause
 
     def excuse(self, rules: Iterable[str]) -> None:
         """Note rules that do not act for a reason that the user knows."""

@@ -21,7 +21,8 @@ from gradsurgeon.errors import TrapError, printable, reason_of
 from gradsurgeon.records.captured import CapturedTensors
 from gradsurgeon.records.device_queue import DeviceQueue, PendingStatistics
 from gradsurgeon.records.event_log import EventLog
-from gradsurgeon.records.shared_rows import PendingRow, Share, SharedRows, shares
+from gradsurgeon.records.script_edits import ScriptEdits
+from gradsurgeon.records.shared_rows import MeasuredRow, PendingRow, SharedRows, shares
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.layout import state_name
 from gradsurgeon.tensors import _torch
@@ -62,10 +63,11 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._sinks = list(sinks)
-        self._outlets: list[RunWriter | Delivery] = list(sinks)
+        self._outlets: list[RunWriter | Delivery] = [*sinks]
         if writer is not None:
             self._outlets.insert(0, writer)
         self.captures = CapturedTensors(event_log)
+        self.script_edits = ScriptEdits()
         self._step = step
         self._state = state
         self._pending_updates = pending
@@ -85,10 +87,15 @@ class Recorder:
             # the exit handler would keep alive a session that never began.
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
+    @property
+    def script_edits_of_run(self) -> ScriptEdits | None:
+        """What notices edits of the script, in a run directory only: only its readers ask."""
+        if self.writer is None:
+            return None
+        return self.script_edits
+
     def _is_due(self) -> bool:
-        if not self._outlets:
-            return False
-        return any(outlet.is_due() for outlet in self._outlets)
+        return bool(self._outlets) and any(outlet.is_due() for outlet in self._outlets)
 
     def add(
         self,
@@ -108,26 +115,19 @@ class Recorder:
         ``grads`` are the tensors of the columns, if this rank has measured only shards of some. Nobody writes to a copy.
         With ``joined``, the numbers of shards become one number in this series.
         """
-        shared: tuple[Share, ...] = ()
-        if grads:
-            shared = shares(grads)
+        shared = shares(grads) if grads else ()
         row = PendingRow(key, step, columns, replace, (), shared, self.shared.passes, joined)
         slot = None
         if replace:
             # The slot uses the identity of the key: hashing the names of thousands of tensors takes longer than measuring them.
             slot = (id(key), step)
         waiting = self._ring.put(row, values, slot=slot, is_copy=is_copy)
-        due = self._is_due()
-        if due or waiting >= _ROWS_PER_FLUSH:
-            self._move(due=due)
+        self._move(if_many=waiting >= _ROWS_PER_FLUSH)
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Record the statistics of one tensor as it is now; each call adds a value of its own."""
         self._pending.add(rule, name, step, tensor)
-        due = self._is_due()
-        if due or len(self._pending) >= _MOST_PENDING:
-            self._gather()
-            self._move(due=due)
+        self._move(if_many=len(self._pending) >= _MOST_PENDING)
 
     def _gather(self) -> None:
         # Tensors on the device have no value during the capture of a CUDA graph.
@@ -136,7 +136,7 @@ class Recorder:
         # If two threads take rows, the first must put all of its rows before the second.
         with self._ring.lock:
             for row, values in self._pending.take_rows():
-                self._ring.put(row, values)
+                self._ring.put(row, values, is_copy=True)
 
     def end_step(self, *, raised: bool = False) -> None:
         # Exceptions that were there at an update have not ended the training: the script trains in an `except` block, or
@@ -146,15 +146,22 @@ class Recorder:
         # The rows of a long step must not wait until the next one ends.
         is_long = time.monotonic() - self._step_ended > _LONG_STEP
         self._step_ended = time.monotonic()
-        if self._outlets and (is_long or self._is_due()):
+        if is_long and self._outlets:
             self._gather()
-            self._move(due=True)
+            self._send(wait=False)
+            self._commit()
+        else:
+            self._move(if_many=False)
         # The state has its own clock: each event commits the outlets and restarts theirs.
         if time.monotonic() - self._state_written > _STATE_SECONDS:
             self._write_state()
 
-    def _move(self, *, due: bool) -> None:
-        self._send(wait=False)
+    def _move(self, *, if_many: bool) -> None:
+        """Send what waits if it is time, or if there is too much of it."""
+        due = self._is_due()
+        if due or if_many:
+            self._gather()
+            self._send(wait=False)
         if due:
             self._commit()
 
@@ -164,13 +171,12 @@ class Recorder:
             self._store(self.shared.exchange())
 
     def event(self, event: Event) -> None:
-        outlets = self._open
-        if not outlets:
+        if all(outlet.closed for outlet in self._outlets):
             return
         self._gather()
         # The trip may be the last event of a run; the host has waited for the device anyway.
         self._send(wait=event.kind == "skipped-step" or is_trip(event, self._event_log.edits))
-        for outlet in outlets:
+        for outlet in self._outlets:
             outlet.event(event)
         self._report_failures()
 
@@ -211,9 +217,10 @@ class Recorder:
         if any(error is earlier for earlier in outlived):
             error = None
         self.ending = cause_of_end(error)
-        left: dict[str, object] = {
+        left = {
             "ended": self.ending,
             "pending": dict(self._pending_updates()),
+            "changed_by_script": self.script_edits.result(),
         }
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
@@ -241,10 +248,6 @@ class Recorder:
             atexit.unregister(self._at_exit)
         for outlet in self._outlets:
             outlet.discard()
-
-    @property
-    def _open(self) -> list[RunWriter | Delivery]:
-        return [outlet for outlet in self._outlets if not outlet.closed]
 
     def _report_failures(self) -> None:
         for outlet in self._outlets:
@@ -281,7 +284,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 # a failure here must not stop training
             self._report_loss(f"{_NO_STATE}: {reason_of(error)}")
 
-    def _receive(self, rows: Sequence[tuple[PendingRow, Tensor]]) -> None:
+    def _receive(self, rows: Sequence[MeasuredRow]) -> None:
         whole = []
         for row, values in rows:
             if row.shares:
@@ -290,10 +293,10 @@ class Recorder:
                 whole.append((row, values))
         self._store(whole)
 
-    def _store(self, rows: Iterable[tuple[PendingRow, Tensor]]) -> None:
+    def _store(self, rows: Iterable[MeasuredRow]) -> None:
         packed = [row.measured(values) for row, values in rows]
         # Memory has all rows before the file can fail.
-        for store in (self.records, *self._open):
+        for store in (self.records, *self._outlets):
             for measured in packed:
                 store.add_row(measured)
         if packed and self.records.dropped and self.writer is None:
@@ -306,10 +309,8 @@ def cause_of_end(error: BaseException | None) -> dict[str, Any]:
         return {}
     cause: dict[str, Any] = {"error": type(error).__name__}
     if isinstance(error, SystemExit):
-        cause["status"] = error.code
         # Python prints a text and exits with 1.
-        if not isinstance(error.code, int):
-            cause["status"] = 1
+        cause["status"] = error.code if isinstance(error.code, int) else 1
     if isinstance(error, TrapError):
         cause |= {"step": error.step, "rule": error.rule}
     return cause

@@ -4,7 +4,7 @@ import time
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Share(NamedTuple):
 
 
 def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
-    places_of: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    places_of = defaultdict(list)
     for place, tensor in enumerate(tensors):
         ranks: tuple[int, ...] = ()
         # The statistic of a tensor without elements is the same everywhere.
@@ -86,13 +86,11 @@ class PendingRow(NamedTuple):
         return RecordedRow(self.key, self.step, _numbers.to_bytes(values), absent, self.replace)
 
 
-class _Piece(NamedTuple):
-    """The numbers of this rank for a share of a row that it leads, and the ranks that send theirs."""
+MeasuredRow = tuple[PendingRow, Tensor]
 
-    places: tuple[int, ...]
-    senders: tuple[int, ...]
-    series: _Series
-    part: _Part
+
+# A share of a row that this rank leads, its series, and the numbers of this rank.
+_Piece = tuple[Share, _Series, _Part]
 
 
 # Returns the channel of the ranks that share tensors, or which of them lack the rules; ``None`` if not all of them come
@@ -115,16 +113,16 @@ class SharedRows:
         self.passes = 0
         self._ranks: dict[str, tuple[int, ...]] = {}
         # The rows of each series that lack parts of other ranks, with the numbers of this rank.
-        self._waiting: defaultdict[Key, deque[tuple[PendingRow, list[_Piece]]]] = defaultdict(deque)
+        self._waiting = defaultdict[Key, deque[tuple[PendingRow, list[_Piece]]]](deque)
         # The ranks that send parts to this one, and those of them that have ended.
-        self._senders: set[int] = set()
-        self._closed: set[int] = set()
+        self._senders = set[int]()
+        self._closed = set[int]()
         # The parts that have come, by series and rank, each with the number of its pass. They come in order.
-        self._parts: defaultdict[tuple[_Series, int], dict[int, _Part]] = defaultdict(dict)
+        self._parts = defaultdict[tuple[_Series, int], dict[int, _Part]](dict)
         # The parts to send, by rank.
-        self._outgoing: defaultdict[int, list[tuple[_Series, int, _Part]]] = defaultdict(list)
+        self._outgoing = defaultdict[int, list[tuple[_Series, int, _Part]]](list)
         # The records asked of each rank so far.
-        self._asked: Counter[int] = Counter()
+        self._asked = Counter[int]()
 
     def open(self, channel: Channel) -> None:
         """Begin to exchange parts over a channel that only these ranks use, and all of them from this pass on."""
@@ -157,16 +155,16 @@ class SharedRows:
         pieces = list[_Piece]()
         most = max((share.ranks for share in row.shares), key=len)
         for share in row.shares:
-            for place in share.places:
-                self._ranks[row.key.names[row.columns[place]]] = share.ranks or most
             if row.joined is not None:
                 self._ranks[row.joined.names[0]] = most
-            series = _series(row, share)
+            names = [row.key.names[row.columns[place]] for place in share.places]
+            checksum = zlib.crc32(repr(names).encode())
+            series = (row.key.rule, row.key.stat, row.key.point, checksum)
             part = values[list(share.places)].tolist()
+            self._ranks.update(dict.fromkeys(names, share.ranks or most))
             if not share.ranks or share.ranks[0] == self._rank:
-                senders = share.ranks[1:]
-                self._senders.update(senders)
-                pieces.append(_Piece(share.places, senders, series, part))
+                self._senders.update(share.ranks[1:])
+                pieces.append((share, series, part))
             else:
                 self._outgoing[share.ranks[0]].append((series, row.number, part))
         queue = self._waiting[row.key]
@@ -175,7 +173,7 @@ class SharedRows:
             queue.pop()
         queue.append((row, pieces))
 
-    def exchange(self) -> Iterator[tuple[PendingRow, Tensor]]:
+    def exchange(self) -> Iterator[MeasuredRow]:
         """Send this rank's parts; yield the rows that are complete by now. Waits for no other rank."""
         self._find_ranks(0.0)
         if self._channel is not None:
@@ -194,7 +192,7 @@ class SharedRows:
             while queue and (len(queue) >= _MOST_WAITING or not self._is_awaited(*queue[0])):
                 yield from self._merged(*queue.popleft())
 
-    def close(self) -> Iterator[tuple[PendingRow, Tensor]]:
+    def close(self) -> Iterator[MeasuredRow]:
         """End the exchange; yield the last rows. A rank with incomplete rows waits for parts, within a limit."""
         self._find_ranks(0.0)
         self._find_ranks(None)
@@ -225,13 +223,16 @@ class SharedRows:
             raise RecordError(f"{shared}, and rank {leader} keeps its records: ask there")
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
-        answers: list[Any] = []
+        answers = []
         try:
             channel.go_on()
             here = channel.meet(key, None, ranks, LIMIT)
             absent = [rank for rank in ranks if rank not in here]
             if leader == self._rank and not absent:
-                channel.set(f"{key}/answer", _attempt(answer))
+                try:
+                    channel.set(f"{key}/answer", answer())
+                except (KeyError, RecordError) as error:
+                    channel.set(f"{key}/answer", error)
             if not absent:
                 answers.append(channel.get(f"{key}/answer"))
         except RuntimeError as failure:
@@ -261,30 +262,28 @@ class SharedRows:
         """Tell whether a part of another rank is missing and may still come."""
         if self._channel is None and self._search is None:
             return False
-        for piece in pieces:
-            for rank in piece.senders:
-                newest = max(self._parts[piece.series, rank], default=-1)
+        for share, series, _ in pieces:
+            for rank in share.ranks[1:]:
+                newest = max(self._parts[series, rank], default=-1)
                 if newest < row.number and rank not in self._closed:
                     return True
         return False
 
-    def _merged(
-        self, row: PendingRow, pieces: Sequence[_Piece]
-    ) -> Iterator[tuple[PendingRow, Tensor]]:
+    def _merged(self, row: PendingRow, pieces: Sequence[_Piece]) -> Iterator[MeasuredRow]:
         """Yield the columns of a row that this rank holds whole, or can merge."""
         numbers: dict[int, float] = {}
         merge = measure.merge_of(row.key.stat)
-        for piece in pieces:
-            parts = [piece.part]
-            for rank in piece.senders:
-                by_pass = self._parts[piece.series, rank]
+        for share, series, own in pieces:
+            parts = [own]
+            for rank in share.ranks[1:]:
+                by_pass = self._parts[series, rank]
                 if row.number in by_pass:
                     parts.append(by_pass[row.number])
                 later = {number: part for number, part in by_pass.items() if number > row.number}
-                self._parts[piece.series, rank] = later
-            if len(parts) > len(piece.senders):
+                self._parts[series, rank] = later
+            if len(parts) >= len(share.ranks):
                 whole = merge(torch.tensor(parts, dtype=torch.float64, device="cpu"))
-                numbers.update(zip(piece.places, whole.tolist(), strict=True))
+                numbers.update(zip(share.places, whole.tolist(), strict=True))
             elif self._channel is not None:
                 self._notify("shared rows", row.key.rule, _GIVEN_UP)
         if not numbers:
@@ -298,18 +297,5 @@ class SharedRows:
         elif len(columns) == len(row.columns):
             whole = measure.joined(row.key.stat, values)
             yield PendingRow(row.joined, row.step, (0,), replace=True), whole
-        else:
+        elif len({share.ranks[0] for share in row.shares if share.ranks}) > 1:
             self._notify("joined rows", row.key.rule, _APART)
-
-
-def _attempt(answer: Callable[[], Answer]) -> Answer | Exception:
-    try:
-        return answer()
-    except (KeyError, RecordError) as error:
-        return error
-
-
-def _series(row: PendingRow, share: Share) -> _Series:
-    names = "\0".join(row.key.names[row.columns[place]] for place in share.places)
-    checksum = zlib.crc32(names.encode("utf-8", "surrogatepass"))
-    return row.key.rule, row.key.stat, row.key.point, checksum

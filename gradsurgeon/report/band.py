@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     diagnosis: str  # the first finding of a trap or check
     faults: Sequence[str]  # the callouts that are faults and that no event tells
     facts: Sequence[str]  # what differs from what is usual and is no fault, a sentence each
-    found: str  # how many faults were found, in words; "nothing" if there is nothing else to say
+    found: str  # how many faults checks found and how many traps tripped; "nothing" if there is nothing else to say
 
     @property
     def top(self) -> list[str]:
@@ -95,10 +95,13 @@ def outcome_of(
     findings = [*tally.findings, *faults]
     found = "nothing"
     band = _band(ending, tally, findings, callouts, is_pack=is_pack)
-    if findings:
-        found = count(len(findings), "fault")
-    elif callouts or band.state != "fine":
+    untrapped = len(findings) - tally.traps
+    if untrapped:
+        found = count(untrapped, "fault")
+    elif callouts or band.state != "fine" or tally.kinds["hook-rearmed"]:
         found = "no fault"
+    if tally.traps:
+        found += f"; {count(tally.traps, 'trap')} tripped"
     diagnosis = next(iter(tally.findings), "")
     return Outcome(band, ending, diagnosis, faults, facts, found)
 

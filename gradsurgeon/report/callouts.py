@@ -11,8 +11,8 @@ from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.band import EXPLODING, NONFINITE, PASSED, Callout
 from gradsurgeon.report.history import History, WholeNorm
-from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, listed
-from gradsurgeon.report.spikes import TIMES, Spike, largest_spike
+from gradsurgeon.report.rules_and_events import GRADIENT, OF_WEIGHTS, STATE, listed
+from gradsurgeon.report.spikes import TIMES, Spike, largest_spike, raised_level
 from gradsurgeon.report.track import Track
 
 _DYING = 4  # steps before a tensor is 0 that tell a death from a training that converges
@@ -43,7 +43,7 @@ def _callouts_of(history: History, kind: str, params: int) -> Iterator[tuple[str
     tracks = history.tracks_of(kind)
     yield _nonfinite(tracks, kind)
     # Weights grow in healthy trainings, and how much an update moves says little by itself.
-    if kind in OF_WEIGHTS:
+    if kind in OF_WEIGHTS or kind.startswith(STATE):
         return
     grown = []
     others = []
@@ -60,6 +60,7 @@ def _callouts_of(history: History, kind: str, params: int) -> Iterator[tuple[str
     if not spike:
         spike = _spike(others)
     yield "largest spike", spike
+    yield "higher for a while", _raised(others)
     yield from _dead(tracks)
     if GRADIENT in kind and len(tracks) >= _LEAST_COMPARED:
         yield "vanishing", _vanishing(tracks, others, kind)
@@ -121,12 +122,11 @@ def _exploding(grown: Sequence[Track]) -> str:
         return ""
     most = max(grown, key=attrgetter("rise"))
     norms = most.finite_norms
-    steps = most.finite_steps
     begin = norms[norms > 0][0]
-    peak = steps[norms.argmax()]
+    peak = most.finite_steps[norms.argmax()]
     text = f"{_names(grown)}; {printable(most.name)} grew from {begin:.3g} to {most.largest:.3g} at step {peak}"
-    if len(most.nonfinite_steps) and most.nonfinite_steps[-1] >= steps[-1]:
-        return f"{text}, before it was non-finite at step {most.nonfinite_steps[0]}"
+    if len(most.nonfinite_steps):
+        return f"{text}, and was non-finite at step {most.nonfinite_steps[0]}"
     return f"{text} (last {norms[-1]:.3g})"
 
 
@@ -162,6 +162,16 @@ def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], param
             text = _spike_text(f"the {whole_name(whole, params)}", spike)
             text += f"; most in {_names(far)}"
     return text
+
+
+def _raised(tracks: Sequence[Track]) -> str:
+    """Return which tensor's norms were at a far higher level for many steps, and then were not."""
+    for track in tracks:
+        level = raised_level(track.finite_steps, track.finite_norms, track.median)
+        if level is not None:
+            first, last, times = level
+            return f"{printable(track.name)}, about {times:.2g}x its median from step {first} to {last}"
+    return ""
 
 
 def _norm_at(track: Track, step: int) -> float:

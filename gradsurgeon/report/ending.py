@@ -21,6 +21,7 @@ class EventTally(NamedTuple):
     findings: tuple[str, ...]  # of traps and checks, a sentence each, those with a diagnosis first
     no_rule: str = ""  # that no rule acts, in a sentence
     cut_steps: frozenset[int] = frozenset()  # the steps in which rules cut spikes
+    traps: int = 0  # how many traps tripped; each is one of the findings
 
     @property
     def trips(self) -> int:
@@ -32,29 +33,32 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> EventTally
     """Return what events say together. `edits` are the ids of rules that edit, whose events are no trips."""
     counted = []
     cut_steps = set()
+    traps = set()
     diagnoses: dict[str, str] = {}
     others: dict[str, str] = {}
     no_rule = ""
     for event in events:
-        is_trip = event.kind in TRIPS
-        if is_trip and event.rule in edits:
+        if event.kind in TRIPS and event.rule in edits:
             cut_steps.add(event.step)
             continue
         counted.append(event)
         if event.message.startswith(NO_RULE_ACTS) and OUR_FAULT in event.message:
             no_rule = f"no rule acts, from step {event.step} on"
-        if not is_trip:
-            continue
         # A trap that trips in many steps is one finding. A check reports each of its findings once.
-        key = event.rule
-        if event.kind == "check":
-            key = event.message
+        key = event.message if event.kind == "check" else event.rule
         diagnosis = _diagnosis(event)
-        if diagnosis:
-            diagnoses.setdefault(key, diagnosis)
-        others.setdefault(key, event.message.partition("\n")[0])
+        if event.kind in TRIPS:
+            others.setdefault(key, event.message.partition("\n")[0])
+            if event.kind != "check":
+                traps.add(key)
+            if diagnosis:
+                diagnoses.setdefault(key, diagnosis)
+        elif event.diagnosis and key in diagnoses:
+            # A later pass has shown the line.
+            diagnoses[key] = diagnosis
     findings = {**diagnoses, **others, **diagnoses}
-    return EventTally(by_kind(counted), tuple(findings.values()), no_rule, frozenset(cut_steps))
+    kinds = by_kind(counted)
+    return EventTally(kinds, tuple(findings.values()), no_rule, frozenset(cut_steps), len(traps))
 
 
 def _diagnosis(event: Event) -> str:
@@ -101,6 +105,8 @@ def _outcome(state: State, tally: EventTally) -> str:
         text += f", spikes cut in {count(len(tally.cut_steps), 'step')}"
     if kinds["hook-lost"]:
         text += f", hooks lost {count(kinds['hook-lost'], 'time')}"
+    if kinds["hook-rearmed"]:
+        text += f", hooks installed again {count(kinds['hook-rearmed'], 'time')}"
     if kinds["check"]:
         text += f", checks found {count(kinds['check'], 'fault')}"
     return text

@@ -32,14 +32,6 @@ class WholeNorm(NamedTuple):
     norms: Floats
 
 
-class _SheetPart(NamedTuple):
-    """The tensors of a sheet whose norms add up to a whole norm."""
-
-    point: str
-    sheet: Sheet
-    lines: list[int]
-
-
 class History:
     """The l2 norms of one run, read from series, each with columns that another one has recorded as well."""
 
@@ -62,7 +54,6 @@ class History:
                 norms.append((part, repeated))
                 size += len(part) * len(part.key.names)
         self.rows_of_a_column = max(1, -(-size // MOST_VALUES))
-        self._sheets: list[tuple[RecordOrigin, Sheet]] = []
         # The sheets and lines in which an origin has a tensor.
         self._places: dict[tuple[RecordOrigin, str], list[tuple[Sheet, int]]] = {}
         for part, repeated in norms:
@@ -81,7 +72,6 @@ class History:
         for line in np.flatnonzero(has_norms).tolist():
             places = self._places.setdefault((origin, sheet.names[line]), [])
             places.append((sheet, line))
-        self._sheets.append((origin, sheet))
 
     def _choose(self, order: Sequence[str]) -> dict[tuple[str, str], RecordOrigin]:
         """Return the records to show, in the order of rules and of the model."""
@@ -103,12 +93,6 @@ class History:
         return {pair: best[pair] for pair in sorted(best, key=position)}
 
     @property
-    def hidden(self) -> set[RecordOrigin]:
-        """Records of l2 norms that are not shown, because others of the same kind are."""
-        origins = {origin for origin, _ in self._places}
-        return origins.difference(self.shown.values())
-
-    @property
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(kind for kind, _ in self.shown))
 
@@ -127,21 +111,14 @@ class History:
     @cached_property
     def gradients(self) -> list[WholeNorm]:
         """The norms of gradients together, for those whose norms add up: of one point, in the same steps."""
-        groups: list[list[_SheetPart]] = []
-        for origin, sheet in self._sheets:
-            lines = []
-            for line, name in enumerate(sheet.names):
-                if self.shown.get((GRADIENT, name)) == origin:
-                    lines.append(line)
-            if not lines:
-                continue
-            part = _SheetPart(origin.point, sheet, lines)
+        groups: list[list[Track]] = []
+        for track in self.tracks_of(GRADIENT):
             # The tensors of a model may have several optimizers.
-            group = next((group for group in groups if _adds_up(group[0], part)), None)
+            group = next((group for group in groups if _adds_up(group[0], track)), None)
             if group is None:
-                groups.append([part])
+                groups.append([track])
             else:
-                group.append(part)
+                group.append(track)
         return list(map(_whole, groups))
 
 
@@ -150,36 +127,29 @@ def _place(item: str, ordered: Sequence[str]) -> int:
     return ordered.index(item) if item in ordered else len(ordered)
 
 
-def _adds_up(first: _SheetPart, second: _SheetPart) -> bool:
-    """Tell whether two parts have the same steps at one point, but for one row that another optimizer has yet to write."""
-    steps = first.sheet.steps
-    other_steps = second.sheet.steps
-    length = min(len(steps), len(other_steps))
-    if first.point != second.point or max(len(steps), len(other_steps)) > length + 1:
+def _adds_up(first: Track, second: Track) -> bool:
+    """Tell whether two tensors have the same steps at one point, but for one row that another optimizer has yet to write."""
+    if first.origin.point != second.origin.point:
         return False
-    return np.array_equal(steps[:length], other_steps[:length])
+    if first.steps is second.steps:
+        return True
+    length = min(len(first.steps), len(second.steps))
+    longer = max(len(first.steps), len(second.steps))
+    return longer <= length + 1 and np.array_equal(first.steps[:length], second.steps[:length])
 
 
-def _whole(parts: Sequence[_SheetPart]) -> WholeNorm:
-    steps = min((part.sheet.steps for part in parts), key=len)
+def _whole(tracks: Sequence[Track]) -> WholeNorm:
+    steps = min((track.steps for track in tracks), key=len)
     length = len(steps)
     squares = np.zeros(length)
     has_norm = np.zeros(length, bool)
-    names: list[str] = []
-    for part in parts:
-        for line in part.lines:
-            names.append(part.sheet.names[line])
-            norms = part.sheet.norms[line, :length]
-            is_there = norms != NO_NORM
-            has_norm |= is_there
-            squares += np.square(np.where(is_there, norms, 0), dtype=float)
-    order = np.flatnonzero(has_norm)
-    order = order[np.argsort(steps[order], kind="stable")]
-    point = parts[0].point
-    if point not in OF_EACH_CALL:
-        # A run that went back to an earlier state has steps twice, and the later counts.
-        order = order[np.diff(steps[order], append=np.iinfo(np.int64).max) > 0]
-    return WholeNorm(tuple(names), point, steps[order], np.sqrt(squares[order]))
+    for track in tracks:
+        norms = track.norms[:length]
+        is_there = norms != NO_NORM
+        has_norm |= is_there
+        squares += np.square(np.where(is_there, norms, 0), dtype=float)
+    names = tuple(track.name for track in tracks)
+    return WholeNorm(names, tracks[0].origin.point, steps[has_norm], np.sqrt(squares[has_norm]))
 
 
 class Grid(NamedTuple):

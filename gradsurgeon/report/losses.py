@@ -86,27 +86,25 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
 
 
 def rates_of(series: Iterable[Part], last: int) -> list[LossSeries]:
-    """Return the learning rates of the lowest rank up to the last step; each was recorded when it changed."""
+    """Return the learning rates of the lowest rank up to the last step; a point has the largest rate of a few steps."""
+    rates = []
+    for rate in rate_changes(series):
+        steps = np.arange(rate.steps[0], last + 1)
+        values = rate.values[np.searchsorted(rate.steps, steps, side="right") - 1]
+        starts = np.arange(0, len(steps), -(-len(steps) // _MOST_POINTS))
+        highest = np.maximum.reduceat(values, starts)
+        highest[-1] = values[-1]
+        rates.append(rate._replace(steps=steps[starts], values=highest))
+    return rates
+
+
+def rate_changes(series: Iterable[Part]) -> list[LossSeries]:
+    """Return the learning rates of the lowest rank as they were recorded, when they changed."""
     recorded: list[LossSeries] = []
     for part, repeated in of_lowest_ranks(series):
         if part.key.stat == RATE and not repeated:
             recorded += _series_of(part, part.key.names)
-    rates = []
-    for rate in _joined(recorded):
-        first = rate.steps[0]
-        points = min(_MOST_POINTS, last - first + 1)
-        steps = np.linspace(first, last, points).astype(np.int64)
-        places = np.searchsorted(rate.steps, steps, side="right") - 1
-        # A point stands for the steps up to the next one, and has the largest rate of them.
-        points_of_changes = np.searchsorted(steps, rate.steps, side="right") - 1
-        ascending = np.lexsort([rate.values, points_of_changes])
-        changed, counts = np.unique(points_of_changes, return_counts=True)
-        largest = ascending[counts.cumsum() - 1]
-        is_higher = rate.values[largest] > rate.values[places[changed]]
-        places[changed[is_higher]] = largest[is_higher]
-        steps[changed[is_higher]] = rate.steps[largest[is_higher]]
-        rates.append(rate._replace(steps=steps, values=rate.values[places]))
-    return rates
+    return _joined(recorded)
 
 
 def thinned(

@@ -13,7 +13,7 @@ from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.callouts import nouns, whole_name
 from gradsurgeon.report.history import POINTS, History, WholeNorm
-from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, WHOLE
+from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, STATE, WHOLE
 from gradsurgeon.report.tables import Table
 from gradsurgeon.report.track import RecordOrigin, Track
 
@@ -64,7 +64,7 @@ def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence
         rows.append(row)
         curves.append(track.norms)
     title = f"{_measured(kind, len(tracks))}, recorded by {_named(origins)}"
-    notes = list(_notes(history, kind, len(tracks) - len(shown)))
+    notes = list(_notes(history, len(tracks) - len(shown)))
     return Table(title, head, rows, right=_NUMBERS, curves=curves, notes=notes)
 
 
@@ -76,12 +76,9 @@ def _row(track: Track) -> list[str]:
     return row
 
 
-def _notes(history: History, kind: str, more: int) -> Iterator[str]:
+def _notes(history: History, more: int) -> Iterator[str]:
     if more:
         yield f"... and {more:,} more; those that are not finite, then spikes, then the largest are shown"
-    hidden = [origin for origin in history.hidden if origin.kind == kind]
-    if hidden:
-        yield f"recorded as well, not shown: {_named(hidden)}"
     rows = history.rows_of_a_column
     if rows > 1:
         yield f"the run is long: {rows:,} successive steps count as one, by their largest norm"
@@ -92,6 +89,8 @@ def _measured(kind: str, number: int) -> str:
         return f"{kind}, of {count(number, 'parameter')}"
     if kind == WHOLE:
         return count(number, "whole norm")
+    if kind.startswith(STATE):
+        return f"norms (l2) of {kind} of {count(number, 'parameter')}"
     noun = "parameter" if kind == GRADIENT else kind
     return f"norms (l2) of {count(number, noun)}"
 
@@ -136,33 +135,22 @@ def ranks_that_differ(
     apart, or a script averages their gradients after the norms were taken.
     """
     lowest: dict[tuple[object, ...], Part] = {}
-    differences = []
+    differences: list[tuple[int, str]] = []
     for part in series:
         key = part.key
         is_of_gradient = key.stat == STAT and kinds.get(key.rule) == GRADIENT
         if not is_of_gradient or key.point not in _REDUCED:
             continue
         other = lowest.setdefault(tuple(key), part)
-        if other is part:
-            continue
-        difference = _first_difference(other, part)
-        if difference is None:
-            continue
-        if are_replicas or difference.alike >= _ALIKE:
-            differences.append(difference)
-    return min(differences).sentence if differences else ""
+        if other is not part:
+            least = 0 if are_replicas else _ALIKE
+            differences += _first_difference(other, part, least)
+    first = min(differences, default=(0, ""))
+    return first[1]
 
 
-class _NormDifference(NamedTuple):
-    """Where the norms of two ranks part, the earliest first."""
-
-    step: int
-    alike: int  # rows before
-    sentence: str
-
-
-def _first_difference(lower: Part, higher: Part) -> _NormDifference | None:
-    """Return the first difference between two ranks, `None` if there is none."""
+def _first_difference(lower: Part, higher: Part, least: int) -> Iterator[tuple[int, str]]:
+    """Yield step and sentence of the first difference between two ranks, if at least so many rows before were alike."""
     start = max(lower.skipped, higher.skipped)
     alike = 0
     both = zip(blocks(lower.whole, start), blocks(higher.whole, start), strict=False)
@@ -172,19 +160,22 @@ def _first_difference(lower: Part, higher: Part) -> _NormDifference | None:
         steps, norms, present = [array[:length] for array in ours]
         other_steps, other_norms, other_present = [array[:length] for array in theirs]
         if not np.array_equal(steps, other_steps):
-            return None  # the ranks have recorded other steps
+            return  # the ranks have recorded other steps
         with np.errstate(all="ignore"):
             is_close = np.isclose(norms, other_norms, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         apart = np.argwhere(~is_close & present & other_present)
         if len(apart):
             row, column = apart[0]
-            name = printable(lower.key.names[column])
-            norm = f"{norms[row, column]:.3g} on rank {lower.rank}"
-            other_norm = f"{other_norms[row, column]:.3g} on rank {higher.rank}"
-            since = f"from step {steps[row]} on"
-            if start and not alike + row:
-                since = f"at step {steps[row]} or before"
-            sentence = f"ranks differ {since}: the norm of {name} is {norm} and {other_norm}"
-            return _NormDifference(int(steps[row]), alike + int(row), sentence)
+            if alike + row >= least:
+                name = printable(lower.key.names[column])
+                norm = f"{norms[row, column]:.3g} on rank {lower.rank}"
+                other_norm = f"{other_norms[row, column]:.3g} on rank {higher.rank}"
+                since = f"from step {steps[row]} on"
+                if start and not alike + row:
+                    since = f"at step {steps[row]} or before"
+                yield (
+                    int(steps[row]),
+                    f"ranks differ {since}: the norm of {name} is {norm} and {other_norm}",
+                )
+            return
         alike += length
-    return None

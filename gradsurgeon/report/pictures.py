@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-# Pictures that there are no longer, each with what to use instead.
-_GONE = {"heatmap": "the map of norms is on the page of `gradsurgeon report RUN --html FILE`"}
+# Pictures that there are no longer, each with what is on the page instead.
+_GONE = {"heatmap": "the map of norms is", "histograms": "the bands of histograms are"}
 _IMAGES = 4  # dimensions of several images
 
 
 def check(kind: str, known: Sequence[str]) -> None:
     """Raise `ValueError` if there is no such picture here."""
     if kind in _GONE:
-        raise ValueError(f"the picture {kind!r} is gone: {_GONE[kind]}")
+        page = "on the page of `gradsurgeon report RUN --html FILE`"
+        raise ValueError(f"the picture {kind!r} is gone: {_GONE[kind]} {page}")
     if kind not in known:
         raise ValueError(f"no picture {kind!r} here; there are {', '.join(known)}")
 

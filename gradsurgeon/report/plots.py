@@ -14,9 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.records.store import RecordQueries
 from gradsurgeon.records.store.recorded import RecordSource
-from gradsurgeon.report.histograms import quantiles_of
 from gradsurgeon.report.history import OF_EACH_CALL, WholeNorm
 from gradsurgeon.report.norms import labels, ranked
 from gradsurgeon.report.report import Report
@@ -24,7 +22,6 @@ from gradsurgeon.report.rules_and_events import GRADIENT, edits_of
 from gradsurgeon.report.sources import unread
 from gradsurgeon.report.tables import shortened
 from gradsurgeon.report.track import Track
-from gradsurgeon.tensors.statistics import HISTOGRAM
 
 Name = str | Sequence[str]
 
@@ -34,7 +31,6 @@ _IN_LEGEND = 24
 _CHANNELS = 64
 _PER_ROW = 8
 _RED = "#e3262d"
-_BLUE = "#1f6fb4"
 _SKIPS = frozenset({"skipped-step", "scaler-skip"})
 
 
@@ -86,19 +82,13 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     recorded = source.recorded()
     report = unread(recorded)
     history = report.history_of(rule=rule)
-    tracks = history.tracks
-    if not tracks:
+    if not history.tracks:
         raise _nothing_to_draw(report, rule)
-    if name is not None:
-        wanted = matching(name, [track.name for track in tracks], recorded.aliases)
-        tracks = [track for track in tracks if track.name in wanted]
     # One picture has one scale: gradients and outputs, say, are not alike.
-    kind = tracks[0].origin.kind
-    tracks = [track for track in tracks if track.origin.kind == kind]
+    kind = history.tracks[0].origin.kind
     wholes: list[WholeNorm] = []
     if name is None:
-        worst = {track.name for track in ranked(tracks)[:_LAYERS]}
-        tracks = [track for track in tracks if track.name in worst]
+        shown = {track.name for track in ranked(history.tracks_of(kind))[:_LAYERS]}
         if kind == GRADIENT:
             # Where a step has several records, the norms of a step do not add up to the norm of all.
             wholes = [
@@ -106,6 +96,10 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
                 for whole in history.gradients
                 if len(whole.names) > 1 and whole.point not in OF_EACH_CALL
             ]
+    else:
+        shown = matching(name, [track.name for track in history.tracks], recorded.aliases)
+        kind = next(track.origin.kind for track in history.tracks if track.name in shown)
+    tracks = [track for track in history.tracks_of(kind) if track.name in shown]
     figure = Picture(11, 4.8)
     axes = figure.subplots()
     handles = _curves(axes, wholes, labels(wholes, len(report.params)), tracks)
@@ -113,31 +107,10 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     title = None
     if len(handles) > _IN_LEGEND:
         title = f"the first {_IN_LEGEND} of {len(handles)}"
-    shown = [*handles[:_IN_LEGEND], *_events(axes, report)]
-    figure.legend(handles=shown, title=title, loc="outside right upper", fontsize=8, frameon=False)
-    return figure
-
-
-def histograms(source: RecordQueries, *, name: str | None, rule: str | None) -> Picture:
-    """Draw the quantiles of the magnitudes of one tensor over the steps, as bands."""
-    if name is None:
-        raise ValueError("the picture 'histograms' is of one tensor: pass name=")
-    records = source.histograms(name, rule=rule)
-    steps = [step for step, _ in records]
-    counts = np.array([counts for _, counts in records])
-    figure = Picture(11, 3.6)
-    axes = figure.subplots()
-    lowest, low, median, high, highest = quantiles_of(counts.reshape(len(steps), len(HISTOGRAM)))
-    style: dict[str, Any] = {"alpha": 0.25, "color": _BLUE, "linewidth": 0}
-    axes.fill_between(steps, lowest, highest, label="5% to 95%", **style)
-    axes.fill_between(steps, low, high, label="25% to 75%", **style)
-    axes.plot(steps, median, color=_BLUE, marker=".", markersize=2, label="median")
-    axes.set_yscale("log")
-    axes.grid(alpha=0.25)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set_title(f"magnitudes of the elements of {_plain(name)}", loc="left", fontsize=10, pad=10)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    handles = [*handles[:_IN_LEGEND], *_events(axes, report)]
+    figure.legend(
+        handles=handles, title=title, loc="outside right upper", fontsize=8, frameon=False
+    )
     return figure
 
 

@@ -111,8 +111,7 @@ class Report:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
 
-        for table, _ in loss_tables([*self.losses, *self.rates]):
-            tables.append(table)
+        tables += [table for table, _ in loss_tables([*self.losses, *self.rates])]
         if self.statuses:
             tables.append(self.rule_table)
         return tables
@@ -120,9 +119,8 @@ class Report:
     @property
     def rule_table(self) -> Table:
         """What each rule did."""
-        updates = 0
-        if self.steps is not None:
-            updates = self.steps[1] - self.steps[0] + 1
+        first, last = self.steps or (0, -1)
+        updates = last - first + 1
         ranks = max(1, len(self.ends))
         return rule_table(self.rules, self.statuses, self.events, updates * ranks)
 
@@ -201,12 +199,17 @@ class Report:
 
     @cached_property
     def callouts(self) -> tuple[Callout, ...]:
-        """What stands out in the records; nothing without numpy."""
+        """What stands out in the records, which takes numpy, and the facts that checks saw, on all ranks once."""
+        facts = dict.fromkeys([event.message for event in self.events if event.kind == "fact"])
+        seen = [Callout("fact", text) for text in facts]
         if not is_installed("numpy"):
-            return ()
+            return tuple(seen)
         from gradsurgeon.report.callouts import callouts  # noqa: PLC0415 # needs numpy
+        from gradsurgeon.report.rate_facts import rate_facts  # noqa: PLC0415 # likewise
 
-        seen = list(callouts(self.history, len(self.params)))
+        if self.steps is not None:
+            seen += rate_facts(self.series, self.steps[1])
+        seen += callouts(self.history, len(self.params))
         if self.ranks:
             seen.append(Callout(REPLICAS, self.ranks))
         silent = self._silent()
@@ -235,10 +238,7 @@ class Report:
     @property
     def is_partial(self) -> bool:
         """Whether older rows are left out."""
-        for part in self.series:
-            if part.skipped:
-                return True
-        return bool(self.dropped)
+        return bool(self.dropped) or any(part.skipped for part in self.series)
 
     def _silent(self) -> list[str]:
         """Return the parameters that should learn and had no gradient in any update."""

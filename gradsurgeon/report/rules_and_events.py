@@ -24,6 +24,8 @@ WEIGHTS = "weight"
 UPDATES = "update"
 OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
 OF_WEIGHTS = frozenset({WEIGHTS, UPDATES, *OF_UPDATES.values()})
+# The tensors of rules on the state of an optimizer begin so.
+STATE = "state."
 LOSS_STATS = frozenset({COSINE, RATIO, WEIGHT, DISTANCE})
 _RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
 _READERS = ("trap", "observe", "capture", "check")
@@ -52,23 +54,20 @@ def rule_table(
     rows = []
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
-        fired = f"{status.fired:,}"
-        if info.role == "trap":
-            # A trap only reads gradients, and the remark has the number of its trips.
-            fired = "-"
+        is_trap = info.role == "trap"
+        remark = ""
+        if not status.fired:
+            remark = "NEVER CHECKED" if is_trap else "NEVER FIRED"
+        elif is_trap:
             trips = [event for event in events if is_trip(event) and event.rule == rule]
-            remark = "NEVER CHECKED"
-            if status.fired:
-                remark = trap_words(status, trips, updates)
-        elif not status.fired:
-            remark = "NEVER FIRED"
+            remark = trap_words(status, trips, updates)
         elif info.role == "edit" and status.changed == 0:
             remark = "changed nothing"
-        else:
-            remark = ""
         changed = "-"
         if info.role not in _READERS and status.changed is not None:
             changed = f"{100 * status.changed:.3g}%"
+        # A trap only reads gradients, and the remark has the number of its trips.
+        fired = "-" if is_trap else f"{status.fired:,}"
         last = "-" if status.last_step is None else str(status.last_step)
         names = [printable(rule), printable(info.action)]
         rows.append([*names, f"{status.matched:,}", fired, changed, last, remark])

@@ -31,12 +31,12 @@ class Run(stored.StoredRun):
 
     def plot(
         self,
-        kind: Literal["norms", "histograms"] = "norms",
+        kind: Literal["norms"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
     ) -> Figure:
-        """Draw norms or histograms of the run, as `Session.plot` does. A run directory holds no tensors to draw.
+        """Draw norms of the run, as `Session.plot` does. A run directory holds no tensors to draw.
 
         Args:
             kind: the picture.
@@ -52,9 +52,8 @@ class Run(stored.StoredRun):
             RecordError: no rule has recorded these numbers.
             GradSurgeonError: matplotlib is missing.
         """
-        pictures.check(kind, ["norms", "histograms"])
-        draw = getattr(pictures.drawing(), kind)
-        figure: Figure = draw(self, name=name, rule=rule)
+        pictures.check(kind, ["norms"])
+        figure: Figure = pictures.drawing().norms(self, name=name, rule=rule)
         return figure
 
 

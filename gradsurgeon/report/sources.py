@@ -27,7 +27,7 @@ def summary(source: RecordSource, *, newest: int | None = None) -> Report:
     if is_installed("numpy"):
         # The files of a run may be closed before somebody looks at the report.
         _ = (report.steps, report.losses, report.rates, report.ranks, report.progress)
-        _ = (report.history.tracks, report.history.gradients)
+        _ = (report.history.tracks, report.history.gradients, report.callouts)
     return report
 
 

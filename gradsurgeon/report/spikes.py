@@ -54,6 +54,24 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
     return Spike(int(steps[place]), float(norms[place]), float(times[best]))
 
 
+def raised_level(steps: Ints, norms: Floats, usual: float) -> tuple[int, int, float] | None:
+    """Return the first and the last step of a level that did not stay, and its height as a multiple of the usual norm.
+
+    A level is the median of successive norms. That of the begin or of the end of a training is none.
+    """
+    # Nearly always too few norms are so high.
+    if not usual or np.count_nonzero(norms > TIMES * usual) < LEAST_PAST:
+        return None
+    blocks = len(norms) // LEAST_PAST
+    length = blocks * LEAST_PAST
+    levels = np.median(norms[:length].reshape(blocks, LEAST_PAST), axis=1)
+    raised = np.flatnonzero(levels > TIMES * usual)
+    if not len(raised) or raised[0] == 0 or raised[-1] == blocks - 1:
+        return None
+    first, last = steps[:length].reshape(blocks, LEAST_PAST)[raised[[0, -1]], [0, -1]]
+    return int(first), int(last), float(levels.max() / usual)
+
+
 def of_windows(extreme: np.ufunc, values: Floats, width: int) -> Floats:
     """Return the largest, or the least, of each so many successive values."""
     length = len(values) - width + 1

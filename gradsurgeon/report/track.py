@@ -107,9 +107,10 @@ class Track:
     @cached_property
     def zero_since(self) -> int | None:
         """The step from which on all norms are 0 until the end."""
-        is_alive = self.norms[self.recorded] != 0
-        alive = np.flatnonzero(is_alive)
-        if not len(alive) or is_alive[-1]:
+        if self.last != 0:
+            return None  # nearly always
+        alive = np.flatnonzero(self.norms[self.recorded])
+        if not len(alive):
             return None
         later = self.recorded[alive[-1] + 1 :]
         # An expert that is rarely chosen rests as long between two choices.

@@ -112,36 +112,29 @@ def page_data(run: StoredRun) -> dict[str, Any]:
             "trips": report.tally.trips,
             "findings": report.tally.kinds["check"],
         }
-    notes = [*report.notes, *rank_lines(report.progress)]
-    if report.frozen_note:
-        notes.append(report.frozen_note)
-    span: list[int] = []
-    if report.steps is not None:
-        span.extend(report.steps)
-    losses = [line(loss.name, loss.steps, loss.values) for loss in report.tagged]
-    page = {
+    notes = [*report.notes, *rank_lines(report.progress), report.frozen_note]
+    return {
         "title": report.title,
         "folder": str(run.path),
         "ranks": len(report.ends),
         "about": {key: str(run.meta.get(key, "")) for key in _ABOUT},
-        "notes": notes,
+        "notes": list(filter(None, notes)),
         "band": outcome.band._asdict(),
         "ended": ended,
         # In an observed run, the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
-        "span": span,
+        "span": report.steps or [],
         "callouts": list(report.remarks),
         "kinds": [_kind(report, table) for table in report.norms],
         "nothing": report.norms_title,
-        "losses": losses,
+        "losses": [line(loss.name, loss.steps, loss.values) for loss in report.tagged],
         "rates": [line(rate.name, rate.steps, rate.values) for rate in report.rates],
         "versus": list(_versus(report)),
         "magnitudes": list(_magnitudes(report)),
+        "rules": report.rule_table.plain(),
+        "rule_file": section(run.meta, "rules"),
+        **_events(report.events),
     }
-    page["rules"] = report.rule_table.plain()
-    page["rule_file"] = section(run.meta, "rules")
-    page.update(_events(report.events))
-    return page
 
 
 def _versus(report: Report) -> Iterator[dict[str, Any]]:

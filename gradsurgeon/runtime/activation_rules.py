@@ -118,7 +118,7 @@ class ActivationRules:
         if self.context.tag_watcher is not None:
             self.context.tag_watcher(name, tensor)
         if name not in self._tags:
-            tagged = [effect for effect in self._effects.tags if _matches(effect.rule, name)]
+            tagged = [effect for effect in self._effects.tags if matches(effect.rule, name)]
             self._tags[name] = Site(tagged, ROOT, name, self.counters)
         if not self.may_act():
             return tensor
@@ -169,7 +169,9 @@ class ActivationRules:
             # After a write in place the tensor object holds another value, with a gradient of its own.
             if hook.version != tensor._version:  # noqa: SLF001 # counts writes
                 continue
-            editing.update(effect for effect, _ in hook.effects if effect.edits)
+            for effect, _ in hook.effects:
+                if effect.edits:
+                    editing.add(effect)
         return editing
 
     def _on_value(
@@ -181,12 +183,22 @@ class ActivationRules:
         # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
         counter = partial(self.counters.counter_of, owner)
-        out = tensor
+        named = partial(Origin, step=step, counter=counter, is_gradient=False, is_again=again)
         with self.lock:
-            for effect, name in effects:
-                if self._is_fit(out, effect, name, owner):
-                    origin = Origin(name, step, counter, is_gradient=False, is_again=again)
-                    out = effect.on_tensor(out, origin)
+            return self._run(effects, tensor, owner, named)
+
+    def _run(
+        self,
+        effects: Sequence[NamedEffect],
+        tensor: Tensor,
+        owner: str,
+        named: Callable[[str], Origin],
+    ) -> Tensor:
+        """Run rules on a tensor, given its origin by its name in their records; return the tensor that replaces it."""
+        out = tensor
+        for effect, name in effects:
+            if self._is_fit(out, effect, name, owner):
+                out = effect.on_tensor(out, named(name))
         return out if self.context.mode == "act" else tensor
 
     def on_gradient(self, effects: Sequence[NamedEffect], grad: Tensor, owner: str) -> Tensor:
@@ -198,15 +210,11 @@ class ActivationRules:
         with self.lock:
             # Without rules on parameters, this flag is all that shows the session a backward pass.
             self.passes.seen.module |= not again
-            out = grad
             scale = self.context.scaling.scale
             counter = partial(self.counters.counter_of, owner)
             step = counter().step
-            for effect, name in effects:
-                if self._is_fit(out, effect, name, owner):
-                    origin = Origin(name, step, counter, scale=scale, is_again=again)
-                    out = effect.on_tensor(out, origin)
-        return out if self.context.mode == "act" else grad
+            named = partial(Origin, step=step, counter=counter, scale=scale, is_again=again)
+            return self._run(effects, grad, owner, named)
 
     def is_unreadable(self, tensor: Tensor, effects: Sequence[NamedEffect], owner: str) -> bool:
         """Return whether a tensor has no numbers to read, so rules leave it alone; warn once."""
@@ -290,7 +298,10 @@ class GradHook:
         return None
 
 
-def _matches(rule: Rule, name: str) -> bool:
-    if any(compile_pattern(text).matches(name) for text in rule.exclude):
-        return False
-    return any(compile_pattern(text).matches(name) for text in rule.patterns)
+def matches(rule: Rule, name: str) -> bool:
+    return _are_any(rule.patterns, name) and not _are_any(rule.exclude, name)
+
+
+def _are_any(patterns: Sequence[str], name: str) -> bool:
+    # A name such as `loss[1]` is also a pattern, of another name.
+    return name in patterns or any(compile_pattern(text).matches(name) for text in patterns)

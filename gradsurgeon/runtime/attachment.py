@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, clips_by_themselves
 from gradsurgeon.common import _live
 from gradsurgeon.common.events import Event, RuleStatus
 from gradsurgeon.errors import printable
@@ -20,6 +21,7 @@ from gradsurgeon.records.store import Records
 from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.context import Context, SessionOptions
 from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.device_policy import with_decisions
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.tensors import _torch
 
@@ -45,7 +47,6 @@ class Attachment:
         writer: RunWriter | None = None,
         sinks: Sequence[Delivery] = (),
     ) -> None:
-        self.plan = plan
         # Optimizers and scaler are only held weakly once the hooks are on.
         self.options = options._replace(optimizers=None, scaler=None)
         matched = [len(plan.of(rule.id)) for rule in plan.rules.rules]
@@ -60,6 +61,7 @@ class Attachment:
             pending=self.pending_steps,
         )
         self.context = Context(model, plan, options, event_log, recorder)
+        self.plan = with_decisions(plan, self.context, options.optimizers)
         self.context.refusals.refuse_complaints(plan.refused)
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
@@ -93,6 +95,11 @@ class Attachment:
 
     def _install(self) -> None:
         self.controller.attach()
+        # Once is enough, and under `run` the header says it.
+        for rule in clips_by_themselves(self.plan.rules.rules)[:1]:
+            if not self.context.outside:
+                text = f"{BY_ITSELF}: {BOTH_FORMS}"
+                self.context.event_log.emit("notice", text, rule=rule.id, warn=True)
         # No public interface lists the modules that compiled code calls, so all compiled code must go.
         effects = self.controller.effects
         if effects.modules and _torch.forget_compiled_code():
@@ -107,11 +114,32 @@ class Attachment:
             return
         self.removed = True
         try:
-            self.context.recorder.collect(self.controller.effects.mention_flags)
+            self.context.recorder.collect(self._read_devices)
             if not self.context.refusals.over:
                 self._report_end(error)
         finally:  # also if the script turns a warning into an error
             self._close(error)
+
+    def end(self) -> None:
+        """Take everything off, then raise an error that was kept; an exception that is being handled gets it as a note."""
+        self.remove()
+        handled = sys.exc_info()[1]
+        if handled is None:
+            self.context.event_log.raise_raised()
+        for error in self.context.event_log.take_raised():
+            assert handled is not None  # noqa: S101 # the error would have been raised
+            handled.add_note(str(error))
+
+    def settle(self, *, raises: bool = False) -> None:
+        """Read what a device has decided on the last update, and raise the error of a trap, or keep it."""
+        self.controller.training.device.settle()
+        if raises:
+            self.context.event_log.raise_raised()
+
+    def _read_devices(self) -> None:
+        self.settle()
+        for trap in self.controller.effects.tensor_traps:
+            trap.mention_all()
 
     def _report_end(self, error: BaseException | None) -> None:
         context = self.context
@@ -136,7 +164,7 @@ class Attachment:
             reason = f": {cause}" if cause else ""
             return f"was due in {due} steps and never fired{reason}"
         if self.controller.has_stepped:
-            return "was never due"
+            return "was never due in an update that took place"
         return "never fired: no optimizer that owns its parameters stepped while their gradients were there"
 
     def remove_with_records(self) -> None:
@@ -173,9 +201,11 @@ class Attachment:
         with ExitStack() as stack:
             if self._when_removed is not None:
                 stack.callback(self._when_removed)
-            stack.callback(self.context.recorder.close, error or sys.exc_info()[1])
+            log = self.context.event_log
+            close = self.context.recorder.close
+            stack.callback(lambda: close(error or sys.exc_info()[1] or log.last_trap))
             stack.callback(self.controller.detach)
-            self.context.recorder.collect()
+            self.context.recorder.collect(self.settle)
             with self.context.refusals:
                 self.controller.effects.conclude()
 
@@ -200,6 +230,8 @@ class Attachment:
         return list(self.context.event_log.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
+        if wait:
+            self.settle()
         return self.context.event_log.status(wait=wait)
 
     @property

@@ -1,14 +1,14 @@
 """Watches backward passes. Comparing gradients before and after a pass shows which parameters it reached, without hooks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.context import Context
@@ -19,13 +19,13 @@ from gradsurgeon.runtime.running_passes import (
     all_running,
     lock,
     note_inner,
-    numbered_pass,
+    report_number,
     taken_numbers,
     threads,
 )
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _dist, _torch
-from gradsurgeon.tensors._backward_calls import BackwardCall
+from gradsurgeon.tensors._backward_calls import BackwardCall, End
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 from gradsurgeon.tensors.readable import readable
 
@@ -56,13 +56,13 @@ class BackwardWatch:
     def begin(self, running: RunningPass) -> _Before | None:
         """Return the gradients that exist before a pass, ``None`` if it does not reach the model."""
         with lock:
-            if not self._concerns(running):
+            if len(threads) > 1 and not self._concerns(running):
                 return None
             self._events.backward_started(running.graph)
             if len(all_running) == 1:
                 # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
-            indices, grads = self.context.parameters.grads(self._watched)
+            indices, grads = self.context.parameters.own_grads(self._watched)
             by_index = dict(zip(indices, grads, strict=True))
             written: dict[int, tuple[Tensor, int]] = {}
             held: dict[int, Tensor] = {}
@@ -76,7 +76,7 @@ class BackwardWatch:
     def end(self, running: RunningPass, before: _Before, averaging: Sequence[Any]) -> None:
         """Report a pass, in which some DDP wrappers averaged, to the events, if it reached the model."""
         with lock:
-            if not self._concerns(running):
+            if len(threads) > 1 and not self._concerns(running):
                 return
             indices = self._changed(before)
             # Still under the lock: the first pass of another thread may begin right after it.
@@ -130,9 +130,7 @@ class BackwardWatch:
             self._events.backward_failed(BackwardPass((*indices,), averaging=averaging))
 
     def _concerns(self, running: RunningPass) -> bool:
-        """Return whether a pass may reach the model. Only if other threads also ran passes, its graph is searched."""
-        if len(threads) == 1:
-            return True
+        """Return whether a pass may reach the model, if other threads also run passes."""
         # The leaves of the graph of a sharded model are not the parameters.
         params = self.context.parameters.params()
         if any(map(_dist.is_divided, params)):
@@ -140,7 +138,7 @@ class BackwardWatch:
         return running.reaches(set(map(id, params)))
 
     def _changed(self, before: _Before) -> set[int]:
-        indices, grads = self.context.parameters.grads(self._watched)
+        indices, grads = self.context.parameters.own_grads(self._watched)
         if not before.grads:
             return set(indices)
         changed = set()
@@ -157,34 +155,74 @@ def _writes(grad: Tensor) -> int:
     return _torch.writes(_dist.local(grad))
 
 
+@_torch.without_grad
 def _holds_something(grad: Tensor) -> Tensor:
     # A script that zeroes gradients in place keeps the tensor, so its elements must be read.
     part = _dist.local(grad)
-    with torch.no_grad():
-        # A sparse tensor cannot be compared with 0; its stored values can.
-        values = part._values() if part.layout == torch.sparse_coo else part  # noqa: SLF001 # no copy
-        return (values != 0).any()
+    # A sparse tensor cannot be compared with 0; its stored values can.
+    values = part._values() if part.layout == torch.sparse_coo else part  # noqa: SLF001 # no copy
+    return (values != 0).any()
 
 
+# Is called with the graph of a pass that is about to begin, and with its inputs.
 Begins = Callable[[BackwardGraph, Sequence[Any]], None]
+
+
+@dataclass(slots=True, eq=False)
+class _WatchedPass:
+    """A pass that gives parameters their gradients, and the watches that learn of it."""
+
+    running: RunningPass
+    watches: Sequence[BackwardWatch]
+    # The hook that reports its number.
+    numbering: RemovableHandle | None
+    before: dict[BackwardWatch, _Before] = field(default_factory=dict)
+
+    def end(self, error: BaseException | None) -> None:
+        try:
+            if self.numbering is not None:
+                self.numbering.remove()
+            if error is None:
+                _show_end(self)
+            else:
+                _show_failure(self)
+        finally:
+            self.running.end()
 
 
 def around_passes(
     watches: Callable[[], Sequence[BackwardWatch]], begins: Begins
-) -> Callable[[BackwardCall], AbstractContextManager[None]]:
-    """Return the context of a backward pass. ``begins`` may wait for other ranks, so no lock is held in it."""
+) -> Callable[[BackwardCall], End | None]:
+    """Return what to call before each pass. ``begins`` may wait for other ranks, so no lock is held in it."""
 
-    @contextmanager
-    def around(call: BackwardCall) -> Iterator[None]:
+    def around(call: BackwardCall) -> End | None:
         known = watches()
-        observed: AbstractContextManager[None] = nullcontext()
         try:
-            observed = _observed(call, known, begins)
+            training = _watched_pass(call, known)
         except Exception as error:
             if not _settle(known, error):
                 raise
-        with observed:
-            yield
+            return None
+        if training is None:
+            return None
+        if isinstance(training, RemovableHandle):
+            handle = training
+            return lambda _: handle.remove()
+        running = training.running
+        # While the pass is listed, no other thread takes the gradients that hooks have seen.
+        running.begin()
+        try:
+            try:
+                begins(running.graph, running.inputs)
+            except Exception as error:
+                if not _settle(known, error):
+                    raise
+            for watch in known:
+                _show_begin(watch, training)
+        except BaseException as error:
+            training.end(error)
+            raise
+        return training.end
 
     return around
 
@@ -193,108 +231,81 @@ def _settle(watches: Sequence[BackwardWatch], error: Exception) -> bool:
     return all_go_on_after([watch.context.refusals for watch in watches], error)
 
 
-def _observed(
-    call: BackwardCall, watches: Sequence[BackwardWatch], begins: Begins
-) -> AbstractContextManager[None]:
-    """Return the context in which a backward pass runs, so that the watches learn of it."""
+def _watched_pass(
+    call: BackwardCall, watches: Sequence[BackwardWatch]
+) -> _WatchedPass | RemovableHandle | None:
+    """Return a pass that trains; of another one the hook that reports its number, if somebody needs it."""
     roots = roots_of(call.outputs)
     outer = _torch.graph_task()
     if outer != -1:
         # A pass inside another pass is a part of it.
         note_inner(roots)
         scalings = [watch.scaling for watch in watches if watch.scaling.in_use]
-        return numbered_pass(roots, [partial(each.began_inside, outer=outer) for each in scalings])
+        return report_number(roots, [partial(each.began_inside, outer=outer) for each in scalings])
     tasks = taken_numbers()
     if tasks is not None:
-        return numbered_pass(roots, [tasks.append])
+        return report_number(roots, [tasks.append])
     if not call.accumulates:
-        return nullcontext()
-    graph = BackwardGraph(roots, losses=tuple(_losses_of(call.outputs)))
+        return None
+    graph = BackwardGraph(roots, losses=_losses_of(call.outputs))
     running = RunningPass(graph, call.inputs)
-    is_scaled = any(watch.scaling.in_use for watch in watches)
-    numbered = numbered_pass(roots, [running.tasks.append] if is_scaled else [])
-    return _training(running, watches, begins, numbered)
+    numbering = None
+    for watch in watches:
+        if watch.scaling.in_use:
+            numbering = report_number(roots, [running.tasks.append])
+            break
+    return _WatchedPass(running, watches, numbering)
 
 
-def _losses_of(outputs: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the values that a pass begins from, unless they are several numbers, or await a sum over ranks."""
+def _losses_of(outputs: Sequence[Any]) -> list[Tensor]:
+    """Return the values that a pass begins from, unless they are several numbers, or await a sum over ranks."""
+    losses = []
     for loss in outputs:
         is_number = isinstance(loss, Tensor) and loss.numel() == 1
         if not is_number or (type(loss) is not Tensor and _dist.is_partial(loss)):
             continue
         value = readable(loss)
         if value is not None:
-            yield value.reshape(())  # a mean over the batch may have dimensions of size 1
+            # A mean over the batch may have dimensions of size 1.
+            losses.append(value.reshape(()))
+    return losses
 
 
-@contextmanager
-def _training(
-    running: RunningPass,
-    watches: Sequence[BackwardWatch],
-    begins: Begins,
-    numbered: AbstractContextManager[None],
-) -> Iterator[None]:
-    """Report a pass that gives parameters their gradients to the watches."""
-    # While the pass is listed, no other thread takes the gradients that hooks have seen.
-    with running:
-        before: dict[BackwardWatch, _Before] = {}
-        try:
-            try:
-                begins(running.graph, running.inputs)
-            except Exception as error:
-                if not _settle(watches, error):
-                    raise
-            for watch in watches:
-                _show_begin(watch, running, before)
-            with numbered:
-                yield
-        except BaseException:
-            _show_failure(watches, running, before)
-            raise
-        try:
-            averaging = data_parallel.ended(running.reaches)
-            reached = list(before)
-            if len(reached) > 1:
-                # Ranks may wait for each other here, and may have made their sessions in different orders.
-                reached.sort(key=attrgetter("shapes"))
-            for watch in reached:
-                _show_end(watch, running, before[watch], averaging)
-        except Exception as error:
-            if not _settle(watches, error):
-                raise
-
-
-def _show_begin(
-    watch: BackwardWatch, running: RunningPass, before: dict[BackwardWatch, _Before]
-) -> None:
+def _show_begin(watch: BackwardWatch, training: _WatchedPass) -> None:
     try:
-        grads_before = watch.begin(running)
-        if grads_before is not None:
-            before[watch] = grads_before
+        before = watch.begin(training.running)
+        if before is not None:
+            training.before[watch] = before
     except Exception as error:
         if not watch.context.refusals.goes_on_after(error):
             raise
 
 
-def _show_failure(
-    watches: Sequence[BackwardWatch],
-    running: RunningPass,
-    before: dict[BackwardWatch, _Before],
-) -> None:
+def _show_failure(training: _WatchedPass) -> None:
+    running = training.running
     try:
         averaging = data_parallel.ended(running.reaches, failed=True)
-        for watch in watches:
-            watch.failed(running, before.get(watch), averaging)
+        for watch in training.watches:
+            watch.failed(running, training.before.get(watch), averaging)
     except Exception as error:
-        if not _settle(watches, error):
+        if not _settle(training.watches, error):
             raise
 
 
-def _show_end(
-    watch: BackwardWatch, running: RunningPass, before: _Before, averaging: Sequence[Any]
-) -> None:
+def _show_end(training: _WatchedPass) -> None:
+    running = training.running
     try:
-        watch.end(running, before, averaging)
+        averaging = data_parallel.ended(running.reaches)
+        reached = list(training.before)
+        if len(reached) > 1:
+            # Ranks may wait for each other here, and may have made their sessions in different orders.
+            reached.sort(key=attrgetter("shapes"))
+        for watch in reached:
+            try:
+                watch.end(running, training.before[watch], averaging)
+            except Exception as error:
+                if not watch.context.refusals.goes_on_after(error):
+                    raise
     except Exception as error:
-        if not watch.context.refusals.goes_on_after(error):
+        if not _settle(training.watches, error):
             raise

@@ -9,6 +9,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.actions import Rule
+from gradsurgeon.common.diagnosis import BUILD
 from gradsurgeon.common.events import Event
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import GradSurgeonError, printable
@@ -48,6 +49,8 @@ class SessionOptions(NamedTuple):
     say: Callable[[str], None] | None = None
     # Is called with each diagnosed step, as a function that opens the debugger where the fault was made.
     on_failed_step: Callable[[Callable[[], object]], None] | None = None
+    # The value of `--model` that builds the model anew, for the commands that a diagnosis proposes.
+    build: str = BUILD
 
 
 class Context:
@@ -81,11 +84,21 @@ class Context:
         # Is called with the name and the tensor of each tag, while a step is run again.
         self.tag_watcher: Callable[[str, Tensor], None] | None = None
         self.on_failed_step = options.on_failed_step
+        self.build = options.build
         self.scaling = Scaling(options.scaler, self.refusals)
         self.curves = TrainingCurves(self.rules, recorder, self.counters, self.names)
-        self._several = Ranks(self.parameters.params)
+        self._several = Ranks(self.parameters.params, self.parameters.groups_of)
         # The ranks of this process when the last backward pass began.
         self.ranks = Ranks()
+
+    @property
+    def are_averaged(self) -> bool:
+        """Whether an engine averages gradients over ranks before they can be seen."""
+        return self.parameters.elsewhere is not None and self.ranks.are_several
+
+    @property
+    def scaler_name(self) -> str:
+        return "the GradScaler" if self.parameters.elsewhere is None else "DeepSpeed"
 
     @property
     def paused(self) -> bool:
@@ -93,10 +106,6 @@ class Context:
         if self.is_paused or self.refusals.over:
             return True
         return self.refusals.lenient and _torch.is_capturing()
-
-    @paused.setter
-    def paused(self, is_paused: bool) -> None:
-        self.is_paused = is_paused
 
     def meet_ranks(self) -> None:
         """Notice if this process is one of several ranks by now."""

@@ -1,7 +1,7 @@
 """The controller of a session: runs its parts in order when a pass ends or a step begins."""
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -17,14 +17,17 @@ from gradsurgeon.runtime.activation_rules import ActivationRules
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.check_effects import ModelFacts
 from gradsurgeon.runtime.context import Context, SessionOptions
+from gradsurgeon.runtime.device_outcome import DeviceOutcome
 from gradsurgeon.runtime.effect import NOTHING_DUE, WeightUpdate
 from gradsurgeon.runtime.effect_table import effects_of
+from gradsurgeon.runtime.final_gradients import FinalGradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import Notices
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
+from gradsurgeon.runtime.optimizers import unmet
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.rank_agreement import RankAgreement
@@ -35,8 +38,6 @@ from gradsurgeon.runtime.training import Training
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.votes_heard import ALONE
 from gradsurgeon.tensors.backward_graph import BackwardGraph
-
-_NOT_MET = "the optimizer {kind} holds no parameter of the model, or hides the one that does: pass the optimizer that it wraps"
 
 
 class Controller:
@@ -52,6 +53,7 @@ class Controller:
         self.effects = effects_of(context, plan, self._facts)
         self._agreement = RankAgreement(context, self.effects)
         self.training = Training(context, self.effects, self.kept)
+        self.finals = FinalGradients(context, self.training, self._agreement)
         self.losses = LossRules(context, self._agreement, self.effects)
         self.backward = BackwardWatch(context, self, self.effects.watched)
         self.manual = ManualSteps(context, self, self.effects, options)
@@ -61,7 +63,9 @@ class Controller:
         shared = SharedInputs(self.activations, self.effects)
         self._module_hooks = ModuleHooks(self.effects.modules, self.activations, shared)
         self.model = ModelChanges(model, plan, self.effects, self.param_hooks, self._module_hooks)
-        self.steps = OptimizerWatch(context, self, self.effects, self.model, self.manual)
+        self.steps = OptimizerWatch(
+            context, self, self.effects, self.model, self.manual, device=self.training.device
+        )
         self._notices = Notices(context, self.effects, counters.counter_of)
         self._search_on = options.optimizers is None
         self._unstepped = False  # a backward pass came, and no update followed it yet
@@ -78,12 +82,8 @@ class Controller:
         model = self._model()
         if model is not None and self.training.traps.keeps_calls:
             self.kept.attach(model)
-        # Popped one by one: from here on the session holds the optimizers weakly.
-        while self._given:
-            optimizer = self._given.pop(0)
-            if self.steps.meet(optimizer) is None:
-                text = _NOT_MET.format(kind=type(optimizer).__name__)
-                self.context.event_log.emit("notice", text, warn=True)
+        for text in unmet(self._given, self.steps.meet):
+            self.context.event_log.emit("notice", text, warn=True)
         self.attached = True
 
     def go_last(self) -> None:
@@ -95,15 +95,16 @@ class Controller:
 
     def detach(self) -> None:
         self.attached = False
+        self.training.device.close()
         self._agreement.close()
         self.model.let_go()
         self.steps.close()
         self.effects.close()
         self._module_hooks.detach()
-        self.kept.detach()
+        self.kept.close()
         self.param_hooks.disarm()
         self.context.parameters.forget()
-        self.context.paused = True
+        self.context.is_paused = True
 
     def backward_started(self, graph: BackwardGraph) -> None:
         """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
@@ -112,28 +113,35 @@ class Controller:
         self.training.before_pass(graph)
         accumulates = False
         if self.kept.reaching:
-            accumulates = bool(self.context.parameters.grads()[0])
+            parameters = self.context.parameters
+            # An engine keeps gradients elsewhere.
+            accumulates = parameters.elsewhere is not None or bool(parameters.own_grads()[0])
         self.kept.keep_loss(graph, accumulates=accumulates)
 
     def backward_finished(self, done: BackwardPass) -> None:
-        objections: Sequence[Objection] = ()
-        try:
-            if self.context.ranks.are_several:
-                self.context.ranks.refuse_uneven()
-                self._agreement.find_sessions(done)
-            by_hand = self._note_pass(done)
-            if by_hand:
-                self.manual.refuse_compounding(done)
-            self.training.act_after_pass(done)
-            if self.context.ranks.are_several and self._agreement.votes(done):
-                objections = self.training.objections(done)
+        if self.context.parameters.elsewhere is not None:
+            done = self.finals.collect(done)
+            self._note_pass(done)
+            self.training.note_pass(done)
             self._end_pass(done)
-        finally:
-            # Always cast the vote: other ranks may wait for it.
-            if self.context.ranks.are_several:
-                self._agreement.cast(done, objections)
+            return
+        if self.context.ranks.are_several:
+            with self.finals.votes_on(done) as objections:
+                by_hand = self._show_pass(done, objections)
+        else:
+            by_hand = self._show_pass(done, [])
         if by_hand:
             self.manual.after_pass()
+
+    def _show_pass(self, done: BackwardPass, objections: list[Objection]) -> bool:
+        """Show a pass whose gradients are there, and add this rank's objections; return whether it counts as a manual step."""
+        by_hand = self._note_pass(done)
+        if by_hand:
+            self.manual.refuse_compounding(done)
+        self.training.note_pass(done)
+        objections.extend(self.finals.show(done))
+        self._end_pass(done)
+        return by_hand
 
     def backward_failed(self, done: BackwardPass) -> None:
         self._agreement.cast(done, ())
@@ -148,12 +156,12 @@ class Controller:
         self._unstepped |= bool(done.indices)
         self._notices.arrived.update(done.indices)
         # A pass that gave no parameter a gradient feeds no update.
-        if not done.indices and context.parameters.are_trained():
+        if not done.indices and any(param.requires_grad for param in context.parameters.present()):
             return False
         return self.manual.active or not self.expects_update()
 
     def _end_pass(self, done: BackwardPass) -> None:
-        if self._facts is not None:
+        if self._facts is not None and self.context.ranks.are_several:
             self._facts.passed(done)
         self.training.after_pass(done)
         for counter in self.context.counters.among(done.indices):
@@ -177,20 +185,20 @@ class Controller:
         due = step.due
         if context.mode == "act":
             step.hidden_by = due.hidden_by
-        self.training.before_update(step)
+        if step.unread is None:
+            self.training.before_update(step)
         heard = ALONE
         if context.ranks.are_several and not step.inside:
-            heard = self._agreement.heard(counter)
+            heard = self._agreement.heard(counter, is_voted_on=step.is_voted_on)
         # Without due rules, flags of modules or tags may remain to be judged.
         may_have_flags = step.inside or self.effects.sites or counter is context.counters.common
-        needs_gradients = may_have_flags or due.watched or due.at_step
+        needs_gradients = may_have_flags or due.watched or due.final
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
         if not needs_gradients and heard.severity <= FINE:
-            for bound in due.before_edits:
-                bound.effect.before_edits(step, bound, None)
+            self.training.before_edits(step, None)
             return GOES_ON
         if due is NOTHING_DUE and not step.inside:
-            return self.training.traps.follow_others(counter, heard, moved=step.has_moved)
+            return self.training.traps.follow_others(step, heard)
         if context.ranks.are_several and not step.inside:
             self._agreement.check_norms(counter, due)
         had_pass = counter.passes > 0 or self.manual.active
@@ -200,22 +208,24 @@ class Controller:
         context = self.context
         counter = step.counter
         step.took_place = took_place and not step.stopped
+        if took_place and (step.outcome is None or step.outcome.overflow is None):
+            counter.scaler_skips = 0
         self.training.after_update(step)
         self.training.traps.passes.forget(counter)
-        if self._facts is not None:
+        if self._facts is not None and context.ranks.are_several:
             self._facts.updated(counter)
-        if took_place:
-            self._count_due(counter)
-            if not step.inside:  # hooks on a gradient inside backward may still be running
-                self.model.after_step(counter)
-                self._notices.arrived.difference_update(counter.indices)
+        if step.took_place:
+            self._count_due(counter, step.outcome)
+        if took_place and not step.inside:
+            # Inside backward, hooks on a gradient may still be running.
+            self.model.after_step(counter)
+            self._notices.arrived.difference_update(counter.indices)
         if self.effects.sites:
             self.activations.missed(counter)
         counter.tick()
         self.kept.updated()
         self._steps += 1
         self._lead_common(counter)
-        # Once per pass, even if several optimizers step.
         if self._unstepped and self._notices.arrived and self.steps.owned:
             settled = self._notices.newly_unowned()
             if settled:
@@ -225,9 +235,9 @@ class Controller:
         self._unstepped = False
         context.recorder.end_step(raised=step.raised)
 
-    def _count_due(self, counter: StepCounter) -> None:
+    def _count_due(self, counter: StepCounter, outcome: DeviceOutcome | None = None) -> None:
         if self.context.event_log.silent:
-            self._notices.count_due(counter, owned=self.steps.owned)
+            self._notices.count_due(counter, outcome, owned=self.steps.owned)
 
     def _lead_common(self, counter: StepCounter) -> None:
         """Make the common counter, used by unowned parameters, follow the most advanced step counter."""
@@ -243,11 +253,11 @@ class Controller:
             common.step = counter.step
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
+        # The step does not take place, so no rule at `step` can fire.
+        update = WeightUpdate(counter, self.effects.due(counter))
         try:
             self.training.skipped_by_scaler(counter, scale)
         finally:
-            # The step did not take place, so no rule at `step` could fire.
-            update = WeightUpdate(counter, self.effects.due(counter))
             self.step_finished(update, took_place=False)
 
     def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradsurgeon.actions import ByNorm
+from gradsurgeon.runtime.device_outcome import when_judged, when_made
 from gradsurgeon.runtime.effect import Bound, Effect
 from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
 from gradsurgeon.runtime.origin import Origin
@@ -55,7 +57,9 @@ class NormEdit(Effect):
         if indices:
             self._shorten(gradients, indices, bound.counter.step)
         if having:
-            self.log.count_fired(self.rule.id, bound.counter.step, len(having))
+            step = bound.counter.step
+            fired = partial(self.log.count_fired, self.rule.id, step, len(having))
+            when_made(gradients.outcome, fired)
 
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
         by_norm: ByNorm = self.compiled_at(step)
@@ -93,8 +97,9 @@ class NormEdit(Effect):
         rule = self.rule.id
         factors = by_norm.factor(norms)
         is_counted = gradients.shorten(rule, indices, factors)
+        outcome = gradients.outcome
         if is_counted:
-            self._mention_nonfinite(norms, step)
+            when_made(outcome, partial(self._mention_nonfinite, norms, step))
             return
 
         def count(norms: Tensor) -> None:
@@ -103,7 +108,7 @@ class NormEdit(Effect):
             self.log.count_changed(rule, shorter.sum())
 
         # Events and counts are computed on the host; norms of a device arrive there later.
-        self.log.when_read(norms, count)
+        when_made(outcome, partial(self.log.when_read, norms, count))
 
     def _mention_nonfinite(self, norms: Tensor, step: int) -> None:
         # A sum of float32 numbers does not overflow in Python.
@@ -128,5 +133,8 @@ class Hide(Effect):
     def act(self, gradients: Gradients, bound: Bound) -> None:
         indices = gradients.having(bound.indices)
         if indices:
-            self.log.count_changed(self.rule.id, len(indices))
-            self.log.count_fired(self.rule.id, bound.counter.step, len(indices))
+            when_judged(gradients.outcome, partial(self._count, len(indices), bound.counter.step))
+
+    def _count(self, number: int, step: int) -> None:
+        self.log.count_changed(self.rule.id, number)
+        self.log.count_fired(self.rule.id, step, number)

@@ -9,15 +9,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import EditRule, Rule
+from gradsurgeon.actions import EditRule, Observer, Rule
 from gradsurgeon.records.store import Key
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.device_outcome import DeviceOutcome
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_report import TrapReport
-from gradsurgeon.runtime.update import JudgedUpdate
+from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
 from gradsurgeon.tensors.statistics import columns_of
@@ -36,39 +37,45 @@ class Bound:
     def rule(self) -> Rule:
         return self.effect.rule
 
+    def has(self, method: str) -> bool:
+        return self.effect.has(method, self.counter)
+
     def columns(self, indices: Sequence[int]) -> Sequence[int]:
         """Return the columns of some of the parameters in a record; ``indices`` are in the order of the record."""
-        if len(indices) == len(self.indices):
-            return range(len(indices))
-        column = {index: number for number, index in enumerate(self.indices)}
-        return [column[index] for index in indices]
+        return places_among(self.indices, indices)
+
+
+def places_among(members: Sequence[int], indices: Sequence[int]) -> Sequence[int]:
+    """Return the places of some of the members, which are in the order of the members."""
+    if len(indices) == len(members):
+        return range(len(indices))
+    places = {index: place for place, index in enumerate(members)}
+    return [places[index] for index in indices]
 
 
 class Effect:
     """What one rule does. Each method may be left out.
 
-    A rule has one effect, for all optimizers. What an effect has seen it knows by parameter, so nothing has to move when
-    an optimizer claims parameters.
+    A rule has one effect, for all optimizers. It knows by parameter what it has seen, so nothing moves when one claims parameters.
 
     Attributes:
         indices: the parameters that the rule matches.
         compiled: what the rule compiles to.
-        keeps_zero: whether a zero stays a zero.
-        may_overflow: whether it can make a finite gradient non-finite.
+        keeps_zero, may_overflow: whether a zero stays a zero, and whether a finite gradient can become non-finite.
         stats: the statistics that it records.
         moment: when it acts: on the gradients of a moment at `accumulated` and `step`, on single tensors at `forward` and
             `backward`, else around updates (`updated`, `check`) or on several gradients (`losses`). A trap has the moment at
             which its numbers are measured, and always judges right before the update.
         edits: whether it changes tensors.
         combines: whether it replaces the sum of several gradients by another one.
-        hides: whether it hides gradients from the optimizer.
-        holds: whether it keeps weights as they are while an optimizer updates others.
+        hides, holds: whether it hides gradients from the optimizer, and keeps weights as they are while others are updated.
         takes_any: whether it takes tensors of any dtype and layout, not only numbers that arithmetic is for.
         judges: whether it looks at updates, and may object to them.
         searches: whether it searches gradients for non-finite elements.
         votes: whether what it judges can differ between ranks, so they vote on it.
         measures: whether it needs numbers of whole gradients at the update, also where ranks hold shards.
-        records: whether it records numbers, so that the loss and the learning rates are recorded with them.
+        records: whether it records numbers, so that the loss and the learning rates are recorded with them, or needs the loss.
+        asks_host: whether the host must know in time if the update takes place, so that the device cannot decide.
         then: what follows if it objects: see `Decision`.
     """
 
@@ -82,6 +89,7 @@ class Effect:
     votes = False
     measures = False
     records = False
+    asks_host = False
     then = ""
 
     def __init__(
@@ -96,7 +104,7 @@ class Effect:
         self._compiled_step = rule.steps.from_
         self.keeps_zero = rule.keeps_zero
         self.may_overflow = rule.may_overflow
-        self.stats: Sequence[str] = ()
+        self.stats: Sequence[str] = compiled.statistics if isinstance(compiled, Observer) else ()
         self.moment: str = rule.point
 
     def compiled_at(self, step: int) -> Any:
@@ -132,14 +140,11 @@ class Effect:
     def look(self, update: JudgedUpdate, bound: Bound) -> Norms:  # noqa: ARG002 # as above
         """Return the numbers by which `judge` judges; the host reads those of all effects together.
 
-        A number that is not finite says that a gradient must not reach a weight, or may not. Traps share numbers, so those
-        of parameters that the rule does not match can be among them.
+        One that is not finite says that a gradient must not reach a weight, or may not. Parameters of other rules can be among them.
         """
         return ()
 
-    def judge(
-        self, update: JudgedUpdate, bound: Bound, doubtful: Sequence[int]
-    ) -> TrapReport | None:
+    def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
         """Report what must not reach a weight, given the parameters whose number is not finite; called if there are any."""
 
     def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
@@ -149,13 +154,13 @@ class Effect:
         """Look at weights and gradients once the update is over."""
 
     def at_end(self) -> None:
-        """Report what is still unreported when the session ends."""
+        """Report the rest when the session ends."""
 
     def close(self) -> None:
         """Release the objects that the effect would keep alive."""
 
-    def has(self, method: str) -> bool:
-        """Return whether a method does something here."""
+    def has(self, method: str, counter: StepCounter) -> bool:  # noqa: ARG002 # of derived effects
+        """Return whether a method does something here in updates of a counter."""
         return getattr(type(self), method) is not getattr(Effect, method)
 
     def owned(self, counter: StepCounter) -> tuple[int, ...]:
@@ -198,53 +203,42 @@ class Due:
         normed: those of them of whose gradients an effect needs the norm.
         trapped: the parameters whose gradients are searched for non-finite elements.
         final: the parameters whose gradients are judged or edited at the update.
+        shows_assigned: whether the gradients at the update show those that no pass has reached.
         edited: the parameters whose gradients are edited at the update.
         hidden_by: by parameter that the optimizer does not find, the rule that hides it.
         judges_edits: whether traps judge again what edits made of gradients.
-        asks_host: whether an effect needs the host to know if the update takes place.
         keeps_passes: whether a report may need what backward passes have left.
+        checks: the ids of check rules, which fire in each update.
         records: whether an effect records numbers.
-        before_pass, after_pass, before_step, before_unscaling, before_update, before_edits, after_update: those that do something
-            in the method of this name.
+        is_left_to_device: whether the device decided on the last such update, so ranks do not vote on the next one.
+        before_pass and the other moments around passes and updates: those that do something in the method of this name.
     """
 
     def __init__(self, bound: Sequence[Bound]) -> None:
         self.bound = bound
         after_backward = self._at("accumulated")
-        self.accumulated = [each for each in after_backward if each.effect.has("act")]
-        self.at_step = self._at("step")
-        self.judges: list[Bound] = []
-        self.keeps_passes = False
-        self.records = any(each.effect.records for each in bound)
-        traps = []
-        for each in bound:
-            if not each.effect.judges:
-                continue
-            self.judges.append(each)
-            if each.effect.searches:
-                traps.append(each)
-            if not each.effect.edits:
-                self.keeps_passes = True
+        self.accumulated = [each for each in after_backward if each.has("act")]
+        self.at_step = [each for each in self._at("step") if each.has("act")]
+        self.checks = [each.rule.id for each in self._at("check")]
+        self.is_left_to_device = False
+        self.judges = [each for each in bound if each.effect.judges]
+        traps = [each for each in self.judges if each.effect.searches]
         normed = [each for each in after_backward if "l2" in each.keys]
+        self.keeps_passes = any(not each.effect.edits for each in self.judges)
+        self.records = any(each.effect.records for each in bound)
         self.watched = _indices_of(after_backward)
         self.trapped = _indices_of(traps)
         self.normed = _indices_of([*traps, *normed])
         self.final = _indices_of([*self.judges, *self.at_step])
-        edits = []
-        self.hidden_by: dict[int, str] = {}
-        self.judges_edits = False
-        self.asks_host = False
-        for each in self.at_step:
-            effect = each.effect
-            if effect.edits:
-                edits.append(each)
-            if effect.hides:
-                self.hidden_by.update(dict.fromkeys(each.indices, each.rule.id))
-            if traps and effect.may_overflow:
-                self.judges_edits = True
-            if not effect.edits and not effect.hides:
-                self.asks_host = True
+        self.shows_assigned = bool(self.accumulated) and self.final == self.watched
+        edits = [each for each in self.at_step if each.effect.edits]
         self.edited = frozenset(_indices_of(edits))
+        may_overflow = any(each.effect.may_overflow for each in self.at_step)
+        self.judges_edits = bool(traps) and may_overflow
+        self.hidden_by: dict[int, str] = {}
+        for each in self.at_step:
+            if each.effect.hides:
+                self.hidden_by.update(dict.fromkeys(each.indices, each.rule.id))
         self.before_pass = self._having("before_pass")
         self.after_pass = self._having("after_pass")
         self.before_step = self._having("before_step")
@@ -257,7 +251,7 @@ class Due:
         return [each for each in self.bound if each.effect.moment == moment]
 
     def _having(self, method: str) -> list[Bound]:
-        return [each for each in self.bound if each.effect.has(method)]
+        return [each for each in self.bound if each.has(method)]
 
 
 def _indices_of(bound: Iterable[Bound]) -> tuple[int, ...]:
@@ -276,15 +270,20 @@ class WeightUpdate:
 
     # The counter of the optimizer, or the common counter if the script updates weights by hand.
     counter: StepCounter
-    # The effects that are due in it.
     due: Due = NOTHING_DUE
     # The scale on the gradients that a fused optimizer gets.
     scale: Tensor | None = None
-    # Whether the optimizer is going to skip the update, if only the device knows.
-    overflow: Tensor | None = None
-    # The update takes place inside a backward pass, on gradients that the pass has finished so far.
+    # What the host learns right before the next update, if only the device knows whether this one takes place.
+    outcome: DeviceOutcome | None = None
+    # The flag of a `GradScaler` that the host reads together with the numbers of traps.
+    unread: DeviceOutcome | None = None
+    # Traps gave this rank's vote on it.
+    is_voted_on: bool = True
+    # The scale under which the gradients overflowed, so the scaler skips the update.
+    overflowed: Tensor | None = None
+    # The update takes place inside a backward pass, on the gradients so far.
     inside: bool = False
-    # A trap skips the update: the optimizer finds no gradient.
+    # A trap skips the update.
     skipped: bool = False
     # The optimizer may have moved weights in this step already: it evaluates its closure late, or several times.
     has_moved: bool = False
@@ -292,9 +291,10 @@ class WeightUpdate:
     stopped: bool = False
     # The optimizer did its update, as far as that is known after it: neither it nor a trap has raised, and no trap skips it.
     took_place: bool = False
-    # Maps each parameter that the optimizer does not find to the rule that hides it.
+    # Maps each hidden parameter to the rule that hides it.
     hidden_by: Mapping[int, str] = field(default_factory=dict)
+    # Maps each parameter with held elements to those that may change, once the update is over.
+    trains: dict[int, Tensor] = field(default_factory=dict)
     # The step has raised, and its error is on its way to the script.
     raised: bool = False
-    # Returns the optimizer, if there is one.
     optimizer: Callable[[], Optimizer | None] = lambda: None

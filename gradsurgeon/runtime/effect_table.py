@@ -31,11 +31,12 @@ from gradsurgeon.runtime.effects import Effects, ModuleEffects
 from gradsurgeon.runtime.element_edits import ElementEdit, MaskedEdit
 from gradsurgeon.runtime.joined_records import RecordTogether
 from gradsurgeon.runtime.loss_effects import LossEffect
+from gradsurgeon.runtime.loss_spikes import LossSpikes
 from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributions
 from gradsurgeon.runtime.spike_effect import SpikeEffect
 from gradsurgeon.runtime.trap_effects import NONFINITE, NonfiniteTrap, TensorTrap, ThresholdTrap
-from gradsurgeon.runtime.weight_edits import WeightEdit
-from gradsurgeon.runtime.weight_effects import RecordWeights
+from gradsurgeon.runtime.weight_edits import UpdateSpikes, WeightEdit
+from gradsurgeon.runtime.weight_effects import RecordState, RecordWeights
 from gradsurgeon.tensors.statistics import columns_of
 
 _SEVERAL = "is several numbers, and a trap judges one: use another statistic, such as `l2`, or `norm-log` to record it"
@@ -55,7 +56,7 @@ def _trap(rule: Rule, context: Context, indices: tuple[int, ...], decision: Deci
 def _record(rule: Rule, context: Context, indices: tuple[int, ...], observer: Observer) -> Effect:
     kind: type[Effect] = Record
     if rule.target == "params" and not rule.ref.grad:
-        kind = RecordWeights
+        kind = RecordState if rule.ref.side == "state" else RecordWeights
     elif rule.target == "params" and rule.point == "backward":
         kind = RecordContributions
     elif observer.joins:
@@ -69,6 +70,14 @@ def _edit(rule: Rule, context: Context, indices: tuple[int, ...], edit: Edit) ->
     return ElementEdit(rule, context, indices, edit)
 
 
+def _spikes(rule: Rule, context: Context, indices: tuple[int, ...], spikes: Spikes) -> Effect:
+    if rule.judges_losses:
+        return LossSpikes(rule, context, indices, spikes)
+    if rule.point == "updated":
+        return UpdateSpikes(rule, context, indices, spikes)
+    return SpikeEffect(rule, context, indices, spikes)
+
+
 _EFFECTS: Mapping[type, Any] = {
     Edit: _edit,
     MaskedUpdate: MaskedEdit,
@@ -77,7 +86,7 @@ _EFFECTS: Mapping[type, Any] = {
     Copies: Copy,
     Observer: _record,
     Decision: _trap,
-    Spikes: SpikeEffect,
+    Spikes: _spikes,
     Combination: LossEffect,
     LossComparison: LossEffect,
 }
@@ -86,23 +95,32 @@ _EFFECTS: Mapping[type, Any] = {
 def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effects:
     """Return the effects of all rules; ``facts`` are for checks, if there are any."""
     effects: dict[str, Effect] = {}
+    refused: list[str] = []
     for rule in in_order(plan.rules.rules):
         compiled = _compiled(rule)
         names = [binding.name for binding in plan.of(rule.id)]
         indices: tuple[int, ...] = ()
         if rule.target == "params":
             indices = tuple([context.index_of[name] for name in names])
+        elif rule.judges_losses and names:
+            # The loss of an update concerns all parameters.
+            indices = tuple(range(len(context.names)))
         if isinstance(compiled, Examination):
             assert facts is not None  # noqa: S101 # a check rule compiled to it
             effect: Effect = CheckEffect(rule, context, indices, compiled, facts)
         else:
             effect = _maker(compiled)(rule, context, indices, compiled)
+        if isinstance(effect, ElementEdit):
+            place = plan.rules.place_to_correct(rule.id)
+            refused += [f"{place}: rule {rule.id}: {text}" for text in effect.refusals()]
         effects[rule.id] = effect
+    if refused:
+        raise BindError(refused)
     modules = list(_modules(plan, effects))
     _trust_passes(effects.values(), modules)
     tags = []
     for effect in effects.values():
-        is_on_tags = effect.rule.target == "tensors"
+        is_on_tags = effect.rule.target == "tensors" and not effect.rule.judges_losses
         if is_on_tags and plan.of(effect.rule.id):
             tags.append(effect)
     return Effects(context, list(effects.values()), modules, tags)

@@ -44,15 +44,14 @@ class Effects:
         tags: Sequence[Effect],
     ) -> None:
         self.context = context
+        self.all = effects
         self.modules = modules
         self.tags = tags
-        self._by_rule: dict[str, Effect] = {}
         self._on_params: list[Effect] = []
         # The steps of the effects on parameters that do not act in every step.
         self._schedules: list[Steps] = []
         for effect in effects:
             steps = effect.rule.steps
-            self._by_rule[effect.rule.id] = effect
             if effect.indices:
                 self._on_params.append(effect)
                 if not steps.always:
@@ -70,13 +69,6 @@ class Effects:
         self._due: dict[tuple[StepCounter, int, tuple[bool, ...]], Due] = {}
         # The version of the counters for which these hold.
         self._version = -1
-
-    def __getitem__(self, rule: str) -> Effect:
-        return self._by_rule[rule]
-
-    @property
-    def all(self) -> Sequence[Effect]:
-        return [*self._by_rule.values()]
 
     @property
     def judging(self) -> list[Effect]:
@@ -129,8 +121,12 @@ class Effects:
 
     def _bound_to(self, counter: StepCounter) -> list[Bound]:
         if counter not in self._bound:
-            bindings = [effect.bound_to(counter) for effect in self._on_params]
-            self._bound[counter] = [bound for bound in bindings if bound.indices]
+            bindings = []
+            for effect in self._on_params:
+                bound = effect.bound_to(counter)
+                if bound.indices:
+                    bindings.append(bound)
+            self._bound[counter] = bindings
         return self._bound[counter]
 
     def rests(self, step: int) -> bool:
@@ -182,11 +178,6 @@ class Effects:
         """Ask checks to report their findings so far. More may come."""
         for effect in self._on_params:
             effect.at_end()
-
-    def mention_flags(self) -> None:
-        """Mention non-finite tensors that fed no update."""
-        for trap in self.tensor_traps:
-            trap.mention_all()
 
     def close(self) -> None:
         for effect in self.all:

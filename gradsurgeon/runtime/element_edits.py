@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,25 @@ class ElementEdit(Effect):
     edits = True
     compiled: Edit
 
+    @property
+    def asks_host(self) -> bool:  # type: ignore[override] # edits of gradients cannot be taken back
+        return self.moment == "step"
+
+    def refusals(self) -> Iterator[str]:
+        """Yield why the rule cannot act on what this rank holds of some parameters."""
+        refuse = self.compiled.refuse
+        if refuse is None:
+            return
+        for index, param in self.context.parameters.present_by_index(self.indices):
+            if not _dist.is_sharded(param):
+                continue
+            weight, shard = _part_of(param, param)
+            name = self.context.names[index]
+            try:
+                refuse(At(name, weight, 0, shard))
+            except GradSurgeonError as error:
+                yield f"{printable(name)}: {error}"
+
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         apply = self._apply_at(origin.name, origin.index, origin.step, tensor)
         if not origin.is_again:
@@ -42,34 +61,39 @@ class ElementEdit(Effect):
             return
         if not self.keeps_zero:
             gradients.check_layouts(self.rule, indices)
-        edited = _dist.parts(gradients.writable(indices))
         step = bound.counter.step
-        in_place = self.compiled_at(step).apply_
-        together = []
+        compiled: Edit = self.compiled_at(step)
+        is_observed = self.context.mode == "observe"
+        knows_parts = compiled.takes_at and gradients.are_sharded
+        one_by_one = is_observed or compiled.apply_ is None or knows_parts
+        together: dict[int, Tensor] = {}
+        edited = _dist.parts(gradients.writable(indices))
         for index, part in zip(indices, edited, strict=True):
-            is_together = in_place is not None and part.layout is torch.strided
-            if is_together:
-                together.append(part)
-            if is_together and self.context.mode == "act":
+            if not one_by_one and part.layout is torch.strided:
+                together[index] = part
                 continue
             apply = self._apply_at(self.context.names[index], index, step, part)
-            if self.context.mode == "observe":
+            if is_observed:
                 self._count_changed(part, apply)
-            if not is_together:
-                # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
-                part.copy_(_numbers.on_values(apply, part))
-        if in_place is not None and together:
-            in_place(together)
+            # `copy_` keeps the tensor object, so the optimizer and the script see the edit.
+            part.copy_(_numbers.on_values(apply, part))
+        if together:
+            self.edit_in_place([*together], [*together.values()], step)
         self.log.count_fired(self.rule.id, step, len(indices))
+
+    def edit_in_place(self, indices: Sequence[int], tensors: Sequence[Tensor], step: int) -> None:
+        """Edit whole tensors of parameters without other owners, by the form for many tensors."""
+        compiled: Edit = self.compiled_at(step)
+        assert compiled.apply_ is not None  # noqa: S101 # the caller has asked
+        given = (self.context.names_of(indices), step) if compiled.takes_at else ()
+        compiled.apply_(tensors, *given)
 
     def _apply_at(self, name: str, index: int, step: int, grad: Tensor) -> Apply:
         """Return the arithmetic for one tensor; ``index`` is the parameter, -1 for other tensors."""
         compiled: Edit = self.compiled_at(step)
         given: tuple[At, ...] = ()
         if compiled.takes_at:
-            param = None
-            if index >= 0:
-                param = self.context.parameters.param(index)
+            param = self.context.parameters.param(index) if index >= 0 else None
             weight, shard = _part_of(param, grad)
             given = (At(name, weight, step, shard),)
 
@@ -124,24 +148,26 @@ class MaskedEdit(ElementEdit):
         if gradients is None or optimizer is None or self.context.mode != "act":
             return
         held = []
-        for index in gradients.having(bound.indices):
-            param = self.context.parameters.param(index)
-            if param is None:
-                continue
+        # Also parameters without a gradient, because rules on weights act on them.
+        for index, param in self.context.parameters.present_by_index(bound.indices):
             weight, shard = _part_of(param, param)
             assert weight is not None  # noqa: S101 # of this parameter
             at = At(self.context.names[index], weight, update.counter.step, shard)
             copies = {name: part.clone() for name, part in _kept_of(optimizer, param)}
-            held.append(_Held(param, self.compiled.trains(weight, at), copies))
+            held.append(_Held(index, param, self.compiled.trains(weight, at), copies))
         self._held[bound.counter] = held
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
         held = self._held.pop(bound.counter, ())
         optimizer = update.optimizer()
-        if optimizer is None or not update.took_place:
+        # A step that raises may have moved weights before.
+        if optimizer is None or not (update.took_place or update.raised):
             return
         with torch.no_grad():
             for each in held:
+                # Rules on weights act next.
+                index = each.param_index
+                update.trains[index] = each.trains & update.trains.get(index, True)
                 for name, part in _kept_of(optimizer, each.param):
                     # The optimizer may have made its state in this update.
                     before = each.copies.get(name, part.new_zeros(()))
@@ -149,6 +175,7 @@ class MaskedEdit(ElementEdit):
 
 
 class _Held(NamedTuple):
+    param_index: int
     param: Tensor
     trains: Tensor
     copies: dict[str, Tensor]
@@ -177,4 +204,4 @@ def _part_of(param: Tensor | None, grad: Tensor) -> tuple[Tensor | None, Shard |
     if not places:
         places = [torch.arange(size, device=grad.device) for size in param.shape]
     places[0] = places[0].to(rows.device)[rows]
-    return weight[rows], Shard(tuple(param.shape), tuple(places))
+    return weight[rows], Shard(tuple(param.shape), tuple(places), is_sparse=True)

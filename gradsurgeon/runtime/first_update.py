@@ -6,8 +6,7 @@ from contextlib import suppress
 
 from torch.optim import Optimizer
 
-from gradsurgeon.actions._ramps import ends
-from gradsurgeon.actions.scale import Scale
+from gradsurgeon.actions.scale import IN_ITS_PLACE, Scale
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.running_steps import params_of
@@ -19,8 +18,8 @@ _DIVIDING = frozenset({"Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam
 # Weight decay that is a part of the gradient keeps its size, so the direction changes. In these it never is.
 _DECOUPLED = frozenset({"Adafactor", "AdamW"})
 _CANCELS = (
-    "{optimizer} divides each gradient by its running size, so a constant factor of {factor:g} changes next to nothing: write "
-    "`tensor: update` without `at`, or give these parameters a group with a learning rate of their own"
+    "{optimizer} divides each gradient by its running size, so a constant factor of {factor:g} changes next to nothing: "
+    f"{IN_ITS_PLACE}"
 )
 _RESUMED = "{optimizer} has made {updates} updates already, and steps count from 0 here{loss}; if this continues a training, {remedy}"
 _LOSS = ", so schedules and learned bounds start anew"
@@ -81,9 +80,7 @@ def mention_scales(context: Context, effects: Effects, optimizer: Optimizer) -> 
 
 
 def _cancels(rule: Scale, optimizer: Optimizer) -> bool:
-    # A negative factor turns the update round, and a factor of 0 stops it.
-    # A ramp changes the updates while it lasts.
-    if rule.ramps or min(ends(rule.factor)) <= 0 or not rule.steps.always:
+    if not rule.may_be_cancelled:
         return False
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     if names.isdisjoint(_DIVIDING):

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.device_outcome import DeviceOutcome
 from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import _dist, _numbers, _torch, measure
 from gradsurgeon.tensors.measure import Norms
@@ -22,7 +23,6 @@ class Gradients:
 
     def __init__(self, context: Context, indices: Sequence[int], scale: Tensor | None) -> None:
         self._context = context
-        self.asked = indices
         # Whether no parameter of the session is left out.
         self._is_whole = len(indices) == len(context.names)
         # Those of the parameters that have a gradient.
@@ -33,6 +33,8 @@ class Gradients:
         self.scale = scale
         # The parameters that the optimizer does not find in this update.
         self.hidden: Collection[int] = ()
+        # What the host learns later, if only the device knows whether the update takes place.
+        self.outcome: DeviceOutcome | None = None
         # The measured norms, and their tensors.
         self._norms: Norms = ()
         self._measured: Sequence[int] = ()
@@ -68,17 +70,12 @@ class Gradients:
             return indices, self._norms
         grads = self.grads_of(indices)
         if self.are_sharded:
-            parts = _dist.parts(grads)
-            return indices, measure.plain_norms(indices, parts, scale=self.scale)
-        self._norms = measure.plain_norms(indices, grads, scale=self.scale)
+            indices = [index for index in indices if not _dist.is_empty(self._now[index])]
+            parts = _dist.parts(self.grads_of(indices))
+            return indices, measure.norms(indices, parts, scale=self.scale)
+        self._norms = measure.norms(indices, grads, scale=self.scale)
         self._measured = indices
         return indices, self._norms
-
-    def keep_norms(self, indices: Sequence[int], norms: Norms) -> None:
-        """Take norms of this rank's parts of these gradients, which nobody has edited since they were measured."""
-        if not self.are_sharded:
-            self._norms = norms
-            self._measured = indices
 
     def known_norms(self, indices: Sequence[int]) -> Tensor | None:
         """Return the 2-norms of some gradients if they have been measured already, on one device and before any edit."""
@@ -96,16 +93,8 @@ class Gradients:
         if order == 2.0 and self._knows(indices):  # noqa: PLR2004 # l2
             known = self._norms
         else:
-            norms_of = measure.norms if self.are_sharded else measure.plain_norms
-            known = norms_of(indices, self.grads_of(indices), order, scale=self.scale)
-        if len(known) != 1:
-            # Norms of several devices: one record needs them on one device, and that is the host.
-            by_index = measure.as_dict(known)
-            return torch.tensor([by_index[index] for index in indices])
-        ((measured, values),) = known
-        if len(measured) == len(indices):
-            return values
-        return measure.picked(values, measured, indices)
+            known = measure.norms(indices, self.grads_of(indices), order, scale=self.scale)
+        return measure.together(known, indices)
 
     def statistics(self, stat: str, indices: Sequence[int]) -> Tensor:
         if stat == "l2":
@@ -113,14 +102,14 @@ class Gradients:
         with torch.no_grad():
             return measure.statistics(stat, self.unscaled(indices))
 
+    @_torch.without_grad
     def parts(self, stat: str, indices: Sequence[int]) -> tuple[list[Tensor], Tensor]:
         """Return gradients, and numbers ``[len(indices), k]`` of this rank's shards to merge a statistic from.
 
         Runs a collective only for gradients that await a sum over ranks.
         """
-        with torch.no_grad():
-            grads = [_dist.settled(grad) for grad in self.unscaled(indices)]
-            return grads, measure.parts(stat, grads)
+        grads = [_dist.settled(grad) for grad in self.unscaled(indices)]
+        return grads, measure.parts(stat, grads)
 
     @contextmanager
     def in_true_units(self, scale: Tensor, edited: Iterable[int]) -> Iterator[None]:
@@ -205,18 +194,22 @@ class Gradients:
     def shorten(self, rule: str, indices: Sequence[int], factors: Tensor) -> bool:
         """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
 
+        Gradients of an update that is left out stay as they are.
         On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
         Return whether they were counted.
         """
+        if self.outcome is not None:
+            factors = factors.masked_fill(self.outcome.left_out > 0, 1.0)
         if _torch.is_host(factors):
             numbers = factors.tolist()
             clipped: list[int] = []
             if min(numbers) < 1.0:
                 clipped = list(indices)
                 if len(numbers) > 1:
-                    clipped = [
-                        i for i, factor in zip(indices, numbers, strict=True) if factor < 1.0
-                    ]
+                    clipped.clear()
+                    for index, factor in zip(indices, numbers, strict=True):
+                        if factor < 1.0:
+                            clipped.append(index)
             self._context.event_log.count_changed(rule, len(clipped))
             if clipped:
                 shortening = [factor for factor in numbers if factor < 1.0]

@@ -30,13 +30,12 @@ class RecordTogether(Record):
         return replace(bound, keys=keys)
 
     def _record(self, gradients: Gradients, bound: Bound, indices: Sequence[int]) -> None:
-        recorder = self.context.recorder
         step = bound.counter.step
         for stat, (key, whole) in bound.keys.items():
             if gradients.are_sharded:
                 grads, parts = gradients.parts(stat, indices)
                 columns = bound.columns(indices)
-                recorder.add(key, step, columns, parts, replace=True, grads=grads, joined=whole)
+                self._add(gradients, key, step, columns, parts, grads=grads, joined=whole)
             else:
                 values = gradients.statistics(stat, indices)
-                recorder.add(whole, step, (0,), measure.joined(stat, values), replace=True)
+                self._add(gradients, whole, step, (0,), measure.joined(stat, values))

@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gradsurgeon.actions import Combination, LossComparison, LossRule
 from gradsurgeon.errors import printable
@@ -21,6 +23,18 @@ from gradsurgeon.tensors.inner_products import Contributions, pairs
 
 _PLAIN = "the parameters get the plain sum, as without the rule"
 _NONFINITE = f"the gradient of {{some}} is non-finite: {_PLAIN}, so a trap or a scaler can see it"
+# These functions draw from the generator of the script, unless they are given another.
+_DRAWS = frozenset(
+    {
+        torch.bernoulli,
+        torch.multinomial,
+        torch.normal,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.randperm,
+    }
+)
 _UNSOLVED = f"the solver found no weights for {{names}}: {{problem}}; {_PLAIN}"
 
 
@@ -197,15 +211,30 @@ def _norm_of_sum(factors: Tensor, products: Tensor) -> float:
     return math.sqrt(max(0.0, float(factors @ products @ factors)))
 
 
+class _OwnDraws(TorchFunctionMode):
+    """Gives what draws in this thread a generator of its own: the one of the script serves other threads meanwhile."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        options = dict(kwargs or {})
+        if func in _DRAWS:
+            options.setdefault("generator", self._generator)
+        return func(*args, **options)
+
+
 @contextmanager
 def _drawing(call: str) -> Iterator[None]:
-    """Give drawing on the host a state of its own; afterwards the script draws as if nothing had happened.
+    """Give drawing on the host a state of its own; the script draws as if nothing had happened.
 
     A resumed run draws the numbers of an uninterrupted run: the seed derives from the script's seed and the call.
     """
     digest = hashlib.sha256(f"{torch.initial_seed()}/{call}".encode()).digest()
+    # 63 bits, because no release of torch reads such a seed as a negative number.
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     # The script may have set another default device.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # 63 bits, because no release of torch reads such a seed as a negative number.
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    with torch.device("cpu"), _OwnDraws(generator):
         yield

@@ -98,15 +98,14 @@ class ManualSteps:
             self._begin()
         if self.declared:
             return
-        number, decision = self._update()
+        decision = self._update()
         if decision.skip and decision.cause is not None:
             cause = decision.cause
-            raise replace(cause, text=f"{cause.text}\n({_RAISES})").error(number)
+            raise replace(cause, text=f"{cause.text}\n({_RAISES})").error()
 
-    def _update(self) -> tuple[int, StepDecision]:
-        """Run the rules at `step` and count an update; return its number and the decision on it."""
+    def _update(self) -> StepDecision:
+        """Run the rules at `step` and count an update; return the decision on it."""
         step = WeightUpdate(self._context.counters.common)
-        number = step.counter.step
         decision = self._events.step_starting(step)
         step.stopped = decision.stops
         self._goes_on = not decision.stops
@@ -114,7 +113,7 @@ class ManualSteps:
         if decision.error is not None:
             raise decision.error()
         self._context.event_log.raise_raised()
-        return number, decision
+        return decision
 
     def withdraw(self) -> None:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""

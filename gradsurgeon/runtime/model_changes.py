@@ -46,7 +46,9 @@ class ModelChanges:
         self._param_hooks = param_hooks
         self._module_hooks = module_hooks
         # The names of modules in the plan, and all other names that were reported.
-        self._known = {name for module in plan.manifest.modules for name in module.names}
+        self._known = set[str]()
+        for module in plan.manifest.modules:
+            self._known.update(module.names)
         # Whether a module got something new, so new names are to be reported after the next update.
         self._grown = False
         self._modules = weakref.WeakSet(model.modules())

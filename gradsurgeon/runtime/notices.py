@@ -9,6 +9,7 @@ from torch import Tensor
 from gradsurgeon.actions import CheckRule, LossRule, Rule
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.device_outcome import DeviceOutcome, when_made
 from gradsurgeon.runtime.effects import Effects, by_parameter
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
@@ -18,6 +19,7 @@ from gradsurgeon.tensors.measure import read
 SETTLED = 3
 _PASSES = "bounds the contribution of each backward pass, and several passes feed one update: use `at: step` to bound the sum"
 _CALLS = "combines the losses of each backward pass, and several passes feed one update: the losses can conflict in their sum"
+_ENGINE = "bounds what each backward pass of each rank contributes, before DeepSpeed adds up and averages: the average has no such bound"
 _RANKS = (
     "bounds what each rank contributes, before DDP averages it: use `at: step` to bound the average"
 )
@@ -27,6 +29,7 @@ _REENTRANT = (
 )
 _NO_OPTIMIZER = "gradients come to {names}, but no optimizer that has stepped owns them: give them to one, or exclude them"
 _NO_LOSS = "no gradsurgeon.backward gave the losses the rule names ({names}), or they reach no parameter it matched"
+_NO_NAME = "no loss of an update has such a name: `loss` is what `backward()` is called on, `loss[1]` the second one of an update; the last update had {names}"
 _UNOWNED = "no optimizer that steps owns any parameter the rule matched"
 _UNSEEN = "no backward pass that the rule could see gave its parameters their gradients"
 _NONE_REACHED = "no gradient reached any parameter the rule matched"
@@ -68,7 +71,12 @@ class Notices:
         context = self._context
         if not self._contributing:
             return
-        if done.held and any(read(list(done.held.values()))):
+        if context.parameters.elsewhere is not None:
+            # It adds gradients up and averages them outside of `.grad`.
+            several = [index for index in done.indices if context.counters[index].passes > 1]
+            summed = done.indices if context.are_averaged else several
+            self._warn_rules("engine", summed, _ENGINE)
+        elif done.held and any(read(list(done.held.values()))):
             several = [index for index in done.indices if context.counters[index].passes > 1]
             self._warn_rules("accumulation", several, _PASSES, of_losses=_CALLS)
         if done.averaging:
@@ -117,6 +125,8 @@ class Notices:
             if isinstance(effect.rule, CheckRule) and effect.rule.tells_owners:
                 settled.difference_update(effect.indices)
         for effect in (*self._effects.judging, *self._effects.on_params("step")):
+            if effect.rule.judges_losses:
+                continue
             indices = [index for index in effect.indices if index in settled]
             rule = effect.rule.id
             cause = self._log.cause(rule)
@@ -126,12 +136,15 @@ class Notices:
                 text = _NO_OPTIMIZER.format(names=shorten_names(self._context.names_of(indices)))
                 self._log.notice_once("unowned", text, rule=rule, step=step, warn=True)
 
-    def count_due(self, counter: StepCounter, *, owned: bool) -> None:
+    def count_due(
+        self, counter: StepCounter, outcome: DeviceOutcome | None = None, *, owned: bool
+    ) -> None:
         """Count a step for every rule that is due in it; ``owned`` if an optimizer owns parameters."""
         context = self._context
         for bound in self._effects.due(counter).bound:
             cause = partial(self._why_silent, bound.rule, bound.indices, owned=owned)
-            self._log.note_due(bound.rule.id, counter.step, cause)
+            # With an ``outcome``, what a rule has done is not told yet.
+            when_made(outcome, partial(self._log.note_due, bound.rule.id, counter.step, cause))
         for effect, owner in self._effects.sites.items():
             rule = effect.rule
             if self._counter_of(owner) is counter and context.is_due(rule, counter):
@@ -143,7 +156,7 @@ class Notices:
         if not params:
             return "the parameters the rule matched are gone from the model"
         if not rule.ref.grad:
-            return "no torch optimizer updated a parameter the rule matched"
+            return self._why_no_value(rule)
         if not any(param.requires_grad for param in params):
             return "no parameter the rule matched has requires_grad"
         if isinstance(rule, LossRule):
@@ -156,6 +169,14 @@ class Notices:
         if owned and counters[indices[0]] is counters.common:
             reason = _UNOWNED
         return reason
+
+    def _why_no_value(self, rule: Rule) -> str:
+        if rule.judges_losses:
+            names = [f"`{name}`" for name in self._context.curves.feeding]
+            return _NO_NAME.format(names=", ".join(names) or "no loss of a single number")
+        if rule.ref.side == "state":
+            return "no optimizer keeps this of a parameter the rule matched"
+        return "no torch optimizer updated a parameter the rule matched"
 
 
 def _why_no_tensor(rule: Rule) -> str:

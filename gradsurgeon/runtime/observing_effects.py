@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import CaptureRule, Observer, ObserverRule, Rule
+from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.records.store import Key
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.device_outcome import when_judged
 from gradsurgeon.runtime.effect import Bound, Effect
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.scaler_watch import unscaled
-from gradsurgeon.tensors import _dist, _numbers, measure
+from gradsurgeon.tensors import _dist, _torch, measure
 
 _AWAITING = (
     "has no records of {names}: these gradients await a sum over ranks, which takes a collective, and rules that only look "
@@ -31,6 +33,10 @@ class Copy(Effect):
 
     rule: CaptureRule
     takes_any = True
+
+    @property
+    def asks_host(self) -> bool:  # type: ignore[override] # a copy would have to wait
+        return self.moment == "step"
 
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         if not origin.is_again:
@@ -53,12 +59,6 @@ class Record(Effect):
     rule: ObserverRule
     records = True
 
-    def __init__(
-        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Observer
-    ) -> None:
-        super().__init__(rule, context, indices, compiled)
-        self.stats = compiled.statistics
-
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         if origin.is_again:
             return tensor
@@ -79,7 +79,8 @@ class Record(Effect):
         if not indices:
             return
         self._record(gradients, bound, indices)
-        self.log.count_fired(self.rule.id, step, len(indices))
+        fired = partial(self.log.count_fired, self.rule.id, step, len(indices))
+        when_judged(gradients.outcome, fired)
 
     def _record(self, gradients: Gradients, bound: Bound, indices: Sequence[int]) -> None:
         step = bound.counter.step
@@ -92,7 +93,11 @@ class Record(Effect):
             else:
                 values = gradients.statistics(stat, indices)
             for key, numbers in by_column(keys, values, are_parts=are_shared):
-                self.context.recorder.add(key, step, columns, numbers, replace=True, grads=grads)
+                self._add(gradients, key, step, columns, numbers, grads=grads)
+
+    def _add(self, gradients: Gradients, key: Key, *row: Any, **named: Any) -> None:
+        add = partial(self.context.recorder.add, key, *row, replace=True, **named)
+        when_judged(gradients.outcome, add)
 
     def _recordable(self, gradients: Gradients, indices: Sequence[int], step: int) -> Sequence[int]:
         """Return the gradients that can be recorded without a collective that other ranks may not call."""
@@ -128,12 +133,12 @@ class RecordContributions(Record):
             self.context.recorder.add(key, bound.counter.step, columns, row, replace=False)
 
 
+@_torch.without_grad
 def _kept(stats: Sequence[str], grad: Tensor) -> Tensor | tuple[Tensor, ...]:
     """Return a copy of a small gradient, to be measured together with others after the pass, else its statistics."""
-    with torch.no_grad():
-        if _numbers.is_small(grad):
-            return grad.detach().clone()
-        return measure.numbers(stats, grad)
+    if measure.is_kept(stats, grad):
+        return grad.detach().clone()
+    return measure.numbers(stats, grad)
 
 
 def by_column(keys: Sequence[Key], values: Tensor, *, are_parts: bool) -> list[tuple[Key, Tensor]]:

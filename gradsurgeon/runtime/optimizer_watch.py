@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradsurgeon.distributed.session_discovery import LIMIT
+from gradsurgeon.runtime import first_update
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.device_decisions import DeviceDecisions
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -26,10 +29,9 @@ from gradsurgeon.runtime.optimizers import (
     versions,
 )
 from gradsurgeon.runtime.owners import Owner, Owners
-from gradsurgeon.runtime.running_steps import RunningStep, params_of, running
+from gradsurgeon.runtime.running_steps import LentFlag, RunningStep, params_of, running
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
-from gradsurgeon.runtime.traps import SCALER_SKIP
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
@@ -44,13 +46,16 @@ class OptimizerWatch:
         effects: Effects,
         model: ModelChanges,
         manual: ManualSteps,
+        *,
+        device: DeviceDecisions,
     ) -> None:
         self._context = context
         self._events = events
         self._effects = effects
         self._model = model
         self._manual = manual
-        self._known_owners = Owners(context, effects, model)
+        self._device = device
+        self._known_owners = Owners(context, model)
         self._owners = self._known_owners.by_optimizer
         self._closed = False
 
@@ -175,7 +180,9 @@ class OptimizerWatch:
         if running and self._known_owners.is_part_of_any(owner, self._under_way()):
             # The two steps are one update: rules act once.
             return None
-        self._known_owners.begin_step(optimizer, owner)
+        self._known_owners.claim(owner)
+        if not owner.counter.begun:
+            first_update.mention(self._context, self._effects, optimizer, owner.counter)
         update = RunningStep(optimizer, owner.counter, frame, self._failed)
         if update.inside:
             self._effects.refuse_inside_backward(owner.indices)
@@ -206,22 +213,15 @@ class OptimizerWatch:
         if _torch.is_capturing():
             self._context.refuse_graph_capture()
         event_log = self._context.event_log
-        # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
-        update.scale = getattr(optimizer, "grad_scale", None)
-        overflow = getattr(optimizer, "found_inf", None)
-        loss_scale = None if overflow is None else self._context.scaling.scale_of_step(optimizer)
-        if overflow is not None and loss_scale is not None:
-            needs_host = update.due.asks_host or bool(self._effects.judging)
-            if not needs_host and not _torch.is_host(overflow):
-                # The optimizer checks the flag itself, on the device.
-                step = update.counter.step
-                text = SCALER_SKIP.format(step=step)
-                event_log.emit_if(overflow, text, step=step, kind="scaler-skip")
-                update.overflow = overflow
-            elif bool(overflow):
-                update.overflowed = loss_scale
-                return
+        self._device.settle(limit=LIMIT)
+        if event_log.raised:
+            self._end(update, took_place=False)
+            event_log.raise_raised()
+        if self._device.begin(optimizer, update):
+            return
         decision = self._events.step_starting(update)
+        if update.overflowed is not None:
+            return
         update.judged = True
         update.stopped = decision.stops
         if decision.error is not None:
@@ -234,6 +234,8 @@ class OptimizerWatch:
             update.skip(optimizer)
         elif decision.frozen:
             update.hide(optimizer, self._context.parameters.params(decision.frozen))
+        if update.outcome is not None and update.outcome.for_traps:
+            update.flag = LentFlag(optimizer, update.outcome.left_out)
         update.witness = first_with_gradient(optimizer)
 
     @uncompiled
@@ -294,4 +296,5 @@ class OptimizerWatch:
         if update.overflowed is not None:
             self._events.step_skipped_by_scaler(update.counter, update.overflowed)
         else:
-            self._events.step_finished(update, took_place=took_place)
+            update.report(self._context.event_log)
+            self._events.step_finished(update, took_place=took_place and not update.left_out)

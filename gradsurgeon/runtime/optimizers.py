@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from gradsurgeon.common import _live
 from gradsurgeon.runtime.running_steps import callers, params_of
 from gradsurgeon.tensors import _torch
+
+_NOT_MET = "the optimizer {kind} holds no parameter of the model, or hides the one that does: pass the optimizer that it wraps"
 
 
 def versions(optimizer: Optimizer) -> list[int]:
@@ -34,6 +36,15 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
     # Garbage that still waits for collection must not pass for the owner.
     gc.collect()
     return search()
+
+
+def unmet(given: list[Optimizer], meet: Callable[[Optimizer], object | None]) -> Iterator[str]:
+    """Meet the optimizers that the caller named; yield a text on each that owns nothing."""
+    # Popped one by one: from here on the session holds the optimizers weakly.
+    while given:
+        optimizer = given.pop(0)
+        if meet(optimizer) is None:
+            yield _NOT_MET.format(kind=type(optimizer).__name__)
 
 
 def first_with_gradient(optimizer: Optimizer) -> Tensor | None:

@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.runtime import first_update
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.running_steps import RunningStep
 from gradsurgeon.runtime.step_counters import StepCounter
@@ -35,9 +33,8 @@ class Owner:
 class Owners:
     """The optimizers that own parameters of a model, held weakly."""
 
-    def __init__(self, context: Context, effects: Effects, model: ModelChanges) -> None:
+    def __init__(self, context: Context, model: ModelChanges) -> None:
         self._context = context
-        self._effects = effects
         self._model = model
         self.by_optimizer: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
         # The parameter ids of an optimizer and of the model when their ownership was last compared. All of these
@@ -73,11 +70,6 @@ class Owners:
             counters.claim(owner.indices, owner.counter)
             owner.version = counters.version
 
-    def begin_step(self, optimizer: Optimizer, owner: Owner) -> None:
-        self.claim(owner)
-        if not owner.counter.begun:
-            first_update.mention(self._context, self._effects, optimizer, owner.counter)
-
     def newest_hook(self, optimizer: Optimizer) -> int:
         """Return the id of the last hook on an optimizer, -1 without one. Torch counts ids up."""
         owner = self.by_optimizer.get(optimizer)
@@ -92,15 +84,13 @@ class Owners:
 
     def is_part_of_any(self, owner: Owner, outer_steps: Iterable[RunningStep]) -> bool:
         """Return whether a step is one with an outer step, as by `super().step()`, or in a wrapper."""
-        return any(self._is_part_of(owner, outer) for outer in outer_steps)
-
-    def _is_part_of(self, owner: Owner, outer: RunningStep) -> bool:
-        optimizer = outer.optimizer()
-        if optimizer is None:
-            return False
-        around = self.by_optimizer.get(optimizer)
-        if around is None:
-            return False
-        if around is owner:
-            return True
-        return outer.judged and set(owner.indices) <= set(around.indices)
+        for outer in outer_steps:
+            optimizer = outer.optimizer()
+            around = None
+            if optimizer is not None:
+                around = self.by_optimizer.get(optimizer)
+            if around is owner:
+                return True
+            if around is not None and outer.judged and set(owner.indices) <= set(around.indices):
+                return True
+        return False

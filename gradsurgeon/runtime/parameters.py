@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradsurgeon.distributed.deepspeed_engine import Engine
 from gradsurgeon.language.planning import slots
 from gradsurgeon.tensors import _dist
 
@@ -31,6 +32,10 @@ class Parameters:
         self.lock = RLock()
         self._places: list[Place] = [({}, name) for name in names]
         self._names = names
+        self._count = len(names)
+        self._all = range(self._count)
+        # The engine of DeepSpeed that keeps final gradients, and the weights that it updates; ``None`` if the model has them.
+        self.elsewhere: Engine | None = None
         self.look_up(model)
 
     def look_up(self, model: nn.Module) -> None:
@@ -65,13 +70,11 @@ class Parameters:
 
     def params(self, indices: Iterable[int] | None = None) -> list[Tensor | None]:
         """Return all or some parameters, with ``None`` for names that are gone."""
-        wanted: Sequence[int]
-        if indices is None:
-            wanted = range(len(self._places))
-            places = self._places
-        else:
+        wanted: Sequence[int] = self._all
+        places = self._places
+        if indices is not None:
             wanted = list(indices)
-            places = [self._places[index] for index in wanted]
+            places = [places[index] for index in wanted]
         params: list[Tensor | None]
         try:
             params = [owner[key] for owner, key in places]
@@ -90,16 +93,43 @@ class Parameters:
         pairs = zip(indices, self.params(indices), strict=True)
         return [(index, param) for index, param in pairs if param is not None]
 
-    def are_trained(self) -> bool:
-        return any(param.requires_grad for param in self.present())
+    def weights_by_index(self, indices: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """Return `weights` with their indices, without names that are gone."""
+        pairs = zip(indices, self.weights(indices), strict=True)
+        return [(index, weight) for index, weight in pairs if weight is not None]
 
     def ids(self) -> list[int]:
         return list(map(id, self.params()))  # no loop in Python: asked in every step
 
+    def groups_of(self, param: Tensor) -> _dist.Groups:
+        """Return the process groups over which a parameter is divided."""
+        if self.elsewhere is None:
+            return _dist.mesh_groups(param)
+        return self.elsewhere.groups_of(param)
+
+    def weights(self, indices: Iterable[int] | None = None) -> list[Tensor | None]:
+        """Return all or some parameters, or the copies that an engine updates."""
+        params = self.params(indices)
+        if self.elsewhere is None:
+            return params
+        return list(map(self.elsewhere.weight_of, params))
+
     def grads(self, indices: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
-        """Return the tensors that have a gradient now, among all or some in ascending order, and these gradients."""
-        wanted = list(range(len(self._places)) if indices is None else indices)
-        params = self.params() if len(wanted) == len(self._places) else self.params(wanted)
+        """Return the tensors that have a final gradient now, among all or some in ascending order, and these gradients."""
+        if self.elsewhere is None:
+            return self.own_grads(indices)
+        wanted = self._all if indices is None else indices
+        grads = {}
+        for index in wanted:
+            grad = self.elsewhere.grad_of(self.param(index))
+            if grad is not None:
+                grads[index] = grad
+        return [*grads], [*grads.values()]
+
+    def own_grads(self, indices: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
+        """Return `grads` of what autograd leaves in `.grad`."""
+        wanted = list(self._all if indices is None else indices)
+        params = self.params() if len(wanted) == self._count else self.params(wanted)
         try:
             grads: list[Any] = list(map(_grad, params))
         except AttributeError:  # some names are gone

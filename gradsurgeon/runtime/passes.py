@@ -108,9 +108,13 @@ class GradientSnapshot:
     @property
     def averaged(self) -> set[int]:
         """The parameters that the pass averaged over ranks."""
-        ids: set[int] = set()
+        averaged: set[int] = set()
         for wrapper in self.done.averaging:
-            ids |= data_parallel.ids_averaged_by(wrapper)
+            averaged |= self.averaged_by(wrapper)
+        return averaged
+
+    def averaged_by(self, wrapper: Any) -> set[int]:
+        ids = data_parallel.ids_averaged_by(wrapper)
         identities = enumerate(self.parameters.ids())
         return {index for index, identity in identities if identity in ids}
 

@@ -12,7 +12,7 @@ from gradsurgeon.distributed.votes import Objection, Voter, VoteResult
 from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.records.shared_rows import REMEDY, UNRECORDED
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Due
+from gradsurgeon.runtime.effect import Due, Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
@@ -45,8 +45,8 @@ class RankAgreement:
         self._measures = False
         # Rules that record shards.
         self._records = False
-        for rule in context.rules:
-            self._note_needs(rule)
+        for effect in effects.all:
+            self._note_needs(effect)
         # The roll of the ranks in some groups, by the names of these groups.
         self._rolls: dict[tuple[str, ...], Roll | None] = {}
         self._seeks = False
@@ -55,25 +55,22 @@ class RankAgreement:
         # The rules, with their tensors, whose norms were checked.
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
 
-    def _note_needs(self, rule: Rule) -> None:
+    def _note_needs(self, effect: Effect) -> None:
+        rule = effect.rule
         if self._context.mode == "act":
             if _decides(rule):
                 self._decides = True
                 # Decisions by norms that all ranks have need no vote.
-                self._votes |= self._effects[rule.id].votes
+                self._votes |= effect.votes
             if _lets_drift(rule):
                 self._drifts = True
         # The other needs exist in both modes, because ranks work together to measure and to average.
         if _averages_losses(rule):
             self._drifts = True
-        if self._measures_whole(rule):
+        if _measures_whole(effect):
             self._measures = True
         if _records(rule):
             self._records = True
-
-    def _measures_whole(self, rule: Rule) -> bool:
-        """Return whether a rule takes norms or statistics over all shards of a gradient."""
-        return rule.target == "params" and self._effects[rule.id].measures
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together. Only rules that act wait for them."""
@@ -122,8 +119,8 @@ class RankAgreement:
         voter = self._voters[names]
         self._voted.append(VotedPass(voter, voter.cast(objections), indices))
 
-    def heard(self, counter: StepCounter) -> Heard:
-        """Return the votes of the ranks on an update. Waits for votes, never for updates."""
+    def heard(self, counter: StepCounter, *, is_voted_on: bool = True) -> Heard:
+        """Return the votes of the ranks on an update; without them they meet if a trap trips. Waits for votes, never for updates."""
         context = self._context
         if not context.ranks.are_several:
             return ALONE
@@ -134,9 +131,9 @@ class RankAgreement:
                 last = voted
         if last is None:
             return self._heard_without_votes(counter)
-        decision = last.voter.decision(last.number)
-        if decision is None:
-            decision = VoteResult()
+        if not is_voted_on:
+            return Heard(last.voter, meeting=f"{last.number}/late/{counter.indices[0]}")
+        decision = last.voter.decision(last.number) or VoteResult()
         unanimous = decision.unanimous
         objections = []
         for objection in decision.objections:
@@ -176,14 +173,16 @@ class RankAgreement:
         context = self._context
         if not context.ranks.is_reducing:
             return
-        for bound in due.at_step:
+        for bound in due.bound:
+            if bound.effect.moment != "step":
+                continue
             rule = bound.rule
             indices = bound.indices
             # A rule that stops or skips an update by norms at the update itself.
             judges = _decides(rule)
             has_one_norm = rule.edits and rule.joins_norms
             is_concerned = judges or has_one_norm
-            if not is_concerned or (rule.id, indices) in self._asked:
+            if rule.judges_losses or not is_concerned or (rule.id, indices) in self._asked:
                 continue
             self._asked.add((rule.id, indices))
             own = context.names_of(context.ranks.own(indices))
@@ -262,17 +261,23 @@ class RankAgreement:
     def _fingerprint(self, *, shared: bool) -> str:
         """Return a hash of the mode and of the rules that all ranks must have."""
         lines: list[str] = [self._context.mode]
-        for rule in self._context.rules:
+        for effect in self._effects.all:
+            rule = effect.rule
             is_common = _decides(rule) or _changes(rule) or _averages_losses(rule)
             if shared and not is_common:
-                is_common = self._measures_whole(rule) or _records(rule)
+                is_common = _measures_whole(effect) or _records(rule)
             if is_common:
-                lines.append(rule.model_dump_json())
+                lines.append(rule.model_dump_json() + rule.file_sha256)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _names(groups: _dist.Groups) -> tuple[str, ...]:
     return tuple(group.group_name for group in groups)
+
+
+def _measures_whole(effect: Effect) -> bool:
+    """Return whether a rule takes norms or statistics over all shards of a gradient."""
+    return effect.rule.target == "params" and effect.measures
 
 
 def _changes(rule: Rule) -> bool:

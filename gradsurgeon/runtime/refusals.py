@@ -100,9 +100,7 @@ class Refusals(Guard):
 
     def refuse_rules(self, rules: Iterable[str], why: str) -> None:
         """Refuse rules, if there are any, for one reason."""
-        refused = list(dict.fromkeys(rules))
-        if refused:
-            self.refuse(BindError([f"rule {rule}: {why}" for rule in refused]), refused)
+        self.refuse_complaints({rule: [f"rule {rule}: {why}"] for rule in rules})
 
     def refuse_complaints(self, refused: Mapping[str, Sequence[str]]) -> None:
         """Refuse rules, if there are any, each with the complaints of a plan."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradsurgeon.actions.checks.script_clips import watch_clips
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.forensics.kept_calls import SAMPLE_IDS
@@ -25,6 +26,7 @@ from gradsurgeon.runtime import loss_backward, running_steps
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
 from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.engines import Engines
 from gradsurgeon.runtime.refusals import all_go_on_after
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors import _backward_calls, _torch
@@ -141,6 +143,8 @@ def _watch() -> ExitStack:
         stack.enter_context(watched(_on_scale, _around_scaler_step))
         stack.callback(_backward_calls.around(around_passes(_backward_watches, _before_pass)))
         stack.callback(data_parallel.watch())
+        stack.callback(watch_clips())
+        stack.callback(_engines.close)
         stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
         for register in (
             module_hooks.register_module_module_registration_hook,
@@ -271,6 +275,7 @@ def _backward_watches() -> list[BackwardWatch]:
 
 
 def _before_pass(graph: BackwardGraph, inputs: Sequence[Tensor]) -> None:
+    _engines.meet()
     if data_parallel.is_any_awaiting():
         rules = [controller.losses for controller in _with_loss_rules()]
         loss_backward.before_plain_pass(rules, graph, inputs)
@@ -287,3 +292,6 @@ def _controllers() -> list[Controller]:
             continue
         controllers.append(attachment.controller)
     return controllers
+
+
+_engines = Engines(_controllers)

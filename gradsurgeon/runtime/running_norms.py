@@ -70,7 +70,8 @@ class JudgedNorms:
     @property
     def flags(self) -> Norms:
         """One number per norm, non-finite for a spike, to be read together with other norms."""
-        passes = self.passed.ge(self.norms) & self.norms.isfinite()
+        # A norm that is not finite makes the difference NaN.
+        passes = (self.passed - self.norms).ge(0)
         flags = torch.zeros_like(passes, dtype=torch.float32).masked_fill(~passes, math.inf)
         return ((tuple(range(len(self.norms))), flags),)
 
@@ -96,9 +97,21 @@ class JudgedNorms:
             return factors
         return measure.picked(factors, self.indices, indices)
 
-    def learn(self) -> None:
-        """Enter the norms into the statistic. A spike enters with the norm that `clip` would have let through."""
+    def learn(self, left_out: Tensor | None = None) -> None:
+        """Enter the norms into the statistic. A spike enters with the norm that `clip` would have let through.
+
+        Nothing enters if the update is ``left_out``, a flag that only the device knows.
+        """
         statistic = self.statistic
+        kept = statistic.kept
+        usual = statistic.usual
+        self._enter(statistic)
+        if left_out is not None:
+            is_out = left_out.to(kept.device) > 0
+            statistic.kept = torch.where(is_out, kept, statistic.kept)
+            statistic.usual = torch.where(is_out, usual, statistic.usual)
+
+    def _enter(self, statistic: RunningStatistic) -> None:
         columns = self.columns
         over_rule = self.spikes.over_rule
         if over_rule or columns is None:
@@ -151,7 +164,7 @@ def _wide_dtype(device: torch.device) -> torch.dtype:
 
 
 # Rows of the learnt state: a count and a mean. Rounding may put a variance, the third row, below 0.
-_ABOVE_0 = 2
+_ABOVE_0 = {"rule": 2, "parameter": 2, "loss": 1}
 
 
 def _sound(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
@@ -168,7 +181,7 @@ def _sound(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
         if not have_sizes or len(set(part.params)) < count:
             sizes = f"{tuple(kept.shape)} and {tuple(usual.shape)}, should be {(rows, columns)} and {(count,)}"
             raise _flaw(f"statistic {number} of {count} parameters has numbers of sizes {sizes}")
-        if not _is_learnable(kept, _ABOVE_0) or not _is_learnable(usual, count):
+        if not _is_learnable(kept, _ABOVE_0[rule.per]) or not _is_learnable(usual, count):
             raise _flaw(f"statistic {number} has numbers that a rule never learns")
     return rule
 
@@ -197,10 +210,10 @@ class Learnt:
 
 @dataclass(frozen=True, slots=True)
 class LearntByRule:
-    """The learnt state of a rule, for every optimizer."""
+    """The learnt state of a rule, for every optimizer; that of a loss has the names of losses."""
 
     bound: str
-    per: Literal["rule", "parameter"]
+    per: Literal["rule", "parameter", "loss"]
     params: list[str]
     statistics: list[Learnt]
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.hooks import RemovableHandle
+
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root
@@ -29,19 +31,21 @@ class RunningPass:
 
     def reaches(self, leaves: Collection[int]) -> bool:
         """Return whether the pass gives a gradient to any of some leaves, given by their ids."""
-        if self.inputs:
-            return any(id(tensor) in leaves for tensor in self.inputs)
-        return self.graph.reaches(leaves)
+        for tensor in self.inputs:
+            if id(tensor) in leaves:
+                return True
+        return not self.inputs and self.graph.reaches(leaves)
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         with lock:
-            self.refuse_other_threads(_alone)
+            if _alone:
+                self.refuse_other_threads(_alone)
             threads.add(self.thread)
             if len(threads) > 1:  # a thread that has ended trains nothing
                 threads.intersection_update(thread.ident for thread in threading.enumerate())
             all_running.append(self)
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         with lock:
             all_running.remove(self)
 
@@ -51,8 +55,9 @@ class RunningPass:
         if not others:
             return
         leaves = set(map(id, self.graph.leaves()))
-        if any(other.reaches(leaves) for other in others):
-            raise GradSurgeonError(_TOGETHER)
+        for other in others:
+            if other.reaches(leaves):
+                raise GradSurgeonError(_TOGETHER)
 
 
 all_running: list[RunningPass] = []
@@ -113,19 +118,15 @@ def note_inner(roots: Sequence[Root]) -> None:
                 running.graph.inner.setdefault(node, []).append(roots)
 
 
-@contextmanager
-def numbered_pass(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
+def report_number(
+    roots: Sequence[Root], tell: Sequence[Callable[[int], object]]
+) -> RemovableHandle | None:
     """Report the number that autograd gives a pass: only the nodes of the pass learn it."""
+    if not (tell and roots):
+        return None
 
     def learn(_: object) -> None:
         for take in tell:
             take(_torch.graph_task())
 
-    handles = []
-    if tell and roots:
-        handles.append(_torch.node_of(roots[0]).register_prehook(learn))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _torch.node_of(roots[0]).register_prehook(learn)

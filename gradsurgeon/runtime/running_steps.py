@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any
 
@@ -16,12 +16,15 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from gradsurgeon.common._patching import Patch
+from gradsurgeon.distributed.deepspeed_engine import EngineOptimizer
+from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.runtime.effect import WeightUpdate
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _backward_calls, _torch
-from gradsurgeon.tensors._backward_calls import BackwardCall
+from gradsurgeon.tensors._backward_calls import BackwardCall, End
 from gradsurgeon.tensors._torch import uncompiled
 
+_LEFT_OUT = "step {step}: DeepSpeed left the update out, because gradients were not finite"
 # The steps under way, of all sessions and threads.
 running: list[RunningStep] = []
 
@@ -47,13 +50,15 @@ class RunningStep(WeightUpdate):
         self.on_raise = on_raise
         # Nothing is hidden in most steps.
         self._hidden: HiddenGradients | None = None
+        # Lets a fused optimizer leave the update out if the device finds that it is 1.
+        self.flag: LentFlag | None = None
         self._counts: Counts | None = None
         # Whether traps have judged the gradients, and the last loss that a closure returned.
         self.judged = False
         self.loss: Any = None
-        # The scale under which the gradients overflowed, so the scaler skips the update.
-        self.overflowed: Tensor | None = None
         self.skipped = False
+        # Whether an engine has left the update out, because gradients were not finite.
+        self.left_out = False
         # A parameter whose gradient the optimizer finds: it shows whether the step clears gradients.
         self.witness: Tensor | None = None
         # Whether the optimizer has done its update.
@@ -71,11 +76,15 @@ class RunningStep(WeightUpdate):
         self.hide(optimizer, params_of(optimizer))
 
     def hide(self, optimizer: Optimizer, params: Iterable[Tensor | None]) -> None:
-        self._hidden = HiddenGradients(optimizer, params)
+        if self._hidden is None:
+            self._hidden = HiddenGradients(optimizer, params)
 
     def show(self, *, cleared: bool = False) -> None:
         """Give hidden gradients back, unless the step has ``cleared`` the others, and take back what a skipped step counted."""
         # Each goes once it is done: after a fault, the end of the step does the rest.
+        if self.flag is not None:
+            self.flag.put_back()
+            self.flag = None
         if self._hidden is not None:
             self._hidden.show(cleared=cleared)
             self._hidden = None
@@ -100,11 +109,48 @@ class RunningStep(WeightUpdate):
             return None
         return self.witness.grad is None
 
+    def report(self, log: EventLog) -> None:
+        """Report an update that an engine has left out under no loss scale."""
+        if self.left_out:
+            text = _LEFT_OUT.format(step=self.counter.step)
+            log.emit("skipped-step", text, step=self.counter.step)
+
     def end(self) -> None:
         running.remove(self)
+        optimizer = self.optimizer()
+        if isinstance(optimizer, EngineOptimizer) and optimizer.left_out:
+            self.left_out = True
+            self.overflowed = self.scale
         self.show(cleared=bool(self.has_cleared()))
         self.frame = None
         self.witness = None
+
+
+class LentFlag:
+    """The attribute `found_inf` of a fused optimizer for one step; that of a `GradScaler` comes back, because it deletes it."""
+
+    _NAMES = ("found_inf", "grad_scale")
+
+    def __init__(self, optimizer: Optimizer, flag: Tensor) -> None:
+        self.value = flag
+        self._attributes = vars(optimizer)
+        self._before = {}
+        for name in self._NAMES:
+            if name in self._attributes:
+                self._before[name] = self._attributes[name]
+        self._attributes |= {"grad_scale": None, **self._before, "found_inf": flag}
+
+    @property
+    def of_scaler(self) -> Tensor | None:
+        flag: Tensor | None = self._before.get("found_inf")
+        return flag
+
+    def put_back(self) -> None:
+        for name in self._NAMES:
+            if name in self._before:
+                self._attributes[name] = self._before[name]
+            else:
+                self._attributes.pop(name, None)
 
 
 class HiddenGradients:
@@ -129,7 +175,7 @@ class HiddenGradients:
             self._grads.clear()
         self._give_back()
 
-    def _take(self) -> None:
+    def _take(self, _error: BaseException | None = None) -> None:
         for param in self._params:
             if param is not None and param.grad is not None:
                 self._grads.append((param, param.grad))
@@ -144,22 +190,18 @@ class HiddenGradients:
                 with suppress(RuntimeError):
                     param.grad = grad
 
-    @contextmanager
-    def _shown(self) -> Iterator[None]:
+    def _clear(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._give_back()
         try:
-            yield
+            return zero_grad(*args, **kwargs)
         finally:
             self._take()
 
-    def _clear(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._shown():
-            return zero_grad(*args, **kwargs)
-
-    def _accumulate(self, call: BackwardCall) -> AbstractContextManager[None]:
+    def _accumulate(self, call: BackwardCall) -> End | None:
         if not call.accumulates or threading.get_ident() != self._thread:
-            return nullcontext()
-        return self._shown()
+            return None
+        self._give_back()
+        return self._take
 
 
 class Counts:
@@ -236,7 +278,15 @@ def callers(frame: FrameType | None) -> list[FrameType]:
     return frames
 
 
+def lent_flags(optimizer: Optimizer) -> list[LentFlag]:
+    """Return the flags that other sessions have lent to an optimizer for the step that begins, the latest last."""
+    steps = [update for update in tuple(running) if update.optimizer() is optimizer]
+    return [update.flag for update in steps if update.flag is not None]
+
+
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     # Wrappers that skip the constructor of their base class may have no groups of their own.
-    groups = getattr(optimizer, "param_groups", ())
-    return [param for group in groups for param in group["params"]]
+    params: list[Tensor] = []
+    for group in getattr(optimizer, "param_groups", ()):
+        params += group["params"]
+    return params

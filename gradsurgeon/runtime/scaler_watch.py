@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gradsurgeon.actions import Rule
 from gradsurgeon.common import _live
 from gradsurgeon.common._patching import Patch
+from gradsurgeon.distributed.deepspeed_engine import EngineOptimizer
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.refusals import Guard
 from gradsurgeon.tensors import _numbers, _torch
@@ -36,7 +37,7 @@ class Scaling:
         # Backward passes that began at a scaled loss, by graph task.
         self._passes: dict[int, Tensor] = {}
         # The scalers that are stepping an optimizer, or about to skip its step.
-        self._stepping: dict[int, weakref.ref[GradScaler]] = {}
+        self._stepping: dict[int, GradScaler] = {}
 
     def _concerns(self, scaler: GradScaler) -> bool:
         if not scaler.is_enabled():
@@ -81,19 +82,13 @@ class Scaling:
 
     def pop_scale(self, tasks: Sequence[int]) -> Tensor | None:
         """Return the scale on the gradients of a finished pass, given its task numbers."""
-        if not self._passes:
-            return None
         scales = [self._passes.pop(task) for task in tasks if task in self._passes]
-        if not scales:
-            return None
-        return scales[0]
+        return scales[0] if scales else None
 
     @property
     def scale(self) -> Tensor | None:
         """The scale on the gradients of the running backward pass, as a 0-dim tensor, without waiting."""
-        if not self._passes:
-            return None
-        return self._passes.get(_torch.graph_task())
+        return self._passes.get(_torch.graph_task()) if self._passes else None
 
     @contextmanager
     def steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[bool]:
@@ -102,18 +97,19 @@ class Scaling:
         if not self._concerns(scaler) or key in self._stepping:
             yield False
             return
-        self._stepping[key] = weakref.ref(scaler)
+        self._stepping[key] = scaler
         try:
             yield True
         finally:
             del self._stepping[key]
 
     def scale_of_step(self, optimizer: Optimizer) -> Tensor | None:
-        reference = self._stepping.get(_key(optimizer))
-        scaler = None if reference is None else reference()
-        if scaler is None:
+        if isinstance(optimizer, EngineOptimizer):
+            return optimizer.grad_scale
+        if not self._stepping:
             return None
-        return _scale_of(scaler)
+        scaler = self._stepping.get(_key(optimizer))
+        return None if scaler is None else _scale_of(scaler)
 
 
 def _key(optimizer: Optimizer) -> int:

@@ -30,9 +30,8 @@ _PAUSED = "the session pauses on this rank: pause it on all ranks at the same pl
 class Session(RecordQueries):
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
 
-    `gradsurgeon.apply` makes it. The rules stay on the model as long as the model, or some module of it that has parameters,
-    lives, even if the caller drops the session. If a session is an attribute of its model, copies of the model and models
-    loaded from a file have ``None`` instead.
+    `gradsurgeon.apply` makes it. The rules stay as long as the model, or some module of it that has parameters, lives, even
+    if the caller drops the session. Copies of a model that has a session as attribute have ``None`` instead.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -46,10 +45,10 @@ class Session(RecordQueries):
     def remove(self) -> None:
         """Take everything off the model and its optimizers. Records and events stay readable.
 
-        Warns of rules that never fired if gradients came and their optimizer never stepped. A second call does nothing.
+        Warns of rules that never fired if gradients came and their optimizer never stepped. A second call does nothing. Raises
+        if a trap stopped the last update on a device, or adds a note to an exception that is being handled.
         """
-        self._attachment.remove()
-        self._attachment.context.event_log.raise_raised()
+        self._attachment.end()
 
     def pause(self) -> None:
         """Stop all rules until `resume()`. Steps are still counted.
@@ -59,13 +58,13 @@ class Session(RecordQueries):
         rank until the time limit of the process group. Sharded parameters have no records of passes in which one rank is paused.
         """
         context = self._attachment.context
-        context.paused = True
+        context.is_paused = True
         if context.ranks.are_several:
             context.event_log.notice_once("paused", _PAUSED, step=self.step)
 
     def resume(self) -> None:
         """Resume the rules after `pause()`."""
-        self._attachment.context.paused = self._attachment.removed
+        self._attachment.context.is_paused = self._attachment.removed
 
     @property
     def step(self) -> int:
@@ -94,10 +93,7 @@ class Session(RecordQueries):
 
     @property
     def events(self) -> list[Event]:
-        """The events so far, oldest first.
-
-        Does not wait for the device: events that a device has not reported yet come later. `status()` waits for them.
-        """
+        """The events so far, oldest first. Does not wait for the device, as `status()` does."""
         return self._attachment.events
 
     def status(self) -> dict[str, RuleStatus]:
@@ -128,14 +124,18 @@ class Session(RecordQueries):
         Returns:
             Plain tensors on the host, numbers and texts, which ``torch.load(weights_only=True)`` reads. For sharded
             models each rank returns the same.
+
+        Raises:
+            TrapError: a trap stopped the last update on a device.
         """
+        self._attachment.settle(raises=True)
         return session_state.state_dict(self._attachment.controller)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from another session's state: a run that is stopped and resumed behaves as an uninterrupted run.
 
-        Call it before the first step, as soon as the rules are applied. A `GradSurgeonWarning` names each rule or parameter
-        that the state lacks, or that has changed since; rules restart what they learn there.
+        Call it before the first step. A `GradSurgeonWarning` names each rule or parameter that the state lacks, or that has
+        changed since; rules restart what they learn there.
 
         Args:
             state: the result of `state_dict`.
@@ -166,7 +166,7 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "histograms", "features"] = "norms",
+        kind: Literal["norms", "features"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
@@ -179,7 +179,6 @@ class Session(RecordQueries):
         * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name`, the norm of all parameters
           together and the ten worst layers: non-finite first, then the largest spikes. A gap is a step without a
           gradient or with a norm of 0, a cross at the top a non-finite norm, a vertical line a trap or a skipped step.
-        * ``"histograms"`` (`name`, `rule`): the magnitudes of the elements of one tensor over the steps, as bands of quantiles.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of a module's tensor that a
           `capture` has kept, each scaled from its smallest to its largest element.
 
@@ -201,12 +200,11 @@ class Session(RecordQueries):
             RecordError: there is nothing to draw: the text names the rule to add.
             GradSurgeonError: matplotlib is missing.
         """
-        pictures.check(kind, ["norms", "histograms", "features"])
+        pictures.check(kind, ["norms", "features"])
         if kind != "features":
             if (step, call, sample) != (None, None, 0):
                 raise ValueError(f"the picture {kind!r} takes only name= and rule=")
-            draw = getattr(pictures.drawing(), kind)
-            figure: Figure = draw(self, name=name, rule=rule)
+            figure: Figure = pictures.drawing().norms(self, name=name, rule=rule)
             return figure
         rule = rule or self._capture_rule()
         return pictures.features(
@@ -234,7 +232,6 @@ class Session(RecordQueries):
 
     def _lookup(self) -> Lookup:
         records = self._attachment.records
-        manifest = self.plan.manifest
         # A module can return several tensors, each with a name of its own.
         measured: dict[str, set[str]] = {}
         for series in records:
@@ -243,10 +240,12 @@ class Session(RecordQueries):
         for rule in self.plan.rules.rules:
             if isinstance(rule, ObserverRule):
                 bound = {binding.name for binding in self.plan.of(rule.id)}
-                names = bound | measured.get(rule.id, set())
-                logged[rule.id] = getattr(rule, "stats", ()), names
+                if rule.compile().joins:
+                    bound = measured.setdefault(rule.id, {rule.id})
+                logged[rule.id] = getattr(rule, "stats", ()), bound | measured.get(rule.id, set())
         known: dict[str, None] = {}
         aliases = {}
+        manifest = self.plan.manifest
         things: list[ModuleEntry | Param] = [*manifest.params, *manifest.modules]
         for thing in things:
             known[thing.name] = None
@@ -257,10 +256,8 @@ class Session(RecordQueries):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._attachment.remove()
-        if kind is None:  # else the script's own exception goes on
-            self._attachment.context.event_log.raise_raised()
+    def __exit__(self, *_: object) -> None:
+        self._attachment.end()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Copies and files get `None` instead of the session, without a name of this package.
@@ -279,12 +276,11 @@ class Session(RecordQueries):
             last = f"the last trap tripped at step {trip.step}: rule {trip.rule}"
             if trip.name:
                 last += f" on {trip.name}"
-        # A debugger that displays a session must not make the training wait.
+        # A debugger must not make the training wait.
         statuses = attachment.status(wait=False).values()
         fired = [status for status in statuses if status.fired > 0]
-        params = len(plan.manifest.params)
         lines = (
-            f"Session of {plan.rules.file} on {plan.subject} ({params} parameters)",
+            f"Session of {plan.rules.file} on {plan.subject} ({len(plan.manifest.params)} parameters)",
             f"  {', '.join(words)}; {last}",
             f"  {len(fired)} of {len(statuses)} rules have fired",
         )

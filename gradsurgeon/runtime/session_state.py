@@ -87,6 +87,8 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     end = sound.step
     if step is not None:
         sound = replace(sound, step=step, common_step=step, steps=dict.fromkeys(sound.steps, step))
+    # A trap needs what it has learnt so far to judge the last update.
+    controller.training.device.settle()
     mismatches = list(_resume(controller, sound))
     for rule, text in mismatches:
         context.event_log.emit("notice", text, rule=rule, step=context.counters.latest, warn=True)

@@ -215,9 +215,10 @@ class _Meeting:
 
     def give(self, module: str, grad: Tensor) -> None:
         shared = self._shared()
-        if shared is not None and not is_taken():
+        if shared is not None:
             with shared.refusals:
-                self._add(module, grad)
+                if not is_taken():
+                    self._add(module, grad)
 
     def _add(self, module: str, grad: Tensor) -> None:
         task = _torch.graph_task()

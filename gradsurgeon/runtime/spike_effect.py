@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from gradsurgeon.actions import Rule, Spikes
 from gradsurgeon.errors import shorten_names
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, WeightUpdate
+from gradsurgeon.runtime.device_outcome import when_made
+from gradsurgeon.runtime.effect import Bound, WeightUpdate, places_among
 from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
@@ -22,11 +24,11 @@ from gradsurgeon.runtime.running_norms import (
     regrouped,
     wide,
 )
-from gradsurgeon.runtime.spike_report import describe_cut, spike_report
+from gradsurgeon.runtime.spike_report import describe_spike, spike_report
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_report import TrapReport
-from gradsurgeon.runtime.update import JudgedUpdate
+from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.measure import Norms
 
@@ -39,6 +41,8 @@ class SpikeEffect(Trap):
     """Objects to norms above a running bound, or shortens the gradients that have them."""
 
     measures = True
+    defers = True
+    noun = "gradient"
     decision: Spikes
 
     def __init__(
@@ -47,13 +51,26 @@ class SpikeEffect(Trap):
         super().__init__(rule, context, indices, spikes)
         self.edits = rule.edits
         self.per = "rule" if spikes.over_rule else "parameter"
+        # The names of what has a statistic, by the numbers in `RunningStatistic.indices`; losses get theirs as they come.
+        self.names = [*context.names]
+        if rule.judges_losses:
+            self.per = "loss"
+            self.names = []
         # By parameter. Parameters that share a counter share a statistic.
         self.statistics: dict[int, RunningStatistic] = {}
         # The norms of updates that are about to take place.
         self._judged: dict[StepCounter, JudgedNorms] = {}
+        # Those of the last update, if the device decided on it.
+        self._late: dict[StepCounter, JudgedNorms] = {}
+
+    def has(self, method: str, counter: StepCounter) -> bool:
+        if method == "act":
+            return self.edits
+        return super().has(method, counter)
 
     def look(self, update: JudgedUpdate, bound: Bound) -> Norms:
         self._judged.pop(update.counter, None)
+        self._late.pop(update.counter, None)
         gradients = update.gradients
         having = gradients.having(bound.indices)
         # The optimizer does not consume a gradient that a `freeze` hides in this step.
@@ -61,27 +78,29 @@ class SpikeEffect(Trap):
         if not indices:
             return ()
         with torch.no_grad():
-            judged = self._compare(update, bound, indices)
+            each = wide(gradients.norms(indices, 2.0))
+            if update.outcome is not None and update.outcome.overflow is not None:
+                overflow = update.outcome.overflow.to(each.device).bool()
+                each = each.masked_fill(overflow, math.nan)
+            judged = self._compare(bound.indices, indices, each)
         self._judged[update.counter] = judged
         if self.edits:
             return ()
-        self.log.count_fired(self.rule.id, update.step)
         return judged.flags
 
-    def _compare(self, update: JudgedUpdate, bound: Bound, indices: Sequence[int]) -> JudgedNorms:
+    def _compare(
+        self, members: tuple[int, ...], indices: Sequence[int], each: Tensor
+    ) -> JudgedNorms:
+        """Compare the norms of some of the members of a statistic with the bound."""
         spikes = self.decision
-        each = wide(update.gradients.norms(indices, 2.0))
-        overflow = update.overflow
-        if overflow is not None:
-            each = each.masked_fill(overflow.to(each.device).bool(), math.nan)
         norms = each
         if spikes.over_rule:
             norms = torch.linalg.vector_norm(each, keepdim=True)
-        statistic = self._statistic(bound.indices, each.device)
+        statistic = self._statistic(members, each.device)
         columns = None
         kept = statistic.kept
-        if len(indices) < len(bound.indices):
-            columns = _torch.integers(tuple(bound.columns(indices)), each.device)
+        if len(indices) < len(members):
+            columns = _torch.integers(tuple(places_among(members, indices)), each.device)
             if not spikes.over_rule:
                 kept = kept[:, columns]
         passed, after = spikes.bound.advance(kept, norms)
@@ -111,44 +130,61 @@ class SpikeEffect(Trap):
 
     def judge(
         self,
-        update: JudgedUpdate,
+        update: Judged,
         bound: Bound,
         doubtful: Sequence[int],  # noqa: ARG002 # the judged norms say which
     ) -> TrapReport | None:
-        judged = self._judged[bound.counter]
+        judged = self._judged_norms(bound)
         # Passes that reached different parameters have no common order.
         reached = {frozenset(snapshot.done.indices) for snapshot in update.passes}
         order = update.passes[-1].arrived if len(reached) == 1 else []
-        return spike_report(self.context.names, judged, order)
+        return spike_report(self.names, judged, order)
+
+    def _judged_norms(self, bound: Bound) -> JudgedNorms:
+        return self._late.get(bound.counter) or self._judged[bound.counter]
 
     def act(self, gradients: Gradients, bound: Bound) -> None:
-        if not self.edits:
-            return
         indices = gradients.having(bound.indices)
         if not indices:
             return
         judged = self._judged.get(bound.counter)
         if judged is not None:
             self._cut(gradients, judged, bound.counter.step)
-        self.log.count_fired(self.rule.id, bound.counter.step, len(indices))
+        fired = partial(self.log.count_fired, self.rule.id, bound.counter.step, len(indices))
+        when_made(gradients.outcome, fired)
 
     def _cut(self, gradients: Gradients, judged: JudgedNorms, step: int) -> None:
-        rule = self.rule.id
         indices = gradients.having(judged.indices)
-        is_counted = gradients.shorten(rule, indices, judged.factors(indices))
+        is_counted = gradients.shorten(self.rule.id, indices, judged.factors(indices))
+        tell = partial(self._tell, judged, indices, step, is_counted=is_counted)
+        when_made(gradients.outcome, tell)
+
+    def _tell(
+        self, judged: JudgedNorms, indices: Sequence[int], step: int, *, is_counted: bool = False
+    ) -> None:
+        """Report norms above the bound, and count what they cut."""
+        rule = self.rule.id
 
         def tell(numbers: Tensor) -> None:
             norms, passed, _ = judged.read(numbers)
             if not all(math.isfinite(norm) for norm in norms):
-                self.log.emit("notice", LEFT_ALONE, rule=rule, step=step)
+                text = LEFT_ALONE.replace("gradient", self.noun)
+                self.log.emit("notice", text, rule=rule, step=step)
             shortened = [norm for norm, bound in zip(norms, passed, strict=True) if bound < norm]
             if not shortened:
                 return
-            text, name = describe_cut(self.context.names, judged, numbers)
-            self.log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
+            text, name = describe_spike(
+                self.names, judged, numbers, self.noun, acts=self.context.mode == "act"
+            )
+            warns = not self.edits
+            self.log.emit(
+                "spike", text, rule=rule, step=step, name=name, warn=warns, quiet=not warns
+            )
             if is_counted:
                 return
             number = len(indices) if judged.spikes.over_rule else len(shortened)
+            if warns:
+                number = 1
             self.log.count_changed(rule, number)
 
         self.log.when_read(judged.to_be_read(), tell)
@@ -157,17 +193,20 @@ class SpikeEffect(Trap):
         judged = self._judged.pop(bound.counter, None)
         if judged is None:
             return
-        if update.took_place or self.decision.bound.learns_all:
-            with torch.no_grad():
-                judged.learn()
+        left_out = None
+        if update.outcome is not None:
+            self._late[bound.counter] = judged
+            left_out = update.outcome.left_out
+        learns_all = self.decision.bound.learns_all
+        if update.took_place or learns_all:
+            judged.learn(None if learns_all else left_out)
 
     def state(self) -> dict[str, Any]:
         """Return the learnt state: plain tensors on the host, numbers and texts."""
-        names_of = self.context.names_of
         parts = []
         for statistic in dict.fromkeys(self.statistics.values()):
             part = {
-                "params": names_of(statistic.indices),
+                "params": [self.names[index] for index in statistic.indices],
                 "kept": statistic.kept.cpu(),
                 "usual": statistic.usual.cpu(),
             }
@@ -175,9 +214,14 @@ class SpikeEffect(Trap):
         return {
             "bound": self.decision.bound.name,
             "per": self.per,
-            "params": names_of(self.indices),
+            "params": self._judged_names(),
             "statistics": parts,
         }
+
+    def _judged_names(self) -> list[str]:
+        if self.rule.judges_losses:
+            return [*self.names]
+        return self.context.names_of(self.indices)
 
     def load(
         self,
@@ -188,6 +232,7 @@ class SpikeEffect(Trap):
         """Resume from the result of `state`, except ``reshaped`` parameters; yield each mismatch."""
         self.statistics.clear()
         self._judged.clear()
+        self._late.clear()
         if learnt is None:
             yield _NEW
             return
@@ -195,7 +240,7 @@ class SpikeEffect(Trap):
         if (learnt.bound, learnt.per) != (bound, self.per):
             yield _UNLIKE.format(old=learnt.bound, old_per=learnt.per, new=bound, new_per=self.per)
             return
-        params = set(self.context.names_of(self.indices))
+        params = set(self._judged_names())
         others = params.symmetric_difference(learnt.params) | params.intersection(reshaped)
         restarts = self.decision.over_rule
         if others:

@@ -47,8 +47,17 @@ def spike_report(
     return TrapReport(names[rows[0][0]], head, lines, goes_on=GOES_ON, reduced=False)
 
 
-def describe_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> tuple[str, str]:
-    """Return a line on the norm that `clip` has cut most, and its parameter; no name for a norm over all."""
+def loss_report(names: Sequence[str], judged: JudgedNorms) -> TrapReport:
+    """Report the losses above their bounds. Waits for the device."""
+    (index, reason), *others = _by_excess(judged, names)
+    lines = [text for _, text in others]
+    return TrapReport(names[index], f"spike: {reason}", lines, goes_on=GOES_ON, reduced=False)
+
+
+def describe_spike(
+    names: Sequence[str], judged: JudgedNorms, numbers: Tensor, noun: str, *, acts: bool
+) -> tuple[str, str]:
+    """Return a line on the norm farthest above its bound, and its parameter; no name for a norm over all."""
     norms, passed, before = judged.read(numbers)
     excesses = {}
     for place, norm in enumerate(norms):
@@ -56,23 +65,28 @@ def describe_cut(names: Sequence[str], judged: JudgedNorms, numbers: Tensor) -> 
             excesses[place] = _excess(norm, passed[place])
     place = max(excesses, key=excesses.__getitem__)
     reason = _above(judged.spikes, norms[place], passed[place], before[:, place])
-    cut = f"{reason}: cut to {passed[place]:.3g}"
+    outcome = f"cut to {passed[place]:.3g}"
+    if judged.spikes.then == "warn":
+        outcome = GOES_ON
+    elif not acts:
+        outcome = f"would be {outcome}"
+    cut = f"{reason}: {outcome}"
     if judged.spikes.over_rule:
-        return f"over {count(len(judged.indices), 'gradient')} {cut}", ""
+        return f"over {count(len(judged.indices), noun)} {cut}", ""
     name = names[judged.indices[place]]
     return f"of {printable(name)} {cut}", name
 
 
-def _above(spikes: Spikes, norm: float, passed: float, kept: Tensor) -> str:
-    """Return the reason, in words, why a norm is a spike."""
+def _above(spikes: Spikes, norm: float, passed: float, kept: Tensor, noun: str = "the norm") -> str:
+    """Return the reason, in words, why a number is a spike."""
     if math.isnan(norm):
-        return "the norm is NaN"
+        return f"{noun} is NaN"
     if math.isinf(norm):
-        return "the norm is infinite"
+        return f"{noun} is infinite"
     bound = spikes.bound.bounds(kept.tolist(), passed)
     if bound is None:
-        return f"the norm {norm:.3g}"
-    return f"the norm {norm:.3g} is above {bound[0]:.3g} ({bound[1]})"
+        return f"{noun} {norm:.3g}"
+    return f"{noun} {norm:.3g} is above {bound[0]:.3g} ({bound[1]})"
 
 
 def _excess(norm: float, passed: float) -> float:
@@ -81,7 +95,7 @@ def _excess(norm: float, passed: float) -> float:
     return math.inf
 
 
-def _by_excess(judged: JudgedNorms) -> list[tuple[int, str]]:
+def _by_excess(judged: JudgedNorms, nouns: Sequence[str] = ()) -> list[tuple[int, str]]:
     """Return the parameters above their own bounds, the largest excess first, with the reason."""
     norms = judged.norms.tolist()
     passed = judged.passed.tolist()
@@ -95,8 +109,10 @@ def _by_excess(judged: JudgedNorms) -> list[tuple[int, str]]:
     rows = []
     # With `reverse`, places of equal excess keep their order.
     for place in sorted(excesses, key=excesses.__getitem__, reverse=True):
-        reason = _above(judged.spikes, norms[place], passed[place], before[:, place])
-        rows.append((judged.indices[place], reason))
+        index = judged.indices[place]
+        noun = printable(nouns[index]) if nouns else "the norm"
+        reason = _above(judged.spikes, norms[place], passed[place], before[:, place], noun)
+        rows.append((index, reason))
     return rows
 
 

@@ -34,6 +34,8 @@ class StepCounter:
     indices: tuple[int, ...] = field(default=())
     # Backward passes that feed the next update.
     passes: int = 0
+    # How many parameters had a gradient after the last of them.
+    reached: int = 0
     # Whether it has counted an update.
     begun: bool = False
     # The trips in a row of each trap, without the current update; and with it, as far as it was judged.
@@ -54,6 +56,10 @@ class StepCounter:
         self.begun = True
         self.step += 1
         self.passes = 0
+        self.end_row()
+
+    def end_row(self) -> None:
+        """Enter the trips of an update into their rows."""
         if self.trips_now:
             trips = self.trips | self.trips_now
             self.trips = {rule: number for rule, number in trips.items() if number}

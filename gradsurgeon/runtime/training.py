@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,18 +13,20 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.device_decisions import DeviceDecisions
+from gradsurgeon.runtime.device_outcome import when_judged
 from gradsurgeon.runtime.effect import Due, WeightUpdate
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.passes import BackwardPass, GradientSnapshot
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import StepDecision
+from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.runtime.update import JudgedUpdate
 from gradsurgeon.runtime.votes_heard import Heard
+from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 
@@ -35,7 +37,9 @@ class Training:
         self.context = context
         self.effects = effects
         self.traps = Traps(context, kept, effects)
+        self.device = DeviceDecisions(context, effects, self.traps, kept)
 
+    @_torch.without_grad
     def before_pass(self, graph: BackwardGraph) -> None:
         for counter in self.context.counters.all:
             due = self.effects.due(counter)
@@ -44,24 +48,19 @@ class Training:
             for bound in due.before_pass:
                 bound.effect.before_pass(graph, bound)
 
-    def act_after_pass(self, done: BackwardPass) -> None:
-        """Show the gradients that a backward pass has left, once DDP has averaged them."""
+    def note_pass(self, done: BackwardPass) -> None:
+        """Note a backward pass and its losses."""
+        self.context.curves.passed(done)
         for trap in self.effects.tensor_traps:
             trap.note_pass()
-        self._act_after(done)
 
-    def objections(self, done: BackwardPass) -> Sequence[Objection]:
-        """Return what this rank has against the update that a pass feeds, for a vote of the ranks."""
-        return self.traps.objections(done)
-
+    @_torch.without_grad
     def after_pass(self, done: BackwardPass) -> None:
         for counter in self.context.counters.all:
-            due = self.effects.due(counter)
-            if due.records:
-                self.context.curves.passed(done)
-            for bound in due.after_pass:
+            for bound in self.effects.due(counter).after_pass:
                 bound.effect.after_pass(done, bound)
 
+    @_torch.without_grad
     def before_unscaling(
         self, counter: StepCounter, optimizer: Optimizer, scaler: GradScaler
     ) -> None:
@@ -73,18 +72,30 @@ class Training:
             for bound in due.before_unscaling:
                 bound.effect.before_unscaling(update, bound, scaler.get_scale())
 
+    @_torch.without_grad
     def before_update(self, update: WeightUpdate) -> None:
+        context = self.context
         if update.due.records:
-            self.context.curves.updating(update.counter, update.optimizer())
+            context.curves.updating(update.counter, update.optimizer())
+        for rule in update.due.checks:
+            fired = partial(context.event_log.count_fired, rule, update.counter.step)
+            when_judged(update.outcome, fired)
         for bound in update.due.before_update:
             bound.effect.before_update(update, bound)
 
     def act_at_step(self, update: WeightUpdate, heard: Heard, *, had_pass: bool) -> StepDecision:
         """Ask traps for their judgement of an update, then run the effects at `step`."""
         due = update.due
-        gradients = Gradients(self.context, due.final, update.scale)
+        catches_up = update.inside or not had_pass
+        asked = due.final
+        if catches_up:
+            asked = tuple(sorted({*due.final, *due.watched}))
+        gradients = Gradients(self.context, asked, update.scale)
         gradients.hidden = due.hidden_by
-        if update.inside or not had_pass:
+        gradients.outcome = update.outcome
+        # Surgery by hand assigns gradients beside those of a pass.
+        has_more = due.shows_assigned and len(gradients.indices) > update.counter.reached
+        if catches_up or has_more:
             self._catch_up(update, gradients)
         passes = self.traps.passes.feeding(update.counter)
         judged = JudgedUpdate(
@@ -92,20 +103,37 @@ class Training:
             gradients,
             passes,
             heard,
-            overflow=update.overflow,
+            outcome=update.outcome or update.unread,
+            has_moved=update.has_moved,
             trapped=due.trapped,
+            script_edits=self.context.recorder.script_edits_of_run,
+            averaged=self.context.are_averaged,
         )
+        looks = self.traps.look(judged, due.judges)
+        if update.unread is not None:
+            looks, is_overflowed = self.traps.read(looks, update.unread)
+            if is_overflowed:
+                update.overflowed = update.unread.loss_scale
+                return GOES_ON
+            self.before_update(update)
         # A trap judges the gradients that the script hands over: a repair by a rule at `step` comes too late.
-        decision = self.traps.decide(judged, due, moved=update.has_moved)
-        for bound in due.before_edits:
-            bound.effect.before_edits(update, bound, gradients)
+        decision = GOES_ON
+        if update.outcome is not None and update.outcome.for_traps:
+            self.device.decide(judged, due, update.outcome, looks)
+        else:
+            decision = self.traps.decide(judged, looks)
+        self.before_edits(update, gradients)
         edited = self._edit(gradients, due, acting=not decision.stops)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judges_edits and not decision.stops:
-            decision = self.traps.decide_edited(judged, due, edited, moved=update.has_moved)
+            decision = self.traps.decide_edited(judged, due, edited)
         if update.hidden_by:
             decision = replace(decision, frozen=tuple(sorted(update.hidden_by)))
         return decision
+
+    def before_edits(self, update: WeightUpdate, gradients: Gradients | None) -> None:
+        for bound in update.due.before_edits:
+            bound.effect.before_edits(update, bound, gradients)
 
     def _edit(self, gradients: Gradients, due: Due, *, acting: bool) -> set[int]:
         """Run the effects at `step` in file order; return the parameters whose gradient may have become non-finite."""
@@ -125,10 +153,12 @@ class Training:
                     suspicious.update(gradients.having(bound.indices))
         return suspicious
 
+    @_torch.without_grad
     def after_update(self, update: WeightUpdate) -> None:
         """Show an update that is over, whether it took place or not."""
         for bound in update.due.after_update:
             bound.effect.after_update(update, bound)
+        self.device.updated()
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Judge an update that a `GradScaler` leaves out; raise if a trap sees more than an overflow."""
@@ -140,20 +170,24 @@ class Training:
             for trap in self.effects.tensor_traps:
                 trap.forget([counter])
 
-    def _act_after(self, done: BackwardPass, known: Gradients | None = None) -> None:
-        """Run effects on the gradients of a pass; ``known`` are the gradients of an update that had no pass."""
+    def act_after_pass(self, done: BackwardPass, known: Gradients | None = None) -> None:
+        """Run effects on the gradients of a pass, once ranks have averaged them.
+
+        ``known`` are the gradients of an update that had no pass.
+        """
         context = self.context
         for counter in context.counters.among(done.indices):
             due = self.effects.due(counter)
+            if not (due.watched or due.keeps_passes):
+                continue
             gradients = known
-            if gradients is None or gradients.asked != due.watched:
+            if gradients is None:
                 gradients = Gradients(context, due.watched, done.scale)
+            counter.reached = len(gradients.indices)
             # A snapshot without gradients still serves a spike report, which needs the order of the pass.
             if not (gradients.indices or due.keeps_passes):
                 continue
             normed, norms = gradients.take_norms(due.normed)
-            if known is not None:
-                known.keep_norms(normed, norms)
             # A pass that still runs gets its snapshot when it ends.
             if due.keeps_passes and not done.is_part:
                 snapshot = GradientSnapshot(
@@ -171,7 +205,7 @@ class Training:
         if update.inside:
             # Measured now: the script clears this gradient before the pass ends.
             scale = self.context.scaling.scale
-            self._act_after(BackwardPass(having, scale=scale, is_part=True))
+            self.act_after_pass(BackwardPass(having, scale=scale, is_part=True))
         elif having:
             # A fused optimizer gets scaled gradients, any other optimizer gets unscaled gradients.
-            self._act_after(BackwardPass(having, scale=update.scale), gradients)
+            self.act_after_pass(BackwardPass(having, scale=update.scale), gradients)

@@ -41,7 +41,10 @@ class _Loss(NamedTuple):
 
 
 class TrainingCurves:
-    """Records losses and learning rates under a rule that records norms in every step, or else under the first."""
+    """Records losses and learning rates under the first rule that records norms in every step, or else the first.
+
+    `Lookup` finds them under each rule.
+    """
 
     def __init__(
         self,
@@ -50,11 +53,13 @@ class TrainingCurves:
         counters: StepCounters,
         names: Sequence[str],
     ) -> None:
-        self._rules: list[str] = []
+        always: list[str] = []
+        others: list[str] = []
         for rule in rules:
             if isinstance(rule, ObserverRule) and rule.target == "params":
-                place = 0 if rule.steps.always else len(self._rules)
-                self._rules.insert(place, rule.id)
+                ids = always if rule.steps.always else others
+                ids.append(rule.id)
+        self._rules = [*always, *others]
         self._recorder = recorder
         self._counters = counters
         self._names = names
@@ -64,6 +69,8 @@ class TrainingCurves:
         # The number of the next node of a graph when the last pass began.
         self._begun = 0
         self._waiting: list[_Loss] = []
+        # The losses that feed the update under way, by name.
+        self.feeding: dict[str, Tensor] = {}
         # The names of losses and optimizers, by counter and by what they are called alone.
         self._known: dict[tuple[StepCounter, str], str] = {}
         # The last learning rate by group, and its update.
@@ -72,8 +79,8 @@ class TrainingCurves:
     def began(self, graph: BackwardGraph) -> None:
         if self._running is graph.losses:
             return  # another optimizer
-        # A loss that was computed before the last pass is another one; one that was computed since, of a micro-batch.
-        is_another = bool(self._waiting) and graph.made < self._begun
+        # A loss of parts from before the last pass is another one; a loss computed since is of a micro-batch.
+        is_another = bool(self._waiting) and graph.began_before(self._begun)
         self._number = self._waiting[-1].number + 1 if is_another else 0
         self._begun = _torch.next_node_number()
         self._running = graph.losses
@@ -95,6 +102,7 @@ class TrainingCurves:
 
     def updating(self, counter: StepCounter, optimizer: Optimizer | None) -> None:
         """Record the losses that feed an update, and the learning rates of its optimizer, once per update."""
+        self.feeding = {}
         is_new = counter.recorded != counter.step
         if not is_new and not self._waiting:
             return
@@ -102,31 +110,37 @@ class TrainingCurves:
         if self._running and _torch.graph_task() != -1:
             # The optimizer steps inside the pass, as may others.
             self._take(counter.indices, None)
-        losses = self._feeding(counter)
+        losses = self.so_far(counter)
+        updated = set(counter.indices)
+        self._waiting = [loss for loss in self._waiting if updated.isdisjoint(loss.indices)]
         # An optimizer may evaluate its closure several times: its `step` returns the first loss.
         if not is_new:
             return
-        for place, (_, sums) in enumerate(sorted(losses.items())):
-            name = self.name_of(counter, f"{LOSS}[{place}]" if place else LOSS, sums.indices)
-            self._record(LOSS, name, counter.step, sums.value, is_copy=True)
+        self.feeding = losses
+        for name, value in losses.items():
+            self._record(LOSS, name, counter.step, value, is_copy=True)
         if optimizer is not None:
             self._record_rates(counter, optimizer)
 
-    def _feeding(self, counter: StepCounter) -> dict[int, _Loss]:
-        """Take the losses that reached parameters of an update, summed over its micro-batches."""
-        sums: dict[int, _Loss] = {}
-        waiting = []
+    def so_far(self, counter: StepCounter) -> dict[str, Tensor]:
+        """Return by name the losses that feed the next update, summed over its micro-batches so far."""
+        sums: dict[int, Tensor] = {}
+        indices: dict[int, Sequence[int]] = {}
         updated = set(counter.indices)
         for loss in self._waiting:
             if updated.isdisjoint(loss.indices):
-                waiting.append(loss)
-            elif loss.number in sums:
-                total = sums[loss.number].value + loss.value
-                sums[loss.number] = loss._replace(value=total)
+                continue
+            number = loss.number
+            indices[number] = loss.indices
+            if number in sums:
+                sums[number] = sums[number] + loss.value
             else:
-                sums[loss.number] = loss
-        self._waiting = waiting
-        return sums
+                sums[number] = loss.value
+        losses = {}
+        for place, number in enumerate(sorted(sums)):
+            name = self.name_of(counter, f"{LOSS}[{place}]" if place else LOSS, indices[number])
+            losses[name] = sums[number]
+        return losses
 
     def name_of(self, counter: StepCounter, base: str, indices: Sequence[int]) -> str:
         """Return a name that no other optimizer has, with the module of some parameters if there are several optimizers."""
@@ -139,7 +153,9 @@ class TrainingCurves:
                 shared = commonprefix([self._names[index] for index in indices])  # noqa: RUF071
                 name = f"{shared.rpartition('.')[0]}.{base}".removeprefix(".")
             # A script may build its optimizer anew.
-            self._known = {key: known for key, known in self._known.items() if key[0] in owners}
+            for key in [*self._known]:
+                if key[0] not in owners:
+                    del self._known[key]
             if name in self._known.values():
                 name = f"{name}[{counters.all.index(counter)}]"
             self._known[counter, base] = name
@@ -148,6 +164,8 @@ class TrainingCurves:
     def _record(
         self, stat: str, name: str, step: int, value: Tensor, *, is_copy: bool = False
     ) -> None:
+        if not self._rules:
+            return
         key = Key(self._rules[0], stat, "step", (name,))
         self._recorder.add(key, step, (0,), value, replace=True, is_copy=is_copy)
 

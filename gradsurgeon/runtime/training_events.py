@@ -20,16 +20,23 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 class StepDecision:
     """The decision on one update."""
 
-    # The optimizer must touch nothing.
+    # Why weights stay as they are, if they do.
+    cause: StopReason | None = None
+    # Whether the optimizer must touch nothing; else the step raises.
     skip: bool = False
-    # Makes the error that stops the step. A frame that held the error would keep the optimizer alive with its traceback.
-    error: Callable[[], TrapError] | None = None
     # Parameters that a `freeze` rule hides from the optimizer in this step.
     frozen: tuple[int, ...] = ()
-    # The reason, for ranks that have seen nothing.
-    cause: StopReason | None = None
-    # Whether weights stay as they are.
-    stops: bool = False
+
+    @property
+    def stops(self) -> bool:
+        return self.cause is not None
+
+    @property
+    def error(self) -> Callable[[], TrapError] | None:
+        """Make the error that stops the step. A frame that held it would keep the optimizer alive with its traceback."""
+        if self.cause is None or self.skip:
+            return None
+        return self.cause.error
 
 
 # The optimizer does its update.

@@ -20,16 +20,19 @@ from gradsurgeon.runtime.trap_report import (
     GradientEvidence,
     TrapReport,
     activation_report,
+    spelled,
     threshold_report,
 )
-from gradsurgeon.runtime.update import JudgedUpdate
-from gradsurgeon.tensors import _dist, _numbers
-from gradsurgeon.tensors.measure import Norms, read
+from gradsurgeon.runtime.update import Judged, JudgedUpdate, LateUpdate
+from gradsurgeon.tensors import _dist, _nonfinite, measure
+from gradsurgeon.tensors.measure import Norms, read_marks
+from gradsurgeon.tensors.sent_norms import is_any_nonfinite
 
 # The statistic of `nan-trap`. It costs nothing extra: norms that are measured anyway show NaN and Inf.
 NONFINITE = "nonfinite"
+_ENGINE_DECIDES = "the engine decides whether the update takes place (`then: warn`)"
 _REPAIRED = "{number} gradients were non-finite after backward and finite at the update ({names}): repaired, no trap"
-_IN_VAIN = "the {what} of {name} was non-finite (elements: {count:,}) in a forward pass that fed no update: the trap ignored it"
+_IN_VAIN = "the {what} of {name} was non-finite (elements: {count}) in a forward pass that fed no update: the trap ignored it"
 _ONLY_NONFINITE = "rule {rule}: a trap on modules and tags checks for non-finite elements alone, not `{statistic}`; use `params`"
 # Bounds the flags that a long validation between two updates collects.
 _MOST_FLAGS = 4096
@@ -39,6 +42,8 @@ class Trap(Effect):
     """Decides on updates."""
 
     judges = True
+    # Whether the device can decide, because what `look` returns tells by itself.
+    defers = False
 
     def __init__(
         self,
@@ -49,13 +54,20 @@ class Trap(Effect):
     ) -> None:
         super().__init__(rule, context, indices, decision)
         self.decision = decision
-        # Whether the first trip is diagnosed, and kept without a run directory, too.
-        self.forensics = isinstance(decision, Decision) and decision.forensics
-        self.bundle = isinstance(decision, Decision) and decision.bundle
 
     @property
     def then(self) -> str:  # type: ignore[override] # may change once: `soften`
         return self.decision.then
+
+    def foresee(self, bound: Bound, evidence: GradientEvidence) -> TrapReport | None:
+        """Report after a backward pass, for the vote of the ranks, what would be reported at the update."""
+        if evidence.concerns(bound.indices):
+            return evidence.report(self.context.names)
+        return None
+
+    def objection(self, update: LateUpdate, bound: Bound, norms: Norms) -> Tensor:  # noqa: ARG002 # of derived traps
+        """Return whether the update must not reach a weight, 0-dim and bool, given what `look` returned. Does not wait."""
+        return is_any_nonfinite(norms)
 
     def soften(self) -> None:
         """Only warn from now on."""
@@ -67,30 +79,33 @@ class NonfiniteTrap(Trap):
 
     searches = True
     votes = True
+    defers = True
 
     def look(self, update: JudgedUpdate, bound: Bound) -> Norms:
         if not update.gradients.having(bound.indices):
             return ()
-        self.log.count_fired(self.rule.id, update.step)
         return update.norms
 
-    def judge(
-        self, update: JudgedUpdate, bound: Bound, doubtful: Sequence[int]
-    ) -> TrapReport | None:
+    def objection(self, update: LateUpdate, bound: Bound, norms: Norms) -> Tensor:  # noqa: ARG002 # they may overflow
+        return is_any_nonfinite(measure.among(update.largest, bound.indices))
+
+    def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
         evidence = update.evidence(doubtful)
         if evidence.concerns(bound.indices):
-            return evidence.report(self.context.names)
+            report = evidence.report(self.context.names)
+            engine = self.context.parameters.elsewhere
+            if engine is not None and engine.may_leave_out:
+                return replace(report, goes_on=_ENGINE_DECIDES)
+            return report
         self._mention_repaired(update, bound, evidence)
         return None
 
-    def _mention_repaired(
-        self, update: JudgedUpdate, bound: Bound, evidence: GradientEvidence
-    ) -> None:
+    def _mention_repaired(self, update: Judged, bound: Bound, evidence: GradientEvidence) -> None:
         rule = self.rule.id
         repaired = [index for index in bound.indices if index in evidence.repaired]
         names = self.context.names_of(repaired)
         objecting = [objection.rule for objection in update.heard.objections]
-        if names and rule not in objecting:
+        if names and (update.heard.unanimous or rule not in objecting):
             text = _REPAIRED.format(number=len(names), names=shorten_names(names))
             self.log.emit("notice", text, rule=rule, step=update.step, name=names[0])
 
@@ -105,15 +120,13 @@ class ThresholdTrap(Trap):
         indices = update.gradients.having(bound.indices)
         if not indices:
             return ()
-        self.log.count_fired(self.rule.id, update.step)
         values = update.gradients.statistics(self.decision.statistic, indices)
         # A non-finite number marks a tensor that trips.
         flags = values.new_zeros(len(values)).masked_fill(self.decision.trips(values), math.inf)
         return ((tuple(indices), flags),)
 
-    def judge(
-        self, update: JudgedUpdate, bound: Bound, doubtful: Sequence[int]
-    ) -> TrapReport | None:
+    def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
+        assert isinstance(update, JudgedUpdate)  # noqa: S101 # the host decides
         statistic = self.decision.statistic
         indices = update.gradients.having(bound.indices)
         values = update.gradients.statistics(statistic, indices).tolist()
@@ -140,7 +153,6 @@ class TensorTrap(Trap):
             raise BindError([text])
         # The flags since the last update, in the order in which their tensors appeared.
         self._flags: list[Flag] = []
-        self._most = _MOST_FLAGS
         # The latest flag of a forward pass, by tensor.
         self._last: dict[str, Flag] = {}
 
@@ -154,7 +166,7 @@ class TensorTrap(Trap):
 
     def _flag(self, tensor: Tensor, origin: Origin, *, is_fed: bool) -> Flag:
         true = unscaled(tensor, origin.scale)
-        count = _numbers.nonfinite(_dist.local(true))
+        count = _nonfinite.nonfinite_mark(_dist.local(true))
         flag = Flag(str(self.rule.ref), origin.name, origin.counter, count, fed=is_fed)
         flag.follow(tensor)
         if not origin.is_again:
@@ -168,11 +180,10 @@ class TensorTrap(Trap):
         return last is not None and last.could_feed
 
     def _add(self, flag: Flag) -> None:
-        if len(self._flags) >= self._most:
-            self._mention(self._taken(lambda flag: not (flag.fed or flag.can_feed)))
-            # The bound grows, because a model may have more modules than `_MOST_FLAGS`.
-            self._most = max(_MOST_FLAGS, 2 * len(self._flags))
         self._flags.append(flag)
+        # A model may have more modules, so all of them may still feed an update.
+        if len(self._flags) % _MOST_FLAGS == 0:
+            self._mention(self._taken(lambda flag: not (flag.fed or flag.can_feed)))
 
     def note_pass(self) -> None:
         """Note a backward pass: the forward pass before it feeds an update."""
@@ -182,39 +193,24 @@ class TensorTrap(Trap):
     def peek(self, counters: Sequence[StepCounter]) -> TrapReport | None:
         """Report on the flags that the next update must judge."""
         flags = [flag for flag in self._flags if flag.fed and flag.counter() in counters]
-        return self._report(_counted(flags))
+        return activation_report(_counted(flags))
 
-    def has_flags(self, counters: Sequence[StepCounter]) -> bool:
-        return any(flag.fed and flag.counter() in counters for flag in self._flags)
-
-    def report(self, counters: Sequence[StepCounter]) -> TrapReport | None:
-        """Report on the flags that an update must judge, and forget them. Reads the device once."""
+    def findings(self, counters: Sequence[StepCounter]) -> dict[Trap, TrapReport | None]:
+        """Judge the flags that feed an update, if there are any, and forget them. Reads the device once."""
         self._last.clear()
-        fed = []
-        unfed = []
-        trapped = set()
-        for flag, count in self._taken(lambda flag: flag.counter() in counters):
-            if not flag.fed:
-                unfed.append((flag, count))
-                continue
-            fed.append((flag, count))
-            if count:
-                trapped.add(flag.name)
-        self._mention([counted for counted in unfed if counted[0].name not in trapped])
-        return self._report(fed)
-
-    def _report(self, counted: Sequence[tuple[Flag, int]]) -> TrapReport | None:
-        if any(count for _, count in counted):
-            return activation_report(counted)
-        return None
+        counted = self._taken(lambda flag: flag.counter() in counters)
+        fed = [(flag, count) for flag, count in counted if flag.fed]
+        report = activation_report(fed)
+        trapped = () if report is None else report.modules
+        ignored = [pair for pair in counted if not (pair[0].fed or pair[0].name in trapped)]
+        self._mention(ignored)
+        return {self: report} if fed else {}
 
     def forget(self, counters: Sequence[StepCounter]) -> None:
         self._flags = [flag for flag in self._flags if flag.counter() not in counters]
 
     def mention_all(self) -> None:
-        flags = self._flags
-        self._flags = []
-        self._mention(_counted(flags))
+        self._mention(self._taken(lambda _: True))
 
     def _taken(self, is_wanted: Callable[[Flag], bool]) -> list[tuple[Flag, int]]:
         wanted: list[Flag] = []
@@ -229,14 +225,14 @@ class TensorTrap(Trap):
         rule = self.rule.id
         for flag, count in dropped:
             if count:
-                text = _IN_VAIN.format(what=flag.what, name=flag.name, count=count)
+                text = _IN_VAIN.format(what=flag.what, name=flag.name, count=spelled(count))
                 step = flag.counter().step
                 self.log.emit("notice", text, rule=rule, step=step, name=flag.name)
 
 
 def _counted(flags: Sequence[Flag]) -> list[tuple[Flag, int]]:
     unread = [flag.count for flag in flags if isinstance(flag.count, Tensor)]
-    read_counts = iter(read(unread))
+    read_counts = iter(read_marks(unread))
     counted = []
     for flag in flags:
         count = next(read_counts) if isinstance(flag.count, Tensor) else flag.count

@@ -12,13 +12,16 @@ from gradsurgeon.language.planning.table import count, grid
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.passes import GradientSnapshot
 from gradsurgeon.tensors import _dist
-from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
+from gradsurgeon.tensors.measure import UNCOUNTED, NonfiniteCount, Norms, as_dict
 
 GOES_ON = "the update goes on (`then: warn`)"
 _SHOWN = 12
 _EDITED = "all were finite after backward: look at how the script changes gradients afterwards (a clip, an edit of `.grad`)"
-
-_ELSEWHERE = "look at the report of the rank that contributed NaN or Inf; if no rank did, the average itself overflowed"
+_OF_OTHERS = (
+    "they were finite on this rank before ranks averaged them: look at the reports of other ranks"
+)
+_AVERAGED = "ranks have averaged these gradients: see the reports of all ranks"
+_ELSEWHERE = "if no other rank reports NaN or Inf, the average itself overflowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class TrapReport:
         """Return the report with the ranks that contributed NaN or Inf, if they are known."""
         if not self.reduced or not (ranks or self.guilty is False):
             return self
-        cause = "they were finite on this rank before ranks averaged them"
+        # Later trips show their head alone.
+        cause = _OF_OTHERS
         if ranks:
             cause = f"{_dist.named(ranks)} contributed NaN or Inf"
         return replace(self, head=f"{self.head}; {cause}", ranks=ranks)
@@ -65,6 +69,8 @@ class GradientEvidence:
     norms: Norms = ()
     # The tensors of which this rank holds a part.
     divided: frozenset[int] = frozenset()
+    # Whether an engine has averaged the gradients over ranks before they were seen.
+    averaged: bool = False
 
     @cached_property
     def _after(self) -> dict[int, float]:
@@ -92,29 +98,29 @@ class GradientEvidence:
         """Return whether one of some gradients is non-finite."""
         return not self.now.keys().isdisjoint(indices)
 
-    def _with_guilt(self, report: TrapReport) -> TrapReport:
+    def _is_guilty(self) -> bool | None:
+        """Return whether this rank put NaN or Inf into an average, ``None`` if no average was non-finite."""
         # The first pass that averaged a non-finite gradient decides: later passes add to gradients that are non-finite already.
         # A rank that did not use its part of the model contributed nothing, and got these gradients from other ranks.
-        nonfinite = self.before.union(self.now)
         for snapshot in self.snapshots:
             norms = as_dict(snapshot.norms)
             own_norms = snapshot.done.contributed
-            guilty: bool | None = None
-            for index in nonfinite & snapshot.averaged:
+            is_guilty: bool | None = None
+            for index in self.before.union(self.now) & snapshot.averaged:
                 if not math.isfinite(norms.get(index, 0.0)):
                     is_own = index in own_norms and not own_norms[index].isfinite()
-                    guilty = guilty or is_own
-            if guilty is False:
-                report = replace(report, hint=_ELSEWHERE)
-            if guilty is not None:
-                return replace(report, guilty=guilty)
-        return report
+                    is_guilty = bool(is_guilty or is_own)
+            if is_guilty is not None:
+                return is_guilty
+        return None
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
         """Return a report on the border after the first pass that shows one, else at the update."""
         report = self._report_after_pass(names) or self._report_at_update(names)
         bad_now = tuple(names[index] for index in self.now)
-        return self._with_guilt(replace(report, head=why + report.head, bad=bad_now))
+        guilty = self._is_guilty()
+        hint = _ELSEWHERE if guilty is False else report.hint
+        return replace(report, head=why + report.head, bad=bad_now, guilty=guilty, hint=hint)
 
     def _report_after_pass(self, names: Sequence[str]) -> TrapReport | None:
         """Return a report on the first pass that left a non-finite gradient, ``None`` if no pass did."""
@@ -129,7 +135,8 @@ class GradientEvidence:
             # Some tensors keep a gradient from an earlier pass and received none in this pass.
             order = (*snapshot.order, *snapshot.indices)
             norms = self._whole_norms(snapshot.norms)
-            return gradient_report(names, moment, order, nonfinite, norms)
+            report = gradient_report(names, moment, order, nonfinite, norms)
+            return replace(report, hint=_AVERAGED) if self.averaged else report
         return None
 
     def _report_at_update(self, names: Sequence[str]) -> TrapReport:
@@ -144,15 +151,13 @@ class GradientEvidence:
 
     def _whole_norms(self, norms: Norms) -> dict[int, float]:
         """Return norms without those of parts: the norm of a part is not the norm of the whole."""
-        whole = as_dict(norms)
-        for index in self.divided:
-            whole.pop(index, None)
-        return whole
+        by_index = as_dict(norms)
+        return {index: norm for index, norm in by_index.items() if index not in self.divided}
 
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
         known: Mapping[int, NonfiniteCount] = {}
-        # The counts at the update hold for the pass only if the script has not clipped since.
-        if _finite(self._after) == _finite(as_dict(self.norms)):
+        # The counts at the update hold for the pass only if the script has not clipped since. NaN does not equal NaN.
+        if repr(self._after) == repr(as_dict(self.norms)):
             known = self.now
         nonfinite = {}
         for index, norm in as_dict(snapshot.norms).items():
@@ -167,15 +172,6 @@ def uncounted(norm: float) -> NonfiniteCount:
     return NonfiniteCount(kind, 0)
 
 
-def _finite(norms: Mapping[int, float]) -> dict[int, float | None]:
-    """Return norms with ``None`` for each non-finite norm: NaN does not equal NaN."""
-    comparable: dict[int, float | None] = dict(norms)
-    for index, norm in norms.items():
-        if not math.isfinite(norm):
-            comparable[index] = None
-    return comparable
-
-
 def gradient_report(
     names: Sequence[str],
     moment: str,
@@ -187,37 +183,35 @@ def gradient_report(
 ) -> TrapReport:
     """Return a report in the order of backward, which means nothing for gradients ``edited`` since."""
     order = tuple(dict.fromkeys(arrived))
-    labels = [printable(names[index]) for index in order]
-    first = next(place for place, index in enumerate(order) if index in bad)
     rows = []
-    for index, label in zip(order, labels, strict=True):
-        nonfinite = bad.get(index)
-        kind = "" if nonfinite is None else nonfinite.kind
-        rows.append((kind, label, _note(nonfinite, norms.get(index))))
+    for index in order:
+        kind = ""
+        note = ""
+        if index in bad:
+            kind = bad[index].kind
+            if bad[index].number:
+                note = count(bad[index].number, "element")
+        elif index in norms:
+            note = f"norm {norms[index]:.3g}"
+        rows.append((kind, printable(names[index]), note))
+    first = _first_marked(rows)
+    label = rows[first][1]
     lines = _table("in the order in which backward produced them:", "finite", rows)
     hint = ""
     if edited:
         lines.append(_EDITED)
     elif first > 0:
         lines.append(
-            f"the border lies between {labels[first - 1]} (still finite) and {labels[first]} (first that is not)"
+            f"the border lies between {rows[first - 1][1]} (still finite) and {label} (first that is not)"
         )
     else:
         # Any NaN of the forward pass reaches the loss, and so every gradient.
         hint = (
-            f"{labels[first]}, the first one that backward reached, is non-finite already: look at the loss, at the "
+            f"{label}, the first one that backward reached, is non-finite already: look at the loss, at the "
             "operations after this layer in the forward pass, and at inputs and weights"
         )
     head = f"{len(bad)} of {len(order)} gradients are not finite {moment}"
     return TrapReport(names[order[first]], head, lines, hint=hint)
-
-
-def _note(bad: NonfiniteCount | None, norm: float | None) -> str:
-    if bad is not None and bad.number:
-        return count(bad.number, "element")
-    if bad is None and norm is not None:
-        return f"norm {norm:.3g}"
-    return ""
 
 
 def threshold_report(
@@ -232,31 +226,43 @@ def threshold_report(
     return TrapReport(names[tripped.index(True)], head, lines, goes_on=GOES_ON, reduced=False)
 
 
-def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
+def spelled(nonfinite: int) -> str:
+    if nonfinite == UNCOUNTED:
+        return "uncounted"
+    return f"{nonfinite:,}"
+
+
+def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport | None:
+    """Return a report if a tensor has non-finite elements, given their number."""
     rows = []
-    bad_labels = []
     modules = []
     for flag, nonfinite in flags:
-        label = f"the {flag.what} of {printable(flag.name)}"
-        if not nonfinite:
-            rows.append(("", label, ""))
-            continue
-        rows.append(("non-finite", label, f"{nonfinite:,} elements"))
-        bad_labels.append(label)
-        modules.append(flag.name)
+        word = ""
+        note = ""
+        if nonfinite:
+            word = "non-finite"
+            note = f"{spelled(nonfinite)} elements"
+            modules.append(flag.name)
+        rows.append((word, f"the {flag.what} of {printable(flag.name)}", note))
+    if not modules:
+        return None
     lines = _table("in the order in which they came:", "finite", rows)
-    lines.append(f"the first non-finite one is {bad_labels[0]}")
+    lines.append(f"the first non-finite one is {rows[_first_marked(rows)][1]}")
     head = f"{len(modules)} of {len(flags)} tensors are not finite"
     return TrapReport(modules[0], head, lines, reduced=False, modules=tuple(modules))
 
 
-def _table(title: str, fine: str, rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return a title and aligned rows around the first bad one, with counts of the rows that are left out.
+# A word that marks it, empty if it is fine; a label and a note.
+_Row = tuple[str, str, str]
 
-    A row is a word, a label and a note; it is ``fine`` without a word.
-    """
-    first = next(place for place, (word, _, _) in enumerate(rows) if word)
-    start = max(0, min(first - _SHOWN // 2, len(rows) - _SHOWN))
+
+def _first_marked(rows: Sequence[_Row]) -> int:
+    return next(place for place, (word, _, _) in enumerate(rows) if word)
+
+
+def _table(title: str, fine: str, rows: Sequence[_Row]) -> list[str]:
+    """Return a title and aligned rows around the first marked one, with counts of the rows that are left out."""
+    start = max(0, min(_first_marked(rows) - _SHOWN // 2, len(rows) - _SHOWN))
     cells = []
     for word, label, note in rows[start : start + _SHOWN]:
         marked = f"> {word}" if word else f"  {fine}"

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 from torch import Tensor
 
-from gradsurgeon.actions import NEVER
 from gradsurgeon.distributed.ranks import OVERFLOWED
+from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Due
+from gradsurgeon.runtime.device_outcome import DeviceOutcome, when_judged
+from gradsurgeon.runtime.effect import Bound, Due, WeightUpdate
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import BackwardPass, PassHistory
+from gradsurgeon.runtime.scaler_skips import judge_skip
 from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.runtime.step_diagnosis import Tripped
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_effects import NonfiniteTrap, Trap
-from gradsurgeon.runtime.trap_message import born_lines, event_keys
 from gradsurgeon.runtime.trap_report import (
     GradientEvidence,
     TrapReport,
@@ -27,226 +31,214 @@ from gradsurgeon.runtime.trap_report import (
     uncounted,
 )
 from gradsurgeon.runtime.trips import Conclusions, Findings, Trip
-from gradsurgeon.runtime.update import JudgedUpdate
+from gradsurgeon.runtime.update import Judged, JudgedUpdate, LateUpdate
 from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist, measure
 from gradsurgeon.tensors.measure import Norms
+from gradsurgeon.tensors.sent_norms import SentNorms, are_on_one_device, as_norms
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the scaled gradients of rank {rank} overflowed and those of other ranks did "
     "not: its GradScaler skips alone, so its scale differs from the others from now on"
 )
-_NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 _EDITED = "right before the update, and finite before the rules at `step`"
-SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients were not finite"
+
+
+class Look(NamedTuple):
+    """What a trap has looked at: numbers of which a non-finite one may be an objection."""
+
+    trap: Trap
+    bound: Bound
+    norms: Norms
+
+
+def on_host(looks: Sequence[Look], norms: Sequence[Norms]) -> list[Look]:
+    """Return looks whose norms have arrived on the host."""
+    return [look._replace(norms=each) for look, each in zip(looks, norms, strict=True)]
 
 
 class Traps:
     def __init__(self, context: Context, kept: KeptCalls, effects: Effects) -> None:
         self._context = context
         self._effects = effects
-        self._conclusions = Conclusions(context, kept, effects)
         self.passes = PassHistory()
+        self.conclusions = Conclusions(context, kept, effects, self.passes)
 
     @property
     def keeps_calls(self) -> bool:
         """Whether the next trip of some rule is diagnosed."""
-        return bool(self._conclusions.diagnosis.pending)
+        return bool(self.conclusions.diagnosis.pending)
 
     def objections(self, done: BackwardPass) -> list[Objection]:
         """Return this rank's objections to the update after a pass. Reads the device once, and again for a report."""
         objections = []
         for counter in self._context.counters.among(done.indices):
-            objections += self._objections_to(counter, done)
+            if not self._effects.due(counter).is_left_to_device:
+                objections += self._objections_to(counter, done)
         return objections
 
     def _objections_to(self, counter: StepCounter, done: BackwardPass) -> list[Objection]:
-        names = self._context.names
-        concerns = names[counter.indices[0]]
         judges = self._effects.due(counter).judges
         deciding = [bound for bound in judges if bound.effect.votes and bound.effect.decides]
         passes = self.passes.feeding(counter) if deciding else ()
         norms = passes[-1].norms if passes else ()
         (doubtful,) = measure.nonfinite(norms)
-        rank = _dist.rank()
         if doubtful and done.scale is not None:
+            rank = _dist.rank()
             text = _OVERFLOW.format(step=counter.step, rank=rank)
-            return [Objection(rank, "", OVERFLOWED, concerns, "", text)]
+            return [Objection(rank, "", OVERFLOWED, self._concerned(counter), "", text)]
         gradients = dict(zip(*self._context.parameters.grads(doubtful), strict=True))
         evidence = GradientEvidence(passes, (), measure.counts(gradients), norms)
         findings: dict[Trap, TrapReport | None] = {}
         for bound in deciding:
-            if evidence.concerns(bound.indices):
-                assert isinstance(bound.effect, Trap)  # noqa: S101 # only traps judge
-                findings[bound.effect] = evidence.report(names)
-        for tensor_trap in self._effects.tensor_traps:
-            if tensor_trap.decides:
-                findings[tensor_trap] = tensor_trap.peek(self._holders(counter))
+            assert isinstance(bound.effect, Trap)  # noqa: S101 # only traps judge
+            findings[bound.effect] = bound.effect.foresee(bound, evidence)
+        for trap in self._effects.tensor_traps:
+            if trap.decides:
+                findings[trap] = trap.peek(self._holders(counter))
+        return self._of_voters(counter, counter.step, findings)
+
+    def _concerned(self, counter: StepCounter) -> str:
+        """Return the name of a parameter by which other ranks know an update."""
+        return self._context.names[counter.indices[0]]
+
+    def _of_voters(self, counter: StepCounter, step: int, findings: Findings) -> list[Objection]:
+        """Return the findings of traps that vote, for other ranks."""
         objections = []
         for trap, report in findings.items():
-            if report is not None:
-                trip = Trip(trap, counter.trips.get(trap.rule.id, 0) + 1, report)
-                lines = [self._conclusions.head(counter.step, trip), *report.lines, report.hint]
-                text = "\n".join(lines).rstrip("\n")
-                where = trap.rule.id, trip.severity, concerns, report.name
-                objections.append(Objection(rank, *where, text, bool(report.guilty)))
+            if report is None or not trap.votes:
+                continue
+            rule = trap.rule.id
+            trip = Trip(trap, counter.trips.get(rule, 0) + 1, report)
+            head = f"{self._context.place(step, rule)}: {report.caused_by(()).head}"
+            text = "\n".join([head, *report.lines, report.hint]).rstrip("\n")
+            where = rule, trip.severity, self._concerned(counter), report.name
+            objections.append(Objection(_dist.rank(), *where, text, bool(report.guilty)))
         return objections
 
-    def decide(self, update: JudgedUpdate, due: Due, *, moved: bool) -> StepDecision:
-        """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
-        update.counter.scaler_skips = 0
-        findings = self._judge(update, due.judges)
-        for trap in self._effects.tensor_traps:
-            holders = self._holders(update.counter)
-            is_concerned = trap.has_flags(holders)
-            report = trap.report(holders)
-            if is_concerned:
-                findings[trap] = report
-        return self._conclude(update, findings, moved=moved)
-
-    def _judge(
-        self, update: JudgedUpdate, judges: Sequence[Bound]
-    ) -> dict[Trap, TrapReport | None]:
-        looked: list[tuple[Bound, Norms]] = []
-        # Traps share numbers: each is read once, and all together.
-        distinct: dict[int, Norms] = {}
+    def look(self, update: JudgedUpdate, judges: Sequence[Bound]) -> list[Look]:
+        """Let traps look at an update, each at numbers that are still on the device."""
+        looks = []
         for bound in judges:
-            norms = bound.effect.look(update, bound)
-            if norms:
-                looked.append((bound, norms))
-                distinct[id(norms)] = norms
-        if not looked:
-            return {}
-        doubtful = dict(zip(distinct, measure.nonfinite(*distinct.values()), strict=True))
-        findings: dict[Trap, TrapReport | None] = {}
-        for bound, norms in looked:
             trap = bound.effect
             assert isinstance(trap, Trap)  # noqa: S101 # only traps judge
-            findings[trap] = None
-            suspects = doubtful[id(norms)]
+            norms = trap.look(update, bound)
+            if norms:
+                count = self._context.event_log.count_fired
+                when_judged(update.outcome, partial(count, bound.rule.id, update.step))
+                looks.append(Look(trap, bound, norms))
+        return looks
+
+    def read(self, looks: list[Look], outcome: DeviceOutcome) -> tuple[list[Look], bool]:
+        """Return what traps look at, on the host, and whether a scaler skips the update. Reads the device once."""
+        flag = as_norms([outcome.left_out])
+        everything = [flag, *[look.norms for look in looks]]
+        if are_on_one_device(everything):
+            flag, *norms = SentNorms(everything).read()
+            looks = on_host(looks, norms)
+        overflowed = any(measure.as_dict(flag).values())
+        outcome.tell(overflowed=overflowed, left_out=overflowed)
+        return looks, overflowed
+
+    def decide(self, update: JudgedUpdate, looks: Sequence[Look]) -> StepDecision:
+        """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
+        findings = self.judge(update, looks)
+        for trap in self._effects.tensor_traps:
+            findings |= trap.findings(self._holders(update.counter))
+        return self._conclude(update, findings)
+
+    def judge(self, update: Judged, looks: Sequence[Look]) -> dict[Trap, TrapReport | None]:
+        """Return the report of each trap that objects to an update, ``None`` of the others. Reads the device once."""
+        if not looks:
+            return {}
+        # Traps share some norms.
+        several = {id(look.norms): look.norms for look in looks}
+        doubtful = dict(zip(several, measure.nonfinite(*several.values()), strict=True))
+        findings: dict[Trap, TrapReport | None] = {}
+        for look in looks:
+            findings[look.trap] = None
+            suspects = doubtful[id(look.norms)]
             if suspects:
-                findings[trap] = trap.judge(update, bound, suspects)
+                findings[look.trap] = look.trap.judge(update, look.bound, suspects)
         return findings
 
     def _holders(self, counter: StepCounter) -> Sequence[StepCounter]:
         # Modules that no optimizer owns use the common counter: the next update of any optimizer judges them.
         return (counter, self._context.counters.common)
 
-    def decide_edited(
-        self, update: JudgedUpdate, due: Due, edited: set[int], *, moved: bool
-    ) -> StepDecision:
+    def decide_edited(self, update: JudgedUpdate, due: Due, edited: set[int]) -> StepDecision:
         """Judge gradients again that rules at `step` edited, alike on all ranks. A collective for sharded gradients."""
         context = self._context
         trapped = due.trapped
         norms = measure.norms(*context.parameters.grads(sorted(edited.intersection(trapped))))
         (doubtful,) = measure.nonfinite(norms)
         if not doubtful:
-            return self._conclude(update, {}, alike=True, moved=moved)
+            return self._conclude(update, {}, alike=True)
         suspects = dict(zip(*context.parameters.grads(doubtful), strict=True))
         bad = measure.counts(suspects)
-        numbers = measure.as_dict(norms)
-        for index, gradient in suspects.items():
-            if index not in bad and _dist.is_sharded(gradient):
-                bad[index] = uncounted(numbers[index])
+        for index, norm in measure.as_dict(norms).items():
+            # Another rank has the bad part of a gradient.
+            if index in doubtful and _dist.is_sharded(suspects[index]):
+                bad.setdefault(index, uncounted(norm))
         order, _ = context.parameters.grads(trapped)
         findings: dict[Trap, TrapReport | None] = {}
         for bound in due.judges:
             if isinstance(bound.effect, NonfiniteTrap) and not bad.keys().isdisjoint(bound.indices):
                 findings[bound.effect] = gradient_report(context.names, _EDITED, order, bad, {})
-        return self._conclude(update, findings, alike=not context.ranks.own(bad), moved=moved)
+        return self._conclude(update, findings, alike=not context.ranks.own(bad))
 
-    def follow_others(self, counter: StepCounter, heard: Heard, *, moved: bool) -> StepDecision:
+    def follow_others(self, update: WeightUpdate, heard: Heard) -> StepDecision:
         """Judge nothing, and follow the other ranks. What tensors of modules showed is of an update that nobody judges."""
+        counter = update.counter
         for trap in self._effects.tensor_traps:
             trap.forget(self._holders(counter))
-        scale = self.passes.scale(counter)
-        return self._conclusions.conclude(counter, {}, heard, scale, moved=moved)
+        return self.conclusions.conclude(counter, {}, heard, moved=update.has_moved)
 
     def _conclude(
-        self, update: JudgedUpdate, findings: Findings, *, moved: bool, alike: bool = False
+        self, update: JudgedUpdate, findings: Findings, *, alike: bool = False
     ) -> StepDecision:
         counter = update.counter
         rows = counter.trips or counter.trips_now
         if update.heard is ALONE and not rows and not any(findings.values()):
             return GOES_ON
-        scale = self.passes.scale(counter)
-        return self._conclusions.conclude(
-            counter, findings, update.heard, scale, alike=alike, moved=moved
-        )
+        heard = self._agreed(update, findings, LIMIT)
+        moved = update.has_moved
+        return self.conclusions.conclude(counter, findings, heard, alike=alike, moved=moved)
 
-    def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
+    def _agreed(self, update: Judged, findings: Findings, limit: float) -> Heard:
+        """Return the votes on an update. Ranks that did not vote meet, if the last pass has left what a trap has found."""
+        heard = replace(update.heard, limit=limit)
+        if not heard.meeting:
+            return update.heard
+        objections = self._of_voters(update.counter, update.step, findings)
+        if not objections or not update.is_known_to_all:
+            return heard
+        by_rank: dict[int, list[Objection]] = heard.exchange(objections, "objections")
+        assert heard.voter is not None  # noqa: S101 # it has a meeting
+        if limit and len(by_rank) < len(heard.voter.channel.ranks):
+            # Some may not know.
+            return heard
+        of_all = chain.from_iterable(by_rank.values() or [objections])
+        return replace(heard, objections=tuple(of_all))
+
+    def conclude_late(
+        self, update: LateUpdate, looks: Sequence[Look], late: Tripped, limit: float
+    ) -> StepDecision:
+        """Judge an update that the device decided on, once its numbers are on the host."""
+        counter = update.counter
+        counter.scaler_skips = 0
+        findings = self.judge(update, looks)
+        heard = self._agreed(update, findings, limit)
+        return self.conclusions.conclude(counter, findings, heard, late=late)
+
+    def skipped_by_scaler(self, counter: StepCounter, loss_scale: Tensor) -> None:
         """Note a step that a scaler skipped; raise if the cause is a persistent NaN rather than an overflow."""
-        counter.scaler_skips += 1
-        step = counter.step
-        self._context.event_log.emit("scaler-skip", SCALER_SKIP.format(step=step), step=step)
-        findings = self._judge_skip(counter, is_low=float(scale) < 1.0)
-        kept_scale = self.passes.scale(counter)
-        decision = self._conclusions.conclude(counter, findings, ALONE, kept_scale)
+        due = self._effects.due(counter)
+        passes = self.passes.feeding(counter)
+        update = LateUpdate(counter, passes)
+        if not (passes and passes[-1].norms):
+            having, grads = self._context.parameters.grads(due.trapped)
+            update.norms_now = measure.norms(having, _dist.parts(grads))
+        decision = judge_skip(self.conclusions, update, due, loss_scale)
         if decision.error is not None:
             raise decision.error()
-
-    def _judge_skip(self, counter: StepCounter, *, is_low: bool) -> Findings:
-        due = self._effects.due(counter)
-        evidence = self._evidence_of_skip(counter, due.trapped)
-        # A skip caused by other tensors says nothing about a trap: its row goes on.
-        traps = []
-        for bound in due.judges:
-            trap = bound.effect
-            if isinstance(trap, NonfiniteTrap) and evidence.concerns(bound.indices):
-                traps.append(trap)
-        if not traps or self._context.mode == "observe":
-            return {}
-        skips = counter.scaler_skips
-        stuck = [trap for trap in traps if is_low or skips >= trap.decision.patience]
-        # Overflows come in rows until the scale fits: not each is worth running the step again.
-        if not stuck and skips == 1:
-            self._diagnose_skip(counter, traps[0].rule.id, evidence)
-        why = "its scale is below 1" if is_low else f"{skips} steps in a row"
-        findings: dict[Trap, TrapReport | None] = {}
-        for trap in stuck:
-            # This trip exceeds `give_up_after`, and so does each later trip until the trap finds nothing.
-            rule = trap.rule.id
-            patience = trap.decision.patience
-            self._context.event_log.count_fired(rule, counter.step)
-            if patience < NEVER:
-                counter.trips[rule] = max(counter.trips.get(rule, 0), patience - 1)
-            head = f"the GradScaler keeps skipping ({why}): "
-            report = evidence.report(self._context.names, head)
-            findings[trap] = replace(report, goes_on="the GradScaler skips the update")
-        return findings
-
-    def _evidence_of_skip(self, counter: StepCounter, trapped: Sequence[int]) -> GradientEvidence:
-        # A scaler checks before the script can repair or clip, so the trap must do the same.
-        passes = self.passes.feeding(counter)
-        norms: Norms = ()
-        if passes:
-            norms = passes[-1].norms
-        if not norms:
-            norms = self._norms_here(trapped)
-        by_index = measure.as_dict(norms)
-        bad = {}
-        for index, norm in by_index.items():
-            if not math.isfinite(norm):
-                bad[index] = uncounted(norm)
-        return GradientEvidence(passes, list(by_index), bad)
-
-    def _norms_here(self, indices: Sequence[int]) -> Norms:
-        """Return the norms of what this rank holds of some gradients."""
-        having, grads = self._context.parameters.grads(indices)
-        return measure.plain_norms(having, _dist.parts(grads))
-
-    def _diagnose_skip(self, counter: StepCounter, rule: str, evidence: GradientEvidence) -> None:
-        """Report once the origin of a NaN in a skipped step, if it is no overflow."""
-        context = self._context
-        step = counter.step
-        report = evidence.report(context.names)
-        scale = self.passes.scale(counter)
-        diagnosis = self._conclusions.diagnosis.diagnose_skip(step, scale, report)
-        if diagnosis is not None:
-            place = context.place(step, rule)
-            text = "\n".join([f"{place}: {_NO_OVERFLOW}", *diagnosis.text()])
-            shown = "\n".join([*born_lines(place, diagnosis), _NO_OVERFLOW])
-            keys = event_keys(diagnosis, ())
-            context.event_log.notice_once(
-                "no-overflow", text, rule=rule, step=step, warn=True, facts=keys, shown=shown
-            )

@@ -2,21 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.common.events import EventKind
 from gradsurgeon.distributed.ranks import FINE, RAISE, SKIP, StopReason
 from gradsurgeon.distributed.votes import Objection
+from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.effects import Effects
+from gradsurgeon.runtime.passes import PassHistory
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
+from gradsurgeon.runtime.step_diagnosis import StepDiagnosis, Tripped
 from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_message import (
@@ -37,9 +35,16 @@ _MOVED = (
     "step already"
 )
 _HIDDEN = "its optimizer got no gradient"
+_LEFT_OUT = "the device left weights and moments alone, and the host read it before step {told_at}"
+_SINCE = (
+    " before step {told_at}: the device decided, and this optimizer has made no update since step {step} began; what the "
+    "script itself has written since then is unknown"
+)
+_PARTED = "; other ranks may have made that update, so ranks may have parted in step {step}"
 _HELD_BACK = "another rule holds this update back"
 # Each trap that judged, with its report if it tripped.
 Findings = Mapping[Trap, TrapReport | None]
+_SEVERITIES = {"raise": RAISE, "skip-step": SKIP, "warn": FINE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,109 +58,134 @@ class Trip:
     unheard: bool = False
     # Whether the optimizer may have moved weights in this step already.
     moved: bool = False
+    # The update, if the device decided on it.
+    late: Tripped | None = None
 
     @property
     def rule(self) -> str:
         return self.trap.rule.id
 
     @property
-    def decision(self) -> Decision | Spikes:
-        return self.trap.decision
-
-    @property
     def then(self) -> str:
         if self._gives_up or self._is_forced:
             return "raise"
-        return self.decision.then
+        return self.trap.then
 
     @property
     def _gives_up(self) -> bool:
-        return self.in_a_row >= self.decision.patience
+        return self.in_a_row >= self.trap.decision.patience
 
     @property
     def _is_forced(self) -> bool:
         """Whether this rank cannot skip the step, although its rule would."""
-        if self.decision.then != "skip-step":
-            return False
-        return self.unheard or self.moved
+        return self.trap.then == "skip-step" and (self.unheard or self.moved)
 
     @property
     def severity(self) -> int:
-        return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
+        return _SEVERITIES[self.then]
 
     def outcome(self, mode: Mode) -> str:
         """Return the outcome of the step, as a line of the report, if no other rule is more severe."""
+        own_then = self.trap.then
         if mode == "observe":
-            return f"observing only: `then: {self.decision.then}` would have acted"
-        if self._is_forced and not self.moved:
-            return NOT_VOTED
-        if self._gives_up and self.decision.then != "raise":
-            limit = f"(give_up_after: {self.decision.give_up_after})"
-            return f"giving up: tripped {self.in_a_row} times in a row {limit}"
+            return f"observing only: `then: {own_then}` would have acted"
         if self.then == "skip-step":
-            return f"step skipped: {_HIDDEN}"
+            return f"step skipped: {self.how_skipped}"
         if self.then == "warn":
             return self.report.goes_on
-        return _MOVED if self.moved else "stopped before the update: no weight was moved"
+        if self._is_forced and not self.moved and self.late is None:
+            return NOT_VOTED
+        text = "stopped"
+        if self._gives_up and own_then != "raise":
+            limit = f"(give_up_after: {self.trap.decision.give_up_after})"
+            text = f"giving up: tripped {self.in_a_row} times in a row {limit}"
+        elif self.late is None:
+            text = _MOVED if self.moved else "stopped before the update: no weight was moved"
+        return text + self._of_device
+
+    @property
+    def how_skipped(self) -> str:
+        if self.late is None:
+            return _HIDDEN
+        return _LEFT_OUT.format(told_at=self.late.told_at)
+
+    @property
+    def _of_device(self) -> str:
+        """What the decision of a device means for the weights, as the end of a sentence; nothing if the host decided."""
+        if self.late is None:
+            return ""
+        text = _SINCE.format(step=self.late.step, told_at=self.late.told_at)
+        if self.unheard:
+            text += _PARTED.format(step=self.late.step)
+        return text
 
 
 class Conclusions:
-    def __init__(self, context: Context, kept: KeptCalls, effects: Effects) -> None:
-        self._context = context
+    def __init__(
+        self, context: Context, kept: KeptCalls, effects: Effects, passes: PassHistory
+    ) -> None:
+        self.context = context
         self._kept = kept
+        self._passes = passes
         self.diagnosis = StepDiagnosis(context, kept, effects)
+        self._errors = {trap.rule.id: trap.decision.error for trap in effects.traps}
+
+    def tripped(self, counter: StepCounter) -> Tripped:
+        """Return the update that a counter is about to count, if the host decides on it."""
+        kept = self._kept
+        scale = self._passes.scale(counter)
+        return Tripped(counter.step, kept.step, kept.sample_ids, scale)
 
     def conclude(
         self,
         counter: StepCounter,
         findings: Findings,
         heard: Heard,
-        scale: Tensor | None,
         *,
         alike: bool = False,
         moved: bool = False,
+        late: Tripped | None = None,
     ) -> StepDecision:
         """Report the findings of this rank, ``alike`` if all ranks have equal ones, and return the decision of all ranks.
 
-        An update whose optimizer may have ``moved`` weights already cannot be skipped.
+        An update whose optimizer may have ``moved`` weights already cannot be skipped. With ``late`` the device decided.
         """
-        step = counter.step
         if heard.unanimous and not any(findings.values()):
             # All ranks saw the non-finite gradient and all ran the code that repaired it.
             heard = ALONE
         is_unheard = heard is not ALONE and heard.severity <= FINE and not alike
         self._count(counter, findings, heard)
         trips = []
-        reports = {}
         for trap, report in findings.items():
             if report is not None:
                 # Norms at the update are alike on all ranks, so the others trip also.
                 unheard = is_unheard and trap.votes
                 in_a_row = counter.trips_now[trap.rule.id]
-                trips.append(Trip(trap, in_a_row, report, unheard, moved))
-                reports[trap.rule.id] = report
+                trips.append(Trip(trap, in_a_row, report, unheard, moved, late))
         if not trips and not heard.objections:
             return GOES_ON
-        diagnoses = self.diagnosis.diagnose_trips(reports, step, scale, heard)
+        tripped = late or self.tripped(counter)
+        reports = {trip.rule: trip.report for trip in trips}
+        diagnoses = self.diagnosis.diagnose_trips(reports, tripped, heard)
         # The other ranks must hear of the most severe trip.
         worst = max([trip.severity for trip in trips], default=FINE)
-        decided = max(worst, heard.severity)
-        cause: StopReason | None = None
+        causes: dict[int, StopReason] = {}
         for trip in trips:
-            reason = self._emit(trip, step, heard.guilty, diagnoses.get(trip.rule), decided)
-            if cause is None and trip.severity == worst:
-                cause = reason
+            # A rule with a more severe trip holds the update back.
+            is_decisive = trip.severity >= max(worst, heard.severity)
+            diagnosis = diagnoses.get(trip.rule)
+            cause = self._emit(trip, tripped, heard.guilty, diagnosis, is_decisive=is_decisive)
+            causes.setdefault(trip.severity, cause)
         if heard.severity > worst:
-            return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule), moved=moved)
-        if cause is None or worst == FINE or self._context.mode == "observe":
+            objection = heard.worst
+            return self._follow(tripped, objection, diagnoses.get(objection.rule), moved=moved)
+        if worst == FINE or self.context.mode == "observe":
             return GOES_ON
-        return _decided(worst, cause, step)
+        return StepDecision(causes[worst], skip=worst < RAISE)
 
     def _count(self, counter: StepCounter, findings: Findings, heard: Heard) -> None:
         """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
-        tripped: dict[str, bool] = {}
-        for trap, report in findings.items():
-            tripped[trap.rule.id] = report is not None
+        tripped = {trap.rule.id: report is not None for trap, report in findings.items()}
         for objection in heard.objections:
             if objection.rule:
                 tripped[objection.rule] = True
@@ -166,69 +196,57 @@ class Conclusions:
                 counter.trips_now[rule] = counter.trips.get(rule, 0) + 1
 
     def _follow(
-        self, step: int, objection: Objection, diagnosis: Diagnosis | None, *, moved: bool
+        self, tripped: Tripped, objection: Objection, diagnosis: Diagnosis | None, *, moved: bool
     ) -> StepDecision:
         """Do what the objection of another rank demands."""
-        severity = objection.severity
-        if moved:
-            severity = RAISE
-        stops = severity == RAISE
+        stops = moved or objection.severity == RAISE
         kind: EventKind = "trap" if stops else "skipped-step"
+        step = tripped.step
         rule = objection.rule
         text = objection.text
         if rule:
             what = "stop" if stops else "skip the step"
             text = f"step {step}: rank {objection.rank} trapped, and all ranks {what}: {text}"
             text = "\n".join([text, *diagnosis_lines(diagnosis)])
-        log = self._context.event_log
-        facts = event_keys(diagnosis, self._kept.sample_ids)
+        log = self.context.event_log
+        facts = event_keys(diagnosis, tripped)
         log.emit(kind, text, rule=rule, step=step, name=objection.name, quiet=stops, facts=facts)
-        cause = StopReason(objection.rank, rule, objection.name, text, diagnosis)
-        return _decided(severity, cause, step)
-
-    def head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
-        """Return the first line of a report; ``ranks`` are the ranks that put NaN or Inf into an average."""
-        return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
+        error = self._errors.get(rule, NonFiniteGradientError)
+        cause = StopReason(step, objection.rank, rule, objection.name, text, diagnosis, error)
+        return StepDecision(cause, skip=not stops)
 
     def _emit(
         self,
         trip: Trip,
-        step: int,
+        tripped: Tripped,
         ranks: tuple[int, ...],
         diagnosis: Diagnosis | None,
-        decided: int,
+        *,
+        is_decisive: bool,
     ) -> StopReason:
         """Emit the report of a trap, and return it; ``ranks`` are the ranks that put NaN or Inf into an average."""
-        context = self._context
+        context = self.context
+        step = tripped.step
+        rule = trip.rule
         report = trip.report.caused_by(ranks)
+        then = trip.then
         outcome = trip.outcome(context.mode)
-        if context.mode == "act" and trip.severity < decided:
+        if context.mode != "act":
+            then = ""
+        elif not is_decisive:
             outcome = _HELD_BACK
-        keys = event_keys(diagnosis, self._kept.sample_ids)
-        place = context.place(step, trip.rule)
-        text, shown = texts(place, report, outcome, diagnosis, keys["sample_ids"])
+        keys = event_keys(diagnosis, tripped)
+        text, shown = texts(context.place(step, rule), report, outcome, diagnosis, keys)
         log = context.event_log
-        where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
-        then = trip.then if context.mode == "act" else ""
-        log.count_changed(trip.rule, 1)
-        log.emit(
-            trip.decision.kind,
-            text,
-            **where,
-            warn=then == "warn",
-            quiet=then == "raise",
-            facts=keys,
-            shown=shown,
-        )
-        if then == "skip-step" and trip.severity == decided:
-            log.emit("skipped-step", f"step {step} skipped: {_HIDDEN}", **where)
+        where: dict[str, Any] = {"rule": rule, "step": step, "name": report.name}
+        log.count_changed(rule, 1)
+        decision = trip.trap.decision
+        where |= {"warn": then == "warn", "quiet": then == "raise"}
+        log.emit(decision.kind, text, **where, facts=keys, shown=shown)
+        if then == "skip-step" and is_decisive:
+            text_of_skip = f"step {step} skipped: {trip.how_skipped}"
+            log.emit("skipped-step", text_of_skip, **where, facts={"told_at": tripped.told_at})
         rank = _dist.rank()
         if report.ranks:
             rank = report.ranks[0]
-        return StopReason(rank, trip.rule, report.name, text, diagnosis, trip.decision.error)
-
-
-def _decided(severity: int, cause: StopReason, step: int) -> StepDecision:
-    if severity < RAISE:
-        return StepDecision(skip=True, cause=cause, stops=True)
-    return StepDecision(error=partial(cause.error, step), cause=cause, stops=True)
+        return StopReason(step, rank, rule, report.name, text, diagnosis, decision.error)

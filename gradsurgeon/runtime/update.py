@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 
-from torch import Tensor
-
+from gradsurgeon.records.script_edits import ScriptEdits
+from gradsurgeon.runtime.device_outcome import DeviceOutcome
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.passes import GradientSnapshot
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.trap_report import GradientEvidence
-from gradsurgeon.runtime.votes_heard import Heard
+from gradsurgeon.runtime.trap_report import GradientEvidence, uncounted
+from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist, measure
-from gradsurgeon.tensors.measure import Norms
+from gradsurgeon.tensors.measure import NonfiniteCount, Norms
 
 
-class JudgedUpdate:
-    """An update that is about to take place.
+class Judged:
+    """An update as a trap judges it, before it takes place, or after the device decided on it.
 
     Attributes:
         counter: the counter of its optimizer.
         step: its number.
-        gradients: the gradients that the script hands over.
         passes: what the backward passes that feed it have left, the earliest first.
         heard: the votes of the ranks on it.
-        overflow: whether the optimizer is going to skip the update, if only the device knows.
-        norms: the norms of the gradients that traps search for non-finite elements, ``trapped``.
+        searched: the parameters with a gradient that traps search for non-finite elements.
+        norms_now: the norms of their gradients.
+        has_moved: whether the optimizer may have moved weights in this step already.
+    """
+
+    has_moved = False
+
+    def __init__(
+        self, counter: StepCounter, passes: Sequence[GradientSnapshot], heard: Heard
+    ) -> None:
+        self.counter = counter
+        self.step = counter.step
+        self.passes = passes
+        self.heard = heard
+        self.searched: Sequence[int] = ()
+        self.norms_now: Norms = ()
+
+    @property
+    def is_known_to_all(self) -> bool:
+        """Whether the last pass has left a non-finite gradient. Ranks that have averaged it all have it."""
+        return not self.evidence(self.searched).before.isdisjoint(self.searched)
+
+    @abstractmethod
+    def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
+        """Return the evidence on the gradients, given the gradients with a doubtful norm. Waits for the device."""
+
+
+class JudgedUpdate(Judged):
+    """An update that is about to take place.
+
+    Attributes:
+        gradients: the gradients that the script hands over.
+        outcome: what the host learns later, if only the device knows whether the update takes place.
+        norms: the norms of these gradients, and those after the last backward pass.
+
+    A recorded run also notes in ``script_edits`` whether the script changed gradients since the last pass.
     """
 
     def __init__(
@@ -35,33 +70,91 @@ class JudgedUpdate:
         passes: Sequence[GradientSnapshot],
         heard: Heard,
         *,
-        overflow: Tensor | None,
+        outcome: DeviceOutcome | None,
+        has_moved: bool,
         trapped: Sequence[int],
+        averaged: bool,
+        script_edits: ScriptEdits | None = None,
     ) -> None:
-        self.counter = counter
-        self.step = counter.step
+        super().__init__(counter, passes, heard)
         self.gradients = gradients
-        self.passes = passes
-        self.heard = heard
-        self.overflow = overflow
+        self.outcome = outcome
+        self.has_moved = has_moved
+        self._averaged = averaged
         self.norms: Norms = ()
-        self._searched: Sequence[int] = ()
-        self._norms: Norms = ()
         self._evidence: GradientEvidence | None = None
         if trapped:
-            self._searched, self._norms = gradients.take_norms(trapped)
+            self.searched, self.norms_now = gradients.take_norms(trapped)
             # Traps read the same numbers: those after the last backward pass, and those now.
             before = passes[-1].norms if passes else ()
-            self.norms = (*before, *self._norms)
+            self.norms = (*before, *self.norms_now)
+            if script_edits is not None:
+                script_edits.compare(before, self.norms_now)
+
+    def largest(self) -> Norms:
+        """Measure the largest magnitude of each searched gradient, which is non-finite exactly if an element is."""
+        grads = self.gradients.grads_of(self.searched)
+        return measure.norms(self.searched, grads, math.inf)
 
     def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
-        """Return the evidence on the gradients, given the gradients with a doubtful norm. Waits for the device."""
         if self._evidence is None:
             gradients = self.gradients
             present = [index for index in doubtful if index in gradients]
             bad = measure.counts(dict(zip(present, gradients.grads_of(present), strict=True)))
-            divided = [index for index in self._searched if _dist.is_sharded(gradients[index])]
+            divided = [index for index in self.searched if _dist.is_sharded(gradients[index])]
             self._evidence = GradientEvidence(
-                self.passes, self._searched, bad, self._norms, frozenset(divided)
+                self.passes,
+                self.searched,
+                bad,
+                self.norms_now,
+                frozenset(divided),
+                self._averaged,
             )
         return self._evidence
+
+
+class LateUpdate(Judged):
+    """An update that the device decided on, without its gradients, which the script may have cleared since.
+
+    Attributes:
+        largest: the largest magnitude of each gradient that traps search; on the host once it is read.
+    """
+
+    def __init__(
+        self,
+        counter: StepCounter,
+        passes: Sequence[GradientSnapshot] = (),
+        heard: Heard = ALONE,
+    ) -> None:
+        super().__init__(counter, passes, heard)
+        self.largest: Norms = ()
+
+    @classmethod
+    def of(cls, update: JudgedUpdate) -> LateUpdate:
+        """Return an update without its gradients, of which the largest magnitudes are measured now."""
+        late = cls(update.counter, update.passes, update.heard)
+        late.largest = update.largest()
+        late.searched = update.searched
+        late.norms_now = update.norms_now
+        return late
+
+    def evidence_of_skip(self) -> GradientEvidence:
+        """Return the evidence on an update that a `GradScaler` skipped, which looks before the script can repair or clip."""
+        norms = self.norms_now
+        if self.passes and self.passes[-1].norms:
+            norms = self.passes[-1].norms
+        by_index = measure.as_dict(norms)
+        return GradientEvidence(self.passes, list(by_index), _nonfinite(by_index, by_index))
+
+    def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
+        bad = _nonfinite(measure.as_dict(self.largest), doubtful)
+        return GradientEvidence(self.passes, self.searched, bad, self.norms_now)
+
+
+def _nonfinite(numbers: Mapping[int, float], indices: Collection[int]) -> dict[int, NonfiniteCount]:
+    """Return the kinds of non-finite numbers of some tensors."""
+    nonfinite = {}
+    for index, number in numbers.items():
+        if index in indices and not math.isfinite(number):
+            nonfinite[index] = uncounted(number)
+    return nonfinite

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from gradsurgeon.distributed.ranks import FINE
+from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.distributed.votes import Objection, Voter
 
 
@@ -22,11 +24,15 @@ class Heard:
 
     Attributes:
         voter: the voter that read the votes; ``None`` if this rank decides alone.
+        meeting: the name under which ranks that did not vote tell each other of a trip.
+        limit: how many seconds they wait there for each other.
     """
 
     voter: Voter | None = None
     objections: tuple[Objection, ...] = ()
     unanimous: bool = False
+    meeting: str = ""
+    limit: float = LIMIT
 
     @property
     def severity(self) -> int:
@@ -39,6 +45,13 @@ class Heard:
         severity = self.severity
         worst = [each for each in self.objections if each.severity == severity]
         return min(worst, key=attrgetter("rank"))
+
+    def exchange(self, value: object, topic: str) -> dict[int, Any]:
+        """Return what the ranks that object to the update say of it, by rank; empty if nobody can be asked."""
+        if self.voter is None:
+            return {}
+        name = self.meeting and f"{self.meeting}/{topic}"
+        return self.voter.exchange(value, self.limit, name)
 
     @property
     def guilty(self) -> tuple[int, ...]:

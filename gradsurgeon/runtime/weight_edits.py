@@ -1,52 +1,65 @@
-"""The effect of rules that edit weights once an update is over, or what the update has changed in them."""
+"""The effects of rules that edit weights once an update is over, or what the update has changed in them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import Edit, Rule
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.actions import Edit
+from gradsurgeon.runtime.device_outcome import when_made
 from gradsurgeon.runtime.effect import Bound, WeightUpdate
 from gradsurgeon.runtime.element_edits import ElementEdit
-from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.tensors import _dist
+from gradsurgeon.runtime.running_norms import wide
+from gradsurgeon.runtime.spike_effect import SpikeEffect
+from gradsurgeon.runtime.weight_effects import AfterUpdate
+from gradsurgeon.tensors import _dist, _torch, measure
+
+# Elements of weights that are edited together.
+_MANY = 2**17
+# The index of a weight, what this rank holds of it, and a copy from before the update if a rule is on updates.
+_Weight = tuple[int, Tensor, Tensor | None]
 
 
-class WeightEdit(ElementEdit):
-    """Edits each element of a weight, or of its change, where the update took place."""
+class WeightEdit(AfterUpdate, ElementEdit):
+    """Edits each element of a weight, or of its change."""
 
-    def __init__(
-        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Edit
-    ) -> None:
-        super().__init__(rule, context, indices, compiled)
-        self._of_changes = rule.ref.side == "update"
-        # Maps each parameter to what this rank held of it before the update that runs now; empty where only weights are edited.
-        self._before: dict[StepCounter, dict[int, Tensor]] = {}
-
-    def before_step(self, update: WeightUpdate, bound: Bound) -> None:
-        # If a script updates weights by hand, the session does not see when.
-        if update.optimizer() is None:
-            return
-        before: dict[int, Tensor] = {}
-        if self._of_changes:
-            before = {index: part.clone() for index, part in self._parts_of(bound)}
-        self._before[bound.counter] = before
-
+    @torch.no_grad()
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
-        before = self._before.pop(bound.counter, None)
-        if before is None or not update.took_place:
-            return
         step = bound.counter.step
-        count = 0
-        with torch.no_grad():
-            for index, part in self._parts_of(bound):
-                is_new = self._of_changes and index not in before
-                if is_new or index in update.hidden_by:
-                    continue
-                self._edit(update, index, part, before.get(index), step)
-                count += 1
-        self.log.count_fired(self.rule.id, step, count)
+        updated = [each for each in self.updated(update, bound) if each[0] not in update.hidden_by]
+        compiled: Edit = self.compiled_at(step)
+        are_sharded = _dist.any_sharded([param for _, param, _ in updated])
+        one_by_one = compiled.apply_ is None or (compiled.takes_at and are_sharded)
+        # Only the device knows whether a fused update took place.
+        one_by_one = one_by_one or self.context.mode == "observe" or update.outcome is not None
+        together = []
+        for index, param, before in updated:
+            part = _dist.local(param)
+            if one_by_one or index in update.trains:
+                self._edit(update, index, part, before, step)
+            else:
+                together.append((index, part, before))
+        for chunk in _in_chunks(together):
+            self._edit_together(chunk, step)
+        if updated:
+            fired = partial(self.log.count_fired, self.rule.id, step, len(updated))
+            when_made(update.outcome, fired)
+
+    def _edit_together(self, weights: Sequence[_Weight], step: int) -> None:
+        parts = [part for _, part, _ in weights]
+        olds = [before for _, _, before in weights if before is not None]
+        edited = parts
+        if olds:
+            # torch has no public functions on several tensors.
+            edited = list(torch._foreach_sub(parts, olds))  # noqa: SLF001
+        self.edit_in_place([index for index, _, _ in weights], edited, step)
+        if olds:
+            torch._foreach_add_(edited, olds)
+            torch._foreach_copy_(parts, edited)
 
     def _edit(
         self, update: WeightUpdate, index: int, part: Tensor, before: Tensor | None, step: int
@@ -62,11 +75,70 @@ class WeightEdit(ElementEdit):
         new = apply(old)
         if before is not None:
             new = before + new
-        if update.overflow is not None:
-            # Only the device knows whether a fused update took place.
-            new = torch.where(update.overflow.to(part.device) > 0, part, new)
+        if update.outcome is not None:
+            new = torch.where(update.outcome.left_out.to(part.device) > 0, part, new)
+        if index in update.trains:
+            new = torch.where(update.trains[index], new, part)
         part.copy_(new)
 
-    def _parts_of(self, bound: Bound) -> list[tuple[int, Tensor]]:
-        params = self.context.parameters.present_by_index(bound.indices)
-        return [(index, _dist.local(param.detach())) for index, param in params]
+
+class UpdateSpikes(AfterUpdate, SpikeEffect):
+    """Shortens or reports updates that are longer than a bound."""
+
+    # The weights have moved already.
+    judges = False
+    noun = "weight change"
+
+    @torch.no_grad()
+    def after_update(self, update: WeightUpdate, bound: Bound) -> None:
+        indices = []
+        wholes = []
+        moves = []
+        for index, param, before in self.updated(update, bound):
+            if before is not None and index not in update.hidden_by:
+                part = _dist.local(param.detach())
+                change = part - before
+                indices.append(index)
+                wholes.append(_dist.like(change, param) if _dist.is_sharded(param) else change)
+                moves.append((part, before, change))
+        if not indices:
+            return
+        step = bound.counter.step
+        norms = measure.together(measure.norms(indices, wholes), indices)
+        judged = self._compare(bound.indices, indices, wide(norms))
+        outcome = update.outcome
+        judged.learn(None if outcome is None else outcome.left_out)
+        factors = judged.factors(indices)
+        if self.edits and self.context.mode == "act":
+            each: Any = factors.expand(len(indices))
+            if _torch.is_host(factors):
+                each = each.tolist()
+            for move, factor in zip(moves, each, strict=True):
+                _shorten(*move, factor)
+        count = len(indices) if self.edits else 1
+        when_made(outcome, partial(self.log.count_fired, self.rule.id, step, count))
+        when_made(outcome, partial(self._tell, judged, indices, step))
+
+
+def _shorten(part: Tensor, before: Tensor, change: Tensor, factor: float | Tensor) -> None:
+    # On a device nobody waits for the factor.
+    if isinstance(factor, Tensor):
+        here = factor.to(part.device)
+        part.copy_(torch.where(here < 1.0, before + change * here, part))
+    elif factor < 1.0:
+        torch.add(before, change.mul_(factor), out=part)
+
+
+def _in_chunks(weights: Iterable[_Weight]) -> Iterator[Sequence[_Weight]]:
+    """Yield weights in chunks that fit into the cache of a CPU, or of one large weight."""
+    chunk: list[_Weight] = []
+    free = _MANY
+    for weight in weights:
+        chunk.append(weight)
+        free -= weight[1].numel()
+        if free <= 0:
+            yield chunk
+            chunk = []
+            free = _MANY
+    if chunk:
+        yield chunk

@@ -1,12 +1,16 @@
-"""The effect of records of weights: what parameters are after an update, and what the update has changed."""
+"""The effects of records of weights: what they are after an update, what it has changed, and what the optimizer keeps."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import Observer, Rule
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import shorten_names
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.device_outcome import when_made
 from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
 from gradsurgeon.runtime.observing_effects import by_column
 from gradsurgeon.runtime.step_counters import StepCounter
@@ -18,63 +22,108 @@ from gradsurgeon.tensors.statistics import STATISTICS
 SAMPLE = 16384
 
 
-class RecordWeights(Effect):
-    """Records statistics of weights, or of what an update has changed."""
-
-    records = True
+class AfterUpdate(Effect):
+    """Looks at weights, or at their changes, where an update took place."""
 
     def __init__(
-        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Observer
+        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Any
     ) -> None:
         super().__init__(rule, context, indices, compiled)
-        self.stats = compiled.statistics
         self._of_changes = rule.ref.side == "update"
-        # Elements before the update that runs now, by parameter; none where only weights are recorded.
+        # Maps each parameter to what is kept of it before the update that runs now; empty if only weights matter.
         self._before: dict[StepCounter, dict[int, Tensor]] = {}
 
     def before_step(self, update: WeightUpdate, bound: Bound) -> None:
         # If a script updates weights by hand, the session does not see when.
         if update.optimizer() is None:
             return
-        samples: dict[int, Tensor] = {}
+        before: dict[int, Tensor] = {}
         if self._of_changes:
-            params = self.context.parameters.present_by_index(bound.indices)
-            samples = {index: _sample(param) for index, param in params}
-        self._before[bound.counter] = samples
+            params = self.context.parameters.weights_by_index(bound.indices)
+            before = {index: self.kept(param) for index, param in params}
+        self._before[bound.counter] = before
 
-    def after_update(self, update: WeightUpdate, bound: Bound) -> None:
+    def kept(self, param: Tensor) -> Tensor:
+        """Return a copy of what this rank holds of a parameter."""
+        return _dist.local(param.detach()).clone()
+
+    def updated(
+        self, update: WeightUpdate, bound: Bound
+    ) -> Sequence[tuple[int, Tensor, Tensor | None]]:
+        """Return the parameters of an update that took place, with what was kept of them."""
         before = self._before.pop(bound.counter, None)
         if before is None or not update.took_place:
-            return
-        params = {}
-        for index, param in self.context.parameters.present_by_index(bound.indices):
+            return []
+        params = []
+        for index, param in self.context.parameters.weights_by_index(bound.indices):
             if index in before or not self._of_changes:
-                params[index] = param.detach()
-        if not params:
-            return
-        with torch.no_grad():
-            self._record(bound, params, before)
-        self.log.count_fired(self.rule.id, bound.counter.step, len(params))
+                params.append((index, param, before.get(index)))
+        return params
 
-    def _record(
-        self, bound: Bound, params_by_index: dict[int, Tensor], before: dict[int, Tensor]
-    ) -> None:
+
+class RecordWeights(AfterUpdate):
+    """Records statistics of weights, or of what an update has changed."""
+
+    records = True
+
+    def kept(self, param: Tensor) -> Tensor:
+        return _sample(param.detach())
+
+    @torch.no_grad()
+    def after_update(self, update: WeightUpdate, bound: Bound) -> None:
+        updated = self.updated(update, bound)
+        if not updated:
+            return
         recorder = self.context.recorder
-        columns = bound.columns(list(params_by_index))
-        params = list(params_by_index.values())
+        step = bound.counter.step
+        columns = bound.columns([index for index, _, _ in updated])
+        params = [param.detach() for _, param, _ in updated]
         are_shared = _dist.any_sharded(params)
         measured = measure.parts if are_shared else measure.statistics
         grads = params if are_shared else ()
-        pairs = []
-        if self._of_changes:
-            pairs = [_pair(before[index], param) for index, param in params_by_index.items()]
+        pairs = [_pair(old, param.detach()) for _, param, old in updated if old is not None]
         for stat, keys in bound.keys.items():
             if self._of_changes:
                 values = _scaled(stat, measured(stat, _changes(stat, pairs)), params, pairs)
             else:
                 values = measured(stat, params)
             for key, numbers in by_column(keys, values, are_parts=are_shared):
-                recorder.add(key, bound.counter.step, columns, numbers, replace=False, grads=grads)
+                add = partial(recorder.add, key, step, columns, numbers, replace=False, grads=grads)
+                when_made(update.outcome, add)
+        fired = partial(self.log.count_fired, self.rule.id, step, len(params))
+        when_made(update.outcome, fired)
+
+
+class RecordState(RecordWeights):
+    """Records statistics of what an optimizer keeps for each parameter."""
+
+    def updated(
+        self, update: WeightUpdate, bound: Bound
+    ) -> Sequence[tuple[int, Tensor, Tensor | None]]:
+        optimizer = update.optimizer()
+        (name,) = self.rule.ref.path
+        found = []
+        others: dict[object, None] = {}
+        lacking = []
+        for index, param, _ in super().updated(update, bound):
+            assert optimizer is not None  # noqa: S101 # `before_step` has seen it
+            state = optimizer.state.get(param, {})
+            others |= dict.fromkeys(state)
+            value = state.get(name)
+            if isinstance(value, Tensor | float | int):
+                tensor = torch.as_tensor(value).detach()
+                if not tensor.is_floating_point():
+                    tensor = tensor.float()
+                found.append((index, tensor, None))
+            elif param.grad is not None:
+                lacking.append(self.context.names[index])
+        if lacking and not found:
+            kind = type(optimizer).__name__
+            kept = ", ".join([f"`state.{other}`" for other in others]) or "nothing"
+            text = f"{kind} keeps no `state.{name}` of {shorten_names(lacking)}: it keeps {kept}"
+            step = bound.counter.step
+            self.log.notice_once(f"state of {kind}", text, rule=self.rule.id, step=step, warn=True)
+        return found
 
 
 def _sample(param: Tensor) -> Tensor:

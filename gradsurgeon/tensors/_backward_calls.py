@@ -6,11 +6,11 @@ functions around a pass if it logs the nodes that run: the functions here take t
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,14 +29,13 @@ class BackwardCall:
 
 
 Before = Callable[[BackwardCall], None]
-Around = Callable[[BackwardCall], AbstractContextManager[None]]
+# Is called when a pass is over, with the error that the pass raised.
+End = Callable[[BaseException | None], object]
+Around = Callable[[BackwardCall], End | None]
 
 _graph: Any = torch.autograd.graph
 # Every backward pass that Python starts calls this function.
-_RUN = "_engine_run_backward"
-_CODE = getattr(_graph, _RUN).__code__
-_LOG_NODES = "_register_logging_hooks_on_whole_graph"
-_logs_nodes = {"log", "getEffectiveLevel", _LOG_NODES} <= {*_CODE.co_names}
+_CODE = _graph._engine_run_backward.__code__  # noqa: SLF001 # no public name
 
 _before: list[Before] = []
 _around: list[Around] = []
@@ -50,25 +49,30 @@ def before(call: Before) -> Callable[[], None]:
     return _added(_before, call, len(_before))
 
 
-def around(context: Around, *, outermost: bool = False) -> Callable[[], None]:
-    """Enter the context that a function returns for each pass, ``outermost`` before earlier ones; return a function that ends this."""
-    place = len(_around)
-    if outermost:
-        place = 0
-    return _added(_around, context, place)
+def around(begin: Around, *, outermost: bool = False) -> Callable[[], None]:
+    """Call a function before each pass, ``outermost`` before earlier functions, and what it returns after the pass.
+
+    Return a function that ends this.
+    """
+    return _added(_around, begin, 0 if outermost else len(_around))
 
 
 def is_only_grad() -> bool:
     """Tell whether passes run, and all of them are `torch.autograd.grad` calls."""
-    if not _running:
-        return False
-    return not any(call.accumulates for call in _running)
+    for call in _running:
+        if call.accumulates:
+            return False
+    return bool(_running)
 
 
 def _added(watching: list[Any], watcher: object, place: int) -> Callable[[], None]:
     watching.insert(place, watcher)
     if not _installed:
-        _installed.append(_install())
+        stack = ExitStack()
+        stack.callback(Patch(_graph, "_register_logging_hooks_on_whole_graph", _begin).undo)
+        _graph.log = _AlwaysLogs(_graph.log)
+        stack.callback(_restore_logger)
+        _installed.append(stack)
 
     def end() -> None:
         watching.remove(watcher)
@@ -76,18 +80,6 @@ def _added(watching: list[Any], watcher: object, place: int) -> Callable[[], Non
             _installed.pop().close()
 
     return end
-
-
-def _install() -> ExitStack:
-    stack = ExitStack()
-    if _logs_nodes:
-        stack.callback(Patch(_graph, _LOG_NODES, _begin).undo)
-        _graph.log = _AlwaysLogs(_graph.log)
-        stack.callback(_restore_logger)
-    else:
-        # Rules must act, even at the cost of frames on the stack.
-        stack.callback(Patch(torch.autograd, _RUN, _run_with_frames).undo)
-    return stack
 
 
 def _restore_logger() -> None:
@@ -115,48 +107,57 @@ def _begin(log_nodes: Callable[..., Callable[[], None]], outputs: Sequence[Any])
         frame = frame.f_back
     if frame is None:
         return log_nodes(outputs)
-    stack = _entered(outputs, frame.f_locals["args"], frame.f_locals["kwargs"])
-    if logging.getLogger(_graph.log.name).getEffectiveLevel() <= logging.DEBUG:
-        stack.callback(log_nodes(outputs))
-    return partial(_end, stack)
+    args = frame.f_locals["args"]
+    # By position, torch passes the gradients of the outputs, `retain_graph`, `create_graph` and the inputs.
+    call = BackwardCall(outputs, args[3], bool(frame.f_locals["kwargs"].get("accumulate_grad")))
+    for act in tuple(_before):
+        act(call)
+    ends = _begun(call)
+    # A script may have put a logger of its own in the place of ours.
+    log = getattr(_graph.log, "logger", _graph.log)
+    if log.getEffectiveLevel() <= logging.DEBUG:
+        unlog = log_nodes(outputs)
+        ends.append(lambda _: unlog())
+    return partial(_end, ends)
 
 
 @_torch.uncompiled
-def _end(stack: ExitStack) -> None:
+def _end(ends: list[End]) -> None:
     # Torch calls this function from a `finally`: if the traceback of the error begins there, the pass raised it.
     error = sys.exception()
-    engine = sys._getframe(1)  # noqa: SLF001 # documented
+    if error is not None:
+        trace = error.__traceback__
+        if trace is None or trace.tb_frame is not sys._getframe(1):  # noqa: SLF001 # documented
+            error = None
     try:
-        if error is None or not _begins_in(error.__traceback__, engine):
-            stack.close()
-        else:
-            stack.__exit__(type(error), error, error.__traceback__)
+        _finish(ends, error)
     except BaseException:
         _torch.forget_pass()
         raise
 
 
-def _begins_in(trace: TracebackType | None, frame: FrameType) -> bool:
-    return trace is not None and trace.tb_frame is frame
+def _begun(call: BackwardCall) -> list[End]:
+    ends: list[End] = []
+    try:
+        for begin in tuple(_around):
+            end = begin(call)
+            if end is not None:
+                ends.append(end)
+    except BaseException as error:
+        _finish(ends, error)
+        raise
+    if _torch.graph_task() == -1:
+        _running.append(call)
+        ends.append(lambda _: _running.remove(call))
+    return ends
 
 
-def _entered(outputs: Sequence[Any], args: Sequence[Any], named: Mapping[str, Any]) -> ExitStack:
-    # By position, torch passes the gradients of the outputs, `retain_graph`, `create_graph` and the inputs.
-    call = BackwardCall(outputs, args[3], bool(named.get("accumulate_grad")))
-    for act in tuple(_before):
-        act(call)
-    with ExitStack() as stack:
-        for context in tuple(_around):
-            stack.enter_context(context(call))
-        if _torch.graph_task() == -1:
-            _running.append(call)
-            stack.callback(_running.remove, call)
-        return stack.pop_all()
-
-
-@_torch.uncompiled
-def _run_with_frames(
-    run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **named: Any
-) -> Any:
-    with _entered(outputs, args, named):
-        return run(outputs, *args, **named)
+def _finish(ends: list[End], error: BaseException | None) -> None:
+    """Call functions, the last one first; each of them, even if another one raises."""
+    try:
+        while ends:
+            end = ends.pop()
+            end(error)
+    except BaseException as raised:
+        _finish(ends, raised)
+        raise

@@ -11,7 +11,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BytesIO
+from io import BytesIO, FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -35,20 +35,8 @@ _NAMES = (
     "GLOBAL REDUCE BINPERSID"
 )
 _OPCODES = frozenset(_NAMES.split())
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
+# By name, as a pickle has it; there is no public name.
+_STORAGES = torch.storage._storage_type_to_dtype_map()  # noqa: SLF001 # see above
 
 
 class RefusedError(ValueError):
@@ -87,31 +75,23 @@ def _check(file: BinaryIO, status: os.stat_result, most_bytes: int) -> None:
         raise RefusedError("it is no file")
     if size > most_bytes:
         raise RefusedError(f"it has {size:,} bytes, and at most {most_bytes:,} are read")
-    with zipfile.ZipFile(_Sparing(file)) as archive:
+    sparing = _Sparing(file.fileno(), closefd=False)
+    with zipfile.ZipFile(sparing) as archive:
         raw, sizes = _members(archive, size)
     _count_opcodes(raw)
     _measure(_DryRun(raw, sizes, _SHARED * size + _MORE).load())
 
 
-class _Sparing:
+class _Sparing(FileIO):
     """A file that refuses large reads: `zipfile` would read the whole of a huge list of members."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.seek = file.seek
-        self.tell = file.tell
-
-    def read(self, size: int = -1) -> bytes:
-        is_bounded = 0 <= size <= _MOST_READ_AT_ONCE
-        if not is_bounded:
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _MOST_READ_AT_ONCE:
             size = _MOST_READ_AT_ONCE + 1
-        data = self._file.read(size)
+        data = super().read(size)
         if len(data) > _MOST_READ_AT_ONCE:
             raise RefusedError("its list of members or its pickle is too long")
         return data
-
-    def seekable(self) -> bool:
-        return True
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]]:
@@ -119,44 +99,30 @@ def _members(archive: zipfile.ZipFile, size: int) -> tuple[bytes, dict[str, int]
     number = len(members)
     if number > MOST_MEMBERS:
         raise RefusedError(f"it has {number:,} members, and at most {MOST_MEMBERS:,} are read")
-    sizes: dict[str, int] = {}
+    sizes = {}
+    offsets = []
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
             raise RefusedError("it has compressed members, which `torch.save` never writes")
         sizes[member.filename] = member.file_size
+        offsets.append(member.header_offset)
     root = next(iter(sizes), "").partition("/")[0]
     pickled = f"{root}/data.pkl"
-    if pickled not in sizes or not _are_plain(archive, f"{root}/", size):
+    # `torch.load` ignores case, and must find the members that are checked here, and no others.
+    are_plain = len({name.lower() for name in sizes}) == number and not archive.comment
+    are_inside = all(name.startswith(f"{root}/") for name in sizes) and 0 in offsets
+    if pickled not in sizes or not (are_plain and are_inside and sum(sizes.values()) <= size):
         raise RefusedError("its members are not as `torch.save` writes them")
     if sizes[pickled] > _MOST_READ_AT_ONCE:
         raise RefusedError("its pickle is too long")
     data = f"{root}/data/"
-    tensors: dict[str, int] = {}
-    for name, member_size in sizes.items():
-        if name.startswith(data):
-            tensors[name.removeprefix(data)] = member_size
+    tensors = {name.removeprefix(data): sizes[name] for name in sizes if name.startswith(data)}
     return archive.read(pickled), tensors
-
-
-def _are_plain(archive: zipfile.ZipFile, root: str, size: int) -> bool:
-    """Tell whether `torch.load` finds the members that are checked here, and no others."""
-    names: set[str] = set()
-    offsets: list[int] = []
-    total = 0
-    for member in archive.infolist():
-        if not member.filename.startswith(root):
-            return False
-        names.add(member.filename.lower())  # `torch.load` ignores case
-        offsets.append(member.header_offset)
-        total += member.file_size
-    if len(names) < len(offsets) or min(offsets) != 0:
-        return False
-    return total <= size and not archive.comment
 
 
 def _count_opcodes(raw: bytes) -> None:
     """Refuse a pickle with anything but plain values, or with too many."""
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
     for number, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
         name = opcode.name
         if name not in _OPCODES:

@@ -11,6 +11,7 @@ A channel has a topic, and ends when all of its ranks have left. Its keys, after
 | | `PASS`, `PASS/late` | each rank adds its vote | ranks that update | 16 passes later |
 | | `PASS/guilty/N`, `PASS/other/N` | ranks that object | ranks that update | 16 passes later |
 | | `PASS/diagnosis/N/RANK` and `.../closed` | ranks that replayed a failed step | the same ranks | 16 passes later |
+| | `PASS/late/N/TOPIC/RANK` and `.../closed` | ranks whose device has left an update out | the same ranks | 16 passes later |
 | `sessions/MODEL/N/rows`, or without `rows` | `READER/SENDER/N` | ranks that hold shards | the rank that merges them | when read |
 | | `asked/LEADER/N/RECORD/RANK`, `.../closed`, `.../answer` | ranks that ask for a record | the same ranks | 16 questions later |
 | `replicas/RULE/N/KEY` | `READER/SENDER/N` | ranks that hold a replica | the first of them | when read |
@@ -45,7 +46,7 @@ LINGER = 10.0
 _LINGER_PAUSE = 0.025
 
 # How many sessions of this process had a topic. A count never goes back, even if process groups are gone.
-_sessions: Counter[str] = Counter()
+_sessions = Counter[str]()
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()
 # Channels that this process has left before other ranks, which need it.
 _left: list[Channel] = []
@@ -87,8 +88,8 @@ class Channel:
         # The keys of this rank, each with the age at which it was last set.
         self._keys: dict[str, int] = {}
         # Maps each rank to the number of messages posted to it and taken from it.
-        self._posted: Counter[int] = Counter()
-        self._taken: Counter[int] = Counter()
+        self._posted = Counter[int]()
+        self._taken = Counter[int]()
         _open.add(self)
 
     def at(self, topic: str) -> Channel:
@@ -150,10 +151,8 @@ class Channel:
 
     def is_met(self, name: str, ranks: Iterable[int]) -> bool:
         """Tell whether some ranks have come to a meeting, or another rank has closed it."""
-        keys = [f"{name}/{rank}" for rank in ranks]
-        if self.check(*keys):
-            return True
-        return self.check(f"{name}/closed")
+        are_here = self.check(*[f"{name}/{rank}" for rank in ranks])
+        return are_here or self.check(f"{name}/closed")
 
     def present(self, name: str, ranks: Iterable[int], limit: float) -> list[int]:
         """Return the ranks that come to a meeting within some seconds, or before another rank closes it."""

@@ -7,6 +7,7 @@ functions here work on `local` parts and merge the results of the ranks.
 import os
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -14,8 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gradsurgeon.tensors._flat_part import FlatPart
+
 Op = Literal["sum", "max"]
 Groups = tuple[Any, ...]
+Tensors = Sequence[Tensor]
 
 
 def rank() -> int:
@@ -23,22 +27,18 @@ def rank() -> int:
         return int(torch.distributed.get_rank())
     # torchrun sets this variable before there is a process group, or without one.
     variable = os.environ.get("RANK", "")
-    if not variable.isdecimal():
-        return 0
-    return int(variable)
+    return int(variable) if variable.isdecimal() else 0
 
 
 def named(ranks: Sequence[int]) -> str:
-    numbers = ", ".join([str(rank) for rank in ranks])
+    noun = "rank"
     if len(ranks) > 1:
-        return f"ranks {numbers}"
-    return f"rank {numbers}"
+        noun = "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def having(ranks: Sequence[int]) -> str:
-    verb = "has"
-    if len(ranks) > 1:
-        verb = "have"
+    verb = "has" if len(ranks) == 1 else "have"
     return f"{named(ranks)} {verb}"
 
 
@@ -49,10 +49,11 @@ def world() -> int:
 
 
 def is_used() -> bool:
-    distributed: Any = torch.distributed
-    return bool(distributed.is_available() and distributed.is_initialized())
+    return _IS_AVAILABLE and bool(_distributed.is_initialized())
 
 
+_distributed: Any = torch.distributed  # a build without it has only one of its names
+_IS_AVAILABLE = bool(_distributed.is_available())
 PLAIN = {Tensor, torch.nn.Parameter}
 # Seconds that a collective waits by default.
 _PATIENCE = 600.0
@@ -61,12 +62,14 @@ _PATIENCE = 600.0
 def is_sharded(tensor: Tensor) -> bool:
     if type(tensor) in PLAIN:  # this runs for every gradient in every step
         return False
+    if isinstance(tensor, FlatPart):
+        return True
     # Code that has made a DTensor has imported this; other code need not pay for the import.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
-def any_sharded(tensors: Sequence[Tensor]) -> bool:
+def any_sharded(tensors: Tensors) -> bool:
     # Loops over the tensors take six times as long. Nearly always the types alone give the answer.
     types = set(map(type, tensors))
     if types <= PLAIN:
@@ -78,16 +81,32 @@ def local(tensor: Tensor) -> Tensor:
     """Return the elements that this rank holds, possibly none, sharing their memory."""
     if not is_sharded(tensor):
         return tensor
+    if isinstance(tensor, FlatPart):
+        return tensor.elements
     sharded: Any = tensor
     with torch.no_grad():  # otherwise the part would be a view in a graph
         part: Tensor = sharded.to_local()
     return part
 
 
+def sizes(tensor: Tensor) -> list[int]:
+    """Return the sizes of the dimensions along which `places` are counted."""
+    if isinstance(tensor, FlatPart):
+        return [tensor.whole]
+    return list(tensor.shape)
+
+
+def is_empty(tensor: Tensor) -> bool:
+    """Tell whether this rank has no element of a flattened tensor."""
+    return isinstance(tensor, FlatPart) and not len(tensor)
+
+
 def places(tensor: Tensor) -> list[Tensor]:
     """Return, for each dimension of a sharded tensor, the indices that this rank holds; nothing for another tensor."""
     if not is_sharded(tensor):
         return []
+    if isinstance(tensor, FlatPart):
+        return [torch.arange(tensor.start, tensor.start + len(tensor))]
     sharded: Any = tensor
     mesh = sharded.device_mesh
     indices = []
@@ -106,7 +125,7 @@ def places(tensor: Tensor) -> list[Tensor]:
     return indices
 
 
-def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+def parts(tensors: Tensors) -> list[Tensor]:
     if not any_sharded(tensors):
         return list(tensors)
     return [local(tensor) for tensor in tensors]
@@ -114,7 +133,7 @@ def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def is_partial(tensor: Tensor) -> bool:
     """Tell whether a tensor still awaits a sum over ranks, as sequence parallel layers leave it."""
-    if not is_sharded(tensor):
+    if not is_sharded(tensor) or isinstance(tensor, FlatPart):
         return False
     sharded: Any = tensor
     return any(placement.is_partial() for placement in sharded.placements)
@@ -127,10 +146,7 @@ def settled(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 # a DTensor exists, so torch has imported it
 
     sharded: Any = tensor
-    placements = list(sharded.placements)
-    for mesh_dim, placement in enumerate(placements):
-        if placement.is_partial():
-            placements[mesh_dim] = Replicate()
+    placements = [Replicate() if old.is_partial() else old for old in sharded.placements]
     with torch.no_grad():
         complete: Tensor = sharded.redistribute(placements=placements)
     return complete
@@ -155,37 +171,36 @@ def spread(tensor: Tensor) -> Groups:
     """Return the process groups over which the elements of a tensor are divided."""
     if not is_sharded(tensor):
         return ()
+    if isinstance(tensor, FlatPart):
+        return (tensor.group,)
     sharded: Any = tensor
-    groups = []
-    for mesh_dim, placement in enumerate(sharded.placements):
-        if placement.is_shard():
-            groups.append(sharded.device_mesh.get_group(mesh_dim))
-    return tuple(groups)
+    groups = sharded.device_mesh.get_all_groups()
+    placed = zip(groups, sharded.placements, strict=True)
+    return tuple([group for group, placement in placed if placement.is_shard()])
 
 
-_sharing: weakref.WeakKeyDictionary[Any, dict[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_sharing = weakref.WeakKeyDictionary[Any, dict[Any, tuple[int, ...]]]()
 
 
 def sharing(tensor: Tensor) -> tuple[int, ...]:
     """Return the ranks that together hold each element of a tensor once, ascending; nothing if this rank holds all."""
     if not is_sharded(tensor):
         return ()
+    if isinstance(tensor, FlatPart):
+        ranks = tuple(members(tensor.group))
+        return ranks if len(ranks) > 1 else ()
     sharded: Any = tensor
     mesh = sharded.device_mesh
     placements = sharded.placements
     # Indexing a mesh takes longer than measuring a small tensor.
     known = _sharing.setdefault(mesh, {})
     if placements not in known:
-        known[placements] = _ranks_sharing(mesh, placements)
+        # Along the other dimensions all ranks hold the same elements.
+        ranks = _ranks_along(mesh, [placement.is_shard() for placement in placements])
+        if len(ranks) == 1:
+            ranks = ()
+        known[placements] = ranks
     return known[placements]
-
-
-def _ranks_sharing(mesh: Any, placements: Any) -> tuple[int, ...]:
-    # Along the other dimensions all ranks hold the same elements.
-    ranks = _ranks_along(mesh, [placement.is_shard() for placement in placements])
-    if len(ranks) == 1:
-        return ()
-    return ranks
 
 
 def _ranks_along(mesh: Any, is_free: Sequence[bool]) -> tuple[int, ...]:
@@ -194,8 +209,7 @@ def _ranks_along(mesh: Any, is_free: Sequence[bool]) -> tuple[int, ...]:
     for mesh_dim, varies in enumerate(is_free):
         if varies:
             index[mesh_dim] = slice(None)
-    ranks = mesh.mesh[tuple(index)].flatten().tolist()
-    return tuple(sorted(ranks))
+    return tuple(sorted(mesh.mesh[tuple(index)].flatten().tolist()))
 
 
 def holders(tensor: Tensor) -> tuple[int, ...]:
@@ -241,16 +255,16 @@ def gather(values: Tensor, groups: Groups) -> Tensor:
     return gathered.to(values.device)
 
 
-def over_ranks(grads: Sequence[Tensor], parts: Tensor, merge: Callable[[Tensor], Tensor]) -> Tensor:
+def over_ranks(grads: Tensors, parts: Tensor, merge: Callable[[Tensor], Tensor]) -> Tensor:
     """Return one number per gradient, merged from the numbers of all ranks for their parts. A collective.
 
     All ranks must call it with the same gradients in the same order. ``parts`` has the shape ``[len(grads), k]``;
     ``merge`` maps numbers of shape ``[ranks, n, k]`` to shape ``[n]``.
     """
-    places_of: dict[Groups, list[int]] = {}
+    places_of = defaultdict(list)
     for place, grad in enumerate(grads):
         groups = spread(grad)
-        places_of.setdefault(groups, []).append(place)
+        places_of[groups].append(place)
     merged = parts.new_empty(len(grads))
     for groups, places in places_of.items():
         index = torch.tensor(places, device=parts.device)
@@ -281,7 +295,7 @@ def members(group: Any) -> list[int]:
 
 def patience(groups: Groups) -> float:
     """Return the shortest time, in seconds, that the collectives of some groups wait for a rank."""
-    seconds: list[float] = []
+    seconds = []
     for group in groups:
         device = torch.device(_reducible_on(group, torch.device("cpu")))
         with suppress(AttributeError, RuntimeError):  # a third-party backend
@@ -299,4 +313,5 @@ def is_divided(param: Tensor | None) -> bool:
     """Tell whether each rank has a part of a parameter, so autograd works on other tensors."""
     if param is None:
         return False
-    return is_sharded(param) or is_flattened(param)
+    # ZeRO 3 numbers the parameters that it divides.
+    return is_sharded(param) or is_flattened(param) or hasattr(param, "ds_id")

@@ -1,11 +1,12 @@
 """Counts of the elements of tensors by sign and magnitude: exact, and without a wait for the device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gradsurgeon.tensors import _dist, _numbers
+from gradsurgeon.tensors._dist import Tensors
 from gradsurgeon.tensors.statistics import (
     HISTOGRAM,
     HISTOGRAM_BINS,
@@ -23,7 +24,7 @@ _WIDE = (torch.float32, torch.float64)
 _Piece = tuple[int, Tensor]
 
 
-def histograms(tensors: Sequence[Tensor]) -> Tensor:
+def histograms(tensors: Tensors) -> Tensor:
     """Count the elements of tensors on one device, or of this rank's parts of sharded ones. Shape ``[n, 66]``, float64."""
     parts = [_dist.local(tensor) for tensor in tensors]
     flats = [_numbers.values(part).reshape(-1) for part in parts]
@@ -31,7 +32,8 @@ def histograms(tensors: Sequence[Tensor]) -> Tensor:
     counts = torch.zeros(len(parts), _COLUMNS, dtype=torch.float64, device=device)
     one = torch.ones((), dtype=torch.float64, device=device)
     for pieces in _together(flats):
-        columns = _columns(torch.cat([_widened(elements) for _, elements in pieces]))
+        wide = [part if part.dtype in _WIDE else part.float() for _, part in pieces]
+        columns = _columns(torch.cat(wide))
         start = 0
         for number, elements in pieces:
             end = start + len(elements)
@@ -46,7 +48,7 @@ def histograms(tensors: Sequence[Tensor]) -> Tensor:
     return counts
 
 
-def _together(flats: Sequence[Tensor]) -> Iterator[list[_Piece]]:
+def _together(flats: Tensors) -> Iterator[list[_Piece]]:
     """Yield the tensors in pieces that are counted together: many small ones, or a part of a large one."""
     waiting: list[_Piece] = []
     size = 0
@@ -60,12 +62,6 @@ def _together(flats: Sequence[Tensor]) -> Iterator[list[_Piece]]:
             size += len(elements)
     if waiting:
         yield waiting
-
-
-def _widened(elements: Tensor) -> Tensor:
-    if elements.dtype in _WIDE:
-        return elements
-    return elements.float()
 
 
 def _columns(elements: Tensor) -> Tensor:

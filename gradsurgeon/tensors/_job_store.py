@@ -13,6 +13,7 @@ import torch
 
 from gradsurgeon.tensors import _dist
 
+_distributed: Any = torch.distributed  # has no types
 # Seconds for an answer from the host of the store.
 _PATIENCE = 2.0
 _ENDED = "the process that hosts it has ended, or an earlier request has failed"
@@ -20,19 +21,7 @@ _ENDED = "the process that hosts it has ended, or an earlier request has failed"
 
 def store() -> Any:
     # There is no public name.
-    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # see above
-
-
-def _line_to(shared: Any) -> socket.socket | None:
-    """Connect to the process that hosts a store over TCP; ``None`` for another store. Raises `OSError`."""
-    distributed: Any = torch.distributed
-    while isinstance(shared, distributed.PrefixStore):
-        shared = shared.underlying_store
-    if not isinstance(shared, distributed.TCPStore):
-        return None
-    line = socket.create_connection((shared.host, shared.port), _PATIENCE)
-    line.setblocking(False)
-    return line
+    return _distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # see above
 
 
 class Connection:
@@ -45,20 +34,24 @@ class Connection:
         self._line: socket.socket | None = None
         # `clone` tries for minutes to reach a process that has ended.
         with suppress(OSError, RuntimeError):
-            self._line = _line_to(shared)
-            if self._line is not None:
+            inner = shared
+            while isinstance(inner, _distributed.PrefixStore):
+                inner = inner.underlying_store
+            if isinstance(inner, _distributed.TCPStore):
+                address = (inner.host, inner.port)
+                self._line = socket.create_connection(address, _PATIENCE)
+                self._line.setblocking(False)
                 weakref.finalize(self, self._line.close)
             self.store = shared.clone()
 
     def request(self, prefix: str, name: str, *args: Any) -> Any:
         """Call a method of the store on keys under a prefix. After one failed request, all requests fail at once."""
-        distributed: Any = torch.distributed
         # A request to a host that has ended writes a traceback of C++ to stderr.
         if not self._is_served():
             self.store = None
-            raise distributed.DistNetworkError(_ENDED)
+            raise _distributed.DistNetworkError(_ENDED)
         try:
-            return getattr(distributed.PrefixStore(prefix, self.store), name)(*args)
+            return getattr(_distributed.PrefixStore(prefix, self.store), name)(*args)
         except RuntimeError:
             self.store = None
             raise
@@ -77,7 +70,7 @@ class Connection:
 
 
 # By store of the job: a script may destroy its process groups and make others.
-_connections: weakref.WeakKeyDictionary[Any, Connection] = weakref.WeakKeyDictionary()
+_connections = weakref.WeakKeyDictionary[Any, Connection]()
 
 
 def connect() -> Connection:
@@ -102,8 +95,7 @@ def attempt() -> str:
 
 def server(port: int | None, limit: timedelta) -> Any:
     """Return a key-value store of this host: a new server in this process, or a client of one on a port."""
-    distributed: Any = torch.distributed
     is_server = port is None
     if port is None:
         port = 0  # any free port
-    return distributed.TCPStore("127.0.0.1", port, None, is_server, limit, wait_for_workers=False)
+    return _distributed.TCPStore("127.0.0.1", port, None, is_server, limit, wait_for_workers=False)

@@ -1,8 +1,8 @@
 """Numbers measured on plain gradients, strided or sparse, of any dtype: norms, ranges, counts."""
 
-import cmath
 import ctypes
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors._dist import Tensors
 
 
 def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
@@ -46,64 +47,46 @@ _MANY = 2**17
 _ROW = 2**10
 
 
-def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
+@_torch.without_grad
+def norms(grads: Tensors, order: float = 2.0) -> Tensor:
     """Return the norm of each gradient. Shape ``[len(grads)]``, float32, on their device.
 
     The tensors share a device. A norm is non-finite if an element is, or if it exceeds the largest float32. On
     devices other than the host it is also non-finite if the sum of squares is. An empty gradient has norm 0.
     """
-    with torch.no_grad():
-        sizes = _sizes(grads)
-        largest = max(sizes)
-        if order == 2.0 and largest <= _FEW_FOR_NORM:  # noqa: PLR2004 # l2
-            joined_and_lengths = small(grads, sizes)
-            if joined_and_lengths is not None:
-                return _norms_of_segments(*joined_and_lengths)
-        dense = _all_strided(grads)
-        if _are_alike(dense, largest):
-            norms = torch.stack(_each(dense, order)).float()
-        else:
-            norms = torch.stack(_of_each_kind(dense, order)).float()
-        if _may_be_out_of_range(norms, order):
-            for position, norm in enumerate(norms.tolist()):
-                if math.isinf(norm) or norm < _TINY:
-                    norms[position] = _scaled_norm(dense[position], order)
-        return norms
-
-
-def _sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     # A loop would take three times as long.
-    return tuple(map(Tensor.numel, tensors))
+    sizes = tuple(map(Tensor.numel, grads))
+    largest = max(sizes)
+    if order == 2.0 and largest <= _FEW_FOR_NORM:  # noqa: PLR2004 # l2
+        flat = _joined(grads, sum(sizes))
+        if flat is not None:
+            # A sequential float32 sum would lose digits.
+            squares = flat.double().square()
+            lengths = _torch.integers(sizes, flat.device)
+            sums = torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True)
+            return sums.sqrt_().float()
+    dense = grads
+    if {grad.layout for grad in grads} != {torch.strided}:
+        dense = [values(grad) for grad in grads]
+    dtypes = {grad.dtype for grad in dense}
+    is_short = largest < _ROW or (largest < _MANY and all(map(Tensor.is_contiguous, dense)))
+    if is_short and len(dtypes) == 1:  # one call can measure all
+        norms = torch.stack(_each(dense, order)).float()
+    else:
+        norms = torch.stack(_of_each_kind(dense, order)).float()
+    if _may_be_out_of_range(norms, order):
+        for position, norm in enumerate(norms.tolist()):
+            if math.isinf(norm) or norm < _TINY:
+                norms[position] = _wide_norm(dense[position], order)
+    return norms
 
 
-def _norms_of_segments(flat: Tensor, lengths: Tensor) -> Tensor:
-    # A sequential float32 sum would lose digits.
-    squares = flat.double().square()
-    return by_segments(squares, "sum", lengths).sqrt_().float()
-
-
-def _all_strided(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    for grad in grads:
-        if grad.layout is not torch.strided:
-            return [values(grad) for grad in grads]
-    return grads
-
-
-def _are_alike(dense: Sequence[Tensor], largest: int) -> bool:
-    """Tell whether one call can measure all tensors: they have one dtype, and none is long."""
-    first_dtype = dense[0].dtype
-    for grad in dense:
-        if grad.dtype != first_dtype:
-            return False
-    return largest < _ROW or (largest < _MANY and all(map(Tensor.is_contiguous, dense)))
-
-
-def _of_each_kind(dense: Sequence[Tensor], order: float) -> list[Tensor]:
-    kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
+def _of_each_kind(dense: Tensors, order: float) -> list[Tensor]:
+    kinds = defaultdict(list)
     for position, grad in enumerate(dense):
         kind = (_is_long(grad, order), grad.dtype)
-        kinds.setdefault(kind, []).append(position)
-    by_position: dict[int, Tensor] = {}
+        kinds[kind].append(position)
+    by_position = {}
     for (in_rows, _), positions in kinds.items():
         if in_rows:
             for position in positions:
@@ -119,7 +102,7 @@ def over(norms: Tensor, order: float) -> Tensor:
     """Return the norm over several tensors, given the norm of each. Shape ``[1]``."""
     norm: Tensor = torch.linalg.vector_norm(norms, order, keepdim=True)
     if _may_be_out_of_range(norm, order):
-        return _scaled_norm(norms, order).reshape(1)
+        return _wide_norm(norms, order).reshape(1)
     return norm
 
 
@@ -138,22 +121,16 @@ def _may_be_out_of_range(norms: Tensor, order: float) -> bool:
     return not (low.item() >= _TINY and high.item() < math.inf)
 
 
-def _scaled_norm(grad: Tensor, order: float) -> Tensor:
-    """Return the norm of a dense tensor whose powers do not fit its dtype, scaled by its largest element."""
-    if not grad.numel():
-        return torch.zeros(())
-    largest: Tensor = torch.linalg.vector_norm(grad, math.inf).double()
-    if not (largest.isfinite() and largest > 0):
-        return largest.float()
-    # In parts: a complete float64 copy could be too large.
+def _wide_norm(grad: Tensor, order: float) -> Tensor:
+    """Return the norm of a dense tensor whose powers do not fit its dtype, summed in float64."""
     dtype = torch.promote_types(grad.dtype, torch.float64)
-    norms: list[Tensor] = []
+    norms = [grad.new_zeros((), dtype=torch.float64)]
+    # In parts: a complete float64 copy could be too large.
     for part in _flat_parts(grad):
-        for piece in torch.split(part, _MANY):
-            scaled = piece.to(dtype) / largest
-            norms.append(torch.linalg.vector_norm(scaled, order))
+        pieces = torch.split(part, _MANY)
+        norms += [torch.linalg.vector_norm(piece, order, dtype=dtype) for piece in pieces]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
-    return (norm * largest).float()
+    return norm.float()
 
 
 def norm(grad: Tensor, order: float = 2.0) -> Tensor:
@@ -161,56 +138,41 @@ def norm(grad: Tensor, order: float = 2.0) -> Tensor:
     if grad.layout != torch.strided or not grad.numel():
         return norms([grad], order)[0]
     # One call without lists. `detach` takes a third of the time of `torch.no_grad`.
-    dense = grad.detach()
+    dense = grad
+    if grad.requires_grad:
+        dense = grad.detach()
     norm: Tensor
     if _is_long(dense, order):
         norm = _by_rows(dense)
     else:
-        norm = torch.linalg.vector_norm(dense, order, dtype=_widened(dense))
+        norm = torch.linalg.vector_norm(dense, order, dtype=widened(dense))
     norm = norm.float()
     if _may_be_out_of_range(norm, order):
-        return _scaled_norm(dense, order)
+        return _wide_norm(dense, order)
     return norm
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Tell whether copying a tensor and measuring it together with others by `small` costs less than its norm."""
-    return (
-        tensor.is_cpu
-        and tensor.dtype in _WIDE
-        and 0 < tensor.numel() <= _FEW
-        and tensor.layout == torch.strided
-        and type(tensor) is Tensor
-    )
+    """Tell whether copying a tensor and measuring it together with others costs less than its norm."""
+    return tensor.dtype in _WIDE and type(tensor) is Tensor and tensor.is_cpu and is_few(tensor)
 
 
-def small(grads: Sequence[Tensor], sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor] | None:
-    """Return small tensors on the host joined in their widest dtype, with their lengths; ``None`` for other tensors."""
-    if not sizes:
-        sizes = _sizes(grads)
-    if max(sizes) > _FEW:
-        return None
-    flat = joined(grads, sum(sizes))
-    if flat is None:
-        return None
-    return flat, _torch.integers(sizes, flat.device)
+def is_few(tensor: Tensor) -> bool:
+    """Return whether a tensor is strided, real, and so small that its elements may be copied."""
+    return 0 < tensor.numel() <= _FEW and tensor.layout == torch.strided and tensor.dtype in _REAL
 
 
-def _flattened(tensors: Sequence[Tensor]) -> Tensor:
-    # `torch.cat` takes half the time if no tensor needs a view, and twice the time if some do.
-    dims = set(map(Tensor.dim, tensors))
-    if dims == {1}:
-        return torch.cat(list(tensors))
-    # DDP fills its buckets with this function.
-    return torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
-
-
-def joined(grads: Sequence[Tensor], count: int) -> Tensor | None:
+def _joined(tensors: Tensors, count: int) -> Tensor | None:
     """Return tensors on the host joined in their widest dtype, given the sum of their sizes; ``None`` for other tensors."""
-    if not grads[0].is_cpu:
+    if not tensors[0].is_cpu:
         return None
     try:
-        flat = _flattened(grads)
+        # `torch.cat` takes half the time if no tensor needs a view, and twice the time if some do.
+        if set(map(Tensor.dim, tensors)) == {1}:
+            flat = torch.cat(list(tensors))
+        else:
+            # DDP fills its buckets with this function.
+            flat = torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
     except (RuntimeError, NotImplementedError):  # some are sparse, or on other devices
         return None
     # A single sparse tensor stays sparse.
@@ -261,11 +223,11 @@ def _flat_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _by_rows(grad: Tensor) -> Tensor:
-    of_rows: list[Tensor] = []
+    of_rows = []
     for flat in _flat_parts(grad):
         even = flat.numel() // _ROW * _ROW
         rows = flat[:even].view(-1, _ROW)
-        parts: Sequence[Tensor] = (rows,)
+        parts: Tensors = (rows,)
         if flat.dtype in HALF:
             # Half precision is converted in parts that stay in the cache.
             parts = torch.split(rows, 256)
@@ -276,14 +238,13 @@ def _by_rows(grad: Tensor) -> Tensor:
     return norm
 
 
-def _each(grads: Sequence[Tensor], order: float) -> list[Tensor]:
+def _each(grads: Tensors, order: float) -> list[Tensor]:
     filled = list(grads)
-    for position, grad in enumerate(grads):
-        if not grad.numel():
-            # torch refuses the maximum norm of an empty tensor.
-            filled[position] = grad.new_zeros(1)
+    if order == math.inf or not grads[0].is_cpu:
+        # torch refuses the maximum norm of an empty tensor.
+        filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
     # One call over the list, as in `clip_grad_norm_`; it has no public name.
-    return list(torch._foreach_norm(filled, order, dtype=_widened(grads[0])))  # noqa: SLF001
+    return list(torch._foreach_norm(filled, order, dtype=widened(grads[0])))  # noqa: SLF001
 
 
 def in_float32(tensor: Tensor) -> Tensor:
@@ -293,15 +254,11 @@ def in_float32(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _widened(grad: Tensor) -> torch.dtype | None:
+def widened(grad: Tensor) -> torch.dtype | None:
     # float16 overflows at 65504, so its norm must be computed in float32.
     if grad.dtype in HALF:
         return torch.float32
     return None
-
-
-def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
-    return torch.segment_reduce(flat, how, lengths=lengths, unsafe=True)
 
 
 def differs(old: Tensor, new: Tensor) -> Tensor:
@@ -310,7 +267,7 @@ def differs(old: Tensor, new: Tensor) -> Tensor:
     return old.ne(new) & ~are_nan
 
 
-def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
+def scale_(grads: Tensors, factors: Sequence[float]) -> None:
     """Multiply gradients in place by a factor each, or all of them by one factor."""
     dtypes = {grad.dtype for grad in grads}
     is_cpu = [grad.is_cpu for grad in grads]
@@ -330,11 +287,11 @@ def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
     torch._foreach_mul_(list(grads), multiplier)  # the call has no public name
 
 
-def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
+def multiply_(parts: Tensors, factor: Tensor) -> None:
     """Multiply tensors in place by a factor of shape ``[1]``, float32 at least; no factor is rounded to half precision."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    kinds = defaultdict(list)
     for part in parts:
-        kinds.setdefault((part.device, part.dtype), []).append(part)
+        kinds[part.device, part.dtype].append(part)
     for (device, dtype), group in kinds.items():
         factor_there = factor.to(device)
         if dtype is torch.float16:
@@ -351,7 +308,7 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
 _FEW_TO_COPY = 2**14
 
 
-def _multiply_bfloat16_(parts: Sequence[Tensor], factor: Tensor) -> None:
+def _multiply_bfloat16_(parts: Tensors, factor: Tensor) -> None:
     # On CUDA the kernel of `GradScaler` has no bfloat16, and list kernels round the factor to bfloat16. Torch multiplies in
     # float32 where a float32 factor has a dimension, which is one kernel for each tensor.
     joined = [part for part in parts if part.numel() <= _FEW_TO_COPY]
@@ -363,33 +320,15 @@ def _multiply_bfloat16_(parts: Sequence[Tensor], factor: Tensor) -> None:
         part.unsqueeze(0).mul_(factor)
     if joined:
         flat = torch.cat([part.reshape(-1) for part in joined]).mul_(factor)
-        products: Sequence[Tensor] = torch.split(flat, [part.numel() for part in joined])
+        products = torch.split(flat, [part.numel() for part in joined])
         shaped = []
         for part, product in zip(joined, products, strict=True):
             shaped.append(product.view(part.shape))
         torch._foreach_copy_(joined, shaped)  # there is no public name
 
 
-def nonfinite(grad: Tensor) -> Tensor | int:
-    """Return the number of non-finite elements, as a number if the gradient is on the host."""
-    elements = values(grad)
-    if _torch.is_host(elements):
-        # Nearly always all elements are finite, and one pass for their sum proves it.
-        if cmath.isfinite(elements.sum().item()):
-            return 0
-        return int(elements.isfinite().logical_not_().sum())
-    return elements.isfinite().logical_not_().sum()
-
-
-def first_nonfinite(grad: Tensor) -> tuple[str, int]:
-    """Return ``NaN`` or ``Inf`` and the number of such elements. Waits for the device."""
-    elements = values(grad)
-    nan_count = int(elements.isnan().sum())
-    if nan_count:
-        return "NaN", nan_count
-    return "Inf", int(elements.isinf().sum())
-
-
 def to_bytes(tensor: Tensor) -> bytes:
-    """Return a contiguous float32 CPU tensor as bytes, without numpy, which torch does not require."""
+    """Return a CPU tensor as bytes, in the order of its elements, without numpy, which torch does not require."""
+    # A row of a transposed table has gaps.
+    tensor = tensor.contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -5,8 +5,8 @@ Only this module and `_backward_calls` use private names of torch.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,6 +24,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 _cuda: Any = torch.cuda  # has no types
 _HAS_CUDA = bool(_cuda._is_compiled())  # noqa: SLF001
+
+
+def without_grad(function: _Function) -> _Function:
+    """Let a function run under `torch.no_grad()`, in a third of the calls that its context takes."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # noqa: SLF001
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(enabled)  # noqa: SLF001
+
+    return cast("_Function", run)
 
 
 def keeps_graph() -> bool:
@@ -67,18 +82,14 @@ class Accumulation:
         task = graph_task()
         last_task, runs = self._last
         if last_task != task:
-            runs = _will_run(param)
+            runs = True
+            try:
+                # The answer itself is useless: it is False for a leaf on which the script called `backward`.
+                torch._C._will_engine_execute_node(get_gradient_edge(param).node)  # noqa: SLF001
+            except RuntimeError:
+                runs = False
             self._last = (task, runs)
         return runs
-
-
-def _will_run(param: Tensor) -> bool:
-    try:
-        # The answer itself is useless: it is False for a leaf on which the script called `backward`.
-        torch._C._will_engine_execute_node(get_gradient_edge(param).node)  # noqa: SLF001
-    except RuntimeError:
-        return False
-    return True
 
 
 def is_capturing() -> bool:
@@ -93,10 +104,8 @@ def is_capturing() -> bool:
 
 def is_control_flow(error: Exception) -> bool:
     """Return whether torch raises an error to leave code early, not to report a failure."""
-    checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
-    if checkpoint is None:
-        return False
-    return isinstance(error, checkpoint._StopRecomputationError)  # noqa: SLF001 # no public name
+    # There is no public name, and the module may not be imported.
+    return type(error).__name__ == "_StopRecomputationError"
 
 
 def device_failure(error: Exception) -> str:
@@ -119,9 +128,9 @@ def is_unreadable(tensor: Tensor) -> bool:
     functorch = torch._C._functorch  # noqa: SLF001
     if tensor.is_meta or functorch.peek_interpreter_stack() is not None:
         return True
-    if functorch.is_legacy_batchedtensor(tensor) or _is_fake(tensor):
-        return True
-    return is_freed(tensor)
+    # The module of its class may not be imported.
+    is_fake = type(tensor).__name__ == "FakeTensor"
+    return is_fake or functorch.is_legacy_batchedtensor(tensor) or is_freed(tensor)
 
 
 def is_freed(tensor: Tensor) -> bool:
@@ -131,35 +140,18 @@ def is_freed(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    if type(tensor) is Tensor:
-        return False
-    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    return fake is not None and isinstance(tensor, fake.FakeTensor)
-
-
 def is_wrapper(tensor: Tensor) -> bool:
     """Return whether a tensor only wraps others, such as the result of a collective that is under way."""
     return type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor)
 
 
-def runs_script(node: Any, saved: str) -> bool:
-    """Return whether reading what a node has saved would run code: an unpack hook, or a checkpointed forward pass."""
-    raw = getattr(node, f"_raw_saved_{saved}", None)
-    # Numbers are not packed, and some nodes save several tensors under one name.
-    if not isinstance(raw, tuple):
-        return getattr(raw, "unpack_hook", raw) is not None
-    return any(getattr(tensor, "unpack_hook", tensor) is not None for tensor in raw)
-
-
 def lacks_operations(tensor: Tensor) -> bool:
     """Return whether torch has too few operations for a tensor: it is nested, masked, compressed or in float8."""
-    masked: Any = sys.modules.get("torch.masked.maskedtensor.core")
     if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
         return True
     if tensor.is_floating_point() and tensor.element_size() == 1:
         return True
-    return masked is not None and isinstance(tensor, masked.MaskedTensor)
+    return type(tensor).__name__ == "MaskedTensor"
 
 
 def is_host(tensor: Tensor) -> bool:
@@ -176,11 +168,11 @@ class Stream:
         """Make the current stream of a device wait for the stream that was current at the last call."""
         if device.type != "cuda":
             return
-        cuda: Any = torch.cuda  # has no types
-        now = cuda.current_stream(device)
-        if self._last is not None and now != self._last:
-            now.wait_stream(self._last)
-        self._last = now
+        if self._last is not None:
+            if torch._C._cuda_getCurrentRawStream(device.index) == self._last.cuda_stream:  # noqa: SLF001 # faster than its object
+                return
+            _cuda.current_stream(device).wait_stream(self._last)
+        self._last = _cuda.current_stream(device)
 
 
 class Arrival:
@@ -191,9 +183,7 @@ class Arrival:
         self._event = event
 
     def done(self) -> bool:
-        if self._event is None:
-            return True
-        return bool(self._event.query())
+        return self._event is None or bool(self._event.query())
 
     def wait(self) -> Sequence[Tensor]:
         if self._event is not None:
@@ -217,12 +207,11 @@ def send(parts: Sequence[Tensor]) -> Arrival:
         whole = torch.cat(list(parts))
     if whole.device.type != "cuda":
         return Arrival(parts, whole.cpu())
-    cuda: Any = torch.cuda  # has no types
     # A copy to pageable memory would wait. Torch keeps the pinned memory for the next copy.
     host = torch.empty(len(whole), dtype=whole.dtype, device="cpu", pin_memory=True)
     host.copy_(whole, non_blocking=True)
-    event = cuda.Event()
-    event.record(cuda.current_stream(whole.device))
+    event = _cuda.Event()
+    event.record(_cuda.current_stream(whole.device))
     return Arrival(parts, host, event)
 
 
@@ -239,12 +228,7 @@ def share_storage(grads: Sequence[Tensor]) -> list[bool]:
     count_users = torch._C._storage_Use_Count  # noqa: SLF001
     # The tensor is one user. Its handle is another, in all releases only as long as it is held.
     # All handles are held at once, because one tensor can be the gradient of two parameters.
-    handles = []
-    for grad in grads:
-        handle = None
-        if grad.layout is torch.strided:
-            handle = grad.untyped_storage()
-        handles.append(handle)
+    handles = [grad.untyped_storage() if grad.layout is torch.strided else None for grad in grads]
     return [handle is not None and count_users(handle._cdata) > 2 for handle in handles]  # noqa: PLR2004, SLF001
 
 
@@ -290,26 +274,22 @@ def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
         for table, before in kept:
             late = dict(table)
             table.clear()
-            table.update(before)
-            table.update(late)
+            table.update({**before, **late})
 
 
 def register_first(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     handle = register_hook(param, hook)
     table = cast("Any", param)._backward_hooks  # noqa: SLF001 # no public word
     # Torch reads the table at each call, so moving an entry to its front is enough.
-    others = {hook_id: other for hook_id, other in table.items() if hook_id != handle.id}
-    if others:
-        table.clear()
-        table[handle.id] = hook
-        table.update(others)
+    before = dict(table)
+    table.clear()
+    table[handle.id] = hook
+    table.update(before)
     return handle
 
 
 def preserving_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Hide writes that restore the content of tensors from graphs that saved these tensors."""
-    if not tensors:
-        return nullcontext()
     preserve: Any = cast("Any", torch.autograd)._unsafe_preserve_version_counter  # noqa: SLF001 # no public word
     return cast("AbstractContextManager[None]", preserve(tuple(tensors)))
 
@@ -364,7 +344,7 @@ def uncompiled(function: _Function) -> _Function:
     `torch.compiler.disable` imports the compiler, which takes seconds.
     """
     # The compiler runs frames of this function unchanged, and all frames that they call.
-    _skip_frames(function, callees="SKIP")
+    _skip_frames(function, "SKIP")
     # A tracer that reaches a call of this function stops there.
     cast("Any", function)._torchdynamo_disable = True  # noqa: SLF001
     cast("Any", function)._torchdynamo_disable_msg = _GRAPH_BREAK  # noqa: SLF001
@@ -373,10 +353,10 @@ def uncompiled(function: _Function) -> _Function:
 
 def compile_within_caller(function: Callable[..., Any]) -> None:
     """Allow `torch.compile` to inline a function into its caller, but never to compile it alone."""
-    _skip_frames(function, callees="DEFAULT")
+    _skip_frames(function, "DEFAULT")
 
 
-def _skip_frames(function: Any, *, callees: str) -> None:
+def _skip_frames(function: Any, callees: str) -> None:
     eval_frame = torch._C._dynamo.eval_frame  # noqa: SLF001
     actions = eval_frame._FrameAction  # noqa: SLF001
     strategy = eval_frame._FrameExecStrategy(actions.SKIP, getattr(actions, callees))  # noqa: SLF001

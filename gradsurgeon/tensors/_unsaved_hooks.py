@@ -12,7 +12,7 @@ class _Copied:
 
     def __init__(self, table: OrderedDict[int, Any]) -> None:
         self._table = weakref.ref(table)
-        self.ours: set[int] = set()
+        self.ours = set[int]()
 
     def __call__(self) -> tuple[Any, ...]:
         table = self._table()
@@ -45,3 +45,13 @@ def take_off(handle: RemovableHandle) -> None:
         copied.ours.discard(handle.id)
         if not copied.ours:
             del vars(table)["__reduce__"]
+
+
+def has_others(module: Any) -> bool:
+    """Tell whether a module has hooks that are not ours."""
+    for name, table in vars(module).items():
+        if name.endswith("_hooks") and isinstance(table, OrderedDict):
+            ours = getattr(vars(table).get("__reduce__"), "ours", ())
+            if len(table) > len(ours) and "state_dict" not in name:
+                return True
+    return False

@@ -1,17 +1,18 @@
 """The order in which a backward pass produced its gradients, read on demand from its graph instead of by hooks."""
 
 import heapq
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, groupby
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors.readable import readable
 
 # A node, or a leaf at which a pass begins: getting the node of a leaf takes longer than using it.
@@ -19,10 +20,16 @@ Root = Node | Tensor
 
 # Autograd accumulates a gradient as soon as it has come.
 _AT_ONCE = 2**64
+# The number of each node that accumulates the gradient of a leaf.
+_LEAF = 2**64 - 1
 _SAVED = "_saved_"
+# Nodes between a loss as its pass gets it, and a part of it from before an earlier pass.
+_NEAR = 16
 
 
 NO_GRAPH = -2
+# The names of the operations at which a pass begins, and its number among the passes of an update that begin alike.
+PassKey = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,32 +47,38 @@ class LossNode:
 
     def readable_values(self) -> dict[str, Any]:
         """Return the saved values without tensors that cannot be read any more, such as parameters that FSDP has freed."""
-        values = {}
-        for name, value in self.saved.items():
-            is_freed = isinstance(value, Tensor) and readable(value) is None
-            if not is_freed:
-                values[name] = value
-        return values
+        return {
+            name: value
+            for name, value in self.saved.items()
+            if not isinstance(value, Tensor) or readable(value) is not None
+        }
 
 
-# The saved attributes by type of node, with their names. Listing the attributes takes longer than reading them.
-_saved_names: dict[type, list[tuple[str, str]]] = {}
+# The saved attributes by type of node, with their names, and whether they are packed, as numbers are not. Listing the
+# attributes takes longer than reading them.
+_saved_names: dict[type, list[tuple[str, str, bool]]] = {}
 
 
 def _saved(node: Any) -> dict[str, Any]:
     kind = type(node)
     if kind not in _saved_names:
-        attributes = [attribute for attribute in dir(node) if attribute.startswith(_SAVED)]
-        names = [attribute.removeprefix(_SAVED) for attribute in attributes]
-        _saved_names[kind] = list(zip(attributes, names, strict=True))
+        attributes = dir(node)
+        _saved_names[kind] = [
+            (attribute, attribute.removeprefix(_SAVED), f"_raw{attribute}" in attributes)
+            for attribute in attributes
+            if attribute.startswith(_SAVED)
+        ]
     values = {}
-    for attribute, name in _saved_names[kind]:
-        if _torch.runs_script(node, name):
-            continue
+    for attribute, name, is_packed in _saved_names[kind]:
         try:
-            values[name] = getattr(node, attribute)
+            raw = getattr(node, f"_raw{attribute}") if is_packed else ()
+            # Some nodes save several tensors under one name.
+            packed = raw if isinstance(raw, tuple) else (raw,)
+            # Reading what has an unpack hook runs code: of the script, or a checkpointed forward pass.
+            if not any(getattr(tensor, "unpack_hook", tensor) is not None for tensor in packed):
+                values[name] = getattr(node, attribute)
         except RuntimeError:
-            # torch refuses a tensor that the script has written into since; the backward pass refuses it also.
+            # Torch refuses a tensor that the script has written into since, and all tensors once their pass is over.
             continue
     return values
 
@@ -93,32 +106,41 @@ class BackwardGraph:
     @property
     def made(self) -> int:
         """The number of its oldest root: torch numbers nodes upwards."""
-        numbers = [root._sequence_nr() for root in self.roots if not isinstance(root, Tensor)]  # noqa: SLF001 # no public name
-        return min(numbers, default=_AT_ONCE)
+        return min([_priority(node) for node in _nodes_of(self.roots)], default=_AT_ONCE)
+
+    def began_before(self, number: int) -> bool:
+        """Tell whether a node near its roots is older than a node with a given number: torch numbers nodes upwards."""
+        return any(_leads_before(node, number) for node in _nodes_of(self.roots))
 
     def nodes_after(self, number: int, most: int) -> list[LossNode]:
-        """Return the nodes made after a node with a given number, oldest first; none if there are more than ``most``."""
-        pending: list[Any] = [root for root in self.roots if not isinstance(root, Tensor)]
-        met: dict[Any, int] = {}
-        made_of: dict[Any, list[Any]] = {}
-        while pending:
-            node = pending.pop()
-            if node is None or node in met:
-                continue
-            made = node._sequence_nr()  # noqa: SLF001 # no public name
-            if made <= number or _is_leaf(node):
-                continue
-            met[node] = made
-            if len(met) > most:
-                return []
-            made_of[node] = [source for source, _ in node.next_functions]
-            pending += made_of[node]
-        oldest_first = sorted(met, key=met.__getitem__)
-        place_of: dict[Any, int] = {node: place for place, node in enumerate(oldest_first)}
-        place_of[None] = NO_GRAPH
-        loss_nodes = []
-        for node in oldest_first:
-            places = [place_of.get(source, -1) for source in made_of[node]]
+        """Return the nodes made after a node with a given number, oldest first; of more than ``most`` the newest."""
+        made_of: dict[Any, Sequence[tuple[Any, int]]] = {}
+        pending: list[tuple[int, int, Any]] = []
+        # Decides among nodes with equal numbers: nodes have no order.
+        pushed = 0
+        left = most
+        following: Sequence[tuple[Any, int]] = [(root, 0) for root in self.roots]
+        while True:
+            for source, _ in following:
+                if source is None or source in made_of or isinstance(source, Tensor):
+                    continue
+                made = source._sequence_nr()  # noqa: SLF001 # no public name
+                if number < made < _LEAF:
+                    pushed += 1
+                    heapq.heappush(pending, (-made, pushed, source))
+            if not pending or not left:
+                break
+            _, _, node = heapq.heappop(pending)
+            following = ()
+            if node not in made_of:
+                left -= 1
+                following = made_of[node] = node.next_functions
+        place_of: dict[Any, int] = {None: NO_GRAPH}
+        loss_nodes: list[LossNode] = []
+        # The newest node was met first.
+        for node, sources in reversed(made_of.items()):
+            places = [place_of.get(source, -1) for source, _ in sources]
+            place_of[node] = len(loss_nodes)
             loss_nodes.append(LossNode(node.name(), _saved(node), places))
         return loss_nodes
 
@@ -130,6 +152,14 @@ class BackwardGraph:
         """Tell whether a pass through the graph reaches any of some leaves, by their ids; stops at the first hit."""
         return any(_is_leaf(node) and id(node.variable) in leaves for node in self.nodes())
 
+    def addresses(self) -> set[int]:
+        """Return where in memory the leaves of the pass, and the plain tensors that its nodes keep, begin."""
+        addresses = set[int]()
+        for node in self.nodes():
+            tensors = [node.variable] if _is_leaf(node) else _saved(node).values()
+            addresses.update(tensor.data_ptr() for tensor in tensors if type(tensor) in _dist.PLAIN)
+        return addresses
+
     def nodes(self) -> Iterator[Any]:
         """Yield each node that a pass through the graph runs, in no particular order."""
         return _walked(_nodes_of(self.roots), self.inner)
@@ -137,21 +167,15 @@ class BackwardGraph:
     def groups(self) -> Iterator[list[Tensor]]:
         """Yield the leaves in the same order, grouped by node: compiled code is one node."""
         # Leaves come right after their node.
-        leaves: list[Tensor] = []
-        for leaf in self._visited():
-            if leaf is not None:
-                leaves.append(leaf)
-            elif leaves:
-                yield leaves
-                leaves = []
-        if leaves:
-            yield leaves
+        for is_other, visited in groupby(self._visited(), lambda leaf: leaf is None):
+            if not is_other:
+                yield [leaf for leaf in visited if leaf is not None]
 
     def _visited(self) -> Iterator[Tensor | None]:
         """Yield the leaves, and ``None`` for each other node, in the order in which the engine runs them."""
         nodes = list(dict.fromkeys(_nodes_of(self.roots)))
         # The number of edges that lead to each node.
-        missing = Counter(_ends_of_edges(nodes))
+        missing = Counter([end for node in _walked(nodes) for end, _ in node.next_functions])
         moment = count()
         ready: list[tuple[int, int, Any]] = []
 
@@ -197,26 +221,45 @@ def _walked(
         pending += new
 
 
-def _ends_of_edges(nodes: Sequence[Any]) -> Iterator[Any]:
-    """Yield the node to which each edge leads, of all edges that can be reached from some nodes."""
-    for node in _walked(nodes):
-        for following, _ in node.next_functions:
-            yield following
-
-
 def _priority(node: Any) -> int:
     if _is_leaf(node):
         return _AT_ONCE
     return int(node._sequence_nr())  # noqa: SLF001 # no public name
 
 
+def _leads_before(node: Any, number: int) -> bool:
+    # A script may scale or weight a loss right before its pass.
+    for _ in range(_NEAR):
+        if _priority(node) < number:
+            return True
+        sources = [source for source, _ in node.next_functions if source is not None]
+        if not sources:
+            return False
+        node = min(sources, key=_priority)
+    return False
+
+
 def _is_leaf(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
+def label_of(node: LossNode, nodes: Sequence[LossNode]) -> str:
+    """Return the name of a node; of several alike, also which one it is."""
+    alike = [other for other in nodes if other.name == node.name]
+    if len(alike) == 1:
+        return node.name
+    return f"{node.name}, number {alike.index(node) + 1} of {len(alike)}"
+
+
+def operation_of(node_name: str) -> str:
+    """Return the operation of a node in a graph: ``nll_loss`` for ``NllLossBackward0``."""
+    operation = node_name.partition("Backward")[0]
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", operation).lower()
+
+
 def roots_of(outputs: Sequence[Tensor | GradientEdge]) -> tuple[Root, ...]:
     """Return the nodes or leaves where a backward pass from tensors, or from graph edges, begins."""
-    roots: list[Root] = []
+    roots = []
     for output in outputs:
         root: Root
         if isinstance(output, GradientEdge):

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gradsurgeon.tensors import _numbers
+from gradsurgeon.tensors._dist import Tensors
 
 # The number of gradient elements copied at once. On the host, thousands of small gradients take one call, and the copy
 # of a large gradient stays in the processor cache. On a device only the calls cost time.
@@ -34,7 +36,7 @@ class Contributions:
     def products(
         self,
         senders: Sequence[str],
-        tensors: Sequence[Tensor],
+        tensors: Tensors,
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return the inner products of n gradients in true units, float64 of shape ``[n, n]`` on the host. Waits.
@@ -46,24 +48,21 @@ class Contributions:
         key = (tuple(senders), ids)
         if key in self._known:
             return self._known[key]
-        rows = [self._grads_of(sender, ids) for sender in senders]
+        rows = []
+        for sender in senders:
+            by_sender = [self._grads.get(tensor_id, {}) for tensor_id in ids]
+            rows.append([grads.get(sender) for grads in by_sender])
         products = _inner_products(rows, tensors, average)
         if self._scale is not None:
             products /= float(self._scale) ** 2
         self._known[key] = products
         return products
 
-    def _grads_of(self, sender: str, tensor_ids: Sequence[int]) -> list[Tensor | None]:
-        grads = []
-        for tensor_id in tensor_ids:
-            by_sender = self._grads.get(tensor_id, {})
-            grads.append(by_sender.get(sender))
-        return grads
-
 
 def _inner_products(
-    rows: _Rows, like: Sequence[Tensor], average: Callable[[Tensor], Tensor] | None
+    rows: _Rows, like: Tensors, average: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     sums: dict[torch.device, Tensor] = {}
     chunk = _CHUNK
     if average is not None:
@@ -74,21 +73,17 @@ def _inner_products(
         if average is not None:
             averaged = average(block)
         exact = averaged.double()
-        products = exact @ exact.T
         device = exact.device
-        if device in sums:
-            products = sums[device] + products
-        sums[device] = products
-    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
+        sums[device] = sums.get(device, 0) + exact @ exact.T
     for products in sums.values():
         total += products.cpu()
     return total
 
 
-def _blocks(rows: _Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tensor]:
+def _blocks(rows: _Rows, like: Tensors, on_host: int) -> Iterator[Tensor]:
     """Yield the elements of all gradients, ``[n, elements]``, in pieces of one device and dtype."""
-    small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    held: dict[tuple[torch.device, torch.dtype], int] = {}
+    small = defaultdict[object, list[int]](list)
+    held = Counter[object]()
     for place, tensor in enumerate(like):
         kind = (tensor.device, tensor.dtype)
         size = tensor.numel()
@@ -97,19 +92,18 @@ def _blocks(rows: _Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tenso
             chunk = on_host
         if size > chunk:
             pieces = [torch.split(_flat(row[place], tensor), chunk) for row in rows]
-            for alike in zip(*pieces, strict=True):
-                yield torch.stack(alike)
+            yield from map(torch.stack, zip(*pieces, strict=True))
             continue
-        if held.get(kind, 0) + size > chunk:
+        if held[kind] + size > chunk:
             yield _block(rows, like, small.pop(kind))
             held[kind] = 0
-        small.setdefault(kind, []).append(place)
-        held[kind] = held.get(kind, 0) + size
+        small[kind].append(place)
+        held[kind] += size
     for places in small.values():
         yield _block(rows, like, places)
 
 
-def _block(rows: _Rows, like: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+def _block(rows: _Rows, like: Tensors, places: Sequence[int]) -> Tensor:
     joined = []
     for row in rows:
         flat = [_flat(row[place], like[place]) for place in places]
@@ -128,19 +122,14 @@ def _flat(grad: Tensor | None, like: Tensor) -> Tensor:
 
 def pairs(senders: Sequence[str], known: Tensor) -> Iterator[tuple[str, tuple[float, float]]]:
     """Yield the name of each pair with cosine and ratio of norms, given the inner products; NaN if a gradient is zero."""
-    products = known.tolist()
+    norms = known.diagonal().sqrt()
+    norms = norms.where(norms.isfinite() & (norms > 0), math.nan)
+    # Rounding may exceed 1.
+    cosines = (known / norms / norms[:, None]).clamp(-1, 1).tolist()
+    ratios = (norms[:, None] / norms).tolist()
     for first, second in itertools.combinations(range(len(senders)), 2):
-        first_square = products[first][first]
-        second_square = products[second][second]
-        cosine = math.nan
-        ratio = math.nan
-        are_nonzero = first_square > 0 and second_square > 0
-        if are_nonzero and math.isfinite(first_square + second_square):
-            cosine = products[first][second] / math.sqrt(first_square * second_square)
-            # Rounding may exceed 1.
-            cosine = max(-1.0, min(1.0, cosine))
-            ratio = math.sqrt(first_square / second_square)
-        yield f"{senders[first]}/{senders[second]}", (cosine, ratio)
+        pair = f"{senders[first]}/{senders[second]}"
+        yield pair, (cosines[first][second], ratios[first][second])
 
 
 def weighted_sum(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:

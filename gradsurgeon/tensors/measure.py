@@ -1,19 +1,23 @@
 """Measures gradients of any layout and dtype, many at once: norms, statistics, and non-finite elements.
 
 Those of sharded gradients take one collective: all ranks must call them with the same tensors in the same order.
-`plain_norms`, `parts` and `counts` measure what this rank holds, without a collective.
+`parts` and `counts` measure what this rank holds, without a collective.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.tensors import _dist, _numbers, _torch
+from gradsurgeon.tensors import _dist, _nonfinite, _numbers, _torch
+from gradsurgeon.tensors._dist import Tensors
 from gradsurgeon.tensors.statistics import STATISTICS, of_column
 
 Item = TypeVar("Item")
@@ -23,8 +27,19 @@ Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 # A copy of a small tensor, or the `numbers` of another one.
 Kept = Tensor | tuple[Tensor, ...]
 
+# Statistics without `whole` that take as many launches for many tensors as for one.
+_TOGETHER = {"l2", "numel"}
+# Statistics that take half precision as it is.
+_OF_ANY_DTYPE = {"numel", "nonfinite"}
+# There are non-finite elements, and nobody has counted them.
+UNCOUNTED = -1
 # The number of an empty shard, for a statistic without a `part` function, by the way of merging shards.
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,47 +52,23 @@ class NonfiniteCount:
 
 def norms(
     indices: Sequence[int],
-    grads: Sequence[Tensor],
+    grads: Tensors,
     order: float = 2.0,
     *,
     scale: Tensor | None = None,
 ) -> Norms:
     """Return the norms of gradients, float32, without the scale of a `GradScaler`."""
-    if not _dist.any_sharded(grads):
-        return plain_norms(indices, grads, order, scale=scale)
-    return _norms_by_device(_norms_of_shards, indices, grads, order, scale)
-
-
-def plain_norms(
-    indices: Sequence[int],
-    grads: Sequence[Tensor],
-    order: float = 2.0,
-    *,
-    scale: Tensor | None = None,
-) -> Norms:
-    """Return `norms` of gradients of which this rank holds all, or of the parts that it holds."""
-    return _norms_by_device(_numbers.norms, indices, grads, order, scale)
-
-
-def _norms_by_device(
-    measure: Callable[[Sequence[Tensor], float], Tensor],
-    indices: Sequence[int],
-    grads: Sequence[Tensor],
-    order: float,
-    scale: Tensor | None,
-) -> Norms:
-    norms = []
+    norms_of = _norms_of_shards if _dist.any_sharded(grads) else _numbers.norms
+    by_device = []
     for group_indices, group in _by_device(indices, grads):
-        values = measure(group, order)
+        values = norms_of(group, order)
         if scale is not None:
             values = values / scale.to(values.device)
-        norms.append((tuple(group_indices), values))
-    return tuple(norms)
+        by_device.append((tuple(group_indices), values))
+    return tuple(by_device)
 
 
-def _by_device(
-    items: Sequence[Item], tensors: Sequence[Tensor]
-) -> list[tuple[Sequence[Item], Sequence[Tensor]]]:
+def _by_device(items: Sequence[Item], tensors: Tensors) -> list[tuple[Sequence[Item], Tensors]]:
     if not tensors:
         return []
     # A loop would take three times as long.
@@ -92,8 +83,8 @@ def _by_device(
     return list(groups.values())
 
 
-@torch.no_grad()
-def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
+@_torch.without_grad
+def _norms_of_shards(grads: Tensors, order: float) -> Tensor:
     settled = [_dist.settled(grad) for grad in grads]
     own = _numbers.norms(_dist.parts(settled), order).double()
 
@@ -107,32 +98,22 @@ def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
     return _dist.over_ranks(settled, own[:, None], merge).float()
 
 
-def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
+@_torch.without_grad
+def statistics(stat: str, grads: Tensors) -> Tensor:
     """Return one statistic of each gradient. Shape ``[len(grads)]``, or ``[len(grads), k]`` if it has k columns; float32."""
     if _are_on_several_devices(grads):
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
-    with torch.no_grad():
-        if not _dist.any_sharded(grads):
-            return _each(stat, grads)
-        settled = [_dist.settled(grad) for grad in grads]
-        merged = _over_ranks(stat, settled)
-        empty = [not grad.numel() for grad in settled]
-        if any(empty):
-            merged[torch.tensor(empty, device=merged.device)] = STATISTICS[stat].empty
-        return merged.float()
+    if not _dist.any_sharded(grads):
+        return _each(stat, grads)
+    settled = [_dist.settled(grad) for grad in grads]
+    merged = _dist.over_ranks(settled, parts(stat, settled), merge_of(stat))
+    empty = [not grad.numel() for grad in settled]
+    if any(empty):
+        merged[torch.tensor(empty, device=merged.device)] = STATISTICS[stat].empty
+    return merged.float()
 
 
-def _over_ranks(stat: str, settled: Sequence[Tensor]) -> Tensor:
-    merge = merge_of(stat)
-    own = parts(stat, settled)
-    if not STATISTICS[stat].columns:
-        return _dist.over_ranks(settled, own, merge)
-    columns = torch.split(own, 1, dim=1)
-    merged = [_dist.over_ranks(settled, column, merge) for column in columns]
-    return torch.stack(merged, dim=1)
-
-
-def _each(stat: str, grads: Sequence[Tensor]) -> Tensor:
+def _each(stat: str, grads: Tensors) -> Tensor:
     if stat == "l2":
         return _numbers.norms(grads)
     how = STATISTICS[stat]
@@ -141,45 +122,40 @@ def _each(stat: str, grads: Sequence[Tensor]) -> Tensor:
     return torch.stack([statistic(stat, grad) for grad in grads])
 
 
+@_torch.without_grad
 def of_kept(stats: Sequence[str], kept: Sequence[Kept]) -> Tensor:
     """Return statistics of copies and of measured tensors, a row for each column of each statistic.
 
     The result is on the host if they are on several devices.
     """
-    measured: list[int] = []
-    numbers: list[Tensor] = []
-    # The copies, with their positions; copies of different dtypes are not measured together.
-    copies: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    # The positions of copies by dtype: those of different dtypes are not measured together.
+    positions_of = defaultdict(list)
     for position, item in enumerate(kept):
-        if isinstance(item, Tensor):
-            positions, group = copies.setdefault(item.dtype, ([], []))
-            positions.append(position)
-            group.append(item)
+        positions_of[getattr(item, "dtype", None)].append(position)
+    columns = []
+    for dtype, positions in positions_of.items():
+        items: Sequence[Any] = [kept[position] for position in positions]
+        if dtype is None:
+            numbers = torch.stack(_on_one_device([*chain(*items)]))
+            columns.append(numbers.view(len(items), -1).t())
         else:
-            measured.append(position)
-            numbers += item
-    order: list[int] = []
-    columns: list[Tensor] = []
-    for positions, group in copies.values():
-        order += positions
-        columns.append(_columns_of_copies(stats, group))
-    if measured:
-        order += measured
-        rows = torch.stack(_on_one_device(numbers)).view(len(measured), -1)
-        columns.append(rows.t())
+            rows = [_each(stat, items).view(len(items), -1).t() for stat in stats]
+            columns.append(torch.cat(rows))
     if len(columns) == 1:
         return columns[0]
     joined = torch.cat(_on_one_device(columns), dim=1)
-    return joined[:, torch.tensor(order, device="cpu").argsort()]
+    order = [*chain(*positions_of.values())]
+    return picked(joined.t(), order, range(len(order))).t()
 
 
-@torch.no_grad()
-def _columns_of_copies(stats: Sequence[str], copies: Sequence[Tensor]) -> Tensor:
-    rows = []
-    for stat in stats:
-        numbers = _each(stat, copies)
-        rows.append(numbers.view(len(copies), -1).t())
-    return torch.cat(rows)
+def is_kept(stats: Sequence[str], tensor: Tensor) -> bool:
+    """Return whether copying a plain tensor costs less than its statistics, as those of many copies are taken together."""
+    if tensor.is_cpu:
+        return _numbers.is_small(tensor)
+    # A launch takes as long as the copy of a small tensor.
+    if len(stats) == 1 or not _numbers.is_few(tensor):
+        return False
+    return all(stat in _TOGETHER or STATISTICS[stat].whole is not None for stat in stats)
 
 
 def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
@@ -189,7 +165,7 @@ def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def _are_on_several_devices(tensors: Sequence[Tensor]) -> bool:
+def _are_on_several_devices(tensors: Tensors) -> bool:
     return len(set(map(_device_of, tensors))) > 1
 
 
@@ -217,7 +193,8 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
     elements = _numbers.values(grad)
     if elements.numel() == 0:  # a sparse gradient without stored elements is all zero
         elements = elements.new_zeros(1)
-    elements = _numbers.in_float32(elements)
+    if stat not in _OF_ANY_DTYPE:
+        elements = _numbers.in_float32(elements)
     missing = grad.numel() - elements.numel()
     assert how.measure is not None  # noqa: S101 # `whole` takes its place above
     return how.measure(elements, missing).to(torch.float32)
@@ -230,7 +207,7 @@ def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
     """
     merge = of_column(stat).merge
     if isinstance(merge, str):
-        return _MERGES[merge]
+        return partial(_merged, _REDUCTIONS[merge])
     return merge
 
 
@@ -240,22 +217,11 @@ def joined(stat: str, values: Tensor) -> Tensor:
     return merge_of(stat)(wide.reshape(-1, 1, 1)).float()
 
 
-def _summed(parts: Tensor) -> Tensor:
-    return parts[..., 0].sum(0)
+def _merged(reduce: Callable[..., Tensor], parts: Tensor) -> Tensor:
+    return reduce(parts[..., 0], 0)
 
 
-def _largest(parts: Tensor) -> Tensor:
-    return parts[..., 0].amax(0)
-
-
-def _smallest(parts: Tensor) -> Tensor:
-    return parts[..., 0].amin(0)
-
-
-_MERGES = {"sum": _summed, "max": _largest, "min": _smallest}
-
-
-def parts(stat: str, grads: Sequence[Tensor]) -> Tensor:
+def parts(stat: str, grads: Tensors) -> Tensor:
     """Return numbers for `merge_of`, from this rank's shard of each gradient. Shape ``[len(grads), k]``, float64."""
     return torch.stack(_on_one_device([_part(stat, grad) for grad in grads]))
 
@@ -284,7 +250,7 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     """Count the non-finite elements in the local part of each gradient; skip finite gradients. Waits."""
     by_index = {}
     for index, grad in sorted(grads.items()):
-        kind, number = _numbers.first_nonfinite(_dist.local(grad))
+        kind, number = _nonfinite.first_nonfinite(_dist.local(grad))
         if number:
             by_index[index] = NonfiniteCount(kind, number)
     return by_index
@@ -292,32 +258,36 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
 
 def nonfinite(*several: Norms) -> list[list[int]]:
     """Return, for each argument, the tensors with a non-finite norm. Reads each device once."""
-    bad: list[list[int]] = []
-    # For each tensor of norms, the list for its bad indices, and all its indices.
-    parts: list[tuple[list[int], tuple[int, ...]]] = []
-    measured: list[Tensor] = []
+    parts = [values for norms in several for _, values in norms]
+    numbers = iter(_read(parts))
+    bad = []
     for norms in several:
         bad_indices: list[int] = []
+        for indices, _ in norms:
+            values = next(numbers)
+            # Nearly always all numbers are finite, and so is their sum.
+            if not math.isfinite(sum(values)):
+                for index, value in zip(indices, values, strict=True):
+                    if not math.isfinite(value):
+                        bad_indices.append(index)
         bad.append(bad_indices)
-        for indices, values in norms:
-            parts.append((bad_indices, indices))
-            measured.append(values)
-    for group, all_values in _by_device(parts, measured):
-        # All numbers are read: asking the device which are bad would be a second wait.
-        numbers = torch.cat(list(all_values)).tolist()
-        # Nearly always all numbers are finite, and so is their sum.
-        if math.isfinite(sum(numbers)):
-            continue
-        remaining = iter(numbers)
-        for bad_indices, indices in group:
-            for index in indices:
-                if not math.isfinite(next(remaining)):
-                    bad_indices.append(index)
     return bad
 
 
+def together(norms: Norms, indices: Sequence[int]) -> Tensor:
+    """Return the norms of some parameters in one tensor."""
+    if len(norms) != 1:
+        # Norms of several devices: one record needs them on one device, and that is the host.
+        by_index = as_dict(norms)
+        return torch.tensor([by_index[index] for index in indices])
+    ((measured, values),) = norms
+    if len(measured) == len(indices):
+        return values
+    return picked(values, measured, indices)
+
+
 def picked(values: Tensor, measured: Sequence[int], wanted: Sequence[int]) -> Tensor:
-    """Return the numbers of some tensors, given those of more. Does not wait for the device."""
+    """Return the numbers, or rows, of some tensors, given those of more. Does not wait for the device."""
     place_of = {index: place for place, index in enumerate(measured)}
     places = tuple([place_of[index] for index in wanted])
     return values[_torch.integers(places, values.device)]
@@ -328,7 +298,9 @@ def among(norms: Norms, indices: Collection[int]) -> Norms:
     chosen = []
     for measured, values in norms:
         wanted = tuple([index for index in measured if index in indices])
-        if wanted:
+        if len(wanted) == len(measured):
+            chosen.append((measured, values))
+        elif wanted:
             chosen.append((wanted, picked(values, measured, wanted)))
     return tuple(chosen)
 
@@ -341,11 +313,23 @@ def as_dict(norms: Norms) -> dict[int, float]:
     return by_index
 
 
-def read(counts: Sequence[Tensor]) -> list[int]:
+def read_marks(marks: Tensors) -> list[int]:
+    """Return 0 for each mark of a tensor whose elements are all finite, and `UNCOUNTED` for others."""
+    return [0 if math.isfinite(mark) else UNCOUNTED for (mark,) in _read(marks)]
+
+
+def read(counts: Tensors) -> list[int]:
     """Return 0-dim counts or flags as numbers: one wait per device."""
-    numbers: dict[int, int] = {}
-    positions = range(len(counts))
-    for group_positions, group in _by_device(positions, counts):
-        values = torch.stack(list(group)).tolist()
-        numbers.update(zip(group_positions, values, strict=True))
-    return [numbers[position] for position in positions]
+    return [int(number) for (number,) in _read(counts)]
+
+
+def _read(parts: Tensors) -> list[list[float]]:
+    """Return the numbers of tensors on several devices. Reads each device once."""
+    if len(parts) == 1:  # nearly always
+        return [parts[0].reshape(-1).tolist()]
+    numbers_of = {}
+    for positions, group in _by_device(range(len(parts)), parts):
+        numbers = iter(torch.cat([part.reshape(-1) for part in group]).tolist())
+        for position, part in zip(positions, group, strict=True):
+            numbers_of[position] = list(islice(numbers, part.numel()))
+    return [numbers_of[position] for position in range(len(parts))]

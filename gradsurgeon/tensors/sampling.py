@@ -1,5 +1,7 @@
-"""Fixed samples of the elements of tensors, compared bit by bit."""
+"""Fixed samples of the elements of tensors, compared bit by bit, and the sizes of dense gradients."""
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gradsurgeon.tensors import _numbers
+from gradsurgeon.tensors._dist import Tensors
 
 # Elements per tensor by which checks compare; smaller tensors are compared whole.
 SAMPLE = 1024
@@ -42,7 +45,7 @@ def _signs(count: int, device: torch.device) -> Tensor:
     return signs.to(device)
 
 
-def norms_and_sums(samples: Sequence[Tensor]) -> Tensor:
+def norms_and_sums(samples: Tensors) -> Tensor:
     """Return the norm of each sample, and a sum with fixed signs, on their device. Shape ``[n, 2]``, float32.
 
     Two samples of equal norm have different sums, unless they are equal or the difference happens to cancel.
@@ -59,12 +62,9 @@ def norms_and_sums(samples: Sequence[Tensor]) -> Tensor:
     return torch.stack([norms, sums], 1)
 
 
-def differing(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
+def differing(old: Tensors, new: Tensors) -> Tensor:
     """Return the share of elements that differ, per pair of flat tensors. Shape ``[n]``, float32, on their device."""
-    shares = []
-    for before, after in zip(old, new, strict=True):
-        differs = _numbers.differs(before, after)
-        shares.append(differs.float().mean())
+    shares = [differs.float().mean() for differs in map(_numbers.differs, old, new)]
     return torch.stack(shares)
 
 
@@ -85,8 +85,27 @@ def largest(grad: Tensor) -> Tensor:
 
 def by_device(indices: Iterable[int], tensors: Mapping[int, Tensor]) -> list[list[int]]:
     """Return the indices of tensors in groups, one group per device."""
-    groups: dict[torch.device, list[int]] = {}
+    groups = defaultdict(list)
     for index in indices:
-        device = tensors[index].device
-        groups.setdefault(device, []).append(index)
+        groups[tensors[index].device].append(index)
     return list(groups.values())
+
+
+def dense_grads(grads: Mapping[int, Tensor], indices: Sequence[int]) -> dict[int, Tensor]:
+    """Return those gradients that are dense and have elements. A rank may hold no element of a gradient."""
+    dense = {}
+    for index in indices:
+        grad = grads.get(index)
+        if grad is not None and grad.layout == torch.strided and grad.numel():
+            dense[index] = grad
+    return dense
+
+
+def sizes_of(grads: Mapping[int, Tensor], indices: Sequence[int]) -> tuple[float, ...]:
+    """Return the norm and the largest element of all dense gradients."""
+    dense = list(dense_grads(grads, indices).values())
+    if not dense:
+        return ()
+    norm = torch.nn.utils.get_total_norm(dense)
+    most = torch.nn.utils.get_total_norm(dense, math.inf)
+    return float(norm), float(most)

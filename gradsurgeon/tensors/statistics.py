@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -139,7 +141,14 @@ def _zeros(elements: Tensor, missing: int) -> Tensor:
 
 
 def _numel(elements: Tensor, missing: int) -> Tensor:
-    return elements.real.new_full((), elements.numel() + missing)
+    return _number(elements.numel() + missing, elements.device)
+
+
+@lru_cache(maxsize=4096)
+def _number(number: int, device: torch.device) -> Tensor:
+    # A device need not be asked for what the host knows.
+    on_device: Tensor = _late("_torch").integers((number,), device)
+    return on_device[0].float()
 
 
 def _std(elements: Tensor, missing: int) -> Tensor:
@@ -155,7 +164,7 @@ def _std(elements: Tensor, missing: int) -> Tensor:
 
 
 def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
-    count: Tensor | int = _late("_numbers").nonfinite(elements)
+    count: Tensor | int = _late("_nonfinite").nonfinite(elements)
     if isinstance(count, int):
         return elements.real.new_full((), count)
     return count

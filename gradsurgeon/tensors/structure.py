@@ -3,8 +3,9 @@
 import copy
 import dataclasses
 import inspect
+import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet
 from types import MethodType
 from typing import Any
 
@@ -56,7 +57,7 @@ def _is_record(value: Any) -> bool:
 def resolve(value: Any, path: Path) -> Path | None:
     """Return the path as `tensors_in` spells it, or ``None`` if it leads nowhere."""
     # An index into a mapping counts its values, and a field name of a named tuple is an index.
-    resolved: list[int | str] = []
+    resolved = []
     for step in path:
         items = dict(_items(value))
         names = getattr(value, "_fields", ())
@@ -79,19 +80,12 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
     for path, tensor in new.items():
         steps.setdefault(path[0], {})[path[1:]] = tensor
     children = dict(_items(value))
-    changed: dict[Any, Any] = {}
-    for step, inner in steps.items():
-        changed[step] = with_tensors(children[step], inner)
+    changed = {step: with_tensors(children[step], inner) for step, inner in steps.items()}
     if isinstance(value, tuple):
-        items = [changed.get(index, item) for index, item in enumerate(value)]
-        return _tuple_like(value, items)
+        return _tuple_like(value, [changed.get(index, item) for index, item in enumerate(value)])
     # Copied rather than constructed: the constructor of a script's class may need any arguments.
     out = copy.copy(value)
-    for step, item in changed.items():
-        if isinstance(value, Mapping | list):
-            out[step] = item
-        else:
-            object.__setattr__(out, str(step), item)
+    _replace(out, changed)
     return out
 
 
@@ -99,6 +93,15 @@ def _tuple_like(value: Any, items: list[Any]) -> Any:
     if hasattr(value, "_make"):  # a named tuple
         return value._make(items)
     return type(value)(items)
+
+
+def _replace(container: Any, items: Mapping[Any, Any]) -> None:
+    has_items = isinstance(container, Mapping | list | deque)
+    for step, item in items.items():
+        if has_items:
+            container[step] = item
+        else:
+            object.__setattr__(container, step, item)
 
 
 class Copied:
@@ -135,8 +138,7 @@ class Copied:
     def _of_container(self, value: Any, depth: int) -> Any:
         if isinstance(value, tuple):
             items = [self._copy(item, depth) for item in value]
-            is_unchanged = all(new is old for new, old in zip(items, value, strict=True))
-            if is_unchanged:
+            if all(map(operator.is_, items, value)):
                 return value
             return _tuple_like(value, items)
         is_container = isinstance(value, list | deque | MutableMapping | MutableSet)
@@ -146,41 +148,28 @@ class Copied:
             # Copied rather than constructed: the constructor of a script's class may need any arguments.
             out = copy.copy(value)
             self._made[id(value)] = (value, out)
-            for step, item in _children(value):
+            children: Iterable[tuple[Any, Any]]
+            if isinstance(value, MutableMapping):
+                children = value.items()
+            elif isinstance(value, deque):
+                children = enumerate(value)
+            else:
+                children = _items(value)
+            for step, item in children:
                 new = self._copy(item, depth)
-                if new is item:
-                    continue
-                if isinstance(value, list | deque | MutableMapping):
-                    out[step] = new
-                else:
-                    object.__setattr__(out, step, new)
+                if new is not item:
+                    _replace(out, {step: new})
         except Exception:  # noqa: BLE001 # a class of the script may raise anything
             out = value
             self._made[id(value)] = (value, value)
         return out
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, MutableMapping):
-        yield from value.items()
-    elif isinstance(value, list | deque):
-        yield from enumerate(value)
-    elif not isinstance(value, MutableSet):
-        yield from _items(value)
-
-
 def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return "a tensor"
-    steps = []
-    for step, _ in _items(value):
-        if isinstance(step, int):
-            steps.append(f"[{step}]")
-        else:
-            steps.append(f".{step}")
-    content = "nothing in it"
-    if steps:
-        content = ", ".join(steps[:8])
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step, _ in _items(value)]
+    content = ", ".join(steps[:8]) if steps else "nothing in it"
     return f"a {type(value).__name__} with {content}"
 
 
@@ -198,11 +187,9 @@ class Arguments:
         self._args = args
         self._kwargs = kwargs
         # An instance may shadow `forward` with a function of any signature; scripted modules only have their own.
+        self._forward: Callable[..., Any] = module.forward
         of_class = getattr(type(module), "forward", None)
-        self._forward: Callable[..., Any]
-        if of_class is None:
-            self._forward = module.forward
-        else:
+        if of_class is not None:
             self._forward = MethodType(of_class, module)
         self.named: dict[int | str, Any] = dict(enumerate(args))
         self.named.update(kwargs)
@@ -211,11 +198,8 @@ class Arguments:
         """Return a path with its first step as this call spells it."""
         if not path:
             # A tensor that is the only one has the name of the module.
-            tensors = list(tensors_in(self.named))
-            if len(tensors) != 1:
-                return ()
-            only_path, _ = tensors[0]
-            return only_path
+            paths = [found for found, _ in tensors_in(self.named)]
+            return paths[0] if len(paths) == 1 else ()
         names = [parameter.name for parameter in parameters_of(self._forward)]
         first = path[0]
         if isinstance(first, str) and first in names[: len(self._args)]:

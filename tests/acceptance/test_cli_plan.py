@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import WITHOUT_TORCH, call, call_here, environment, refused, write_rules
+from commands import WITHOUT_TORCH, call, environment, write_rules
 
 pytestmark = pytest.mark.slow
 
@@ -54,121 +52,12 @@ def here(tmp_path: Path) -> Path:
 
 
 class TestPlan:
-    def test_json_and_nothing_else_on_stdout(self, here: Path) -> None:
-        done = call("plan", "edits.yaml", "--model", "net:build", "--format", "json", cwd=here)
-        assert done.returncode == 0
-        assert json.loads(done.stdout) == {
-            "version": 1,
-            "model": {"params": 4, "elements": 23},
-            "rules": [
-                {
-                    "id": "norms",
-                    "action": "norm-log",
-                    "tensor": "grad",
-                    "point": "accumulated",
-                    "hook": "end of backward",
-                    "params": ["0.weight", "0.bias", "1.weight", "1.bias"],
-                    "modules": [],
-                    "elements": 23,
-                    "warnings": [],
-                },
-                {
-                    "id": "no-bias",
-                    "action": "zero",
-                    "tensor": "grad",
-                    "point": "backward",
-                    "hook": "tensor hook",
-                    "params": ["0.bias", "1.bias"],
-                    "modules": [],
-                    "elements": 5,
-                    "warnings": [
-                        "zero is not freeze: weight decay and momentum still move the weight"
-                    ],
-                },
-            ],
-            "chains": {
-                "0.weight": ["norms"],
-                "0.bias": ["no-bias", "norms"],
-                "1.weight": ["norms"],
-                "1.bias": ["no-bias", "norms"],
-            },
-            "warnings": [],
-        }
-        assert done.stderr.splitlines() == [
-            "printed by the import",
-            "printed by the build",
-            "on meta",
-        ]
-
-    def test_a_model_that_needs_values_is_built_for_real(self, here: Path) -> None:
-        arguments = ("plan", "clean.yaml", "--model", "net:reads_a_value", "--format", "json")
-        done = call_here(*arguments, cwd=here)
-        assert done.returncode == 0
-        assert json.loads(done.stdout)["model"] == {"params": 2, "elements": 15}
-        assert re.search(
-            r"^cannot build it on the meta device \(RuntimeError: .*\): building it with values$",
-            done.stderr,
-            re.MULTILINE,
-        )
-
-    @pytest.mark.parametrize("name", ["Net", "Zoo.Net", "ready"])
-    def test_a_class_or_a_module_will_do(self, here: Path, name: str) -> None:
-        done = call_here(
-            "plan", "clean.yaml", "--model", f"net:{name}", "--format", "json", cwd=here
-        )
-        assert json.loads(done.stdout)["rules"][0]["params"] == ["fc.weight", "fc.bias"]
-
     def test_the_installed_command_finds_the_current_folder(self, here: Path) -> None:
         # A console script has its own folder, not the current one, on the path.
         code = 'import sys\nsys.path.remove("")\nfrom gradsurgeon.cli import main\nsys.exit(main())'
         done = call("plan", "clean.yaml", "--model", "net:Net", cwd=here, code=code)
         assert done.returncode == 0
         assert done.stdout.startswith("plan: clean.yaml on Net: 1 rule, 2 parameters, 6 elements\n")
-
-    @pytest.mark.parametrize(
-        ("model", "reason"),
-        [
-            ("net", "`--model net` names no model: write MODULE:NAME, such as train.net:build"),
-            (
-                "a/net.py:b",
-                "`--model a/net.py:b` names no model: write MODULE:NAME, such as train.net:build",
-            ),
-            ("net:nope", "`net` has no `nope`"),
-            ("net:number", "`net:number` must be or give a torch.nn.Module, it gives a value"),
-            (
-                "net:not_a_module",
-                "`net:not_a_module` must be or give a torch.nn.Module, it gives a value",
-            ),
-            ("net:fails", "cannot build `net:fails`:\nTraceback (most recent call last):\n  File"),
-            ("net:ends", "SystemExit: usage: net.py"),
-            ("nosuch:build", "\nModuleNotFoundError: No module named 'nosuch'"),
-        ],
-    )
-    def test_no_model(self, here: Path, model: str, reason: str) -> None:
-        done = call_here("plan", "clean.yaml", "--model", model, cwd=here)
-        refused(done)
-        assert reason in done.stderr
-        assert "gradsurgeon/cli" not in done.stderr
-
-    def test_rules_that_match_nothing(self, here: Path) -> None:
-        done = call_here(
-            "plan", "astray.yaml", "--model", "net:build", "--format", "json", cwd=here
-        )
-        assert (done.returncode, done.stdout) == (1, "")
-        assert 'astray.yaml:3:43: rule norms: no parameter of the model matches "head.*"' in (
-            done.stderr
-        )
-
-    def test_wrong_rules_are_told_before_a_model_is_built(self, here: Path) -> None:
-        done = call_here("plan", "wrong.yaml", "--model", "net:build", cwd=here)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "wrong.yaml:3:25: error: unknown action `norm-lg`" in done.stderr
-        assert "printed" not in done.stderr
-
-    def test_a_missing_rule_file_is_told_apart(self, here: Path) -> None:
-        done = call_here("plan", "gone.yaml", "--model", "net:build", cwd=here)
-        refused(done)
-        assert "gone.yaml:1:1: error: cannot read the file: No such file" in done.stderr
 
     def test_without_torch_it_says_what_to_install(self, here: Path) -> None:
         code = WITHOUT_TORCH.replace(

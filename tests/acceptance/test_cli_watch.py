@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from bounds import TIMEOUT
 from commands import WITHOUT_TORCH, call, environment, quiet, refused
-from runs import another_process, values, write
+from runs import add, another_process, values, write
 
 from gradsurgeon import Event
 from gradsurgeon.records.store import Key
@@ -38,12 +38,12 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 WRITES_FOR_EVER = """
 import sys, time
-from runs import KEY, meta, values
+from runs import add, KEY, meta, values
 from gradsurgeon.records.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 print("ready", flush=True)
 for step in range(10**9):
-    writer.add(KEY, step, values(1.0, 2.0))
+    add(writer, KEY, step, values(1.0, 2.0))
     writer.commit()
     time.sleep(0.01)
 """
@@ -133,7 +133,7 @@ class TestInATerminal:
         watched = watching("run", "--every", "0.2")
         watched.until(lambda text: "step 2" in text)
         for step in range(3, 6):
-            writer.add(KEY, step, values(100.0 * step))
+            add(writer, KEY, step, values(100.0 * step))
             writer.event(Event("trap", "norms", step, 0, "w\x1b[2J", "bad\nvery"))
             watched.until(lambda text, step=step: f"step {step} of rules.yaml on Net" in text)  # type: ignore[misc]
         writer.close()

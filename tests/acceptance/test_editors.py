@@ -164,14 +164,6 @@ def written(tmp_path: Path) -> Callable[[str], Path]:
         (RULE + '    action: scale\n    params: "*"\n', {4: '"factor"'}),
         (RULE + "    action: zero\n", {4: '"params"'}),
         (
-            RULE + '    action: zero\n    params: "*"\n    modules: "*"\n    tensor: output\n',
-            {7: "modules is not allowed"},
-        ),
-        (
-            RULE + '    action: capture\n    modules: "*"\n',
-            {4: "tensor required by property modules"},
-        ),
-        (
             RULE + '    action: clip-norm\n    params: "*"\n    at: later\n    max_norm: -1\n',
             {7: '"step", "backward"', 8: "below the minimum of 0"},
         ),

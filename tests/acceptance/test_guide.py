@@ -124,6 +124,7 @@ def test_listed_commands_run(page: str, reader: Path) -> None:
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
         git(reader, *words)
     git(reader, "update-ref", "refs/remotes/origin/main", "HEAD")
+    record_a_step(reader)
     listed = "".join(guide.blocks(guide.text(page), ""))
     lines = re.findall(r"^gradsurgeon .*$", listed, re.MULTILINE)
     assert lines
@@ -131,6 +132,16 @@ def test_listed_commands_run(page: str, reader: Path) -> None:
         if " | " not in line:  # `test_guide_ci` runs it
             code, printed = run(line, reader)
             assert code == 0, (line, printed)
+
+
+def record_a_step(reader: Path) -> None:
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    with gradsurgeon.apply(model, reader / "rules.yaml", record=reader / "runs" / "1"):
+        model(torch.ones(1, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def test_losses_go_to_backward_as_shown() -> None:

@@ -8,6 +8,7 @@ import guide
 import pytest
 import torch
 import yaml
+from commands import call_here
 from ranks import Json
 
 
@@ -17,8 +18,8 @@ def test_a_quantile_of_a_healthy_run_is_a_threshold(
 ) -> None:
     page = guide.text("thresholds")
     train, read_norms = guide.blocks(page, "python")
-    (shown,) = guide.blocks(page, "")
-    rule, _ = (yaml.safe_load(block)["rules"][0] for block in guide.blocks(page, "yaml"))
+    command, shown = guide.blocks(page, "")
+    rule, *_ = (yaml.safe_load(block)["rules"][0] for block in guide.blocks(page, "yaml"))
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
     known: Json = {}
@@ -31,3 +32,9 @@ def test_a_quantile_of_a_healthy_run_is_a_threshold(
     assert numbers == [pytest.approx(line, rel=0.05) for line in expected]
     bitten = (known["norms"] > rule["max_norm"]).mean()
     assert 0.01 < bitten < 0.03
+    block, *_ = guide.blocks(page, "yaml")
+    (tmp_path / "rules.yaml").write_text(block.replace("max_norm: 5", "max_norm: ?"))
+    done = call_here(*command.split()[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    # The norms of the rule are those that the script has read.
+    assert done.stdout.splitlines()[-1].endswith(f"  {known['norms'].max():.3g} (0)")

@@ -18,7 +18,7 @@ from page_views import (
     show_all,
     steps_in_view,
 )
-from runs import KEY, meta, values, write
+from runs import KEY, add, meta, values, write
 
 from gradsurgeon.common.diagnosis import Cause, Diagnosis, Line, TensorFacts
 from gradsurgeon.common.events import Event, RuleStatus
@@ -167,7 +167,7 @@ def test_a_run_that_was_only_observed_says_what_would_have_changed(
     page: Any, tmp_path: Path
 ) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=meta(mode="observe"))
-    writer.add(KEY, 0, values(1.0, 2.0), frozenset())
+    add(writer, KEY, 0, values(1.0, 2.0), frozenset())
     writer.statuses({"norms": RuleStatus(2, 2, 1, 0)})
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
@@ -260,7 +260,9 @@ def test_a_chart_that_fails_takes_no_other_with_it(page: Any, tmp_path: Path) ->
 
 def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {"a": [1.0, 2.0, 3.0, math.nan]})
-    writer.event(Event("trap", "no-nan", 3, 0, "a", MESSAGE.strip(), DIAGNOSIS.to_json()))
+    again = "  to run the step again: gradsurgeon replay trap-step3-rank0 --model net:Net"
+    message = f"{MESSAGE.strip()}\n{again}"
+    writer.event(Event("trap", "no-nan", 3, 0, "a", message, DIAGNOSIS.to_json()))
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
     assert (
@@ -280,7 +282,7 @@ def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
         ("in", "input [2, 1] float32: -1 to 4"),
         ("out", "[2, 1] float32: 1 of 2 NaN, else 2"),
         ("largest before", "one: aten.addmm 4 → two: aten.mul 1e+23"),
-        ("again", "gradsurgeon replay trap-step3-rank0 --model MODULE:BUILD"),
+        ("again", "gradsurgeon replay trap-step3-rank0 --model net:Net"),
     ]
     assert not page.get_by_text("> NaN").is_visible()
     page.get_by_text("the message as in the terminal").click()
@@ -303,7 +305,7 @@ def test_histograms_are_bands_that_open(page: Any, tmp_path: Path) -> None:
         for column, stat in enumerate(HISTOGRAM):
             # Elements of a few magnitudes, which grow.
             number = float(40 + step <= column < 50 + step)
-            writer.add(Key("bins", stat, "accumulated", names), step, values(number, 0.0))
+            add(writer, Key("bins", stat, "accumulated", names), step, values(number, 0.0))
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
     assert page.locator("h2").all_inner_texts()[-2:] == ["Magnitudes", "Rules"]
@@ -317,6 +319,7 @@ def test_histograms_are_bands_that_open(page: Any, tmp_path: Path) -> None:
     assert entries.locator("li").all_inner_texts() == ["95%", "75%", "50%", "25%", "5%"]
     # Of a tensor of zeros there is nothing to draw, and the page stays whole.
     entries.locator("summary").last.click()
+    charts.nth(1).wait_for()
     assert charts.count() == 2
 
 
@@ -421,3 +424,13 @@ def test_hovering_moves_nothing(page: Any, tmp_path: Path, width: int) -> None:
     for target in page.locator(".u-over, .cells, .curves li").all():
         target.hover()
         assert heights(page) == before
+
+
+def test_ticks_of_one_axis_have_one_notation(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    texts = page.evaluate("tickTexts([9e-4, 1e-3, 1.1e-3], shown)")
+    assert texts == ["0.0009", "0.001", "0.0011"]
+    texts = page.evaluate("tickTexts([9e-4, 1e-3, 1.1e-3].map(Math.log10), tickText)")
+    assert texts == ["0.0009", "0.001", "0.0011"]
+    assert page.evaluate("tickTexts([0, 1e-7, 2e-7], shown)") == ["0", "1e-7", "2e-7"]
+    assert page.evaluate("tickTexts([-4, -3], tickText)") == ["10⁻⁴", "0.001"]

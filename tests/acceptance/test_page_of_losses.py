@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from page_views import HOSTILE, open_page, plots
-from runs import meta, values
+from runs import add, meta, values
 
 from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.writer import RunWriter
@@ -31,10 +31,10 @@ def losses_run(path: Path, *, losses: tuple[str, str, str], parts: int = 0) -> P
     for step in range(80):
         row = (0.5 if step < 32 else -0.9, 0.25, 0.75)
         key = Key("tasks", "cosine", "backward", pairs)
-        writer.add(key, step, values(*row * max(1, parts)), frozenset())
-    writer.add(Key("surgery", "weight", "backward", losses), 0, values(1.0, 0.5, 2.0), frozenset())
+        add(writer, key, step, values(*row * max(1, parts)), frozenset())
+    add(writer, Key("surgery", "weight", "backward", losses), 0, values(1.0, 0.5, 2.0), frozenset())
     key = Key("surgery", "distance", "backward", ("combined",))
-    writer.add(key, 0, values(0.5), frozenset())
+    add(writer, key, 0, values(0.5), frozenset())
     writer.close()
     return path
 

@@ -17,7 +17,7 @@ from page_views import (
     show_all,
     steps_in_view,
 )
-from runs import KEY, meta, values, write
+from runs import KEY, add, meta, values, write
 
 from gradsurgeon.common.events import Event
 from gradsurgeon.records.store.writer import RunWriter
@@ -127,7 +127,7 @@ def test_paper_is_light_and_as_wide_as_the_curves(page: Any, tmp_path: Path) -> 
 def test_nothing_is_drawn_at_steps_without_records(page: Any, tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=meta())
     for step in (*range(50), *range(1000, 1050)):
-        writer.add(KEY, step, values(1.0, 2.0), frozenset())
+        add(writer, KEY, step, values(1.0, 2.0), frozenset())
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
     alphas = page.evaluate(

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from page_views import open_page, plots
-from runs import meta, values, write
+from runs import add, meta, values, write
 
-from gradsurgeon.common.events import Event
 from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.web_page import write_page
@@ -38,7 +37,7 @@ def test_of_several_records_of_a_step_the_largest_is_drawn(page: Any, tmp_path: 
         [(1.0, 5.0, 2.0), (3.0, 1.0, 1.0), (NAN, 1.0, 1.0), (1.0, 1.0, 2.0)]
     ):
         for norm in norms:
-            writer.add(Key("norms", "l2", "backward", ("a",)), step, values(norm), frozenset())
+            add(writer, Key("norms", "l2", "backward", ("a",)), step, values(norm), frozenset())
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
     found = drawn(page, 0)
@@ -57,29 +56,6 @@ def test_names_like_those_of_the_tree_stay_apart(page: Any, tmp_path: Path) -> N
     assert "no name has nowhere" in page.locator("main").inner_text()
 
 
-@pytest.mark.parametrize("width", [1200, 400])
-def test_nothing_widens_the_page(page: Any, tmp_path: Path, width: int) -> None:
-    page.set_viewport_size({"width": width, "height": 800})
-    endless = "x" * 5000
-    writer = write(tmp_path / "run", {endless: [1.0, 2.0], "a.\x1b[31mb": [1.0, 2.0]})
-    writer.event(Event("notice", "", 0, 0, endless, f"{endless}\n{endless}"))
-    writer.close()
-    open_page(page, tmp_path, tmp_path / "run")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert r"a.\x1b[31mb" in page.locator("td:first-child").all_inner_texts()
-
-
-def test_events_of_one_sort_span_their_steps_in_whatever_order_they_came(
-    page: Any, tmp_path: Path
-) -> None:
-    writer = write(tmp_path / "run", {"a": [1.0]})
-    for step in (7, 3, 5):
-        writer.event(Event("notice", "", step, 0, "", f"overflow in step {step}"))
-    writer.close()
-    open_page(page, tmp_path, tmp_path / "run")
-    assert "x3, steps 3..7: " in page.locator("section").first.inner_text()
-
-
 def test_norms_of_several_kinds_have_sections_and_scales_of_their_own(
     page: Any, tmp_path: Path
 ) -> None:
@@ -95,8 +71,8 @@ def test_norms_of_several_kinds_have_sections_and_scales_of_their_own(
     writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",), plan={"rules": rules}))
     outputs = Key("outputs", "l2", "forward", ("layer", "layer.b"))
     for step in range(5):
-        writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(1.0), frozenset())
-        writer.add(outputs, step, values(50.0, 70.0), frozenset())
+        add(writer, Key("norms", "l2", "accumulated", ("a",)), step, values(1.0), frozenset())
+        add(writer, outputs, step, values(50.0, 70.0), frozenset())
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
     assert page.locator("h2").all_inner_texts()[2:4] == ["Gradients", "Outputs"]

@@ -75,8 +75,10 @@ def test_a_gradient_explodes_and_a_clip_mends_it(tmp_path: Path) -> None:
     assert max(norms) > 300 * norms[0]
     # They decide as well whether the norms before the burst are so wild that none stands out from them.
     for said in without["callouts"]:
+        if said.startswith("higher for a while: "):
+            continue
         times = re.search(
-            r"the norm of all .* at step (\d+), ([\d.e+]+)x the steps before it; most in (\S+),",
+            r"the norm of all .* at step (\d+), ([\d.e+]+)x the steps before it; most in (\S+?)(?:,|$)",
             said,
         )
         assert times is not None
@@ -92,7 +94,9 @@ def test_a_layer_dies_and_a_clip_keeps_it_alive(tmp_path: Path) -> None:
     without, with_clip = told.runs
     died = int(told.number(r"fc1 since step (\d+)"))
     said = [line for line in without["callouts"] if line.startswith("norm exactly 0")]
-    assert said[0].startswith(f"norm exactly 0 since step {died}, and until the end: fc1.weight, ")
+    # Bits that differ from one processor to the next decide whether later layers die with it or some steps after.
+    since = rf"norm exactly 0 since step {died}( or later)?, and until the end: fc1\.weight, "
+    assert re.match(since, said[0])
     assert any("relu3" in line for line in said)
     assert not any("exactly 0 since" in line for line in with_clip["callouts"])
     # What comes after the dead layer still learns what share of the digits is which.

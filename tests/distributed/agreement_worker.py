@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.batches import mine, shard, whole
+from distributed.batches import mine, whole, wrapped
 from ranks import Json
-from small import attach, fields_of, kinds_of, sgd, tanh_net
+from small import attach, fields_of, kinds_of, refusal, sgd, tanh_net
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonError
 
 FAULT = 2
 STEPS = 5
@@ -27,11 +26,7 @@ def make(kind: str) -> tuple[nn.Sequential, Any]:
     """Return a model of four rows per layer and what the script calls."""
     torch.manual_seed(0)
     model = tanh_net(4, 4, 4)
-    if kind == "DDP":
-        return model, DistributedDataParallel(model)
-    if kind == "FSDP2":
-        shard(model)
-    return model, model
+    return model, wrapped(kind, model)
 
 
 def spoil_row(row: int) -> Callable[[Tensor], Tensor]:
@@ -77,14 +72,14 @@ def outcome(model: nn.Module, root: nn.Module, rule: Json, backward: Callable[[i
     }
 
 
-def train(kind: str, rule: Json, spoil: Callable[[Tensor], Any]) -> Json:
-    """Train, with a fault in one step that ``spoil`` brings about through the output of layer 2."""
+def train(kind: str, rule: Json) -> Json:
+    """Train, with a fault in one step that comes through the output of layer 2."""
     model, called = make(kind)
 
     def backward(step: int) -> None:
         out = called(mine(step))
         if step == FAULT:
-            out = spoil(out)
+            out = everywhere(out)
         out.square().mean().backward()
 
     return outcome(model, called, rule, backward)
@@ -97,11 +92,6 @@ def everywhere(out: Tensor) -> Tensor:
     return out
 
 
-def alone(out: Tensor) -> Tensor:
-    """Leave gradients as they are: only the rule on a module sees a NaN, on rank 1."""
-    return out
-
-
 def trap(**options: Any) -> Json:
     """Return a trap on parameters or modules."""
     return {"id": "trap", "action": "nan-trap", "params": "*", **options}
@@ -111,14 +101,7 @@ def module_trap(kind: str, then: str) -> Json:
     """Trap a module tensor that is NaN on rank 1 alone and that no gradient sees."""
     model, called = make(kind)
 
-    class Probe(nn.Module):
-        """Passes its input on."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            """Return the input."""
-            return x * 1.0
-
-    probe = Probe()
+    probe = nn.Tanh()
     holder = nn.ModuleDict({"net": model, "probe": probe})
     rule = {
         "id": "trap",
@@ -200,52 +183,49 @@ def scheduled() -> Json:
     return {"moved": moved, "events": kinds_of(session)}
 
 
-def own_spikes() -> Json:
-    """Let ranks skip by a norm that each has by itself."""
+def own_spikes(per: str, then: str) -> str:
+    """Return why a rule is refused by which ranks would stop or skip by a norm that each has by itself."""
     model, _ = make("")
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.bias"])
-    above = {"times": 3.0, "beta": 0.9, "warmup": 4}
-    rule = {"id": "spikes", "action": "spike-trap", "params": "*", "per": "parameter"}
+    rule: Json = {"id": "spikes", "action": "spike-trap", "params": "*", "per": per, "then": then}
+    rule["above"] = {"times": 3.0, "beta": 0.9, "warmup": 4}
     called = DistributedDataParallel(model)
-    options = {"above": above, "then": "skip-step"}
-    try:
-        outcome(model, called, rule | options, lambda step: called(mine(step)).sum().backward())
-    except GradSurgeonError as caught:
-        return {"text": str(caught)}
-    return {"text": ""}
+
+    def backward(step: int) -> None:
+        called(mine(step)).sum().backward()
+
+    return refusal(lambda: outcome(model, called, rule, backward))
 
 
-def uneven() -> Json:
+def uneven() -> str:
     """Train under `Join`."""
     _, called = make("DDP")
     session = attach(called, trap())
-    text = ""
-    try:
+
+    def backward() -> None:
         with Join([called]):
             called(mine(0)).sum().backward()
-    except GradSurgeonError as caught:
-        text = str(caught)
+
+    text = refusal(backward)
     session.remove()
-    return {"text": text}
+    return text
 
 
 def main() -> Json:
     """Run every part."""
     found: Json = {}
     for kind in ("DDP", "FSDP2"):
-        for then in ("skip-step", "raise", "warn"):
-            if then != "warn":
-                found[f"{kind} params {then}"] = train(kind, trap(then=then), everywhere)
-                found[f"{kind} module {then}"] = module_trap(kind, then)
-    found["FSDP2 give up"] = train("FSDP2", trap(then="skip-step", give_up_after=1), everywhere)
-    found["no trap"] = train("DDP", {"id": "n", "action": "norm-log", "params": "*"}, alone)
+        for then in ("skip-step", "raise"):
+            found[f"{kind} params {then}"] = train(kind, trap(then=then))
+            found[f"{kind} module {then}"] = module_trap(kind, then)
+    found["FSDP2 give up"] = train("FSDP2", trap(then="skip-step", give_up_after=1))
     for faulty in range(2):
         for then in ("skip-step", "raise"):
             found[f"piece {faulty} {then}"] = in_pieces(then, faulty)
     for params in ("side.*", "*"):
         found[f"used by one, {params}"] = used_by_one(params, "raise")
     found["scheduled"] = scheduled()
-    found["own spikes"] = own_spikes()
+    found["own spikes"] = [own_spikes("parameter", "skip-step"), own_spikes("rule", "raise")]
     found["uneven"] = uneven()
     return found
 

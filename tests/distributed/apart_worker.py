@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed.batches import whole
+from distributed.patterns import Net
 from ranks import Json
 from small import fields_of
 from torch import Tensor, nn
@@ -36,22 +37,6 @@ BOUND = {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -
 CLIP = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
 EARLY = {"id": "early", "action": "scale", "params": "*", "factor": 0.5}
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
-
-
-class Net(nn.Module):
-    """Two layers, and one parameter of which a rank can have its own."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(4, width)
-        self.last = nn.Linear(width, 4)
-        # In a module of its own: DDP averages a parameter of the outermost one even if it is told not to.
-        self.part = nn.ParameterDict({"own": torch.ones(4)})
-
-    def forward(self, x: Tensor) -> Any:
-        """Return what the model makes of ``x``."""
-        return self.last(torch.tanh(self.first(x))) * self.part["own"]
 
 
 def rank() -> int:
@@ -261,31 +246,6 @@ def alone() -> Json:
     return run.all(spoiled(net, 1, "last.bias"))
 
 
-def in_another_order() -> Json:
-    """Apply rules to two models in another order on each rank; rank 1 spoils one of them."""
-    nets = [Net(), Net(width=6)]
-    runs = [Run(net, averaged(net, but=("part.own",))) for net in nets]
-    for one in runs if rank() == 0 else reversed(runs):
-        one.apply(trap())
-    for number in range(STEPS):
-        runs[0].step(number, spoiled(nets[0], 1))
-        runs[1].step(number)
-    return {"faulty": runs[0].told(), "sound": runs[1].told()}
-
-
-def replaced() -> Json:
-    """Put other rules in the place of the first ones, on all ranks."""
-    net = Net()
-    run = Run(net, averaged(net, but=("part.own",)))
-    run.apply(trap("raise"))
-    run.step(0)
-    run.step(1)
-    run.apply(trap(), replace=True, start_step=2)
-    for number in range(2, STEPS):
-        run.step(number, spoiled(net, 0))
-    return run.told()
-
-
 def later() -> Json:
     """Rank 1 comes with its rules after two steps."""
     net = Net()
@@ -369,8 +329,6 @@ def main() -> Json:
     late = {**NORMS, "id": "late", "at": "step"}
     found["paused records"] = paused(late, sharded=True)
     found["alone"] = alone()
-    found["order"] = in_another_order()
-    found["replaced"] = replaced()
     found["scaled"] = scaled()
     dist.barrier()
     found["keys"] = kept_keys()

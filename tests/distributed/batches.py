@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 
 def data(step: int) -> Tensor:
@@ -39,6 +40,15 @@ def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
     """Shard a model, layer by layer."""
     for part in (model[0], model[2], model):
         fully_shard(part, **options)
+    return model
+
+
+def wrapped(kind: str, model: nn.Sequential) -> Any:
+    """Return what a script calls: the model itself, which FSDP2 shards, or its wrapper."""
+    if kind == "DDP":
+        return DistributedDataParallel(model)
+    if kind == "FSDP2":
+        return shard(model)
     return model
 
 

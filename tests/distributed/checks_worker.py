@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 
+import torch
 import torch.distributed as dist
 from distributed.faulty_ranks import FAULTY
 from distributed.healthy_ranks import HEALTHY
-from distributed.rank_job import Job, fit, net
+from distributed.rank_job import STEPS, Job, fit, net
 from ranks import Json
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
@@ -28,6 +29,16 @@ def sharded_at_rest(job: Job) -> None:
     fit(model, optimizer)
 
 
+def one_batch(job: Job) -> None:
+    """The script overfits one batch, to see whether the model can."""
+    model, optimizer = job.wrapped()
+    batch = torch.ones(8, 16)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
 def find() -> Json:
     """Run all trainings on so many ranks."""
     # Sessions look for wrappers among all live objects: torch itself need not be searched each time.
@@ -37,6 +48,7 @@ def find() -> Json:
     cases |= HEALTHY[world]
     if world == 2:
         cases["sharded_at_rest"] = sharded_at_rest
+        cases["one_batch"] = one_batch
     found = {}
     for name, case in cases.items():
         job = Job()

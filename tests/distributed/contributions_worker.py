@@ -5,30 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from distributed.batches import make, mine, shard, whole
+from distributed.batches import make, mine, whole, wrapped
 from ranks import Json
-from small import sgd, take_step
+from small import rules_of_workers, sgd, take_step
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
 
 LIMIT = 0.03
-RULES: dict[str, list[Json]] = {
-    "backward": [
-        {"id": "c", "action": "clamp", "params": "0.*", "at": "backward", "max": LIMIT},
-        {"id": "n", "action": "norm-log", "params": "0.weight", "at": "backward"},
-    ],
-    "output.grad": [
-        {"id": "c", "action": "clamp", "modules": "0", "tensor": "output.grad", "max": LIMIT},
-        {"id": "n", "action": "norm-log", "modules": "0", "tensor": "output.grad"},
-    ],
-    "output": [
-        {"id": "c", "action": "clamp", "modules": "0", "tensor": "output", "max": LIMIT},
-        {"id": "n", "action": "norm-log", "modules": "0", "tensor": "output"},
-    ],
-}
+RULES: dict[str, list[Json]] = rules_of_workers("contributions")
 
 
 def by_hand(model: nn.Sequential, what: str, norms: list[float]) -> None:
@@ -53,14 +39,10 @@ def by_hand(model: nn.Sequential, what: str, norms: list[float]) -> None:
 def train(kind: str, what: str, *, hand: str) -> Json:
     """Return final weights and this rank's records."""
     model = make()
-    called: Any = model
     norms: list[float] = []
-    if kind == "FSDP2":
-        shard(model)
+    called = wrapped(kind, model)
     if hand == "hooks":
         by_hand(model, what, norms)
-    if kind == "DDP":
-        called = DistributedDataParallel(model)
     rules = {"version": 1, "rules": RULES[what]}
     session = gradsurgeon.apply(called, rules) if hand == "rules" else None
     optimizer = sgd(model, 0.5)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from distributed.batches import data
 from ranks import Json
-from small import attach, fields_of, rule_file, sgd, tanh_net
-from torch import Tensor, nn
+from small import attach, fields_of, rule_file, rules_of_workers, sgd, tanh_net
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -25,36 +25,11 @@ RULES: Json = rule_file(
     {"id": "norms", "action": "norm-log", "params": "*"},
     {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
 )
-BOUND: Json = {"id": "r", "action": "clamp", "params": "*", "at": "backward", "max": 0.02}
-# What is said of a rule at `backward`: the rule, and the parameters that DDP is told to leave alone.
-WORDS: dict[str, tuple[Json, list[str]]] = {
-    "bound": (BOUND, []),
-    "clip": (
-        {"id": "r", "action": "clip-norm", "params": "*", "at": "backward", "max_norm": 1},
-        [],
-    ),
-    "bound, later": ({**BOUND, "steps": {"from": 2}}, []),
-    "bound, no_sync": (BOUND, []),
-    "bound, one process": (BOUND, []),
-    "bound on what is left alone": ({**BOUND, "params": "2.*"}, ["2.weight", "2.bias"]),
-    "bound on what is averaged": ({**BOUND, "params": "0.*"}, ["2.weight", "2.bias"]),
-    "bound at step": ({**BOUND, "at": "step"}, []),
-    "linear": ({"id": "r", "action": "scale", "params": "*", "factor": 0.5}, []),
-    "looks": ({"id": "r", "action": "norm-log", "params": "*", "at": "backward"}, []),
-}
 
-OWN_NORM: Json = {"id": "r", "action": "clip-norm", "max_norm": 0.05, "per": "rule"}
-SPIKES: Json = {"id": "r", "action": "spike-trap", "above": {"times": 2}}
-# The same of one norm over several gradients.
-NORMS: dict[str, tuple[Json, list[str]]] = {
-    "clip-norm over both": ({**OWN_NORM, "params": "*"}, ["2.weight", "2.bias"]),
-    "spike-trap over both": ({**SPIKES, "params": "*"}, ["2.weight", "2.bias"]),
-    "spike-trap that cuts nothing": ({**SPIKES, "params": "*", "then": "warn"}, ["2.weight"]),
-    "spike-trap of each": ({**SPIKES, "params": "*", "per": "parameter"}, ["2.weight", "2.bias"]),
-    "spike-trap over what is averaged": ({**SPIKES, "params": "0.*"}, ["2.weight", "2.bias"]),
-    "spike-trap over what is left alone": ({**SPIKES, "params": "2.*"}, ["2.weight", "2.bias"]),
-    "spike-trap over all, averaged": ({**SPIKES, "params": "*"}, []),
-}
+
+# A rule, and the parameters that DDP is told to leave alone.
+WORDS: dict[str, tuple[Json, list[str]]] = rules_of_workers("on each rank")
+NORMS: dict[str, tuple[Json, list[str]]] = rules_of_workers("over several")
 
 
 def make() -> nn.Module:
@@ -78,7 +53,8 @@ def run(*, ranks: int, rank: int, when: str, options: Json, parts: int = 1) -> A
         mine = data(step).chunk(ranks)[rank].chunk(parts)
         for number, part in enumerate(mine):
             last = number == len(mine) - 1
-            loss = wrapped_loss(wrapped, part, sync=last or ranks == 1) / len(mine)
+            with nullcontext() if last or ranks == 1 else wrapped.no_sync():
+                loss = wrapped(part).square().mean() / len(mine)
             if step == FAULT and rank == ranks - 1 and last:
                 loss = loss * float("nan")
             loss.backward()
@@ -113,15 +89,6 @@ def words(kind: str) -> Json:
         "events": fields_of(session, "kind", "rule", "step", "message"),
         "warnings": [str(one.message) for one in ours],
     }
-
-
-def wrapped_loss(model: Any, part: Tensor, *, sync: bool) -> Tensor:
-    """Run forward, without reduction where the micro-batch is not the last one."""
-    if not sync:
-        with model.no_sync():
-            return wrapped_loss(model, part, sync=True)
-    loss: Tensor = model(part).square().mean()
-    return loss
 
 
 def main() -> Json:

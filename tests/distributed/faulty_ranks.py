@@ -57,16 +57,9 @@ def faulty(
     return put
 
 
-@faulty(0, "0.weight", _GRADIENTS, _BYPASSED)
-def bypassed(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    fit(model.module, job.sgd(model))
-
-
 @faulty(10, "0.weight", _GRADIENTS, _BYPASSED)
 def bypassed_later(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     fit(model, optimizer, steps=10)
     fit(model.module, optimizer)
 
@@ -82,8 +75,7 @@ def one_of_two_wrappers_bypassed(job: Job) -> None:
 
 @faulty(0, "0.weight", _GRADIENTS, "averages once per call of the wrapper", "Add up the losses")
 def two_passes_of_one_forward_pass(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     for _ in range(12):
         optimizer.zero_grad()
         out = model(data())
@@ -111,8 +103,7 @@ def unfrozen_after_the_wrapper(job: Job) -> None:
 
 @faulty(9, "0.weight", _GRADIENTS, "leave `no_sync` before the last pass of each update")
 def last_update_of_an_epoch_alone(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     for step in range(24):
         model.require_backward_grad_sync = step % 10 != 9
         optimizer.zero_grad()
@@ -120,10 +111,20 @@ def last_update_of_an_epoch_alone(job: Job) -> None:
         optimizer.step()
 
 
+@faulty(3, "0.weight", _GRADIENTS, "run all passes but the last under `no_sync`")
+def last_micro_batch_alone(job: Job) -> None:
+    model, optimizer = job.wrapped()
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        with model.no_sync():
+            loss_of(model).backward()
+        optimizer.step()
+
+
 @faulty(0, "0.weight", _GRADIENTS, "On rank 1 they are 0.", "look for a clip or a factor")
 def one_rank_clips(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     for _ in range(12):
         optimizer.zero_grad()
         with model.no_sync():
@@ -134,21 +135,9 @@ def one_rank_clips(job: Job) -> None:
         optimizer.step()
 
 
-@faulty(10, "0.weight", _GRADIENTS, "look for a clip or a factor")
-def one_rank_clips_once_by_hand(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
-    for step in passes(model, optimizer):
-        average(model)
-        if (step, job.rank) == (10, 1):
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-
-
 @faulty(4, "0.weight", _GRADIENTS, "on ranks 0 and 1, and other elements")
 def one_rank_turns_a_gradient_around(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     for step in passes(model, optimizer):
         if (step, job.rank) == (4, 1):
             grad = model.module[0].weight.grad
@@ -159,8 +148,7 @@ def one_rank_turns_a_gradient_around(job: Job) -> None:
 
 @faulty(15, "0.weight", _GRADIENTS, "and 0 on rank 1", "a collective that loses data")
 def data_lost_by_hand(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     for step in passes(model, optimizer):
         average(model)
         if (step, job.rank) == (15, 1):
@@ -188,11 +176,6 @@ def one_of_twelve_updates_skipped(job: Job) -> None:
     _skip(job, DistributedDataParallel(net()), rank=1, step=10, steps=12)
 
 
-@faulty(11, "0.weight", _WEIGHTS, "Rank 1 has made 10 updates and rank 0 11", _SKIPPED)
-def one_of_twelve_updates_skipped_by_hand(job: Job) -> None:
-    _skip(job, net(), rank=1, step=10, steps=12)
-
-
 @faulty(5, "0.weight", _WEIGHTS, "Rank 1 has made 6 updates and rank 0 5", _SKIPPED)
 def first_rank_skips_an_update(job: Job) -> None:
     # A single update moves the weights by less than ranks may differ by rounding.
@@ -204,24 +187,6 @@ def update_skipped_late(job: Job) -> None:
     """Of the later updates one in eight is compared."""
     layers = nn.Sequential(*(net(seed, out=16) for seed in range(6)))
     _skip(job, DistributedDataParallel(layers), rank=1, step=37, steps=39)
-
-
-@faulty(10, "0.weight", _WEIGHTS, "Rank 1 has made 9 updates and rank 0 10", _SKIPPED)
-def update_with_a_closure_skipped(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        return loss.item()
-
-    for step in range(14):
-        if (step, job.rank) == (9, 1):
-            closure()
-        else:
-            optimizer.step(closure)
 
 
 @faulty(2, "2.weight", _WEIGHTS, "never alike: broadcast the weights of rank 0")
@@ -281,8 +246,7 @@ def _change(
 @faulty(15, "0.weight", _WEIGHTS, _ASSIGNED)
 def weight_changed_after_a_lone_update(job: Job) -> None:
     """The lone update is no fault: the weights are averaged after it."""
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     for step in passes(model, optimizer):
         if step != 5:
             average(model)
@@ -293,29 +257,10 @@ def weight_changed_after_a_lone_update(job: Job) -> None:
                 model.get_parameter("0.weight").mul_(0.5)
 
 
-@faulty(10, "2.weight", _WEIGHTS, _ASSIGNED)
-def weight_changed_under_a_second_wrapper(job: Job) -> None:
-    model = net()
-    first = DistributedDataParallel(model)
-    second = DistributedDataParallel(model)
-    _change(job, second, model.get_parameter("2.weight"))
-    del first
-
-
 @faulty(1, "0.weight", _WEIGHTS, _ASSIGNED)
 def learning_rate_by_rank(job: Job) -> None:
     model = DistributedDataParallel(net())
     fit(model, job.sgd(model, 0.1 * (1 + job.rank)))
-
-
-@faulty(7, "0.weight", "ranks 0, 3 differ in the gradients of 0.weight", world=4)
-def data_lost_on_the_last_rank(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
-    for step in passes(model, optimizer):
-        if (step, job.rank) == (7, 3):
-            _lose(model.module[0].weight)
-        optimizer.step()
 
 
 @faulty(10, "0.weight", "ranks 2, 3 differ in the gradients", _BYPASSED, world=4, rank=2)
@@ -334,6 +279,11 @@ def data_lost_in_an_expert(job: Job) -> None:
         if (step, job.rank) == (9, 3):
             _lose(model.get_parameter("1.module.weight"))
         optimizer.step()
+
+
+@faulty(9, "", "ranks 0, 1 trained on the same data in 10 updates", "`DistributedSampler`")
+def same_batches_on_all_ranks(job: Job) -> None:
+    fit(*job.wrapped(seed=0))
 
 
 @faulty(10, "2.weight", "ranks 1, 3 differ in the weights 2.weight", _ASSIGNED, world=4, rank=1)

@@ -14,7 +14,6 @@ from distributed.rank_job import (
     average,
     average_weights,
     data,
-    experts,
     fit,
     loss_of,
     net,
@@ -46,8 +45,7 @@ def on_four_ranks(case: Case) -> Case:
 @healthy
 def every_other_update_alone(job: Job) -> None:
     """Half of the updates follow a pass under `no_sync`, and each rank makes them alone."""
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     for step in range(STEPS):
         optimizer.zero_grad()
         model.require_backward_grad_sync = step % 2 == 1
@@ -55,19 +53,32 @@ def every_other_update_alone(job: Job) -> None:
         optimizer.step()
 
 
+def _last_pass_alone(job: Job, *, averages_gradients: bool) -> None:
+    model, optimizer = job.wrapped()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        with model.no_sync():
+            loss_of(model).backward()
+        if averages_gradients:
+            average(model)
+        optimizer.step()
+        average_weights(model)
+
+
 @healthy
-def skipping_together(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
-    for step in passes(model, optimizer):
-        if step % 7 != 3:
-            optimizer.step()
+def averaged_by_the_script_after_no_sync(job: Job) -> None:
+    _last_pass_alone(job, averages_gradients=True)
+
+
+@healthy
+def weights_averaged_after_a_last_pass_alone(job: Job) -> None:
+    _last_pass_alone(job, averages_gradients=False)
 
 
 @healthy
 def overflow_on_one_rank(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -78,20 +89,9 @@ def overflow_on_one_rank(job: Job) -> None:
 
 
 @healthy
-def evaluating_before_the_update(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
-    for _ in passes(model, optimizer):
-        with torch.no_grad():
-            model(data())
-        optimizer.step()
-
-
-@healthy
 def evaluating_other_weights_on_one_rank(job: Job) -> None:
     """One rank evaluates a moving average in the place of the weights, and keeps it at the end."""
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     averaged = copy.deepcopy(model.module.state_dict())
     for _ in passes(model, optimizer):
         optimizer.step()
@@ -110,8 +110,7 @@ def evaluating_other_weights_on_one_rank(job: Job) -> None:
 @healthy
 def probing_on_one_rank(job: Job) -> None:
     """One rank runs passes of its own, and clears their gradients."""
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
+    model, optimizer = job.wrapped()
     for step in range(STEPS):
         if job.rank == 0 and step % 3 == 0:
             loss_of(model.module).backward()
@@ -123,33 +122,10 @@ def probing_on_one_rank(job: Job) -> None:
 @healthy
 def joining_later(job: Job) -> None:
     """One rank has trained before the others come."""
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     if job.rank == 0:
         fit(model, optimizer, steps=5)
     fit(DistributedDataParallel(model), optimizer)
-
-
-@healthy
-def joining_later_by_hand(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
-    if job.rank == 0:
-        fit(model, optimizer, steps=5)
-    for param in model.parameters():
-        dist.broadcast(param.data, 0)
-    for _ in passes(model, optimizer):
-        average(model)
-        optimizer.step()
-
-
-@healthy
-def staying_longer(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
-    fit(model, optimizer)
-    if job.rank == 0:
-        fit(model.module, optimizer, steps=5)
 
 
 @healthy
@@ -170,8 +146,7 @@ def wrapped_anew(job: Job) -> None:
 
 @healthy
 def training_apart_after_the_wrapper(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     wrapper = DistributedDataParallel(model)
     fit(wrapper, optimizer, steps=10)
     del wrapper
@@ -230,18 +205,6 @@ def zero_by_hand(job: Job) -> None:
 
 
 @healthy
-def local_sgd_after_ddp(job: Job) -> None:
-    model = DistributedDataParallel(net())
-    optimizer = job.sgd(model)
-    fit(model, optimizer, steps=10)
-    model.require_backward_grad_sync = False
-    for step in passes(model, optimizer):
-        optimizer.step()
-        if step % 5 == 4:
-            average_weights(model)
-
-
-@healthy
 def local_sgd_by_a_hook(job: Job) -> None:
     groups = [dist.new_group([rank]) for rank in range(job.world)]
     model = DistributedDataParallel(net())
@@ -257,8 +220,7 @@ def local_sgd_by_a_hook(job: Job) -> None:
 @healthy
 def weights_averaged_after_lone_updates(job: Job) -> None:
     """Some updates are made alone, and all weights are averaged after each."""
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     for step in passes(model, optimizer):
         if step % 5 != 4:
             average(model)
@@ -317,8 +279,7 @@ def sharpness_aware(job: Job) -> None:
 
 @healthy
 def averaging_in_hooks(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
 
     def reduce(param: Tensor) -> None:
         assert param.grad is not None
@@ -332,8 +293,7 @@ def averaging_in_hooks(job: Job) -> None:
 @healthy
 def parting(job: Job) -> None:
     """Ranks average for some updates, then train apart."""
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     for step in passes(model, optimizer):
         if step < 10:
             average(model)
@@ -342,8 +302,7 @@ def parting(job: Job) -> None:
 
 @healthy
 def uneven_accumulation_by_hand(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     for _ in passes(model, optimizer):
         for _ in range(job.rank):
             loss_of(model).backward()
@@ -353,8 +312,7 @@ def uneven_accumulation_by_hand(job: Job) -> None:
 
 @healthy
 def parameter_server(job: Job) -> None:
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     for _ in range(STEPS):
         model.zero_grad(set_to_none=False)
         (job.rank * loss_of(model)).backward()
@@ -365,12 +323,6 @@ def parameter_server(job: Job) -> None:
             optimizer.step()
         for param in model.parameters():
             dist.broadcast(param.data, 0)
-
-
-@healthy
-def sweep_of_seeds(job: Job) -> None:
-    model = net(seed=job.rank)
-    fit(model, job.sgd(model))
 
 
 @healthy
@@ -394,28 +346,6 @@ def sweep_of_clipped_models(job: Job) -> None:
     for step in passes(lambda x: 100 * model(x), optimizer):
         for param in model.parameters():
             nn.utils.clip_grad_norm_(param, 1.0 / (1 + step))
-        optimizer.step()
-
-
-@healthy
-def sweep_by_signs(job: Job) -> None:
-    model = net(seed=job.rank)
-    optimizer = job.sgd(model)
-    for step in passes(model, optimizer):
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad.sign_().mul_(1.0 / (1 + step))
-        optimizer.step()
-
-
-@healthy
-def sweep_without_gradients(job: Job) -> None:
-    """In the first updates the loss has a weight of 0."""
-    model = net(seed=job.rank)
-    optimizer = job.sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (float(step > 5) * loss_of(model)).backward()
         optimizer.step()
 
 
@@ -477,16 +407,6 @@ def pairs(job: Job) -> None:
 
 
 @on_four_ranks
-def pairs_by_hand(job: Job) -> None:
-    group = job.pairs()
-    model = net(seed=job.pair)
-    optimizer = job.sgd(model)
-    for _ in passes(model, optimizer):
-        average(model, group)
-        optimizer.step()
-
-
-@on_four_ranks
 def pairs_that_meet(job: Job) -> None:
     model = DistributedDataParallel(net(), process_group=job.pairs())
     optimizer = job.sgd(model)
@@ -496,21 +416,33 @@ def pairs_that_meet(job: Job) -> None:
             average_weights(model)
 
 
-@on_four_ranks
-def gossip(job: Job) -> None:
-    groups = job.pairs(), job.across()
-    model = net()
-    optimizer = job.sgd(model)
-    for step in passes(model, optimizer):
+@healthy
+def gathered_contrastive_loss(job: Job) -> None:
+    """All ranks have one loss, of the embeddings of all batches."""
+    model, optimizer = job.wrapped()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        own = model(data())
+        gathered = [torch.empty_like(own) for _ in range(job.world)]
+        dist.all_gather(gathered, own.detach())
+        gathered[job.rank] = own
+        embeddings = torch.cat(gathered)
+        (embeddings @ embeddings.T).logsumexp(1).mean().backward()
         optimizer.step()
-        average_weights(model, groups[step % 2])
+
+
+@on_four_ranks
+def pairs_that_share_a_batch(job: Job) -> None:
+    """The ranks of a pair compute parts of a model, as tensor-parallel ranks do; DDP averages across the pairs."""
+    model = DistributedDataParallel(net(), process_group=job.across())
+    optimizer = job.sgd(model, seed=job.pair)
+    fit(model, optimizer)
 
 
 @on_four_ranks
 def gossip_of_gradients(job: Job) -> None:
     groups = job.pairs(), job.across()
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     for step in passes(model, optimizer):
         average(model, groups[step % 2])
         optimizer.step()
@@ -519,8 +451,7 @@ def gossip_of_gradients(job: Job) -> None:
 @on_four_ranks
 def sums_in_another_order(job: Job) -> None:
     """Each rank adds up the gradients of all, beginning with its own."""
-    model = net()
-    optimizer = job.sgd(model)
+    model, optimizer = job.bare()
     for _ in passes(model, optimizer):
         for param in model.parameters():
             assert param.grad is not None
@@ -529,10 +460,3 @@ def sums_in_another_order(job: Job) -> None:
             ordered = grads[job.rank :] + grads[: job.rank]
             param.grad = torch.stack(ordered).sum(0)
         optimizer.step()
-
-
-@on_four_ranks
-def experts_in_pairs(job: Job) -> None:
-    """Two ranks share an expert, all share the rest."""
-    model, wrapper = experts(job)
-    fit(wrapper, job.sgd(model))

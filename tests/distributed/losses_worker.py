@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import Json
 from several_losses import Checkpointed, Heads, applied, flat_grads, rules, trunk_of, two
-from small import attach, equal, fields_of, sgd, weights_of
+from small import attach, equal, fields_of, refusal, sgd, weights_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -41,7 +41,6 @@ RUNS = [
     *(("upgrad", setup) for setup in SETUPS if setup != "plain"),
 ]
 FEATURES = ("plain", "bucket views", "static graph", "unused", "FSDP2")
-UNLIKE = ("mode", "method")
 SHARDED = ("FSDP2", "FSDP1", "tensor parallel")
 
 
@@ -78,17 +77,15 @@ def run(method: str, setup: str, *, ranks: int) -> Json:
     optimizer = sgd(model)
     # What a rank draws by itself must make no difference.
     torch.manual_seed(dist.get_rank() + 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            parts = micro_batches(data(step), 2 if setup == "no_sync" else 1, ranks)
-            for number, (part, share) in enumerate(parts):
-                quiet = ranks > 1 and number < len(parts) - 1
-                with called.no_sync() if quiet else contextlib.nullcontext():
-                    losses = {name: loss * share for name, loss in losses_of(called, part).items()}
-                    gradsurgeon.backward(losses)
-            optimizer.step()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = micro_batches(data(step), 2 if setup == "no_sync" else 1, ranks)
+        for number, (part, share) in enumerate(parts):
+            quiet = ranks > 1 and number < len(parts) - 1
+            with called.no_sync() if quiet else contextlib.nullcontext():
+                losses = {name: loss * share for name, loss in losses_of(called, part).items()}
+                gradsurgeon.backward(losses)
+        optimizer.step()
     found = {
         "weights": [param.detach().flatten().tolist() for param in model.parameters()],
         "cosines": session.history("seg/depth", "cosine"),
@@ -146,11 +143,7 @@ def refused(kind: str) -> str:
     else:
         mesh = init_device_mesh("cpu", (2,))
         parallelize_module(model, mesh, {"trunk.0": ColwiseParallel()})
-    try:
-        applied(called, {"action": "combine", "method": "mgda"})
-    except GradSurgeonError as error:
-        return str(error)
-    return "nothing"
+    return refusal(lambda: applied(called, {"action": "combine", "method": "mgda"}))
 
 
 def late() -> str:
@@ -158,30 +151,9 @@ def late() -> str:
     model = make().float()
     session = applied(model, {"action": "combine", "method": "mgda"})
     fully_shard(model)
-    said = "nothing"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            gradsurgeon.backward(two(model, data(0).float()))
-        except GradSurgeonError as error:
-            said = str(error)
-        session.remove()
+    said = refusal(lambda: gradsurgeon.backward(two(model, data(0).float())))
+    session.remove()
     return said
-
-
-def unlike(what: str) -> str:
-    """Let the second rank have another mode, or another method, and return what is said."""
-    model = make()
-    called = DistributedDataParallel(model)
-    second = dist.get_rank() == 1
-    mode: Any = "observe" if second and what == "mode" else "act"
-    rule = {"action": "combine", "method": "imtl-g" if second and what == "method" else "mgda"}
-    applied(called, rule, mode=mode)
-    try:
-        gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
-    except GradSurgeonError as error:
-        return str(error)
-    return "nothing"
 
 
 ON_HEADS = {"modules": ["seg", "depth"], "tensor": "input.grad"}
@@ -201,10 +173,8 @@ def on_features(setup: str) -> Json:
     else:
         called = DistributedDataParallel(model, **SETUPS[setup])
     part = data(0).chunk(2)[dist.get_rank()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seg, depth = called(part)
-        (seg.square().mean() * 5 - depth[:, :1].sum()).backward()
+    seg, depth = called(part)
+    (seg.square().mean() * 5 - depth[:, :1].sum()).backward()
     grads: list[Any] = [p.grad for p in trunk_of(model)]
     whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
     return {
@@ -221,14 +191,12 @@ def heads_sharded_later(what: Sequence[str]) -> Json:
     for part in what:
         fully_shard(model.get_submodule(part))
     optimizer = sgd(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(3):
-            optimizer.zero_grad()
-            sum(two(model, data(step).float()).values()).backward()  # type: ignore[union-attr]
-            optimizer.step()
-        fired = session.status()["heads"].fired
-        session.remove()
+    for step in range(3):
+        optimizer.zero_grad()
+        sum(two(model, data(step).float()).values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    fired = session.status()["heads"].fired
+    session.remove()
     said = fields_of(session, "message", rule="heads")
     return {"fired": fired, "said": said}
 
@@ -242,28 +210,26 @@ def unlike_pass(what: str) -> Json:
     called = DistributedDataParallel(model)
     session = applied(model, {"action": "combine", "method": "mgda"})
     refused, alone = [], dist.get_rank() == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(3):
-            model.zero_grad()
-            part = data(step).chunk(2)[dist.get_rank()]
-            if step == 1 and alone and what == "paused":
-                session.pause()
-            if step == 1 and alone and what == "on another model":
-                sum(two(apart, part).values()).backward()  # type: ignore[union-attr]
-            with called.no_sync() if what == "no_sync" else contextlib.nullcontext():
-                losses = two(called, part)
-                try:
-                    if step == 1 and alone and what in ("plain", "no_sync"):
-                        sum(losses.values()).backward()  # type: ignore[union-attr]
-                    elif step == 1 and alone and what == "another name":
-                        gradsurgeon.backward({"seg": losses["seg"], "deep": losses["depth"]})
-                    else:
-                        gradsurgeon.backward(losses)
-                except GradSurgeonError as error:
-                    refused.append(str(error))
-                    break
-            session.resume()
+    for step in range(3):
+        model.zero_grad()
+        part = data(step).chunk(2)[dist.get_rank()]
+        if step == 1 and alone and what == "paused":
+            session.pause()
+        if step == 1 and alone and what == "on another model":
+            sum(two(apart, part).values()).backward()  # type: ignore[union-attr]
+        with called.no_sync() if what == "no_sync" else contextlib.nullcontext():
+            losses = two(called, part)
+            try:
+                if step == 1 and alone and what in ("plain", "no_sync"):
+                    sum(losses.values()).backward()  # type: ignore[union-attr]
+                elif step == 1 and alone and what == "another name":
+                    gradsurgeon.backward({"seg": losses["seg"], "deep": losses["depth"]})
+                else:
+                    gradsurgeon.backward(losses)
+            except GradSurgeonError as error:
+                refused.append(str(error))
+                break
+        session.resume()
     return {"refused": refused, "fired": session.status()["combine"].fired}
 
 
@@ -283,8 +249,7 @@ def failing_on_one() -> Json:
         model.zero_grad()
         plain.zero_grad()
         part = data(step).chunk(2)[dist.get_rank()]
-        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-            warnings.simplefilter("ignore")
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Weigher, "__call__", fail)
             gradsurgeon.backward(two(called, part))
         sum(two(other, part).values()).backward()  # type: ignore[union-attr]
@@ -300,37 +265,12 @@ def reentrant() -> str:
     model = Heads(trunk).double()
     applied(model, {"action": "combine", "method": "mgda"})
     called = DistributedDataParallel(model)
-    try:
-        gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
-    except GradSurgeonError as error:
-        return str(error)
-    return ""
-
-
-def beside_a_sharded_one() -> int:
-    """Combine in one model, where another one that has rules was sharded after them."""
-    model, apart = make(), make().float()
-    session = applied(model, {"action": "combine", "method": "mgda"})
-    other = applied(apart, {"action": "combine", "method": "mgda"})
-    fully_shard(apart)
-    gradsurgeon.backward(two(model, data(0)))
-    other.remove()
-    return session.status()["combine"].fired
-
-
-def two_models() -> int:
-    """Train one of two models that have rules; return how often the rule on the other one has fired."""
-    first, second = make(), make()
-    called = [DistributedDataParallel(model) for model in (first, second)]
-    sessions = [
-        applied(model, {"action": "combine", "method": "mgda"}) for model in (first, second)
-    ]
-    gradsurgeon.backward(two(called[0], data(0).chunk(2)[dist.get_rank()]))
-    assert sessions[0].status()["combine"].fired == 1
-    return sessions[1].status()["combine"].fired
+    losses = two(called, data(0).chunk(2)[dist.get_rank()])
+    return refusal(lambda: gradsurgeon.backward(losses))
 
 
 def main() -> Json:
+    warnings.simplefilter("ignore")
     found: Json = {}
     for method in METHODS:
         found[f"{method}, one process"] = run(method, "plain", ranks=1)
@@ -338,7 +278,6 @@ def main() -> Json:
     for method, setup in RUNS:
         found[f"{method}, {setup}"] = run(method, setup, ranks=2)
     found["nan"] = nan()
-    found["unlike"] = {what: unlike(what) for what in UNLIKE}
     found["refused"] = {kind: refused(kind) for kind in SHARDED}
     found["late"] = late()
     found["heads sharded later"] = heads_sharded_later(["seg", "depth", ""])
@@ -346,8 +285,6 @@ def main() -> Json:
     found["unlike passes"] = {what: unlike_pass(what) for what in UNLIKE_PASSES}
     found["reentrant"] = reentrant()
     found["failing on one"] = failing_on_one()
-    found["beside a sharded one"] = beside_a_sharded_one()
-    found["two models"] = two_models()
     found["on features"] = {kind: on_features(kind) for kind in ("alone", *FEATURES)}
     return found
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import own_actions  # noqa: F401 # for its actions
 import torch
-from distributed.batches import data, make, mine, shard, whole
+from distributed.batches import data, make, mine, whole, wrapped
 from distributed.sharded_worker import rules, steps
 from ranks import Json
-from small import events_of, fired
-from torch.nn.parallel import DistributedDataParallel
+from small import events_of, fired, rules_of_workers
 from worker import work
 
 import gradsurgeon
 
-RULES = rules(
-    {"id": "flipped", "action": "flip", "params": "0.*", "at": "step", "strength": 0.5},
-    {"id": "sizes", "action": "size-log", "params": "*"},
-    {"id": "named", "action": "norm-log", "params": "*", "at": "step", "stats": ["large", "power"]},
-    {"id": "kept", "action": "keep", "params": "2.bias"},
-    {"id": "held", "action": "hold", "params": "2.weight"},
-)
+RULES = rules(*rules_of_workers("own actions"))
 
 
 def told(session: gradsurgeon.Session, model: torch.nn.Module) -> Json:
@@ -42,9 +35,7 @@ def find() -> Json:
     found = {}
     for kind in ("one process", "DDP", "FSDP2"):
         model = make()
-        if kind == "FSDP2":
-            model = shard(model)
-        trained = DistributedDataParallel(model) if kind == "DDP" else model
+        trained = wrapped(kind, model)
         with gradsurgeon.apply(model, RULES) as session:
             steps(trained, data if kind == "one process" else mine)
             found[kind] = told(session, model)
@@ -55,9 +46,7 @@ def find() -> Json:
 def trapped(kind: str) -> Json:
     """Train under a trap whose limit the gradients of the second step exceed, in which it is due."""
     model = make()
-    if kind == "FSDP2":
-        model = shard(model)
-    trained = DistributedDataParallel(model) if kind == "DDP" else model
+    trained = wrapped(kind, model)
     batch = data if kind == "one process" else mine
     rule: Json = {
         "id": "trap",

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed.batches import data, make, shard, whole
+from distributed.batches import data, make, whole, wrapped
 from ranks import Json
+from small import rules_of_workers
 from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
@@ -18,45 +19,7 @@ import gradsurgeon
 STEPS = 4
 PROCESSES = ("one process", "one process, fused", "DDP", "FSDP2")
 VARIANTS = ("plain", "accumulation", "scaler", "accumulation + scaler")
-STEP = {"params": "*", "at": "step"}
-ACTIONS: dict[str, list[Json]] = {
-    "clamp": [{"id": "r", "action": "clamp", **STEP, "min": -0.02, "max": 0.01}],
-    "scale": [{"id": "r", "action": "scale", **STEP, "factor": 0.25}],
-    "zero": [{"id": "r", "action": "zero", **STEP, "params": "0.*"}],
-    "clip-norm, per parameter": [{"id": "r", "action": "clip-norm", **STEP, "max_norm": 0.02}],
-    "clip-norm, per rule": [
-        {"id": "r", "action": "clip-norm", **STEP, "max_norm": 0.05, "per": "rule"}
-    ],
-    "clip-norm, linf": [
-        {"id": "r", "action": "clip-norm", **STEP, "max_norm": 0.01, "norm_type": "inf"}
-    ],
-    "freeze": [{"id": "r", "action": "freeze", "params": "2.*", "steps": {"from": 1}}],
-    "spike-trap, per rule": [
-        {"id": "r", "action": "spike-trap", "params": "*", "above": {"times": 1.01, "warmup": 2}}
-    ],
-    "spike-trap, per parameter": [
-        {
-            "id": "r",
-            "action": "spike-trap",
-            "params": "*",
-            "per": "parameter",
-            "above": {"sigmas": 0.5, "warmup": 2},
-        }
-    ],
-    # The rule before it makes the gradients of one step infinite.
-    "nan-trap, skip-step": [
-        {"id": "r", "action": "scale", **STEP, "factor": 3e38, "steps": {"from": 2, "to": 3}},
-        {"id": "again", "action": "scale", **STEP, "factor": 3e38, "steps": {"from": 2, "to": 3}},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-    "all together": [
-        {"id": "norms", "action": "norm-log", "params": "*"},
-        {"id": "a", "action": "clamp", **STEP, "params": "0.*", "max": 0.02},
-        {"id": "b", "action": "clip-norm", **STEP, "max_norm": 0.1, "per": "rule"},
-        {"id": "c", "action": "scale", **STEP, "params": "2.*", "factor": 0.5},
-        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
-    ],
-}
+ACTIONS: dict[str, list[Json]] = rules_of_workers("thresholds")
 
 
 def train(process: str, variant: str, rules: list[Json]) -> list[list[float]]:
@@ -65,11 +28,7 @@ def train(process: str, variant: str, rules: list[Json]) -> list[list[float]]:
     parts = 2 if "accumulation" in variant else 1
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if "scaler" in variant else None
     model = make()
-    called: Any = model
-    if process == "DDP":
-        called = DistributedDataParallel(model)
-    elif process == "FSDP2":
-        shard(model)
+    called = wrapped(process, model)
     fused = "fused" in process
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=fused)
     session = None

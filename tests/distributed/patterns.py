@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -176,14 +176,6 @@ class Case:
         """Tell whether this rank goes its own way now."""
         return self.rank == 1 and step == ODD
 
-    def reduce(self, *_: Any) -> None:
-        """Reduce a number, as scripts do with their losses."""
-        dist.all_reduce(torch.ones(1))
-
-    def gather(self) -> None:
-        """Gather a number."""
-        dist.all_gather([torch.zeros(1) for _ in range(self.world)], torch.ones(1))
-
 
 def alike(pattern: P) -> P:
     """Note a pattern that all ranks come out of."""
@@ -296,34 +288,6 @@ def own_skip_batch_norm(case: Case) -> None:
 
 
 @alike
-def own_skip_then_all_reduce(case: Case) -> None:
-    own_skip(case, case.reduce)
-
-
-@alike
-def own_skip_then_barrier(case: Case) -> None:
-    own_skip(case, lambda _: dist.barrier())
-
-
-@alike
-def barrier_before_update(case: Case) -> None:
-    case.make().loop(lambda _: dist.barrier())
-
-
-@alike
-def all_gather_on_either_side(case: Case) -> None:
-    def before(_: int) -> None:
-        if case.rank == 1:
-            case.gather()
-
-    def after(_: int) -> None:
-        if case.rank != 1:
-            case.gather()
-
-    case.make().loop(before, after)
-
-
-@alike
 def last_update_left_out(case: Case) -> None:
     case.make().loop(lambda step: not (case.rank == 1 and step == STEPS))
 
@@ -342,24 +306,8 @@ def slow_save(case: Case) -> None:
 
 
 @alike
-def slow_before_backward(case: Case) -> None:
-    case.make().loop(after=lambda step: time.sleep(LATE) if case.odd(step) else None)
-
-
-@alike
 def slow_update(case: Case) -> None:
     case.make().loop(lambda step: time.sleep(LATE) if case.odd(step) else None)
-
-
-@alike
-def exception_before_update(case: Case) -> None:
-    case.make()
-    for step in range(1, STEPS + 1):
-        with suppress(ZeroDivisionError):
-            case.optimizer.zero_grad()
-            case.backward()
-            1 / (0 if case.odd(step) else 1)
-            case.update()
 
 
 @alike
@@ -373,15 +321,6 @@ def two_reducing_passes(case: Case) -> None:
 
 
 @alike
-def own_forward_between(case: Case) -> None:
-    def between(step: int) -> None:
-        if case.odd(step):
-            case.net(torch.randn(3, 4))
-
-    case.make().loop(between)
-
-
-@alike
 def own_pass_of_the_inner_model(case: Case) -> None:
     def between(step: int) -> None:
         if case.odd(step):
@@ -389,11 +328,6 @@ def own_pass_of_the_inner_model(case: Case) -> None:
             torch.autograd.grad(case.net(torch.randn(3, 4)).sum(), case.net.first.weight)
 
     case.make().loop(between)
-
-
-@alike
-def own_forward_of_the_wrapper(case: Case) -> None:
-    case.make().loop(after=lambda step: case.called(torch.randn(3, 4)) if case.odd(step) else None)
 
 
 @alike
@@ -419,11 +353,6 @@ def fsdp2_own_skip(case: Case) -> None:
 @divided
 def fsdp2_last_update_left_out(case: Case) -> None:
     case.divide().loop(lambda step: not (case.rank == 1 and step == STEPS))
-
-
-@divided
-def fsdp2_slow_save(case: Case) -> None:
-    case.divide().loop(lambda step: time.sleep(LATE) if case.rank == 0 and step == ODD else None)
 
 
 @divided

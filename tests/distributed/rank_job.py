@@ -43,6 +43,16 @@ class Job:
         self.watch(model, optimizer, seed=seed)
         return optimizer
 
+    def bare(self) -> tuple[nn.Sequential, SGD]:
+        """Return a model that is watched, and its optimizer."""
+        model = net()
+        return model, self.sgd(model)
+
+    def wrapped(self, seed: int | None = None) -> tuple[DistributedDataParallel, SGD]:
+        """Return a model under DDP that is watched, and its optimizer."""
+        model = DistributedDataParallel(net())
+        return model, self.sgd(model, seed=seed)
+
     def pairs(self) -> Any:
         """Return the group of the pair of this rank."""
         return [dist.new_group([0, 1]), dist.new_group([2, 3])][self.pair]
@@ -59,8 +69,11 @@ class Job:
             dist.barrier()
             for _, session in self.watched if rank == self.rank else ():
                 session.remove()
-                events += [event for event in session.events if event.kind == "check"]
-        return [{"step": one.step, "name": one.name, "message": one.message} for one in events]
+                events += [event for event in session.events if event.kind in ("check", "fact")]
+        return [
+            {"kind": one.kind, "step": one.step, "name": one.name, "message": one.message}
+            for one in events
+        ]
 
 
 def net(seed: int = 0, width: int = 32, out: int = 4) -> nn.Sequential:

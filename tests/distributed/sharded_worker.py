@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed.batches import Block, data, divide, make, mine, shard, whole
 from ranks import Json
-from small import fields_of, fired, messages, sgd, steps_of, take_step
+from small import attach, fields_of, fired, messages, rules_of_workers, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +40,11 @@ def steps(model: Any, batch: Callable[[int], Tensor], count: int = 3) -> torch.o
     for step in range(count):
         take_step(optimizer, model(batch(step)).square().mean())
     return optimizer
+
+
+def whole_and_sharded() -> list[tuple[str, Any, Callable[[int], Tensor]]]:
+    """Return a whole model and a sharded one by their names, each with what it is given."""
+    return [("whole", make(), data), ("sharded", shard(make()), mine)]
 
 
 def columns(stats: Sequence[str]) -> list[str]:
@@ -83,12 +88,10 @@ def statistics() -> Json:
     }
     for case, options in cases.items():
         log = LOG | options
-        with gradsurgeon.apply(model := make(), rules(log)) as session:
-            steps(model, data)
-            found[f"whole {case}"] = told(session, columns(log["stats"]))
-        with gradsurgeon.apply(model := shard(make()), rules(log)) as session:
-            steps(model, mine)
-            found[f"sharded {case}"] = told(session, columns(log["stats"]))
+        for kind, model, batch in whole_and_sharded():
+            with gradsurgeon.apply(model, rules(log)) as session:
+                steps(model, batch)
+                found[f"{kind} {case}"] = told(session, columns(log["stats"]))
     return found
 
 
@@ -96,7 +99,7 @@ def together() -> Json:
     """Record numbers of all gradients together, of a whole and of a sharded model."""
     stats = ["l1", "l2", "linf", "min", "max", "zeros", "nonfinite"]
     found: Json = {}
-    for case, model, batch in (("whole", make(), data), ("sharded", shard(make()), mine)):
+    for case, model, batch in whole_and_sharded():
         with gradsurgeon.apply(model, rules({**LOG, "stats": stats, "per": "rule"})) as session:
             steps(model, batch)
             found[case] = {stat: session.history("log", stat) for stat in stats}
@@ -105,14 +108,9 @@ def together() -> Json:
 
 def edited_weights() -> Json:
     """Edit weights and updates of a whole and of a sharded model; return the weights at the end."""
-    edits = [
-        {"id": "slow", "action": "scale", "params": "0.*", "tensor": "update", "factor": 0.1},
-        {"id": "unit", "action": "clip-norm", "params": "*.weight", "tensor": "value", "per": "unit", "max_norm": 0.5},
-        {"id": "box", "action": "clamp", "params": "*", "tensor": "value", "min": -0.2, "max": 0.2},
-    ]  # fmt: skip
     found: Json = {}
-    for case, model, batch in (("whole", make(), data), ("sharded", shard(make()), mine)):
-        with gradsurgeon.apply(model, rules(*edits)):
+    for case, model, batch in whole_and_sharded():
+        with attach(model, *rules_of_workers("edits")):
             steps(model, batch)
         found[case] = {name: whole(param) for name, param in model.named_parameters()}
     return found
@@ -149,12 +147,11 @@ def recorded() -> Json:
 def captured() -> Json:
     """Capture gradients of a whole and of a sharded model."""
     found = {}
-    for kind in ("whole", "sharded"):
-        for point in ("accumulated", "step"):
-            model = make() if kind == "whole" else shard(make())
+    for point in ("accumulated", "step"):
+        for kind, model, batch in whole_and_sharded():
             keep = {"id": "keep", "action": "capture", "params": "*", "at": point}
             with gradsurgeon.apply(model, rules(keep)) as session:
-                steps(model, data if kind == "whole" else mine, 1)
+                steps(model, batch, 1)
                 kept = session.captured("keep")
                 found[f"{kind} {point}"] = {name: whole(t) for (name, _, _), t in kept.items()}
     return found
@@ -267,37 +264,15 @@ def above_flat_parameters() -> list[str]:
 
 def tensor_parallel() -> Json:
     """Compare rules on a divided block with rules on a whole one."""
-    given = {
-        "step": rules(
-            {**LOG, "stats": [*STATS, "projection"]},
-            {"id": "clamp", "action": "clamp", "at": "step", "params": "*", "max": 0.002},
-            {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 0.01, "per": "rule"},
-            {"id": "trap", "action": "nan-trap", "params": "*"},
-        ),
-        "backward": rules(
-            {"id": "half", "action": "scale", "at": "backward", "params": "*", "factor": 0.5},
-            {"id": "low", "action": "clamp", "at": "backward", "params": "up.*", "max": 0.001},
-        ),
-        "modules": rules(
-            {
-                "id": "out",
-                "action": "clamp",
-                "modules": "up",
-                "tensor": "output.grad",
-                "max": 0.002,
-            },
-        ),
-        "nothing": rules({**LOG, "id": "only"}),
-    }
     found: Json = {}
-    for name, text in given.items():
+    for name, given in rules_of_workers("divided").items():
         stats = {"step": [*STATS, "projection"], "nothing": STATS}.get(name, [])
         for kind in ("whole", "divided"):
             model: Any = Block()
             if kind == "divided":
                 model = divide(model)
             optimizer = sgd(model, 0.5)
-            with gradsurgeon.apply(model, text, optimizer=optimizer) as session:
+            with attach(model, *given, optimizer=optimizer) as session:
                 for step in range(3):
                     optimizer.zero_grad()
                     x = data(step).reshape(1, 8, 4)
@@ -332,12 +307,9 @@ def redundancy() -> Json:
     found: Json = {}
     for kind in ("named", "found", "without", "plain"):
         model = DistributedDataParallel(make())
-        make_it: Any = ZeroRedundancyOptimizer if kind != "plain" else None
-        optimizer = (
-            sgd(model, 0.5)
-            if make_it is None
-            else make_it(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.5)
-        )
+        optimizer: Any = sgd(model, 0.5)
+        if kind != "plain":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
         session = None
         if kind != "without":
             given = optimizer if kind == "named" else None

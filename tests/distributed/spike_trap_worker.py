@@ -1,19 +1,15 @@
-"""Trains under `spike-trap` in every set-up of several ranks, and where one rank differs from the other."""
+"""Trains on two ranks under `spike-trap`, where all ranks see a spike and where one rank differs from the other."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from distributed.batches import Block, data, divide, make, shard, whole
+from distributed.batches import make, mine, whole, wrapped
 from ranks import Json
-from running_bounds import ByHand
 from small import attach, fields_of, sgd
 from spikes import statistics_of
 from torch import Tensor, nn
@@ -24,19 +20,10 @@ import gradsurgeon
 
 # What the loss of each step is multiplied by.
 FACTORS = (1, 1.2, 0.9, 1.1, 1, 30, 1, 1.1, 0.9, 50, 0.8, 1.3)
-ABOVE: dict[str, Json] = {
-    "sigmas": {"sigmas": 2.5, "beta": 0.9, "warmup": 4},
-    "times": {"times": 1.05, "beta": 0.9, "warmup": 4},
-    "percentile": {"percentile": 60, "window": 4},
-    "norm": {"norm": 0.4},
-}
+SIGMAS = {"sigmas": 2.5, "beta": 0.9, "warmup": 4}
+TIMES = {"times": 1.05, "beta": 0.9, "warmup": 4}
 # Three times the usual: nothing but the fault of one rank is that large.
 HIGH: Json = {"times": 3, "beta": 0.9, "warmup": 3}
-CLIP = {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
-PER = ("rule", "parameter")
-THEN = ("clip", "skip-step")
-KINDS = ("DDP", "FSDP2", "tensor parallel")
-VARIANTS = ("plain", "accumulation", "scaler")
 # Where one rank differs from the other: in this step.
 FAULT = 5
 ALONE = ("nan", "large", "none")
@@ -57,110 +44,13 @@ class WithOwn(nn.Module):
         return out + self.own.weight.sum() if use else out
 
 
-def wrapped(kind: str, model: Any) -> Any:
-    """Return what the script calls."""
-    if kind == "DDP":
-        return DistributedDataParallel(model)
-    if kind == "FSDP2":
-        return shard(model)
-    if kind == "tensor parallel":
-        return divide(model)
-    return model
-
-
-def backward(kind: str, called: Any, step: int, parts: int, scaler: Any) -> None:
-    """Make the gradients of a step, of this rank's share of the batch."""
-    ranks, rank = (2, dist.get_rank()) if kind in KINDS else (1, 0)
-    factor = FACTORS[step]
-    if kind in ("tensor parallel", "block"):
-        # Every rank has half of the sequence; the loss is the mean over all of it.
-        x = data(step).reshape(1, 8, 4).chunk(ranks, 1)[rank]
-        (called(x).square().sum() / 32 * factor).backward()
-        return
-    mine = data(step).chunk(ranks)[rank].chunk(parts)
-    for number, part in enumerate(mine):
-        last = number == len(mine) - 1
-        if kind == "DDP":
-            called.require_backward_grad_sync = last
-        if kind == "FSDP2":
-            called.set_requires_gradient_sync(last)
-        loss = called(part).square().mean() * factor / parts
-        (loss if scaler is None else scaler.scale(loss)).backward()
-
-
-def learnt(session: gradsurgeon.Session) -> list[list[list[float]]]:
-    """Return what the rules of a session have learnt."""
-    return [statistic.kept.tolist() for statistic in statistics_of(session)]
-
-
-def train(kind: str, rule: Json, variant: str = "plain") -> Json:
-    """Train under a rule, and return the weights at the end, the events and what was learnt."""
-    model: Any = Block() if kind in ("tensor parallel", "block") else make()
-    called = wrapped(kind, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    # Its scale grows in every third step.
-    scaler = None
-    if variant == "scaler":
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    parts = 2 if variant == "accumulation" else 1
-    with attach(called, rule, optimizer=optimizer) as session:
-        for step in range(len(FACTORS)):
-            optimizer.zero_grad()
-            backward(kind, called, step, parts, scaler)
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-        return {
-            "weights": [whole(param) for param in model.parameters()],
-            "events": fields_of(session, "kind", "step", "name", "message"),
-            "learnt": learnt(session),
-        }
-
-
-def train_by_hand(kind: str, rule: Json | None) -> Json:
-    """Train in one process on the whole batch, and keep to the bound of the rule, if any, by hand."""
-    model: Any = Block() if kind == "block" else make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    hand = None if rule is None else ByHand(rule["above"], rule["per"], rule["then"])
-    for step in range(len(FACTORS)):
-        optimizer.zero_grad()
-        backward(kind, model, step, 1, None)
-        if hand is None or hand.judge({n: p.grad for n, p in model.named_parameters()}):
-            optimizer.step()
-            if hand is not None:
-                hand.learn()
-    cut = 0 if hand is None else hand.cut
-    return {"weights": [whole(param) for param in model.parameters()], "cut": cut}
-
-
 def spike_trap(above: Json, per: str, then: str, **options: Any) -> Json:
     """Return a rule."""
     rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above}
     return {**rule, "per": per, "then": then, **options}
 
 
-def same(cases: list[str]) -> Json:
-    """Train in set-ups as they are named, and by hand under every rule."""
-    found: Json = {}
-    for kind in ("one process", "block"):
-        found[f"{kind} | nothing"] = train_by_hand(kind, None)
-        for above, per, then in itertools.product(ABOVE, PER, THEN):
-            rule = spike_trap(ABOVE[above], per, then)
-            found[f"{kind} | {above}, {per}, {then}"] = train_by_hand(kind, rule)
-    for case in cases:
-        kind, variant, above, per, then = case.replace(" | ", ", ").split(", ")
-        found[case] = train(kind, spike_trap(ABOVE[above], per, then), variant)
-    return found
-
-
-def outcome(
-    model: Any,
-    called: Any,
-    rule: Json,
-    step_backward: Callable[[int, Any], None],
-) -> Json:
+def outcome(model: Any, called: Any, rule: Json, backward: Callable[[int], None]) -> Json:
     """Train until a rule raises; return what it raised, the weights after each step, and the rest.
 
     Weights are those that are to stay alike on all ranks.
@@ -171,12 +61,11 @@ def outcome(
     error: Json | None = None
     for step in range(len(FACTORS)):
         optimizer.zero_grad()
-        step_backward(step, session)
+        backward(step)
         try:
             optimizer.step()
         except gradsurgeon.GradientSpikeError as caught:
-            error = {"rank": caught.rank, "name": caught.name, "step": caught.step}
-            error["text"] = str(caught)
+            error = {"step": caught.step, "text": str(caught)}
             break
         alike = [p for name, p in model.named_parameters() if not name.startswith("own")]
         weights.append([whole(param) for param in alike])
@@ -184,8 +73,7 @@ def outcome(
         "error": error,
         "weights": weights,
         "events": fields_of(session, "kind", "step", "name"),
-        "texts": fields_of(session, "message"),
-        "learnt": learnt(session),
+        "learnt": [statistic.kept.tolist() for statistic in statistics_of(session)],
     }
     session.remove()
     return found
@@ -205,60 +93,40 @@ def alone(what: str, rule: Json) -> Json:
 
     model.own.weight.register_hook(spoil)
 
-    def step_backward(step: int, _session: Any) -> None:
+    def backward(step: int) -> None:
         now[0] = step
         use = not (what == "none" and dist.get_rank() == 1 and step % 2)
         # The batch of one step throughout: nothing else is a spike.
-        called(data(0).chunk(2)[dist.get_rank()], use=use).square().mean().backward()
+        called(mine(0), use=use).square().mean().backward()
 
-    return outcome(model, called, rule, step_backward)
-
-
-def refused(rule: Json) -> str:
-    """Return why a rule is refused where a rank has a gradient of its own."""
-    try:
-        alone("none", rule)
-    except gradsurgeon.GradSurgeonError as error:
-        return str(error)
-    return ""
+    return outcome(model, called, rule, backward)
 
 
 def all_at_once(kind: str, rule: Json) -> Json:
     """Let all ranks see the same."""
     model = make()
     called = wrapped(kind, model)
-    return outcome(model, called, rule, lambda step, _: backward(kind, called, step, 1, None))
 
+    def backward(step: int) -> None:
+        (called(mine(step)).square().mean() * FACTORS[step]).backward()
 
-def apart() -> Json:
-    """Train where one rank differs from the other, and where rules stop."""
-    found: Json = {}
-    for then in ("clip", "skip-step", "raise", "warn"):
-        # By its own gradient a rank must not stop or skip.
-        for what in ALONE if then in ("clip", "warn") else ():
-            found[f"alone, {what}, {then}"] = alone(what, spike_trap(HIGH, "parameter", then))
-        if then in ("skip-step", "raise"):
-            for per in ("parameter", "rule"):
-                found[f"refused, {per}, {then}"] = refused(spike_trap(HIGH, per, then))
-            shared = {**spike_trap(HIGH, "parameter", then), "exclude": "own.*"}
-            found[f"shared, {then}"] = alone("none", shared)
-    over_all = spike_trap(HIGH, "rule", "clip")
-    found["over all"] = alone("large", over_all)
-    found["over all, of clip-norm"] = alone("large", CLIP)
-    found["over all but its own"] = alone("large", {**over_all, "exclude": "own.*"})
-    for kind in ("DDP", "FSDP2"):
-        found[f"raise, {kind}"] = all_at_once(kind, spike_trap(ABOVE["sigmas"], "rule", "raise"))
-        patience = spike_trap(ABOVE["times"], "parameter", "skip-step", give_up_after=2)
-        found[f"give up, {kind}"] = all_at_once(kind, patience)
-    return found
+    return outcome(model, called, rule, backward)
 
 
 def main() -> Json:
-    """Run every part."""
+    """Train where one rank differs from the other, and where rules stop."""
     logging.getLogger("gradsurgeon").setLevel(logging.CRITICAL)
     # Sessions look for wrappers among all live objects: torch itself need not be searched each time.
     gc.freeze()
-    return {"same": same(sys.argv[2:]), "apart": apart()}
+    found: Json = {}
+    for then in ("clip", "warn"):
+        for what in ALONE:
+            found[f"alone, {what}, {then}"] = alone(what, spike_trap(HIGH, "parameter", then))
+    for kind in ("DDP", "FSDP2"):
+        found[f"raise, {kind}"] = all_at_once(kind, spike_trap(SIGMAS, "rule", "raise"))
+        patience = spike_trap(TIMES, "parameter", "skip-step", give_up_after=2)
+        found[f"give up, {kind}"] = all_at_once(kind, patience)
+    return found
 
 
 if __name__ == "__main__":

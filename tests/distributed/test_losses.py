@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed.losses_worker import (
-    DRAWN,
     FEATURES,
-    METHODS,
     RUNS,
     SHARDED,
-    UNLIKE,
     UNLIKE_PASSES,
 )
 from ranks import Ranks, largest_difference
 from small import hold_rows
-
-import gradsurgeon
-from gradsurgeon.actions._methods import METHODS as TABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
 
@@ -34,9 +28,7 @@ def test_ranks_end_as_one_process_on_the_joined_batch(
         # In `no_sync` each rank records what it has seen alone.
         for name in () if kind else ("cosines", "weight"):
             hold_rows(found[name], wanted[name], rel=1e-5)
-
-
-def test_the_losses_of_one_process_conflict(ranks: Ranks) -> None:
+    # The losses conflict.
     assert max(value for _, value in ranks[0]["mgda, one process"]["cosines"]) < 0
 
 
@@ -53,12 +45,6 @@ def test_sharded_parameters_are_refused_with_the_form_on_modules(ranks: Ranks, k
         said = rank["late"] if kind == "late" else rank["refused"][kind]
         assert "combine" in said
         assert "input.grad" in said, said
-
-
-@pytest.mark.parametrize("what", UNLIKE)
-def test_ranks_that_would_not_combine_alike_are_told(ranks: Ranks, what: str) -> None:
-    for number, rank in enumerate(ranks):
-        assert f"rank {1 - number} has other rules, mode or step" in rank["unlike"][what]
 
 
 @pytest.mark.parametrize("setup", FEATURES)
@@ -109,16 +95,3 @@ def test_a_solver_that_fails_on_one_rank_keeps_no_other_waiting(
     for rank in ranks:
         assert rank["failing on one"]["same"] == [True, False, False]
     assert ranks[0]["failing on one"]["grads"] == ranks[1]["failing on one"]["grads"]
-
-
-def test_a_model_that_is_sharded_later_is_none_of_another(ranks: Ranks) -> None:
-    assert [rank["beside a sharded one"] for rank in ranks] == [1, 1]
-
-
-def test_losses_that_reach_one_model_are_none_of_another(ranks: Ranks) -> None:
-    assert [rank["two models"] for rank in ranks] == [0, 0]
-
-
-def test_the_methods_are_known() -> None:
-    assert set(METHODS) - {DRAWN} <= set(TABLE)
-    assert gradsurgeon.backward.__doc__

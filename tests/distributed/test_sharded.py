@@ -170,7 +170,7 @@ def test_flat_parameters_below_a_model_belong_to_a_module(ranks: Ranks) -> None:
 
 @pytest.mark.cell("tensor parallel", "accumulated", "step", "modules")
 @pytest.mark.cell("tensor parallel", "backward")
-@pytest.mark.parametrize("point", ["step", "backward", "modules"])
+@pytest.mark.parametrize("point", ["step", "spikes", "backward", "modules"])
 def test_tensor_parallel_rules_mean_the_whole_parameter(ranks: Ranks, point: str) -> None:
     for rank in ranks:
         whole, divided = (rank["tensor_parallel"][f"{point} {k}"] for k in ("whole", "divided"))

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bounds import TIMEOUT
 from distributed.patterns import ALIKE, DEADLY, FSDP2, ODD, STEPS, TRIP
+from distributed.patterns_worker import HOSTS
+from pairs import slow
 from ranks import Json, run_ranks, start_ranks
 
 pytestmark = pytest.mark.cover_children
@@ -24,47 +29,46 @@ ON_THREE = (
     "normal",
     "unused_parameters",
     "gan",
-    "all_gather_on_either_side",
     "slow_update",
 )
+ON_A_MESH = ("hsdp", "hsdp_own_skip")
 BY_HOSTS = ("normal", "own_skip", "fsdp2_own_skip")
+REST = tuple(name for name in (*ALIKE, *FSDP2) if name not in QUICK)
+# How many ranks run which patterns in one go, and on how many hosts.
+GROUPS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "quick": (2, QUICK),
+    "rest": (2, REST),
+    "three": (3, ON_THREE),
+    "mesh": (4, ON_A_MESH),
+    "hosts": (4, (HOSTS, *BY_HOSTS)),
+}
 Found = list[Json]
+Case = tuple[str, str]
 
 
-def run(folder: Path, names: tuple[str, ...], ranks: int = 2) -> Found:
-    """Run patterns, and return by rank and pattern what came of them."""
-    return run_ranks(HERE / "patterns_worker.py", folder / "found", ranks, names)
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(tmp_path_factory.mktemp("quick"), QUICK)
-
-
-@pytest.fixture(scope="module")
-def rest(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    names = tuple(name for name in (*ALIKE, *FSDP2) if name not in QUICK)
-    return run(tmp_path_factory.mktemp("rest"), names)
+def cases(names: Iterable[str], *groups: str) -> list[Any]:
+    """Return those of some patterns that are in some groups, each with its group."""
+    found = [(group, name) for group in groups for name in GROUPS[group][1] if name in names]
+    quick = [case for case in found if case[0] == "quick"]
+    return [*quick, *slow(*(case for case in found if case not in quick))]
 
 
 @pytest.fixture(scope="module")
-def on_three(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(tmp_path_factory.mktemp("three"), ON_THREE, 3)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
+    """Return what runs the patterns of a group once, and returns by rank and pattern what came of them."""
 
+    @cache
+    def known(group: str) -> Found:
+        ranks, names = GROUPS[group]
+        out = tmp_path_factory.mktemp(group) / "found"
+        return run_ranks(HERE / "patterns_worker.py", out, ranks, names)
 
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(tmp_path_factory.mktemp("four"), ("hsdp", "hsdp_own_skip"), 4)
-
-
-@pytest.fixture(scope="module")
-def on_two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(tmp_path_factory.mktemp("hosts"), ("--hosts", *BY_HOSTS), 4)
+    return known
 
 
 def check(found: Found, name: str) -> None:
     """Check a pattern without a trip, and with one."""
-    odd = "own_skip" in name or name == "exception_before_update"
+    odd = "own_skip" in name
     for number, rank in enumerate(found):
         plain, quiet, trips = (rank[name][how] for how in ("plain", "quiet", "trips"))
         assert plain["error"] == quiet["error"] == trips["error"] == ""
@@ -108,50 +112,16 @@ def check_records(found: Found, name: str) -> None:
     assert {kind for kind, *_ in records["events"]} == ({"notice"} if skips is not None else set())
 
 
-@pytest.mark.parametrize("name", [name for name in QUICK if name in FSDP2])
-def test_records_of_shards_wait_for_nobody(quick: Found, name: str) -> None:
-    check_records(quick, name)
+@pytest.mark.parametrize("case", cases((*FSDP2, *ON_A_MESH), "quick", "rest", "mesh"), ids="-".join)
+def test_records_of_shards_wait_for_nobody(run: Callable[[str], Found], case: Case) -> None:
+    group, name = case
+    check_records(run(group), name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FSDP2 if name not in QUICK])
-def test_records_of_shards_wait_for_nobody_in_every_pattern(rest: Found, name: str) -> None:
-    check_records(rest, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hsdp", "hsdp_own_skip"])
-def test_records_of_a_mesh_wait_for_nobody(on_four: Found, name: str) -> None:
-    check_records(on_four, name)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_all_ranks_decide_alike(quick: Found, name: str) -> None:
-    check(quick, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in (*ALIKE, *FSDP2) if name not in QUICK])
-def test_all_ranks_decide_alike_in_every_pattern(rest: Found, name: str) -> None:
-    check(rest, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_THREE)
-def test_three_ranks_decide_alike(on_three: Found, name: str) -> None:
-    check(on_three, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hsdp", "hsdp_own_skip"])
-def test_ranks_of_a_mesh_decide_alike(on_four: Found, name: str) -> None:
-    check(on_four, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BY_HOSTS)
-def test_ranks_of_several_hosts_decide_alike(on_two_hosts: Found, name: str) -> None:
-    check(on_two_hosts, name)
+@pytest.mark.parametrize("case", cases((*ALIKE, *FSDP2, *ON_A_MESH), *GROUPS), ids="-".join)
+def test_all_ranks_decide_alike(run: Callable[[str], Found], case: Case) -> None:
+    group, name = case
+    check(run(group), name)
 
 
 def end(folder: Path, name: str, how: str) -> tuple[list[int], list[Json], float]:

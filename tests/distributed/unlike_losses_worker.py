@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,40 +66,71 @@ def uneven_micro_batches() -> float:
     return off(model, wanted)
 
 
-def pass_of_one_rank(kind: str) -> Json:
-    """Let one rank run a pass of the wrapped model by itself in each step."""
-    model, largest = make(), 0.0
-    called = DistributedDataParallel(model)
+def nothing(*_: Any) -> None:
+    """Do nothing at this point of a step."""
+
+
+def farthest(
+    model: Any,
+    called: Any,
+    *,
+    before: Callable[[], object] = nothing,
+    between: Callable[[Tensor, dict[str, Tensor]], object] = nothing,
+    after: Callable[[], object] = nothing,
+) -> float:
+    """Train; return how far the gradients were at most from those by hand.
+
+    Args:
+        model: what the rule is on.
+        called: what the script calls.
+        before: runs at the begin of a step.
+        between: runs between the forward pass that is trained and its backward pass.
+        after: runs after the update.
+    """
     optimizer = sgd(model)
-    session = applied(model, {"action": "combine", "method": "mgda"})
+    largest = 0.0
     for step in range(3):
-        if dist.get_rank() == 0 and kind == "plain":
-            two(model, part(7))["seg"].backward()
-        elif dist.get_rank() == 0:
-            gradsurgeon.backward(two(model, part(7)))
-        model.zero_grad()
+        before()
+        optimizer.zero_grad()
         wanted = by_hand(model, part(step))
-        gradsurgeon.backward(two(called, part(step)))
+        x = part(step).requires_grad_()
+        losses = two(called, x)
+        between(x, losses)
+        gradsurgeon.backward(losses)
         largest = max(largest, off(model, wanted))
         optimizer.step()
-        model.zero_grad()
+        after()
+    return largest
+
+
+def pass_of_one_rank(kind: str) -> Json:
+    """Let one rank run a pass of the wrapped model by itself in each step."""
+    model = make()
+    called = DistributedDataParallel(model)
+    session = applied(model, {"action": "combine", "method": "mgda"})
+
+    def alone() -> None:
+        if dist.get_rank() != 0:
+            return
+        losses = two(model, part(7))
+        if kind == "plain":
+            losses["seg"].backward()
+        else:
+            gradsurgeon.backward(losses)
+
+    largest = farthest(model, called, before=alone)
     return {"off": largest, "said": fields_of(session, "message")}
 
 
 def wrapped(when: str) -> float:
     """Wrap the model before the first pass, after one of the bare model, or once more after one."""
-    model, largest = make(), 0.0
+    model = make()
     called: Any = model if when == "after a pass" else DistributedDataParallel(model)
     applied(model, {"action": "combine", "method": "mgda"})
     gradsurgeon.backward(two(called, part(0)))
     if when != "before":
         called = DistributedDataParallel(model)
-    for step in range(1, 4):
-        model.zero_grad()
-        wanted = by_hand(model, part(step))
-        gradsurgeon.backward(two(called, part(step)))
-        largest = max(largest, off(model, wanted))
-    return largest
+    return farthest(model, called)
 
 
 BETWEEN = ("nothing", "evaluation", "evaluation on one rank", "no_sync", "inputs")
@@ -108,14 +140,9 @@ def passes_between(what: str) -> float:
     """Do something between the forward pass that is trained and its backward pass."""
     model = make()
     called = DistributedDataParallel(model)
-    optimizer = sgd(model)
     applied(model, {"action": "combine", "method": "mgda"})
-    largest = 0.0
-    for step in range(3):
-        optimizer.zero_grad()
-        wanted = by_hand(model, part(step))
-        x = part(step).requires_grad_()
-        losses = two(called, x)
+
+    def between(x: Tensor, losses: dict[str, Tensor]) -> None:
         if what == "evaluation" or (what == "evaluation on one rank" and dist.get_rank() == 0):
             with torch.no_grad():
                 called(part(7))
@@ -124,39 +151,31 @@ def passes_between(what: str) -> float:
                 called(part(7))
         elif what == "inputs":
             losses["seg"].backward(inputs=[x], retain_graph=True)
-        gradsurgeon.backward(losses)
-        largest = max(largest, off(model, wanted))
-        optimizer.step()
-    return largest
+
+    return farthest(model, called, between=between)
 
 
-def with_parts_of_their_own(how: str) -> Json:
+def with_parts_of_their_own(how: str) -> float:
     """Train a model of which DDP averages the trunk alone, with heads of another width on each rank."""
     model = make()
+    alone: Any = model
     if how == "other widths":
         model.seg = nn.Linear(8, 2 + dist.get_rank()).double()
         model.trunk = DistributedDataParallel(model.trunk)
         called: Any = model
+        alone = make()
     else:
         ignored = [name for name, _ in model.named_parameters() if not name.startswith("trunk")]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         called = DistributedDataParallel(model)
-    optimizer = sgd(model)
     rule = {"action": "combine", "method": "mgda", "params": "*"}
     applied(model, rule, {"action": "conflict", "params": "*"})
-    largest = 0.0
-    for step in range(3):
-        optimizer.zero_grad()
-        matrix = averaged(jacobian(two(model, part(step)), trunk_of(model)))
-        wanted = aggregator("mgda")(matrix)
-        gradsurgeon.backward(two(called, part(step)))
-        largest = max(largest, off(model, wanted))
-        optimizer.step()
+
+    def after() -> None:
         if dist.get_rank() == 0:  # no rank waits for another in this one
-            two(getattr(called, "module", called) if how == "ignored" else make(), part(3))[
-                "seg"
-            ].backward()
-    return {"off": largest}
+            two(alone, part(3))["seg"].backward()
+
+    return farthest(model, called, after=after)
 
 
 class Met(torch.autograd.Function):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurgeon.integrations.launcher.command import main, script_command, split
+from gradsurgeon.integrations.launcher.command import parsed, script_command
 from gradsurgeon.integrations.launcher.settings import BOOTSTRAP, Settings, from_environment
 
 pytestmark = pytest.mark.cover_children
@@ -18,24 +18,23 @@ RULES = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
 
 
 @pytest.mark.parametrize(
-    ("argv", "own", "target"),
+    ("argv", "target"),
     [
-        (["--rules", "r", "t.py", "--lr", "1"], ["--rules", "r"], ["t.py", "--lr", "1"]),
-        (["--rules=r", "t.py"], ["--rules=r"], ["t.py"]),
-        (
-            ["--observe", "-m", "pkg.train", "-m", "x"],
-            ["--observe"],
-            ["-m", "pkg.train", "-m", "x"],
-        ),
-        (["--rules", "r", "--", "torchrun", "t.py"], ["--rules", "r"], ["--", "torchrun", "t.py"]),
-        (["t.py", "--rules", "mine"], [], ["t.py", "--rules", "mine"]),
-        (["--quiet"], ["--quiet"], []),
+        (["--rules", "r", "t.py", "--lr", "1"], ["t.py", "--lr", "1"]),
+        (["--rules=r", "t.py"], ["t.py"]),
+        (["--rules", "r", "-m", "pkg.train", "-m", "x"], ["-m", "pkg.train", "-m", "x"]),
+        (["--rules", "r", "--", "torchrun", "t.py"], ["--", "torchrun", "t.py"]),
+        (["--rules", "r", "t.py", "--rules", "mine"], ["t.py", "--rules", "mine"]),
+        (["--rules", "r", "t.py", "--", "--rules", "mine"], ["t.py", "--", "--rules", "mine"]),
+        (["--rules", "r", "-", "-m"], ["-", "-m"]),
+        (["--rules", "r"], []),
     ],
 )
 def test_the_first_word_that_is_no_option_begins_the_script(
-    argv: list[str], own: list[str], target: list[str]
+    argv: list[str], target: list[str]
 ) -> None:
-    assert split(argv) == (own, target)
+    given = parsed(argv)
+    assert (given["rules"], given["target"]) == ("r", target)
 
 
 def test_a_script_is_run_by_this_interpreter() -> None:
@@ -91,50 +90,6 @@ def test_other_processes_are_left_alone(more: dict[str, str]) -> None:
 def test_a_switch_that_is_off_is_off(off: str) -> None:
     given = Settings(rules="/r.yaml")
     assert from_environment({**given.environment({}), "GRADSURGEON_DISABLE": off}) == given
-
-
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["--rules", "nowhere.yaml", "t.py"], "nowhere.yaml: there is no such rule file"),
-        (["--rules", "gradsurgeon:debug@9", "t.py"], "there is no pack `debug@9`"),
-        (["--rules", "r.yaml"], "no script is given"),
-        (["--rules", "r.yaml", "--"], "nothing follows `--`"),
-        (
-            ["--rules", "r.yaml", "--", "no-such-command"],
-            "no-such-command: there is no such command",
-        ),
-        (["--rules", "r.yaml", "--record", "old", "t.py"], "old holds a run already"),
-    ],
-)
-def test_what_cannot_be_run_is_said_before_anything_runs(
-    argv: list[str],
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
-    (tmp_path / "r.yaml").write_text(RULES, encoding="utf-8")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "run.json").write_text("{}", encoding="utf-8")
-    assert main(argv) == 2
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_where_everything_is_turned_off_nothing_is_needed(tmp_path: Path) -> None:
-    (tmp_path / "t.py").write_text("print('of its own'); raise SystemExit(7)", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "gradsurgeon", "run", "--rules", "gone.yaml", "t.py"],
-        cwd=tmp_path,
-        env={**os.environ, "GRADSURGEON_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (7, "of its own\n", "")
 
 
 FLAGS = """\

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from commands import environment
-from outside import TRAIN, Folder, Launched
+from outside import TRAIN, Folder
 
 from gradsurgeon.integrations.launcher.settings import BOOTSTRAP
 
 pytestmark = pytest.mark.slow
 
-CHILD = (
-    f"import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', {TRAIN!r}], check=True)"
-)
-IDLE = "gradsurgeon: no rule acted: "
 # Isolated, the interpreter does not look at PYTHONPATH for the package either.
 START = f"import sys; sys.path.insert(0, {environment()['PYTHONPATH']!r}); from gradsurgeon.cli import main; sys.exit(main())"
 
@@ -30,18 +25,8 @@ def folder(tmp_path: Path) -> Folder:
     return made
 
 
-def forked(folder: Folder, script: str, *launch: str) -> Launched:
-    """Launch a command in a fork, for which there is a script; temporary files go to `tmp`."""
-    temporary = {"TMPDIR": str(folder.path / "tmp")}
-    return folder.run(script, record=False, launch=launch, env=temporary)
-
-
 def ours(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("gradsurgeon")]
-
-
-def left(folder: Folder) -> list[Path]:
-    return list(folder.path.glob("tmp/gradsurgeon-*"))
 
 
 @pytest.mark.cover_children
@@ -53,31 +38,6 @@ def test_flags_that_keep_the_rules_out_are_named(flag: str, folder: Folder) -> N
     assert line.endswith("start Python without -I, -E and -S")
 
 
-SCRIPTS = {
-    "torch alone": ("import torch", IDLE),
-    "a child trains": (CHILD, ""),
-    "a traceback tells why": ("import torch\nraise KeyError('of its own')", ""),
-    "no torch": ("print('no torch')", ""),
-}
-
-
-@pytest.mark.cover_children
-@pytest.mark.parametrize("what", SCRIPTS)
-def test_a_command_of_this_python_says_that_no_rule_acted(what: str, folder: Folder) -> None:
-    script, said = SCRIPTS[what]
-    done = forked(folder, script, "--", sys.executable, "train.py")
-    assert done.code == int("raise" in script)
-    assert [line.startswith(IDLE) for line in ours(done.lines)].count(True) == bool(said), done.err
-    assert not left(folder)
-
-
-def test_a_shell_says_nothing_and_leaves_nothing_behind(folder: Folder) -> None:
-    shell = ("--", "bash", "-c", f"{sys.executable} train.py; exit 7")
-    done = forked(folder, "import torch", *shell)
-    assert (done.code, ours(done.lines)) == (7, [])
-    assert not left(folder)
-
-
 @pytest.mark.cover_children
 def test_a_command_ends_as_it_would(folder: Folder) -> None:
     command = ("--rules", "rules.yaml", "--", "bash", "-c", "echo $PPID; kill -9 $$")
@@ -86,11 +46,6 @@ def test_a_command_ends_as_it_would(folder: Folder) -> None:
     # It is no child of the launcher but the launcher itself.
     assert done.stdout == f"{os.getpid()}\n"
     assert ours(done.stderr.splitlines()) == []
-
-
-def test_nothing_is_left_behind(folder: Folder) -> None:
-    assert forked(folder, TRAIN, "train.py").headers()
-    assert not left(folder)
 
 
 @pytest.mark.cover_children

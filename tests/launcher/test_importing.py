@@ -11,38 +11,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from outside import TRAIN, Folder
 
 from gradsurgeon.integrations.launcher.importing import _Finder
 
 NAME = "waited_for"
-# Calls back after an import, as `wrapt.when_imported` does: by a finder that asks all others, itself included.
-OTHERS = """
-import sys
-from importlib.util import find_spec
-class Loader:
-    def __init__(self, loader):
-        self.loader = loader
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-    def exec_module(self, module):
-        module.__loader__ = module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        print("hook of the script", flush=True)
-class Finder:
-    busy = False
-    def find_spec(self, name, path=None, target=None):
-        if name != "torch" or self.busy:
-            return None
-        self.busy = True
-        try:
-            spec = find_spec(name)
-            spec.loader = Loader(spec.loader)
-            return spec
-        finally:
-            self.busy = False
-sys.meta_path.insert(0, Finder())
-"""
 
 
 class OtherFinder:
@@ -128,12 +100,3 @@ def test_a_spec_that_nobody_executes_tells_nobody(told: list[str]) -> None:
     assert told == []
     importlib.import_module(NAME)
     assert told == ["executed", "other", "launcher"]
-
-
-@pytest.mark.slow
-@pytest.mark.cover_children
-def test_a_hook_of_the_script_runs_beside_the_rules(tmp_path: Path) -> None:
-    done = Folder(tmp_path).run(OTHERS + TRAIN, record=False)
-    assert done.code == 0, done.lines
-    assert done.out == "hook of the script\ntrained\n"
-    assert "  norms  norm-log  fired 2    last at step 0" in done.lines

@@ -89,6 +89,33 @@ dist.destroy_process_group()
 """
 # The loss of one rank is NaN, and its gradients are finite.
 NAN_LOSS = " + (float('nan') if step == 2 and dist.get_rank() == 1 else 0)"
+AVERAGED = (
+    "they were finite on this rank before ranks averaged them: look at the reports of other ranks"
+)
+# Rank 1 gets NaN in three steps, and the script takes its weights back each time.
+HEALS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(6):
+    x = torch.ones(8, 4)
+    if step in (1, 3, 4) and dist.get_rank() == 1:
+        x[3, 1] = float("nan")
+    kept = [param.detach().clone() for param in model.parameters()]
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), kept):
+            if not param.isfinite().all():
+                param.copy_(value)
+dist.destroy_process_group()
+"""
 # Seconds. A rank that waits for the store of the job waits for minutes.
 LIMIT = 60.0
 
@@ -130,8 +157,8 @@ def test_a_healthy_rank_says_that_the_nan_came_from_another_rank(
     assert born in texts[guilty]
     healthy = texts[1 - guilty].partition("gradsurgeon: Net, 4 steps\n")[0]
     assert "the script changed them" not in healthy
-    assert "they were finite on this rank before ranks averaged them\n" in healthy
-    assert "look at the report of the rank that contributed NaN or Inf" in healthy
+    assert f"; {AVERAGED}\n" in healthy
+    assert "\nif no other rank reports NaN or Inf, the average itself overflowed\n" in healthy
     assert born not in healthy
     summary = texts[0].partition("gradsurgeon: Net, 4 steps\n")[2]
     assert summary.startswith(
@@ -145,4 +172,24 @@ def test_the_summary_has_what_another_rank_found(tmp_path: Path) -> None:
     script = ROOT.format(rank=2, more=NAN_LOSS)
     first, _ = launched(script, tmp_path, "--record", "run")
     text = first.stderr.decode().partition("gradsurgeon: Net, 4 steps\n")[2]
-    assert text.startswith("  look: step 2, rule debug-loop: the loss of step 2 ")
+    born = "NaN born in the forward pass outside of the model: aten.add (AddBackward0)"
+    assert text.startswith(f"  look: step 2: {born}\n")
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_later_trips_of_a_healthy_rank_say_where_to_look(record: bool, tmp_path: Path) -> None:
+    options = ("--record", "run") if record else ()
+    first, _ = launched(HEALS, tmp_path, *options)
+    lines = first.stderr.decode().partition("gradsurgeon: Linear, 6 steps\n")[2].splitlines()
+    bad = "rule debug-nans: 2 of 2 gradients are not finite after backward"
+    trips = [line for line in lines if line.startswith("  trap: ")]
+    if record:
+        # The events of all ranks; those of the first rank have no name.
+        assert trips == [
+            f"  trap: step 1, {bad}; {AVERAGED} (x3, steps 1..4)",
+            f"  trap: rank 1: step 1, {bad} (x3, steps 1..4)",
+        ]
+    else:
+        # The band tells the first one.
+        assert lines[0] == f"  look: step 1, {bad}; {AVERAGED}"
+        assert trips == [f"  trap: step 3, {bad}; {AVERAGED} (x2, steps 3..4)"]

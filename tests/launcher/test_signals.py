@@ -25,37 +25,6 @@ def train():
 SUMMARY = "gradsurgeon: Linear, 3 steps"
 
 
-HANDLED = {
-    "before": "signal.signal(signal.SIGTERM, own)\ntrain()\n",
-    "after": "train()\nsignal.signal(signal.SIGTERM, own)\n",
-    # As Lightning does: the handler that was there before is called as well.
-    "chained": """
-train()
-before = signal.getsignal(signal.SIGTERM)
-def both(number, frame):
-    if callable(before):
-        before(number, frame)
-    own(number, frame)
-signal.signal(signal.SIGTERM, both)
-""",
-}
-
-
-@pytest.mark.parametrize("how", HANDLED)
-def test_a_script_that_handles_the_signal_is_left_to_it(how: str, tmp_path: Path) -> None:
-    script = f"""
-def own(number, frame):
-    print("saving", flush=True)
-    time.sleep({2 if how == "after" else 0})  # longer than the launcher waits for a last word
-    sys.exit(5)
-{HANDLED[how]}
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-    done = Folder(tmp_path).run(TRAIN + script)
-    assert (done.code, done.out) == (5, "saving\n")
-    assert SUMMARY in done.lines
-
-
 def test_an_interrupt_from_outside_is_that_of_plain_python(tmp_path: Path) -> None:
     Folder(tmp_path).write(TRAIN + "train()\nprint('ready', flush=True)\ntime.sleep(60)\n")
     command = ("-m", "gradsurgeon", "run", "--rules", "rules.yaml", "train.py")

@@ -44,7 +44,6 @@ def totals(folder: Path) -> dict[str, int]:
 def test_each_model_has_curves_of_its_own(tmp_path: Path) -> None:
     done = run(tmp_path, "tensorboard:curves")
     assert (done.code, done.out) == (0, "done\n")
-    assert f"  sinks: tensorboard:{tmp_path}/curves" in done.lines
     assert totals(tmp_path / "curves") == {
         "gradsurgeon/norms/total": 20,
         "gradsurgeon/model-2/norms/total": 20,
@@ -55,30 +54,3 @@ def test_of_two_ranks_the_first_one_sends(tmp_path: Path) -> None:
     done = run(tmp_path, "tensorboard:curves", ranks=2)
     assert (done.code, done.out) == (0, "done\ndone\n")
     assert len(list((tmp_path / "curves").iterdir())) == 1
-
-
-@pytest.mark.parametrize(
-    ("sink", "text"),
-    [
-        (
-            "tensorbord:x",
-            "`tensorbord:x` is no sink: there are tensorboard:DIR,",
-        ),
-        (
-            "wandb:",
-            "`wandb:` is no sink: there are tensorboard:DIR, wandb:PROJECT, mlflow:URI",
-        ),
-        ("x", "`x` is no sink: there are "),
-    ],
-)
-def test_what_is_no_sink_is_refused_before_the_script(tmp_path: Path, sink: str, text: str) -> None:
-    done = run(tmp_path, sink)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"gradsurgeon run: --sink: {text}")
-
-
-def test_one_that_cannot_be_made_is_told_and_the_script_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "curves").write_text("a file", encoding="utf-8")
-    done = run(tmp_path, "tensorboard:curves")
-    assert (done.code, done.out) == (0, "done\n")
-    assert f"runs without the sink tensorboard:{tmp_path}/curves: " in done.err

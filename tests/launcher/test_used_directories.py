@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import environment
-from outside import NORMS, TRAIN, Folder
+from outside import TRAIN, Folder
 from ranks import torchrun
 from runs import JOB
 
@@ -42,16 +42,6 @@ def test_ranks_of_another_start_refuse_it_together_or_go_to_one_of_their_own(
     assert (done.code, done.out) == (0, "trained\n" * 2), done.err
     new = [f"run/process-2/rank-{rank}.db" for rank in (0, 1)]
     assert folder.databases() == [*new, "run/rank-0.db"]
-
-
-def test_a_run_that_was_refused_is_not_in_the_way_of_the_next(folder: Folder) -> None:
-    gone = "  - {id: gone, action: zero, params: 'decodr.*'}\n"
-    done = folder.run(TRAIN, rules=NORMS + gone)
-    assert (done.code, done.out) == (1, "")
-    assert not (folder.path / "run").exists()
-    done = folder.run(TRAIN)
-    assert (done.code, done.out) == (0, "trained\n")
-    assert folder.databases() == ["run/rank-0.db"]
 
 
 @pytest.mark.parametrize(

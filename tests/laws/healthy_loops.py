@@ -8,18 +8,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from laws.trainings import Training, fit, fitted, perceptron, regression, scaled
-from ranks import Json
-from small import relu_net, sgd, tanh_net
+from laws.trainings import Training, adam, fit, fitted, perceptron, regression, scaled, scheduled
+from small import relu_net, sgd, take_step, tanh_net
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LinearLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -30,15 +30,14 @@ LONG = 130
 VERY_LONG = 205
 
 
-def _gradient(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
-
-
-def _scale_gradients(model: nn.Module, factor: float) -> None:
+def _scale_gradients(model: Any, factor: float) -> None:
     for param in model.parameters():
         if param.grad is not None:
             param.grad.mul_(factor)
+
+
+def _normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
 
 
 def _next_words(model: nn.Module, known: int) -> Callable[[int], Tensor]:
@@ -58,7 +57,8 @@ def lora_pair() -> Training:
         def __init__(self) -> None:
             super().__init__()
             self.base = nn.Linear(16, 4).requires_grad_(False)
-            self.lora_a, self.lora_b = nn.Linear(16, 2, bias=False), nn.Linear(2, 4, bias=False)
+            self.lora_a = nn.Linear(16, 2, bias=False)
+            self.lora_b = nn.Linear(2, 4, bias=False)
             nn.init.zeros_(self.lora_b.weight)
 
         def forward(self, x: Tensor) -> Any:
@@ -101,9 +101,7 @@ def warm_up_from_zero() -> Training:
 def warm_up_by_steps() -> Training:
     """A learning rate that begins at a millionth of its value."""
     model = perceptron()
-    optimizer = sgd(model, 0.01)
-    schedule = LinearLR(optimizer, start_factor=1e-6, total_iters=100)
-    return fitted(model, optimizer, fit(model), LONG, after=lambda _step: schedule.step())
+    return scheduled(model, sgd(model, 0.01), lambda step: min(1.0, 1e-6 + step / 100), LONG)
 
 
 class MasterWeights(Adam):
@@ -124,40 +122,38 @@ class MasterWeights(Adam):
 def master_weights() -> Training:
     """A bfloat16 weight moves only once its float32 copy has moved by one bfloat16 step."""
     model = perceptron().bfloat16()
-    batch = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs.bfloat16()).float(), targets)
-
+    loss_at = fit(lambda inputs: model(inputs.bfloat16()).float())
     return fitted(model, MasterWeights(model.parameters(), lr=1e-4), loss_at, LONG)
 
 
 def flat_copies() -> Training:
     """The optimizer owns one flat copy of all weights, as ZeRO does, and the script copies it back."""
-    model = perceptron()
+    model: Any = perceptron()
     params = list(model.parameters())
     flat = nn.Parameter(torch.cat([param.detach().flatten() for param in params]))
-    optimizer = AdamW([flat], lr=1e-3)
-    loss_at = fit(model)
 
-    def loop() -> None:
-        for step in range(STEPS):
-            model.zero_grad()
-            loss_at(step).backward()
-            flat.grad = torch.cat([_gradient(param).flatten() for param in params])
-            optimizer.step()
-            with torch.no_grad():
-                parts = flat.split([param.numel() for param in params])
-                for param, part in zip(params, parts, strict=True):
-                    param.copy_(part.view_as(param))
+    def before(_step: int) -> None:
+        flat.grad = torch.cat([param.grad.flatten() for param in params])
 
-    return Training(model, [], loop)
+    def after(_step: int) -> None:
+        nn.utils.vector_to_parameters(flat.detach().clone(), params)
+
+    training = fitted(
+        model,
+        AdamW([flat], lr=1e-3),
+        fit(model),
+        STEPS,
+        clear=lambda _: model.zero_grad(),
+        before=before,
+        after=after,
+    )
+    return replace(training, optimizers=[])
 
 
 def input_gradients() -> Training:
     """Embeddings are frozen, and each step makes a new leaf of their output, as `enable_input_require_grads` does."""
-    embed, head = nn.Embedding(50, 16).requires_grad_(False), nn.Linear(16, 50)
+    embed = nn.Embedding(50, 16).requires_grad_(False)
+    head = nn.Linear(16, 50)
     model = nn.ModuleList([embed, head])
 
     def loss_at(_step: int) -> Tensor:
@@ -171,20 +167,18 @@ def input_gradients() -> Training:
 def adversarial() -> Training:
     """Attacks are computed in evaluation mode by a pass of their own, which fills the gradients first."""
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
-    optimizer = Adam(model.parameters(), lr=1e-3)
+    optimizer = adam(model)
     batch = regression()
 
     def loop() -> None:
         for _ in range(STEPS):
             inputs, targets = batch()
             model.eval()
-            attacked = inputs.clone().requires_grad_()
+            attacked: Any = inputs.clone().requires_grad_()
             functional.mse_loss(model(attacked), targets).backward()
             model.train()
-            optimizer.zero_grad()
-            moved = (inputs + 0.01 * _gradient(attacked).sign()).detach()
-            functional.mse_loss(model(moved), targets).backward()
-            optimizer.step()
+            moved = (inputs + 0.01 * attacked.grad.sign()).detach()
+            take_step(optimizer, functional.mse_loss(model(moved), targets))
 
     return Training(model, [optimizer], loop)
 
@@ -192,56 +186,45 @@ def adversarial() -> Training:
 def gradient_penalty() -> Training:
     """A critic whose loss contains a gradient with respect to a new leaf, and whose weights are clipped."""
     model = perceptron()
-    optimizer = Adam(model.parameters(), lr=1e-3)
     batch = regression()
 
-    def loop() -> None:
-        for _ in range(STEPS):
-            inputs, targets = batch()
-            inputs.requires_grad_()
-            out = model(inputs)
-            (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-            optimizer.zero_grad()
-            (functional.mse_loss(out, targets) + slope.norm()).backward()
-            optimizer.step()
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.clamp_(-0.5, 0.5)
+    def loss_at(_step: int) -> Any:
+        inputs, targets = batch()
+        inputs.requires_grad_()
+        out = model(inputs)
+        (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        return functional.mse_loss(out, targets) + slope.norm()
 
-    return Training(model, [optimizer], loop)
+    @torch.no_grad()
+    def after(_step: int) -> None:
+        for param in model.parameters():
+            param.clamp_(-0.5, 0.5)
 
-
-def _of_two_paces() -> tuple[nn.Module, SGD, SGD]:
-    """Return a model, the optimizer of its head, and that of its body."""
-    body, head = nn.Linear(16, 16), nn.Linear(16, 4)
-    model = nn.Sequential(body, nn.Tanh(), head)
-    return model, sgd(head, 0.01), sgd(body, 0.01)
+    return fitted(model, adam(model), loss_at, STEPS, after=after)
 
 
 def frozen_with_moving_statistics() -> Training:
     """Fine-tuning: the body is frozen, its batch norm still follows the data, only the head learns."""
-    body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()).requires_grad_(False)
-    head = nn.Linear(32, 4)
-    model = nn.Sequential(body, head)
-    return fitted(model, Adam(head.parameters(), lr=1e-3), fit(model), STEPS)
+    model = _normed().requires_grad_(False)
+    head = model[3].requires_grad_(True)
+    return fitted(model, adam(head), fit(model), STEPS)
 
 
 def batch_norms_frozen_late() -> Training:
     """Quantisation-aware training: batch norms go to evaluation mode half way, for good; dropout stays."""
-    norm = nn.BatchNorm1d(32)
-    model = nn.Sequential(nn.Linear(16, 32), norm, nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    model = _normed().insert(3, nn.Dropout(0.1))
 
     def after(step: int) -> None:
         if step == STEPS // 2:
-            norm.eval()
+            model[1].eval()
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS, after=after)
+    return fitted(model, adam(model), fit(model), STEPS, after=after)
 
 
 def tuned_in_evaluation_mode() -> Training:
     """A model that is in evaluation mode from the first step on, on purpose."""
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).eval()
-    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS)
+    model = _normed().eval()
+    return fitted(model, adam(model), fit(model), STEPS)
 
 
 def copied_layers() -> Training:
@@ -272,14 +255,14 @@ def averages_and_targets() -> Training:
         inputs, targets = batch()
         with torch.no_grad():
             bootstrap = target(inputs)
-        return functional.mse_loss(online(inputs), 0.5 * targets + 0.5 * bootstrap)
+        return functional.mse_loss(online(inputs), 0.5 * (targets + bootstrap))
 
     def after(step: int) -> None:
         average.update_parameters(online)
         if step % 20 == 19:
             target.load_state_dict(online.state_dict())
 
-    return fitted(model, Adam(online.parameters(), lr=1e-3), loss_at, STEPS, after=after)
+    return fitted(model, adam(online), loss_at, STEPS, after=after)
 
 
 def upcycled_experts() -> Training:
@@ -288,16 +271,13 @@ def upcycled_experts() -> Training:
     experts = nn.ModuleList([copy.deepcopy(one) for _ in range(4)])
     router = nn.Linear(16, 4)
     model = nn.ModuleDict({"experts": experts, "router": router})
-    batch = regression()
 
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
+    def forward(inputs: Tensor) -> Any:
         weights, chosen = router(inputs).softmax(1).max(1)
         outs = torch.stack([expert(inputs) for expert in experts], 1)
-        picked = outs[torch.arange(len(inputs)), chosen]
-        return functional.mse_loss(weights.unsqueeze(1) * picked, targets)
+        return weights.unsqueeze(1) * outs[torch.arange(len(inputs)), chosen]
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS)
+    return fitted(model, adam(model), fit(forward), STEPS)
 
 
 def zero_head() -> Training:
@@ -305,28 +285,20 @@ def zero_head() -> Training:
     model = perceptron()
     nn.init.zeros_(model.get_parameter("4.weight"))
     nn.init.zeros_(model.get_parameter("4.bias"))
-    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS)
+    return fitted(model, adam(model), fit(model), STEPS)
 
 
 def bounded_temperature() -> Training:
     """A learnt temperature sits at its upper bound, to which the script clamps it after each update."""
+    model: Any = perceptron()
+    model.scale = nn.Parameter(torch.tensor(math.log(100.0)))
 
-    class Contrast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = perceptron()
-            self.scale = nn.Parameter(torch.tensor(math.log(100.0)))
-
-        def forward(self, x: Tensor) -> Any:
-            return self.net(x) * self.scale
-
-    model = Contrast()
-
+    @torch.no_grad()
     def after(_step: int) -> None:
-        with torch.no_grad():
-            model.scale.clamp_(max=1.0)
+        model.scale.clamp_(max=1.0)
 
-    return fitted(model, sgd(model, 0.001), fit(model), STEPS, after=after)
+    loss_at = fit(lambda inputs: model(inputs) * model.scale)
+    return fitted(model, sgd(model, 0.001), loss_at, STEPS, after=after)
 
 
 def scaled_properly() -> Training:
@@ -340,15 +312,6 @@ def scaled_properly() -> Training:
     return scaled(2, 1024.0, before, STEPS)
 
 
-def divided_while_scaled() -> Training:
-    """Gradients are divided by a constant while they carry the loss scale, which is right."""
-
-    def before(model: nn.Module, _optimizer: Optimizer, _scaler: GradScaler) -> None:
-        _scale_gradients(model, 1 / 4)
-
-    return scaled(4, 1024.0, before, STEPS)
-
-
 def skipped_batches() -> Training:
     """The script itself leaves out updates, and clears gradients of batches that it does not like."""
     model = perceptron()
@@ -359,44 +322,19 @@ def skipped_batches() -> Training:
         for step in range(STEPS):
             optimizer.zero_grad()
             loss_at(step).backward()
-            if step % 7 == 3:
-                continue
             if step % 11 == 5:
                 optimizer.zero_grad()
-            optimizer.step()
+            if step % 7 != 3:
+                optimizer.step()
 
     return Training(model, [optimizer], loop)
-
-
-def hand_written() -> Training:
-    """The script updates the weights itself, without an optimizer."""
-    model = perceptron()
-    loss_at = fit(model)
-
-    def loop() -> None:
-        for step in range(STEPS):
-            loss_at(step).backward()
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.add_(_gradient(param), alpha=-1e-2)
-                    param.grad = None
-
-    return Training(model, [], loop)
 
 
 def gradient_momentum() -> Training:
     """Gradients are not cleared but decayed, on purpose."""
     model = perceptron()
-    optimizer = sgd(model, 0.001)
-    loss_at = fit(model)
-
-    def loop() -> None:
-        for step in range(STEPS):
-            _scale_gradients(model, 0.9)
-            loss_at(step).backward()
-            optimizer.step()
-
-    return Training(model, [optimizer], loop)
+    decay: Callable[[Any], None] = lambda _: _scale_gradients(model, 0.9)  # noqa: E731
+    return fitted(model, sgd(model, 0.001), fit(model), STEPS, clear=decay)
 
 
 def points_of_a_derivative() -> Training:
@@ -411,29 +349,35 @@ def points_of_a_derivative() -> Training:
         loss: Tensor = (slope + out).square().mean() + (start - 1).square().mean()
         return loss
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS)
+    return fitted(model, adam(model), loss_at, STEPS)
+
+
+def _of_a_line() -> tuple[nn.Linear, Callable[..., Tensor]]:
+    """Return a model and the loss on one batch that it soon fits as well as it can."""
+    model = nn.Linear(4, 1)
+    inputs = torch.randn(64, 4)
+    targets = inputs @ torch.randn(4, 1) + 0.1 * torch.randn(64, 1) + 1
+
+    def loss_at(_step: int = 0) -> Tensor:
+        return functional.mse_loss(model(inputs), targets)
+
+    return model, loss_at
 
 
 def at_its_minimum() -> Training:
     """All gradients are rounding noise after some hundred updates."""
-    model, inputs = nn.Linear(4, 1), torch.randn(64, 4)
-    targets = inputs @ torch.randn(4, 1) + 0.1 * torch.randn(64, 1) + 1
-
-    def loss_at(_step: int) -> Tensor:
-        return functional.mse_loss(model(inputs), targets)
-
+    model, loss_at = _of_a_line()
     return fitted(model, sgd(model), loss_at, 700)
 
 
 def closures_at_a_minimum() -> Training:
     """LBFGS returns at once where its gradients are small enough."""
-    model, inputs = nn.Linear(4, 1), torch.randn(64, 4)
-    targets = inputs @ torch.randn(4, 1) + 0.1 * torch.randn(64, 1) + 1
+    model, loss_at = _of_a_line()
     optimizer = LBFGS(model.parameters())
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = functional.mse_loss(model(inputs), targets)
+        loss = loss_at()
         loss.backward()
         return loss
 
@@ -447,25 +391,7 @@ def closures_at_a_minimum() -> Training:
 def schedule_that_ends() -> Training:
     """The learning rate falls to 0 and training goes on."""
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = sgd(model, 0.05)
-    schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 100))
-    return fitted(model, optimizer, fit(model), 320, after=lambda _step: schedule.step())
-
-
-def group_that_waits() -> Training:
-    """One group has a learning rate of 0 until the script sets one."""
-    model = perceptron()
-    groups: list[Json] = [
-        {"params": [*model[0].parameters()], "lr": 0.0},
-        {"params": [*model[2].parameters(), *model[4].parameters()]},
-    ]
-    optimizer = Adam(groups, lr=1e-3)
-
-    def after(step: int) -> None:
-        if step == 30:
-            optimizer.param_groups[0]["lr"] = 1e-4
-
-    return fitted(model, optimizer, fit(model), STEPS, after=after)
+    return scheduled(model, sgd(model, 0.05), lambda step: max(0.0, 1 - step / 100), 320)
 
 
 def clipped_in_scaled_units() -> Training:
@@ -479,27 +405,24 @@ def clipped_in_scaled_units() -> Training:
 
 def identities() -> Training:
     """An embedding and a layer both begin as the identity."""
-    embed, head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
+    embed = nn.Embedding(16, 16)
+    head = nn.Linear(16, 16, bias=False)
     nn.init.eye_(embed.weight)
     nn.init.eye_(head.weight)
     model = nn.Sequential(embed, head)
     return fitted(model, sgd(model), _next_words(model, 16), STEPS)
 
 
-class Field(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.zeros(12, 20))
-
-    def forward(self) -> Any:
-        ends = (self.values[:, 0] - 1).square().sum() + self.values[:, -1].square().sum()
-        return ends + self.values.diff(dim=1).square().sum()
-
-
 def field() -> Training:
     """A field on a grid whose rows are equal by symmetry."""
-    model = Field()
-    return fitted(model, sgd(model), lambda _step: model.forward(), STEPS)
+    values = nn.Parameter(torch.zeros(12, 20))
+    model = nn.ParameterList([values])
+
+    def loss_at(_step: int) -> Tensor:
+        ends = (values[:, 0] - 1).square().sum() + values[:, -1].square().sum()
+        return ends + values.diff(dim=1).square().sum()
+
+    return fitted(model, sgd(model), loss_at, STEPS)
 
 
 class Proximal(SGD):
@@ -518,7 +441,8 @@ def group_lasso() -> Training:
     )
 
     def loss_at(_step: int) -> Tensor:
-        inputs, noise = torch.randn(64, 4), torch.randn(64, 4)
+        inputs = torch.randn(64, 4)
+        noise = torch.randn(64, 4)
         out = model["used"](inputs) + model["useless"](noise)
         return functional.mse_loss(out, inputs.sum(1, keepdim=True))
 
@@ -542,43 +466,29 @@ def losses_that_the_script_skips() -> Training:
     return Training(model, [optimizer], loop)
 
 
-def loss_network() -> Training:
+def loss_network(*, beside: bool = True) -> Training:
     """A network inside the loss gets gradients and never trains: the script left requires_grad on."""
     trained = perceptron()
     judge = relu_net(4, 16, 8).eval()
-    model, batch = nn.ModuleDict({"trained": trained, "judge": judge}), regression()
+    model = nn.ModuleDict({"trained": trained, "judge": judge}) if beside else trained
+    batch = regression()
 
     def loss_at(_step: int) -> Tensor:
         inputs, targets = batch()
         return functional.mse_loss(judge(trained(inputs)), judge(targets))
 
-    return fitted(model, Adam(trained.parameters(), lr=1e-3), loss_at, STEPS)
+    return fitted(model, adam(trained), loss_at, STEPS)
 
 
 def last_stage_in_evaluation_mode() -> Training:
     """The last stage trains with all batch norms frozen, by `model.eval()`."""
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    model = _normed()
 
     def after(step: int) -> None:
         if step == STEPS // 2:
             model.eval()
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), STEPS, after=after)
-
-
-def last_epochs_in_evaluation_mode() -> Training:
-    """The same in a script that evaluates after each epoch, and returned to training mode before."""
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-    loss_at = fit(model)
-
-    def after(step: int) -> None:
-        if step % 10 == 9:
-            model.eval()
-            with torch.no_grad():
-                loss_at(step)
-            model.train(step < STEPS // 2)
-
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS, after=after)
+    return fitted(model, adam(model), fit(model), STEPS, after=after)
 
 
 def head_copied_from_the_table() -> Training:
@@ -587,7 +497,8 @@ def head_copied_from_the_table() -> Training:
     class Untied(nn.Sequential):
         config = SimpleNamespace(tie_word_embeddings=False)
 
-    embed, head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
+    embed = nn.Embedding(30, 16)
+    head = nn.Linear(16, 30, bias=False)
     head.weight = nn.Parameter(embed.weight.detach().clone())
     model = Untied(embed, head)
     return fitted(model, sgd(model), _next_words(model, 30), STEPS)
@@ -595,16 +506,18 @@ def head_copied_from_the_table() -> Training:
 
 def rare_updates() -> Training:
     """One optimizer steps after each eighth pass only, on what has accumulated since."""
-    model, often, rarely = _of_two_paces()
+    body = nn.Linear(16, 16)
+    head = nn.Linear(16, 4)
+    model = nn.Sequential(body, nn.Tanh(), head)
+    often = sgd(head, 0.01)
+    rarely = sgd(body, 0.01)
     loss_at = fit(model)
 
     def loop() -> None:
         for step in range(LONG):
             if step % 8 == 0:
                 rarely.zero_grad()
-            often.zero_grad()
-            loss_at(step).backward()
-            often.step()
+            take_step(often, loss_at(step))
             if step % 8 == 7:
                 rarely.step()
 
@@ -615,137 +528,207 @@ def idle_heads() -> Training:
     """Three heads run and one is trained: the batches of the other tasks are yet to come."""
     body = nn.Linear(16, 16)
     heads = nn.ModuleDict({name: nn.Linear(16, 4) for name in ("near", "far", "flat")})
-    model, batch = nn.ModuleDict({"body": body, "heads": heads}), regression()
+    model = nn.ModuleDict({"body": body, "heads": heads})
 
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
+    def forward(inputs: Tensor) -> Any:
         hidden = body(inputs)
         outputs = {name: head(hidden) for name, head in heads.items()}
-        return functional.mse_loss(outputs["far"], targets)
+        return outputs["far"]
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, VERY_LONG)
+    return fitted(model, adam(model), fit(forward), VERY_LONG)
 
 
-def _with_experts(weights: Tensor, *, dense: bool) -> Training:
-    """Return a training whose experts get these weights; `dense` experts run also for a weight of 0."""
-    body, experts = nn.Linear(16, 16), nn.ModuleList([nn.Linear(16, 4) for _ in weights])
-    model, batch = nn.ModuleDict({"body": body, "experts": experts}), regression()
+def _with_experts(*, dense: bool) -> Training:
+    """Return a training with two experts whose weight is 0; `dense` experts run also then."""
+    body = nn.Linear(16, 16)
+    experts = nn.ModuleList([nn.Linear(16, 4) for _ in range(4)])
+    model = nn.ModuleDict({"body": body, "experts": experts})
+    weights = torch.tensor([0.5, 0.0, 0.5, 0.0])
 
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
+    def forward(inputs: Tensor) -> Tensor:
         hidden = body(inputs)
-        out = torch.zeros_like(targets)
+        out = torch.zeros(len(inputs), 4)
         for weight, expert in zip(weights, experts, strict=True):
             if dense or weight > 0:
                 out = out + weight * expert(hidden)
-        return functional.mse_loss(out, targets)
+        return out
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, VERY_LONG)
+    return fitted(model, adam(model), fit(forward), VERY_LONG)
 
 
 def experts_that_no_token_chose() -> Training:
     """Two of four experts have not run yet."""
-    return _with_experts(torch.tensor([0.5, 0.0, 0.5, 0.0]), dense=False)
+    return _with_experts(dense=False)
 
 
 def experts_that_were_masked() -> Training:
     """All experts run, and the gate multiplies two of them by 0."""
-    return _with_experts(torch.tensor([0.5, 0.0, 0.5, 0.0]), dense=True)
+    return _with_experts(dense=True)
 
 
-def table_that_no_batch_used() -> Training:
-    """A batch may bring the feature whose table the mask has left out so far."""
-    words, rare, head = nn.Embedding(30, 16), nn.Embedding(5, 16), nn.Linear(16, 30)
-    model = nn.Sequential(words, rare, head)
+def _with_side(loss_of: Callable[[Tensor], Tensor], width: int = 16) -> Training:
+    """Return a training of two layers, the second of which has a loss of its own."""
+    body = nn.Linear(16, 4)
+    side = nn.Linear(width, 4)
+    loss_at = fit(body)
+    model = nn.Sequential(body, side)
 
-    def loss_at(_step: int) -> Tensor:
-        known = torch.randint(30, (32,))
-        return functional.cross_entropy(head(words(known) + 0 * rare(known % 5)), known)
+    def both(step: int) -> Tensor:
+        return loss_at(step) + loss_of(side(torch.randn(8, width)))
 
-    return fitted(model, sgd(model, 0.1), loss_at, VERY_LONG)
+    return fitted(model, sgd(model, 0.01), both, VERY_LONG)
+
+
+def annealed_divergence() -> Training:
+    """The coefficient of a divergence is 0 in the first epochs."""
+    return _with_side(lambda out: 0.0 * out.square().mean())
+
+
+def unused_output() -> Training:
+    """The script adds 0 times what it does not use, so that each parameter gets a gradient."""
+    return _with_side(lambda out: 0 * out.sum())
+
+
+def free_bits() -> Training:
+    """A divergence counts only beyond a bound that it has not reached."""
+    return _with_side(lambda out: out.square().clamp(min=1e4).mean())
+
+
+def weighted_free_bits() -> Training:
+    """Each row of such a divergence has a weight of its own."""
+    weights = torch.linspace(0.5, 1.5, 8)[:, None]
+    return _with_side(lambda out: (weights * out.square().clamp(min=1e4)).mean())
+
+
+def margin_that_is_kept() -> Training:
+    """A hinge whose margin all rows keep."""
+    return _with_side(lambda out: functional.relu(out - 1e4).sum())
+
+
+def experts_with_empty_batches() -> Training:
+    """An expert runs on no row."""
+    return _with_side(lambda out: torch.zeros(8, 4).index_add(0, torch.arange(0), out[:0]).sum())
+
+
+def idle_adapter() -> Training:
+    """An adapter starts at 0, and no row of the batches is of its task."""
+    base = nn.Linear(16, 4)
+    down = nn.Linear(16, 2, bias=False)
+    up = nn.Linear(2, 4, bias=False)
+    nn.init.zeros_(up.weight)
+    own = torch.zeros(32, 1)
+    model = nn.Sequential(base, down, up)
+    forward = fit(lambda inputs: base(inputs) + up(own * down(inputs)))
+    return fitted(model, sgd(model, 0.01), forward, VERY_LONG)
+
+
+def masked_rows() -> Training:
+    """The loss leaves out all rows of a task."""
+    return _with_side(lambda out: torch.where(torch.zeros(8, 1) > 0, out, 1.0).square().mean())
+
+
+def term_at_its_minimum() -> Training:
+    """A penalty of differences that are 0, written as a product."""
+
+    def penalty(out: Tensor) -> Tensor:
+        gap = out - out
+        return (gap * gap).sum()
+
+    return _with_side(penalty)
+
+
+def reward_that_has_not_come() -> Training:
+    """All advantages are 0 as long as no reward has come; the critic has an optimizer of its own."""
+    model = nn.ModuleDict({"actor": nn.Linear(16, 4), "critic": nn.Linear(16, 1)})
+    optimizers = [SGD(part.parameters(), 0.01) for part in model.values()]
+
+    def loop() -> None:
+        for _ in range(VERY_LONG):
+            states = torch.randn(8, 16)
+            advantages = torch.zeros(8)
+            log_probs = model["actor"](states).log_softmax(-1)[:, 0]
+            take_step(optimizers[0], -(log_probs * advantages).mean())
+            take_step(optimizers[1], (model["critic"](states) - 1).square().mean())
+
+    return Training(model, [*optimizers], loop)
+
+
+def attention_to_one_token() -> Training:
+    """A softmax over one token passes no gradient to the queries."""
+    model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 4)])
+    query, value = model
+
+    def forward(inputs: Tensor) -> Tensor:
+        tokens = inputs[:, None]
+        scores = query(tokens) @ tokens.transpose(1, 2)
+        return torch.as_tensor((scores.softmax(-1) @ value(tokens))[:, 0])
+
+    return fitted(model, sgd(model, 0.01), fit(forward), VERY_LONG)
 
 
 def part_for_evaluations() -> Training:
     """A head runs in evaluations alone, without gradients."""
-    body, head, probe = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
-    model, batch = nn.Sequential(body, head, probe), regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(head(body(inputs)), targets)
+    model = nn.ModuleList(nn.Linear(16, size) for size in (16, 4, 4))
+    inputs = torch.ones(8, 16)
+    body, head, probe = model
 
     def after(step: int) -> None:
         if step % 5 == 4:
             model.eval()
             with torch.no_grad():
-                probe(body(batch()[0]))
+                probe(body(inputs))
             model.train()
 
+    loss_at = fit(lambda inputs: head(body(inputs)))
     return fitted(model, sgd(model, 0.01), loss_at, VERY_LONG, after=after)
 
 
 def loss_network_of_its_own() -> Training:
     """A network inside the loss belongs to no model that trains, and is in evaluation mode."""
+    return loss_network(beside=False)
+
+
+def target_network_in_the_graph() -> Training:
+    """The script copies the network into its target now and then, and does not detach what the target says."""
     model = perceptron()
-    judge = relu_net(4, 16, 8).eval()
+    target = perceptron()
     batch = regression()
 
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(judge(model(inputs)), judge(targets))
+    def loss_at(step: int) -> Tensor:
+        if step % LONG == 0:
+            target.load_state_dict(model.state_dict())
+        inputs, rewards = batch()
+        return functional.mse_loss(model(inputs), rewards + 0.5 * target(inputs))
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, STEPS)
+    return fitted(model, sgd(model, 0.01), loss_at, LONG)
 
 
 def two_models_two_optimizers() -> Training:
     """The passes of one model go through another, whose optimizer steps once in forty passes."""
-    model, other, batch = nn.Linear(16, 16), nn.Linear(16, 4), regression()
-    often, rarely = sgd(model, 0.01), sgd(other, 0.01)
+    model = nn.Linear(16, 16)
+    other = nn.Linear(16, 4)
+    rarely = sgd(other, 0.01)
 
-    def loop() -> None:
-        for step in range(LONG):
-            inputs, targets = batch()
-            often.zero_grad()
-            functional.mse_loss(other(model(inputs)), targets).backward()
-            often.step()
-            if step % 40 == 39:
-                rarely.step()
-                rarely.zero_grad()
+    def after(step: int) -> None:
+        if step % 40 == 39:
+            rarely.step()
+            rarely.zero_grad()
 
-    return Training(model, [often], loop)
+    loss_at = fit(lambda inputs: other(model(inputs)))
+    return fitted(model, sgd(model, 0.01), loss_at, LONG, after=after)
 
 
 def optimizers_in_turns() -> Training:
     """Adam first, then SGD, for all parameters."""
     model = perceptron()
     loss_at = fit(model)
-    first, second = Adam(model.parameters(), lr=1e-3), sgd(model, 0.01)
+    optimizers = [adam(model), sgd(model, 0.01)]
 
     def loop() -> None:
         for step in range(STEPS):
-            optimizer = first if step < STEPS // 2 else second
-            optimizer.zero_grad()
-            loss_at(step).backward()
-            optimizer.step()
+            take_step(optimizers[2 * step // STEPS], loss_at(step))
 
-    return Training(model, [first, second], loop)
-
-
-def branches_that_begin_at_zero() -> Training:
-    """The last layer of each residual branch is 0, so the layers before it get no gradient in the first step."""
-
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-            nn.init.zeros_(self.last.weight)
-            nn.init.zeros_(self.last.bias)
-
-        def forward(self, x: Tensor) -> Any:
-            return x + self.last(self.first(x).relu())
-
-    model = nn.Sequential(Residual(), Residual(), nn.Linear(16, 4))
-    return fitted(model, sgd(model, 0.01), fit(model), STEPS)
+    return Training(model, [*optimizers], loop)
 
 
 HEALTHY: tuple[Callable[[], Training], ...] = tuple(

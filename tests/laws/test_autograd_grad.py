@@ -15,7 +15,7 @@ import torch
 from models import data
 from pairs import singly
 from ranks import Json
-from small import attach, fields_of, net, rule_file, sgd, take_step
+from small import attach, equal, fields_of, net, rule_file, sgd
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
@@ -270,17 +270,6 @@ def test_a_script_that_updates_other_tensors_marks_its_steps() -> None:
     assert session.events == []
 
 
-def test_gradient_penalty_beside_an_optimizer_needs_no_ticks() -> None:
-    model = net()
-    optimizer = sgd(model)
-    early = {**MODULES["scale output.grad"], "modules": "0"}
-    with attach(model, early) as session:
-        for _ in range(2):
-            other_tensors(model)
-            take_step(optimizer, model(X).square().sum())
-    assert session.events == []
-
-
 def test_rules_on_parameters_of_a_script_that_never_trains_them() -> None:
     model = net()
     with attach(model, {**POINTS["scale, backward"], "params": "*"}) as session:
@@ -306,6 +295,8 @@ def penalised(model: nn.Module, number: int) -> Tensor:
 @pytest.mark.parametrize("at", ["backward", "step"])
 def test_a_gradient_penalty_with_rules_on_parameters(at: str) -> None:
     plain, model = net(), net()
+    penalised(plain, 0).backward()
+    wanted = [param.grad.clamp(-0.01, 0.01) for param in plain.parameters()]
     clamp = {"action": "clamp", "at": at, "min": -0.01, "max": 0.01, "params": "*"}
     optimizer = sgd(model, 0.2)
     with attach(model, clamp) as session:
@@ -313,47 +304,7 @@ def test_a_gradient_penalty_with_rules_on_parameters(at: str) -> None:
         optimizer.step()
         # The inner gradients are those of the input: no parameter is concerned.
         assert session.status()["r0"].fired == 4
-    penalised(plain, 0).backward()
-    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert param.grad is not None
-        assert wanted.grad is not None
-        assert torch.equal(param.grad, wanted.grad.clamp(-0.01, 0.01))
-
-
-@pytest.mark.parametrize("name", ["scale output.grad", "clamp output.grad", "scale output"])
-def test_a_gradient_penalty_with_rules_on_modules_equals_hooks_by_hand(name: str) -> None:
-    found = []
-    for rule in (False, True):
-        model = net()
-        if rule:
-            attach(model, {**MODULES[name], "modules": "0"})
-        else:
-            by_hand(model, name)
-        penalised(model, 0).backward()
-        found.append([param.grad for param in model.parameters()])
-        gradsurgeon.remove(model)
-    for left, right in zip(*found, strict=True):
-        assert left is not None
-        assert right is not None
-        assert torch.equal(left, right)
-
-
-# --- two losses over one graph --------------------------------------------------------------------
-
-
-def test_two_losses_over_one_graph_pass_a_module_twice() -> None:
-    plain, model = net(), net()
-    by_hand(plain, "clamp output.grad")
-    found = []
-    rule = {**MODULES["clamp output.grad"], "modules": "0"}
-    with attach(model, rule) as session:
-        for one in (plain, model):
-            loss = one(X).square().sum()
-            loss.backward(retain_graph=True)
-            (loss * -0.3).backward()
-            found.append(one[0].weight.grad)
-        assert session.status()["r0"].fired == 2
-    assert torch.equal(*found)
+    assert equal([param.grad for param in model.parameters()], wanted)
 
 
 def test_backward_to_some_parameters_runs_the_rules_of_these() -> None:
@@ -367,7 +318,6 @@ def test_backward_to_some_parameters_runs_the_rules_of_these() -> None:
         optimizer.step()
         assert [one.fired for one in session.status().values()] == [1, 1, 1, 1, 1]
         assert session.latest("2.weight") == pytest.approx(weight.grad.norm().item())
-        assert session.status()["r0"].fired == 1
         with pytest.raises(gradsurgeon.RecordError, match=r"0\.weight has not been recorded"):
             session.latest("0.weight")
         assert session.step == 1
@@ -379,30 +329,13 @@ def test_backward_to_some_parameters_runs_the_rules_of_these() -> None:
 
 def test_hooks_on_a_module_run_in_the_order_of_their_coming() -> None:
     model = nn.Sequential(nn.Identity())
-    entries = [
-        {"action": "scale", "factor": 10.0, "modules": "0", "tensor": t}
-        for t in ("input", "output")
-    ]
+    ten = {"action": "scale", "factor": 10.0, "modules": "0"}
     model[0].register_forward_pre_hook(lambda _m, args: (args[0] + 1.0,))
     model[0].register_forward_hook(lambda _m, _a, out: out + 1.0)
-    with attach(model, *entries):
+    with attach(model, {**ten, "tensor": "input"}, {**ten, "tensor": "output"}):
         model[0].register_forward_pre_hook(lambda _m, args: (args[0] + 2.0,))
         model[0].register_forward_hook(lambda _m, _a, out: out + 2.0)
         assert model(torch.ones(1)).item() == (((1 + 1) * 10 + 2) + 1) * 10 + 2
-
-
-def test_hooks_on_the_gradient_of_an_output_run_in_the_order_of_their_coming() -> None:
-    model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    seen: list[float] = []
-
-    def hook(_module: Any, _args: Any, out: Tensor) -> None:
-        out.register_hook(lambda g: seen.append(g.item()))
-
-    model[0].register_forward_hook(hook)
-    with attach(model, {**MODULES["scale output.grad"], "modules": "0"}):
-        model[0].register_forward_hook(hook)
-        model(torch.ones(1)).backward()
-    assert seen == [1.0, 0.5]
 
 
 # --- validation between steps ---------------------------------------------------------------------

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from actions_of_users import forgotten_afterwards
-from laws import faulty_loops, healthy_loops, trainings
-from laws.faulty_loops import FAULTY, STEPS, row
-from laws.healthy_loops import HEALTHY
+from laws import healthy_loops, trainings
+from laws.faulty_loops import FAULTY, NOT_IN_GUIDE, STEPS, norm_that_overflows, row
+from laws.healthy_uses import HEALTHY as OTHERS
 from laws.trainings import Training, fit, fitted, perceptron
 from pairs import slow
 from ranks import Json
-from small import equal, events_of, rule_file, sgd, take_step, weights_of
-from torch import nn
+from small import equal, events_of, fields_of, rule_file, sgd, weights_of
+from torch import Tensor, nn
 from torch.optim import SGD
 
 import gradsurgeon
 from gradsurgeon import CheckError, Event
-from gradsurgeon.actions.checks.base import Pass, Update
+from gradsurgeon.actions.checks.base import Update
 
-GUIDE = Path(__file__).parents[2] / "rules" / "guide" / "checks.md"
+GUIDE = Path(__file__).parents[2] / "rules" / "guide" / "faults.md"
 CHECKS: Json = rule_file(  # With a trap, as in the pack: it also sees evaluations.
     {
         "id": "nans",
@@ -41,6 +42,7 @@ CHECKS: Json = rule_file(  # With a trap, as in the pack: it also sees evaluatio
 )
 
 
+HEALTHY = (*healthy_loops.HEALTHY, *OTHERS)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*rule nans:gradsurgeon.GradSurgeonWarning"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
@@ -92,81 +94,41 @@ def test_vanishing_gradients_are_told_as_updates_that_are_rounded_away() -> None
     assert all("float32 rounds each update away" in event.message for event in events)
 
 
-# What the finding names, and words of its message.
-EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "unowned": (
-        "0.weight, 0.bias, 2.weight and 1 more",
-        11,
-        ("did not move in 10 updates", "no optimizer that has stepped owns them"),
-    ),
-    "learning_rate_zero": ("0.weight, 0.bias", 101, ("in 100 updates", "the learning rate is 0")),
-    "rounded_away": ("2.weight", 11, ("bfloat16 rounds each update away", "rate 1.0e-05")),
-    "not_written": (
-        "2.weight",
-        11,
-        ("the learning rate is 1.0e-02", "its step leaves it unchanged"),
-    ),
-    "outside_of_the_model": ("a tensor of shape [3]", 29, ("no module and no optimizer",)),
-    "weights_made_nan": (
-        "0.weight",
-        0,
-        ("non-finite although its gradients were finite", "eps of the optimizer"),
-    ),
-    "checkpoint_behind_frozen_layers": (
-        "1.weight, 1.bias",
-        19,
-        (
-            "2 of 4 trained parameters",
-            "in 20 updates",
-            "a reentrant checkpoint",
-            "use_reentrant=False",
-        ),
-    ),
-    "pair_of_zeros": ("lora_a, lora_b", 19, ("gradients of exactly 0", "random numbers")),
-    "cut_off_by_detach": (
-        "0.weight, 0.bias",
-        199,
-        ("2 of 4 trained parameters", "in 200 updates", "`detach()`"),
-    ),
-    "without_autograd": ("0.weight, 0.bias", 199, ("they run, and the loss", "`torch.no_grad()`")),
-    "loss_without_effect": (
-        "0.weight, 0.bias, 2.weight and 1 more",
-        199,
-        (
-            "4 of 4 trained parameters",
-            "in 200 updates",
-            "a loss without effect",
-        ),
-    ),
-    "module_without_optimizer": (
-        "weight, bias",
-        29,
-        ("no optimizer owns them", "2 of 2 parameters of a Linear"),
-    ),
-    "optimizers_that_share": (
-        "0.weight, 0.bias, 2.weight and 3 more",
-        7,
-        ("belong to 2 optimizers (Adam and Adam)", "the parameters of its own model"),
-    ),
-    "never_cleared": (
-        "0.weight",
-        3,
-        ("before the update of step 2", "that of 0.weight for one", "optimizer.zero_grad()"),
-    ),
-    "cleared_too_early": (
-        "0.weight",
-        3,
-        ("0.weight for one", "all of them were gone", "not between `backward()` and"),
-    ),
-    "clipped_while_scaled": ("", 3, ("to a norm of 0.5", "the loss scale of 4096", "unscale_")),
-    "loss_over_nothing": (
-        "",
-        7,
-        ("the loss of step 7 (made by `nll_loss`) was NaN", "A mean over nothing"),
-    ),
-    "left_in_evaluation_mode": ("", 12, ("since step 10", "evaluation mode", "model.train()")),
-    "untied": ("0.weight, 1.weight", 0, ("equal in every element but two tensors",)),
-    "copied_units": ("0.weight, 2.weight", 1, ("all 16 units", "random numbers")),
+# The tensor that the finding names, and its step. The guide has the message.
+EXPECTED: dict[str, tuple[str, int]] = {
+    "unowned": ("0.weight", 11),
+    "learning_rate_zero": ("0.weight", 101),
+    "rounded_away": ("2.weight", 11),
+    "not_written": ("2.weight", 11),
+    "outside_of_the_model": ("a tensor of shape [3]", 29),
+    "weights_made_nan": ("0.weight", 0),
+    "checkpoint_behind_frozen_layers": ("1.weight", 19),
+    "pair_of_zeros": ("lora_a", 10),
+    "outside_of_a_clamp": ("0.weight", 10),
+    "norm_that_overflows": ("0.weight", 10),
+    "rounded_activations": ("0.weight", 10),
+    "units_that_are_off": ("0.weight", 10),
+    "cut_off_by_detach": ("0.weight", 199),
+    "without_autograd": ("0.weight", 199),
+    "loss_without_effect": ("0.weight", 199),
+    "module_without_optimizer": ("weight", 29),
+    "optimizers_that_share": ("0.weight", 7),
+    "gradients_that_two_optimizers_use": ("0.weight", 5),
+    "never_cleared": ("0.weight", 3),
+    "cleared_too_early": ("0.weight", 3),
+    "cleared_for_each_micro_batch": ("", 11),
+    "frozen_and_still_moving": ("0.weight", 12),
+    "clipped_after_the_update": ("", 10),
+    "clipped_before_the_pass": ("", 10),
+    "clipped_while_scaled": ("", 3),
+    "stepped_without_the_scaler": ("", 4),
+    "loss_over_nothing": ("", 7),
+    "left_in_evaluation_mode": ("", 12),
+    "untied": ("0.weight", 0),
+    "copied_units": ("0.weight", 1),
+    "autocast_around_the_loop": ("0.weight", 3),
+    "frozen_by_attribute": ("0", 0),
+    "softmax_before_cross_entropy": ("", 0),
 }
 
 
@@ -177,14 +139,12 @@ EXPECTED: dict[str, tuple[str, int, tuple[str, ...]]] = {
 )
 def test_fault_is_told_once_with_its_place_and_cause(make: Callable[[], Training]) -> None:
     event = only(make())
-    place, step, words = EXPECTED[make.__name__]
     action = next(action for action, some in FAULTY.items() if make in some)
     assert f"check-{event.rule}" == action
-    assert event.step == step
-    assert event.name == place.partition(",")[0]
-    assert [word for word in (place, *words) if word not in event.message] == []
-    # The guide has the message of every fault: run `python -m laws.faulty_loops` in `tests` to write it anew.
-    assert row(make, action, event.message) in GUIDE.read_text(encoding="utf-8")
+    assert (event.name, event.step) == EXPECTED[make.__name__]
+    # The guide has the messages: run `python -m laws.faulty_loops` in `tests` to write it anew.
+    is_shown = row(make, action, event.message) in GUIDE.read_text(encoding="utf-8")
+    assert is_shown == (make not in NOT_IN_GUIDE)
 
 
 def test_change_of_mode_is_told_if_evaluations_cannot_be_seen() -> None:
@@ -201,6 +161,59 @@ def test_rule_that_freezes_is_named() -> None:
     event = only(training, rules)
     assert "0.weight, 0.bias did not move" in event.message
     assert "rule cold freezes them" in event.message
+
+
+# With the second one, passes of another loss begin in between.
+@pytest.mark.parametrize(
+    ("make", "names", "source"),
+    [
+        (healthy_loops.annealed_divergence, "1.weight, 1.bias", "0.0 * "),
+        (healthy_loops.reward_that_has_not_come, "actor.weight, actor.bias", "* advantages"),
+    ],
+    ids=["one loss", "two losses"],
+)
+def test_a_factor_of_0_is_a_fact(make: Callable[[], Training], names: str, source: str) -> None:
+    training = make()
+    with gradsurgeon.apply(training.model, CHECKS, optimizer=training.optimizers) as session:
+        training.loop()
+    (event,) = session.events
+    name = names.partition(",")[0]
+    assert (event.kind, event.rule, event.step, event.name) == ("fact", "update", 10, name)
+    before, _, after = event.message.partition(f" at {healthy_loops.__file__}:")
+    assert before == f"{names} get gradients of exactly 0: they become 0 in MulBackward0"
+    line, _, reason = after.partition(", ")
+    assert source in linecache.getline(healthy_loops.__file__, int(line))
+    assert reason == "by a factor of 0, a mask, an empty batch or a term at its minimum"
+
+
+@pytest.mark.parametrize("at", ["backward", "step"])
+def test_a_rule_that_makes_gradients_0_is_no_fault(at: str) -> None:
+    model = perceptron()
+    rule = {"id": "off", "action": "zero", "params": "0.*", "at": at}
+    training = fitted(model, sgd(model, 0.01), fit(model), healthy_loops.VERY_LONG)
+    assert told(training, rule_file(*CHECKS["rules"], rule)) == []
+
+
+def test_one_pass_is_followed_and_stays_as_it_is() -> None:
+    noted: list[bool] = []
+
+    def trained(rules: Json) -> tuple[list[Tensor], list[Any]]:
+        torch.manual_seed(0)
+        training = norm_that_overflows()
+        with gradsurgeon.apply(training.model, rules, optimizer=training.optimizers) as session:
+            layer = training.model.get_submodule("0")
+            layer.register_forward_hook(lambda *_: noted.append(torch.is_anomaly_enabled()))
+            training.loop()
+            told = fields_of(session, "kind", "step", "message", rule="update")
+        return weights_of(training.model), told
+
+    plain, _ = trained(rule_file({"id": "update", "action": "norm-log", "params": "*"}))
+    weights, (finding, line) = trained(CHECKS)
+    assert equal(weights, plain)
+    assert [step for step, is_on in enumerate(noted) if is_on] == [STEPS + 11]
+    assert finding[:2] == ("check", 10)
+    assert line[:2] == ("notice", 10)
+    assert ", in forward: return large * large.square()" in line[2]
 
 
 def test_a_late_sample_does_not_call_the_gradients_since_the_last_sample_finite() -> None:
@@ -292,21 +305,8 @@ def test_checks_change_nothing() -> None:
     assert equal(*weights)
 
 
-class Flat(gradsurgeon.Check):
-    """Finds losses that stay as they are."""
-
-    def __init__(self) -> None:
-        self._seen: list[float] = []
-
-    def after_pass(self, done: Pass) -> Iterable[gradsurgeon.Finding]:
-        if done.loss is not None:
-            self._seen.append(float(done.loss))
-            if len(self._seen) == 5 and len(set(self._seen)) == 1:
-                yield gradsurgeon.Finding("flat", f"the loss has been {self._seen[0]:g} five times")
-
-
 class Measured(gradsurgeon.Check):
-    """Asks for the norms of all gradients, and counts the calls that measure them."""
+    """Asks for the norms of all gradients, counts the calls that measure them, and reports the third time."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -318,13 +318,14 @@ class Measured(gradsurgeon.Check):
             norms = update.norms([*update.grads])
         finally:
             sys.setprofile(None)
-        self.calls.append(seen.count("by_segments"))
+        self.calls.append(seen.count("_joined"))
         assert norms.tolist() == pytest.approx([float(g.norm()) for g in update.grads.values()])
-        return ()
+        if len(self.calls) == 3:
+            yield gradsurgeon.Finding("often", "norms were asked for three times")
 
 
 @pytest.mark.parametrize("trapped", [True, False])
-def test_check_gets_the_norms_that_a_trap_has_measured(*, trapped: bool) -> None:
+def test_check_of_a_user_gets_the_norms_that_a_trap_has_measured(*, trapped: bool) -> None:
     check = Measured()
 
     with forgotten_afterwards():
@@ -346,62 +347,34 @@ def test_check_gets_the_norms_that_a_trap_has_measured(*, trapped: bool) -> None
             lambda _step: model(torch.ones(2, 4)).sum(),
             3,
         )
-        assert told(training, rule_file(*rules)) == []
+        event = only(training, rule_file(*rules))
+    assert (event.rule, event.step) == ("own", 2)
+    assert "norms were asked for three times" in event.message
     assert [bool(calls) for calls in check.calls] == [not trapped] * 3
-
-
-@pytest.fixture
-def flat_rule() -> Iterator[str]:
-    """Define an action for one test."""
-    with forgotten_afterwards():
-
-        class FlatRule(gradsurgeon.CheckRule):
-            """Find losses that stay as they are."""
-
-            action: Literal["check-flat"] = "check-flat"
-
-            def compile(self) -> gradsurgeon.Examination:
-                return gradsurgeon.Examination(Flat(), self.then)
-
-        yield f"{FlatRule.__module__}:check-flat"
-
-
-def test_check_of_a_user(flat_rule: str) -> None:
-    model = nn.Linear(4, 1)
-    rule = {"id": "flat", "action": flat_rule, "params": "*", "then": "raise"}
-    ones = torch.ones(8, 4)
-    optimizer = sgd(model, 0.0)
-    training = fitted(model, optimizer, lambda _step: model(ones).sum() * 0 + 3, 10)
-    with pytest.raises(CheckError, match="the loss has been 3 five times") as caught:
-        told(training, rule_file(rule))
-    assert caught.value.step == 4
-    assert told(healthy_loops.zero_head(), rule_file(rule)) == []
-
-
-def test_report_tells_faults_and_traps_apart(tmp_path: Path) -> None:
-    training = faulty_loops.never_cleared()
-    path = tmp_path / "run"
-    with gradsurgeon.apply(training.model, CHECKS, optimizer=training.optimizers, record=path):
-        training.loop()
-    with gradsurgeon.open_run(path) as run:
-        report = gradsurgeon.report.summary(run)
-    band, words = str(report).splitlines()[:2]
-    assert band.startswith("look: step 3, rule loop: the update of step 3 used gradients")
-    assert words == "ended, checks found 1 fault"
 
 
 def test_a_loss_that_is_the_logarithm_of_a_negative_number_is_no_mean_over_nothing() -> None:
     model = nn.Linear(2, 1)
-    optimizer = sgd(model)
+
+    def loss(step: int) -> Tensor:
+        outputs: Tensor = model(torch.ones(3, 2))
+        return (outputs - 100).log().mean() if step == 8 else outputs.square().mean()
+
     rules = rule_file({"id": "loop", "action": "check-loop", "params": "*"})
-    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
-        for step in range(12):
-            outputs = model(torch.ones(3, 2))
-            loss = (outputs - 100).log().mean() if step == 8 else outputs.square().mean()
-            take_step(optimizer, loss)
-    (event,) = session.events
+    event = only(fitted(model, sgd(model), loss, 12), rules)
     assert event.step == 8
     assert event.message.endswith(
-        "the loss of step 8 (made by `mean`) was NaN although all gradients are finite. Two things are NaN with finite "
-        "gradients: a mean over nothing (an empty batch) and the logarithm of a negative number"
+        "the loss of step 8 (made by `mean`) was NaN although all gradients are finite. Its graph does not show which "
+        "operation made it: look at what it is made of"
     )
+
+
+def test_a_late_clip_of_two_models_of_one_optimizer_is_found() -> None:
+    model = perceptron()
+    params = [*model.parameters(), *nn.Linear(2, 2).parameters()]
+
+    def clip(_step: int) -> None:
+        nn.utils.clip_grad_norm_(params, 0.01)
+
+    training = fitted(model, SGD(params, 0.01), fit(model), STEPS, after=clip)
+    assert "`clip_grad_norm_` at" in only(training).message

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import data
-from small import attach, fields_of, kinds_of, steps_of, tanh_net, weights_of
+from small import attach, kinds_of, steps_of, tanh_net, weights_of
 from torch import nn
 
 from gradsurgeon import NonFiniteGradientError
@@ -60,47 +60,6 @@ def test_a_report_has_the_passes_before_the_optimizer_was_known(owned: str) -> N
     )
 
 
-def test_each_optimizer_hears_of_its_own_parameters_alone() -> None:
-    model = two_layers()
-    early = sgd(model[0].parameters())
-    with attach(model, TRAP, optimizer=early) as session:
-        backward(model, 0, spoilt="2.weight")
-        before = model[0].weight.detach().clone()
-        # The evidence on the other layer waits for its own optimizer.
-        early.step()
-        assert not torch.equal(model[0].weight, before)
-        assert session.events == []
-
-
-def test_a_flag_of_a_module_waits_for_the_optimizer_of_the_module() -> None:
-    model = two_layers()
-    early = sgd(model[0].parameters())
-    rule = {**TRAP, "modules": "2", "tensor": "output"}
-    del rule["params"]
-    with attach(model, rule, optimizer=early) as session:
-        model(torch.full((3, 4), NAN)).square().sum().backward()
-        before = model[2].weight.detach().clone()
-        sgd(model[2].parameters()).step()
-        assert torch.equal(model[2].weight, before)
-    assert fields_of(session, "kind", "step") == [
-        ("trap", 0),
-        ("skipped-step", 0),
-    ]
-
-
-def test_a_row_of_trips_goes_on_under_another_optimizer() -> None:
-    model = two_layers()
-    optimizer = sgd(model.parameters())
-    with attach(model, {**TRAP, "give_up_after": 4}, optimizer=optimizer):
-        for number in range(3):
-            backward(model, number, spoilt="0.weight")
-            optimizer = sgd(model.parameters())
-            optimizer.step()
-        backward(model, 3, spoilt="0.weight")
-        with pytest.raises(NonFiniteGradientError, match="tripped 4 times in a row"):
-            sgd(model.parameters()).step()
-
-
 def test_a_row_of_skips_of_a_scaler_goes_on_under_another_optimizer() -> None:
     model = two_layers()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
@@ -118,21 +77,6 @@ def test_a_row_of_skips_of_a_scaler_goes_on_under_another_optimizer() -> None:
             scaler.update()
     assert number == 2
     assert "the GradScaler keeps skipping (3 steps in a row)" in caught[0]
-
-
-def test_records_of_passes_before_the_optimizer_are_of_its_first_update() -> None:
-    model = two_layers()
-    early = sgd(model[0].parameters())
-    with attach(model, NORMS, optimizer=early) as session:
-        backward(model, 0)
-        backward(model, 1)
-        norms = {name: float(param.grad.norm()) for name, param in model.named_parameters()}
-        sgd(model[2].parameters()).step()
-        early.step()
-        for name, norm in norms.items():
-            ((step, recorded),) = session.history(name)
-            assert step == 0
-            assert recorded == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -153,10 +97,6 @@ def test_a_state_waits_for_optimizers_that_are_met_later(late: bool) -> None:
             backward(model, number)
             optimizer.step()
         state = session.state_dict()
-    learnt = {
-        name: state["rules"]["spikes"]["statistics"][0]["kept"][:, column]
-        for column, name in enumerate(state["rules"]["spikes"]["statistics"][0]["params"])
-    }
 
     resumed = two_layers()
     first = sgd(resumed[0].parameters())
@@ -169,12 +109,10 @@ def test_a_state_waits_for_optimizers_that_are_met_later(late: bool) -> None:
         if not late:
             first.step()
         assert session.step == 9
+        updates: list[float] = []
         for part in session.state_dict()["rules"]["spikes"]["statistics"]:
-            for column, name in enumerate(part["params"]):
-                updates, mean = part["kept"][:, column].tolist()
-                assert updates == 9.0
-                # A mean of eight norms does not jump.
-                assert mean == pytest.approx(float(learnt[name][1]), rel=0.05)
+            updates += part["kept"][0].tolist()
+        assert updates == [9.0] * 4
 
 
 def test_rows_before_the_optimizer_was_known_are_kept_though_its_steps_begin_anew() -> None:

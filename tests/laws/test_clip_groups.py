@@ -117,3 +117,32 @@ def test_lint_and_plan_say_what_a_clip_without_per_means() -> None:
     for per in ("parameter", "rule"):
         stated = rule_file({**plain, "per": per})
         assert "by itself" not in str(gradsurgeon.plan(Net(), stated))
+
+
+def test_the_plan_says_nothing_of_a_clip_without_per_beside_one_that_says_it() -> None:
+    plain = {"id": "it", "action": "clip-norm", "params": "*", "max_norm": 1.0}
+    stated = {**plain, "id": "other", "per": "rule"}
+    assert BY_ITSELF not in str(gradsurgeon.plan(Net(), rule_file(plain, stated)))
+
+
+def test_apply_says_once_what_clips_without_per_mean() -> None:
+    plain = {"action": "clip-norm", "params": "*", "max_norm": 1.0}
+    other = {**plain, "params": "*.bias", "id": "other"}
+    with pytest.warns(gradsurgeon.GradSurgeonWarning) as warned:
+        session = gradsurgeon.apply(Net(), rule_file(plain, other))
+    with session:
+        (event,) = session.events
+    text = (
+        "clips each gradient by itself, where `clip_grad_norm_` clips all by their common norm: "
+        "write `per: rule` for the common norm, or `per: parameter`"
+    )
+    assert [str(warning.message) for warning in warned] == [f"rule r0: {text}"]
+    assert (event.kind, event.rule, event.message) == ("notice", "r0", text)
+    at_backward = {**plain, "at": "backward"}
+    for meant in (
+        [{**plain, "per": "rule"}, other],
+        [{**plain, "per": "parameter"}],
+        [at_backward],
+    ):
+        with gradsurgeon.apply(Net(), rule_file(*meant)) as session:
+            assert session.events == []

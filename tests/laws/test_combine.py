@@ -13,7 +13,6 @@ import torch
 from pairs import singly
 from ranks import Json
 from several_losses import (
-    AVERAGE,
     OPTIONS,
     TRUNKS,
     Heads,
@@ -24,7 +23,6 @@ from several_losses import (
     applied,
     drawing,
     flat_grads,
-    grads_of,
     heads,
     jacobian,
     rules,
@@ -32,8 +30,9 @@ from several_losses import (
     trunk_of,
     two,
 )
-from small import equal, fields_of, messages, sgd, steps_of
+from small import equal, fields_of, fired, hold_rows, messages, sgd, steps_of, weights_of
 from torch import Tensor, nn
+from two_heads import grads_of, same
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
@@ -74,6 +73,7 @@ def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: s
     model, x = make(), torch.randn(5, 6)
     names = list(losses_of(model, x))
     matrix = jacobian(losses_of(model, x), trunk_of(model))
+    assert (matrix @ matrix.T).min() < 0
     with drawing():
         wanted = aggregator(method)(matrix)
     options = OPTIONS.get(method, {})
@@ -82,13 +82,6 @@ def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: s
         gradsurgeon.backward(losses_of(model, x))
         assert session.status()["combine"].fired == 1
     check(model, wanted)
-
-
-def test_the_losses_of_these_tests_conflict() -> None:
-    for make, losses_of in MODELS.values():
-        model, x = make(), torch.randn(5, 6)
-        matrix = jacobian(losses_of(model, x), trunk_of(model))
-        assert (matrix @ matrix.T).min() < 0
 
 
 def plainly(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
@@ -100,13 +93,6 @@ def plainly(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
     after = torch.get_rng_state()
     torch.set_rng_state(before)
     return other, after
-
-
-def same(left: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> bool:
-    return left.keys() == right.keys() and all(
-        (one is None) == (other is None) and (one is None or torch.equal(one, other))  # type: ignore[arg-type]
-        for one, other in ((left[name], right[name]) for name in left)
-    )
 
 
 @pytest.mark.filterwarnings("ignore:.*no loss is called:gradsurgeon.GradSurgeonWarning")
@@ -212,10 +198,7 @@ def test_two_rules_combine_what_each_matches() -> None:
         model.zero_grad()
         gradsurgeon.backward(two(model, x))
         torch.testing.assert_close(flat_grads(params), wanted, rtol=1e-9, atol=1e-12)
-    assert {rule: status.fired for rule, status in session.status().items()} == {
-        "low": 2,
-        "high": 2,
-    }
+    assert fired(session) == {"low": 2, "high": 2}
 
 
 def test_a_preference_counts_and_ones_give_the_sum() -> None:
@@ -306,6 +289,7 @@ def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
     session.remove()
     told = messages(session, "never-fired")
     assert told == ["no call of gradsurgeon.backward gave the loss depth"]
+    assert not any(param._backward_hooks for param in model.parameters())
 
 
 def test_a_plain_backward_pass_is_said_at_once() -> None:
@@ -322,7 +306,7 @@ def test_a_plain_backward_pass_is_said_at_once() -> None:
 def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, culprit: str) -> None:
     names = ["seg", "depth", "third"]
     model, x = heads()
-    before = copy.deepcopy(model.state_dict())
+    before = weights_of(model)
     combine = {"action": "combine", "losses": names, "method": method, **OPTIONS.get(method, {})}
     trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
     file = rules(combine)
@@ -333,10 +317,9 @@ def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, cu
     losses[culprit] = losses[culprit] * torch.tensor(float("nan"))
     gradsurgeon.backward(losses)
     optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    said = fields_of(session, "message", rule="combine")
-    assert len(said) == 1
-    assert said[0].startswith(f"the gradient of {culprit} is non-finite")
+    assert equal(before, model.parameters())
+    (said,) = fields_of(session, "message", rule="combine")
+    assert said.startswith(f"the gradient of {culprit} is non-finite")
     assert fields_of(session, "kind", rule="trap")[:1] == ["trap"]
 
 
@@ -399,33 +382,20 @@ def test_gradients_accumulate_over_calls() -> None:
     assert steps_of(session, "seg/depth", "cosine") == [0, 0, 0]
 
 
-def test_records_and_rules_after_it_see_the_combined_gradient() -> None:
-    model, x = heads()
-    file = rules(MGDA)
-    for at in ("backward", "accumulated", "step"):
-        file["rules"].append({"id": at, "action": "norm-log", "params": "trunk.0.weight", "at": at})
-    optimizer = sgd(model)
-    session = gradsurgeon.apply(model, file)
-    wanted = of_torchjd("mgda", model, x)
-    gradsurgeon.backward(two(model, x))
-    optimizer.step()
-    norm = float(wanted[: model.trunk[0].weight.numel()].norm())
-    for at in ("backward", "accumulated", "step"):
-        ((step, value),) = session.history("trunk.0.weight", rule=at)
-        assert step == 0
-        assert value == pytest.approx(norm, rel=1e-6)
-
-
 def _halve(_module: nn.Module, _args: Any, output: Tensor) -> None:
     output.register_hook(lambda grad: grad * 0.5)
 
 
-def test_module_rules_act_in_every_pass_and_record_in_one() -> None:
+def test_module_rules_act_in_every_pass_and_all_records_are_of_the_combined_gradient() -> None:
     model, x = heads()
     edited = copy.deepcopy(model)
     edited.trunk[0].register_forward_hook(_halve)
     wanted = aggregator("mgda")(jacobian(two(edited, x), trunk_of(edited)))
+    norm = float(wanted[: model.trunk[0].weight.numel()].norm())
     file = rules(MGDA)
+    points = ("backward", "accumulated", "step")
+    for at in points:
+        file["rules"].append({"id": at, "action": "norm-log", "params": "trunk.0.weight", "at": at})
     of = {"modules": "trunk.0", "tensor": "output.grad"}
     file["rules"] += [
         {"id": "half", "action": "scale", "factor": 0.5, **of},
@@ -438,9 +408,10 @@ def test_module_rules_act_in_every_pass_and_record_in_one() -> None:
     gradsurgeon.backward(two(model, x))
     check(model, wanted)
     optimizer.step()
-    fired = {rule: status.fired for rule, status in session.status().items()}
-    assert fired == {"combine": 1, "half": 1, "norms": 1, "kept": 1, "trap": fired["trap"]}
-    assert len(session.history("trunk.0", rule="norms")) == 1
+    assert set(fired(session).values()) == {1}
+    for at in points:
+        hold_rows(session.history("trunk.0.weight", rule=at), [(0, norm)], rel=1e-6)
+    assert steps_of(session, "trunk.0", rule="norms") == [0]
     assert len(session.captured("kept")) == 1
 
 
@@ -462,38 +433,6 @@ def test_rules_act_in_their_steps_and_by_their_optimizer() -> None:
         first.step()
         second.step()
     assert session.status()["combine"].fired == 2
-
-
-def test_a_gradient_penalty_is_a_loss_like_others() -> None:
-    def penalised(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        x = x.clone().requires_grad_()
-        losses = two(model, x)
-        (slope,) = torch.autograd.grad(losses["seg"], x, create_graph=True)
-        return {"seg": losses["seg"], "depth": losses["depth"] - slope.square().sum()}
-
-    model, x = heads()
-    wanted = aggregator("mgda")(jacobian(penalised(model, x), trunk_of(model)))
-    applied(model, MGDA)
-    gradsurgeon.backward(penalised(model, x))
-    check(model, wanted)
-
-
-def test_two_models_with_a_session_each() -> None:
-    models, x = [Heads(), Heads()], torch.randn(5, 6)
-
-    def joint() -> dict[str, Tensor]:
-        one, other = (two(model, x) for model in models)
-        return {"seg": one["seg"] + other["seg"], "depth": one["depth"] * other["depth"]}
-
-    wanted = [
-        aggregator(method)(jacobian(joint(), trunk_of(model)))
-        for method, model in zip(("mgda", "pcgrad"), models, strict=True)
-    ]
-    for method, model in zip(("mgda", "pcgrad"), models, strict=True):
-        applied(model, {"action": "combine", "method": method})
-    gradsurgeon.backward(joint())
-    for model, one in zip(models, wanted, strict=True):
-        check(model, one)
 
 
 def test_one_parameter_under_two_models() -> None:
@@ -520,29 +459,10 @@ def test_two_sessions_that_combine_one_gradient_are_refused_by_name() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_an_optimizer_in_the_backward_pass_steps_once() -> None:
-    model, x = heads()
-    wanted = of_torchjd("mgda", model, x)
-    before = [param.detach().clone() for param in trunk_of(model)]
-    optimizers: dict[Tensor, torch.optim.SGD] = {
-        param: torch.optim.SGD([param], lr=1.0) for param in model.parameters()
-    }
-
-    def step(param: Tensor) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    combined(model, x)
-    moved = torch.cat([(a - b).flatten() for a, b in zip(before, trunk_of(model), strict=True)])
-    torch.testing.assert_close(moved, wanted, rtol=1e-6, atol=1e-9)
-
-
 def test_an_overflow_reaches_the_scaler() -> None:
     torch.set_default_dtype(torch.float32)
     model, x = heads()
-    before = copy.deepcopy(model.state_dict())
+    before = weights_of(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     optimizer = sgd(model)
     applied(model, {"action": "combine", "method": "upgrad"})
@@ -550,18 +470,7 @@ def test_an_overflow_reaches_the_scaler() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**126
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_parameters_are_rounded_once(dtype: torch.dtype) -> None:
-    model, x = Heads().to(dtype), torch.randn(5, 6).to(dtype)
-    matrix = jacobian(two(model, x), trunk_of(model)).double()
-    wanted = aggregator("mgda")(matrix)
-    combined(model, x)
-    found = flat_grads(trunk_of(model))
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, wanted.to(dtype), rtol=1e-2, atol=1e-4)
+    assert equal(before, model.parameters())
 
 
 @pytest.mark.parametrize("rule", [{"action": "conflict"}, MGDA])
@@ -588,20 +497,6 @@ def test_what_an_activation_keeps_is_the_gradient_of_one_pass(rule: Json) -> Non
     torch.testing.assert_close(found, plain)
     torch.testing.assert_close(apart_too, 2 * apart)
     assert Tensor.retain_grad is original
-
-
-def test_it_leaves_no_trace() -> None:
-    model, x = heads()
-    session = applied(model, MGDA)
-    hooks = [param._backward_hooks for param in model.parameters()]  # nobody else tells
-    assert hooks == [None] * len(hooks)
-    gradsurgeon.backward(two(model, x))
-    session.remove()
-    assert [param._backward_hooks for param in model.parameters()] == hooks  # as above
-    model.zero_grad()
-    other, _ = plainly(model, x)
-    gradsurgeon.backward(two(model, x))
-    assert same(grads_of(model), grads_of(other))
 
 
 def test_losses_are_given_by_name_and_are_one_number_each() -> None:
@@ -635,35 +530,6 @@ def test_a_method_that_follows_the_scale_takes_true_units(by_hand: bool) -> None
     else:
         gradsurgeon.backward(losses, scaler=scaler)
     torch.testing.assert_close(flat_grads(trunk_of(model)) / 2**10, wanted, rtol=1e-3, atol=1e-5)
-
-
-def test_a_closure_may_run_it_several_times() -> None:
-    model, x = heads()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    session = applied(model, {"action": "combine", **AVERAGE})
-    other = copy.deepcopy(model)
-    reference = torch.optim.LBFGS(other.parameters(), lr=0.1, max_iter=3)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        losses = two(model, x)
-        gradsurgeon.backward(losses)
-        return losses["seg"] + losses["depth"]
-
-    def plainly() -> Tensor:
-        reference.zero_grad()
-        first, second = two(other, x).values()
-        (first + second).backward()
-        for param in trunk_of(other):
-            assert param.grad is not None
-            param.grad /= 2
-        return first + second
-
-    optimizer.step(closure)
-    reference.step(plainly)
-    for one, wanted in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-9)
-    assert session.status()["combine"].fired > 1
 
 
 @pytest.mark.slow
@@ -707,53 +573,30 @@ def test_losses_that_all_but_cancel_are_combined(weight: float, dtype: torch.dty
 MANY = [f"loss {number}" for number in range(12)]
 
 
-def weights(seed: int, *, calls: int = 1, steps: int = 1, start: int = 0) -> list[float]:
-    """Return the weights of one loss under two rules that draw, rule by rule, in all calls of some steps.
-
-    Of so many losses that oppose each other there are so many orders that hardly two give the same weights.
-    """
-    torch.manual_seed(0)
+@pytest.mark.filterwarnings("ignore:.*combines the losses of each backward pass")
+def test_numbers_follow_from_the_seed_the_rule_the_step_and_the_call() -> None:
     model, x = heads()
     directions = torch.randn(len(MANY), 8)
     optimizer = sgd(model, 0.0)
-    torch.manual_seed(seed)
-    given = [
-        {"id": rule, "action": "combine", "method": "pcgrad", "losses": MANY, "params": params}
-        for rule, params in (("one", "trunk.0.*"), ("other", "trunk.2.*"))
-    ]
-    found: list[list[Any]] = [[], []]
-    with applied(model, *given, start_step=start) as session:
-        for _ in range(steps):
-            for _ in range(calls):
-                losses = (model.trunk(x) @ directions.T).sum(0)
-                gradsurgeon.backward(dict(zip(MANY, losses, strict=True)))
-                for rule, row in zip(("one", "other"), found, strict=True):
-                    row.append(session.history(MANY[0], "weight", rule=rule)[-1][1])
+
+    def losses() -> dict[str, Tensor]:
+        return dict(zip(MANY, (model.trunk(x) @ directions.T).sum(0), strict=True))
+
+    matrix = jacobian(losses(), trunk_of(model))
+    found = []
+    rule = {"id": "one", "action": "combine", "method": "pcgrad", "losses": MANY}
+    with applied(model, rule, start_step=1):
+        for step in (1, 2):
+            for call in (0, 1):
+                with drawing("one", step, call):
+                    wanted = aggregator("pcgrad")(matrix)
+                model.zero_grad()
+                gradsurgeon.backward(losses())
+                check(model, wanted)
+                found.append(float(wanted.sum()))
             optimizer.step()
-    return [value for row in found for value in row]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*combines the losses of each backward pass")
-def test_the_weights_follow_from_the_seed_the_rule_the_step_and_the_call() -> None:
-    found = weights(1, calls=3, steps=2)
-    assert len(set(found)) == 2 * 3 * 2
-    assert found == weights(1, calls=3, steps=2)
-    assert not set(found) & set(weights(2, calls=3, steps=2))
-
-
-def test_a_training_that_goes_on_draws_what_it_would_have_drawn() -> None:
-    one, _, other, _ = weights(1, steps=2)
-    assert weights(1) == [one, other]
-    assert weights(1, start=1) == [weights(1, steps=2)[1], weights(1, steps=2)[3]]
-
-
-def test_the_numbers_of_the_script_are_those_without_rules() -> None:
-    model, x = heads()
-    before = torch.get_rng_state()
-    with applied(model, {"action": "combine", "method": "pcgrad"}):
-        gradsurgeon.backward(two(model, x))
-    assert torch.equal(torch.get_rng_state(), before)
+    # Of so many losses that oppose each other there are so many orders that hardly two give the same weights.
+    assert len(set(found)) == 4
 
 
 @pytest.mark.filterwarnings("ignore:.*combines the losses of each backward pass")
@@ -780,8 +623,9 @@ def test_what_another_thread_draws_meanwhile_never_comes_again() -> None:
     assert len(set(drawn)) == len(drawn) >= 500
 
 
-def test_another_default_device_changes_nothing() -> None:
+def test_another_default_device_changes_nothing_and_the_script_draws_its_own_numbers() -> None:
     model, x = heads()
+    before = torch.get_rng_state()
     found: list[list[Tensor | None]] = []
     for device in ("cpu", "meta"):
         model.zero_grad()
@@ -794,3 +638,4 @@ def test_another_default_device_changes_nothing() -> None:
                 torch.set_default_device(None)
         found.append([param.grad for param in trunk_of(model)])
     assert equal(*found)
+    assert torch.equal(torch.get_rng_state(), before)

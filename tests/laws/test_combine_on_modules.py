@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
-import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from pairs import singly
 from ranks import Json
 from several_losses import AVERAGE, OPTIONS, aggregator, drawing
-from small import equal, sgd, steps_of, take_step, weights_of
+from small import equal, fields_of, messages, sgd, steps_of, take_step, weights_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -41,7 +39,7 @@ from two_heads import (
 )
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonError, GradSurgeonWarning, Session
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.actions._methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("doubles")
@@ -98,15 +96,6 @@ def test_each_method_equals_that_of_torchjd_on_the_features(method: str, heads: 
     assert session.status()["combine"].fired == 1
 
 
-def test_the_gradients_of_these_tests_conflict() -> None:
-    for model in (two_heads()[0], many_heads(2)[0], many_heads(4)[0]):
-        parts = losses(model(torch.randn(5, 6)))
-        matrix = jacobian(parts, model.features)
-        assert (matrix @ matrix.T).min() < 0
-        plain_sum = by_hand(model, parts, lambda rows: rows.sum(0))
-        assert not close(by_hand(model, parts, drawn_by("pcgrad")), plain_sum)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rule", "mode"),
@@ -133,9 +122,14 @@ def test_what_does_not_act_leaves_every_bit(rule: Json, mode: Any, dtype: torch.
         assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_conflict_sees_what_came_and_one_view_serves_all_rules() -> None:
+def test_records_are_of_what_came_and_one_view_serves_all_rules() -> None:
     model, x = two_heads()
-    seg, depth = jacobian(losses(model(x)), model.features)
+    matrix = jacobian(losses(model(x)), model.features)
+    seg, depth = matrix
+    wanted = pytest.importorskip("torchjd.aggregation").MGDAWeighting()(matrix @ matrix.T)
+    off = ((wanted - 1) @ matrix).norm() / matrix.sum(0).norm()
+    ratio = float(seg.norm() / depth.norm())
+    assert cosine(seg, depth) < 0
     views = []
     model.seg_head.register_forward_pre_hook(lambda _, args: views.append(args[0]))
     for order in ((MGDA, CONFLICT), (CONFLICT, MGDA)):
@@ -144,49 +138,26 @@ def test_conflict_sees_what_came_and_one_view_serves_all_rules() -> None:
         with applied(model, *order) as session:
             loss(model(x)).backward()
             pair = "seg_head/depth_head"
-            ratio = float(seg.norm() / depth.norm())
             assert session.latest(pair, "cosine") == pytest.approx(cosine(seg, depth), rel=1e-5)
             assert session.latest(pair, "ratio") == pytest.approx(ratio, rel=1e-5)
+            weights = [session.latest(name, "weight") for name in HEADS]
+            assert weights == pytest.approx(wanted.tolist(), rel=1e-5)
+            assert session.latest("combined", "distance") == pytest.approx(float(off), rel=1e-5)
+            assert session.status()["combine"].changed == 1
             # The head's view, the one that all of them have, and the trunk.
             node = views[0].grad_fn.next_functions[0][0].next_functions[0][0]
             assert node is model.features.grad_fn
 
 
-def test_what_combine_records() -> None:
-    model, x = two_heads()
-    matrix = jacobian(losses(model(x)), model.features)
-    wanted = pytest.importorskip("torchjd.aggregation").MGDAWeighting()(matrix @ matrix.T)
-    session = applied(model, MGDA)
-    loss(model(x)).backward()
-    for name, weight in zip(HEADS, wanted.tolist(), strict=True):
-        ((_, found),) = session.history(name, "weight")
-        assert found == pytest.approx(weight, rel=1e-5)
-    off = ((wanted - 1) @ matrix).norm() / matrix.sum(0).norm()
-    ((_, distance),) = session.history("combined", "distance")
-    assert distance == pytest.approx(float(off), rel=1e-5)
-    assert session.status()["combine"].changed == 1
-
-
-def test_two_rules_on_two_pairs_of_heads() -> None:
-    model, x = many_heads(4)
+def test_two_rules_on_two_pairs_of_heads_and_no_rule_on_the_fifth_head() -> None:
+    model, x = many_heads(5)
     rows = jacobian(losses(model(x)), model.features)
-    wanted = aggregator("mgda")(rows[:2]) + aggregator("upgrad")(rows[2:])
+    wanted = aggregator("mgda")(rows[:2]) + aggregator("upgrad")(rows[2:4]) + rows[4]
     applied(
         model,
         {**MGDA, "id": "first", "modules": "heads.{0..1}"},
         {"action": "combine", "method": "upgrad", "id": "last", "modules": "heads.{2..3}"},
     )
-    outs = model(x)
-    model.features.retain_grad()
-    loss(outs).backward()
-    torch.testing.assert_close(model.features.grad.flatten(), wanted)  # type: ignore[union-attr]
-
-
-def test_other_consumers_of_the_features_are_added_as_they_are() -> None:
-    model, x = many_heads(3)
-    rows = jacobian(losses(model(x)), model.features)
-    wanted = aggregator("mgda")(rows[:2]) + rows[2]
-    applied(model, {**MGDA, "modules": "heads.{0..1}"})
     outs = model(x)
     model.features.retain_grad()
     loss(outs).backward()
@@ -210,16 +181,6 @@ def test_rules_on_other_gradients_keep_their_place() -> None:
     gradsurgeon.apply(model, file)
     loss(model(x)).backward()
     assert close(grads_of(model), wanted)
-
-
-def test_a_gradient_that_is_not_finite_arrives_in_the_sum() -> None:
-    model, x = two_heads()
-    session = applied(model, PCGRAD)
-    outs = model(x)
-    (outs[0].square().sum() * float("inf") + outs[1].sum()).backward()
-    assert not model.trunk[0].weight.grad.isfinite().any()
-    (event,) = [event for event in session.events if event.rule == "combine"]
-    assert event.message.startswith("the gradient of seg_head is non-finite")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -252,15 +213,17 @@ def test_a_pass_that_has_failed_leaves_nothing_to_the_next() -> None:
         value.backward(retain_graph=True)
     handle.remove()
     model.zero_grad()
-    value.backward()
-    assert close(grads_of(model), wanted)
+    # torch lets a pass through a kept graph go through once more.
+    for passes in (1, 2):
+        value.backward(retain_graph=True)
+        assert close(grads_of(model), {name: passes * grad for name, grad in wanted.items()})
 
 
 # --- which tensors ------------------------------------------------------------------------------------
 
 
 class Several(nn.Module):
-    """Heads that take two tensors in a structure, of which they share both, and one that is their own."""
+    """Heads that take two tensors in a structure, and share both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,50 +234,35 @@ class Several(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         self.low = self.trunk(x)
         self.high = self.low.tanh()
-        self.own = [self.low * 2.0, self.low * 3.0]
-        heads = (self.seg_head, self.depth_head)
-        return [
-            head({"low": self.low, "hidden": self.high}, own=own)
-            for head, own in zip(heads, self.own, strict=True)
-        ]
+        given = {"low": self.low, "hidden": self.high}
+        return [self.seg_head(given), self.depth_head(given)]
 
 
 class Takes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.low, self.high, self.own = (nn.Linear(8, 2) for _ in range(3))
+        self.low = nn.Linear(8, 2)
+        self.high = nn.Linear(8, 2)
 
-    def forward(self, given: dict[str, Tensor], own: Tensor) -> Any:
-        return self.low(given["low"]) + self.high(given["hidden"]).tanh() * self.own(own)
+    def forward(self, given: dict[str, Tensor]) -> Any:
+        return self.low(given["low"]) + self.high(given["hidden"]).tanh()
 
 
 @pytest.mark.parametrize("tensor", ["input.grad", "input[0].hidden.grad", "input.given.low.grad"])
 def test_each_shared_tensor_is_combined_by_itself(tensor: str) -> None:
     model, x = Several(), torch.randn(5, 6)
 
-    def seen() -> list[Tensor]:
-        outs = model(x)
-        of = [model.low, model.high, *model.own]
-        grads: list[Tensor] = []
-        for one in of:
-            one.retain_grad()
-        loss(outs).backward()
-        for one in of[1:]:  # the gradient of the lowest one is also what comes from the others
-            assert one.grad is not None
-            grads.append(one.grad.flatten())
-        return [*grads, model.trunk.weight.grad.clone()]  # type: ignore[union-attr]
-
-    before = seen()
-    parts = losses(model(x))
-    rows = jacobian(parts, model.high)
+    rows = jacobian(losses(model(x)), model.high)
+    loss(model(x)).backward()
+    before = grads_of(model)
     model.zero_grad()
     session = applied(model, {**MGDA, "tensor": tensor})
-    after = seen()
-    high = tensor != "input.given.low.grad"
-    torch.testing.assert_close(after[0], aggregator("mgda")(rows) if high else before[0])
-    assert torch.equal(after[1], before[1])
-    assert torch.equal(after[2], before[2])
-    assert not torch.allclose(after[3], before[3])
+    outs = model(x)
+    model.high.retain_grad()
+    loss(outs).backward()
+    wanted = rows.sum(0) if tensor == "input.given.low.grad" else aggregator("mgda")(rows)
+    torch.testing.assert_close(model.high.grad.flatten(), wanted)
+    assert not torch.allclose(grads_of(model)["trunk.weight"], before["trunk.weight"])
     assert session.status()["combine"].fired == (2 if tensor == "input.grad" else 1)
 
 
@@ -360,7 +308,7 @@ def test_what_one_module_sends_back_is_one_gradient(kind: str) -> None:
 # --- passes that lack something -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["not called", "no loss", "detached", "no gradient"])
+@pytest.mark.parametrize("kind", ["not called", "no loss", "detached", "no gradient", "kept graph"])
 def test_one_head_alone_in_a_pass_is_ordinary(kind: str) -> None:
     model, x = two_heads()
 
@@ -375,6 +323,9 @@ def test_one_head_alone_in_a_pass_is_ordinary(kind: str) -> None:
             with torch.no_grad():
                 depth = model.depth_head(features)
             loss([model.seg_head(features), depth]).backward()
+        elif kind == "kept graph":
+            # The output of the other head is gone: nothing can come from it any more.
+            model(x)[0].square().sum().backward(retain_graph=True)
         else:
             outs = model(x)
             outs[0].square().sum().backward()
@@ -387,21 +338,6 @@ def test_one_head_alone_in_a_pass_is_ordinary(kind: str) -> None:
     assert session.status()["combine"].fired == 0
     loss(model(x)).backward()
     assert session.status()["combine"].fired == 1
-
-
-def test_batches_that_are_interleaved() -> None:
-    model, x, y = *two_heads(), torch.randn(5, 6)
-    wanted = [by_hand(model, losses(model(one)), drawn_by("mgda")) for one in (x, y)]
-    session = applied(model, MGDA)
-    # Both forwards of the trunk first, then each head on either.
-    low, high = model.trunk(x), model.trunk(y)
-    segs = [model.seg_head(low), model.seg_head(high)]
-    depths = [model.depth_head(low), model.depth_head(high)]
-    for k in (1, 0):
-        loss([segs[k], depths[k]]).backward()
-        assert close(grads_of(model), wanted[k])
-        model.zero_grad()
-    assert session.status()["combine"].fired == 2
 
 
 def test_one_parameter_is_what_all_heads_take() -> None:
@@ -472,36 +408,27 @@ def test_named_losses_and_shared_features_together() -> None:
 # --- memory -------------------------------------------------------------------------------------------
 
 
-def tensors_alive() -> int:
-    gc.collect()
-    return sum(1 for one in gc.get_objects() if isinstance(one, Tensor))
-
-
 @pytest.mark.parametrize("kind", ["no_grad", "inference", "grad", "raises"])
 def test_forward_passes_without_a_backward_leave_nothing(kind: str) -> None:
     model, x = two_heads()
     session = applied(model, PCGRAD, CONFLICT)
     mode: Any = {"no_grad": torch.no_grad(), "inference": torch.inference_mode()}
-    seen: list[weakref.ref[Any]] = []
-    counts = []
     gc.disable()
     try:
-        for _ in range(4):
+        for _ in range(2):
             with mode.get(kind, torch.enable_grad()):
                 outs = model(x)
                 if kind == "raises":
                     with pytest.raises(RuntimeError, match="stop"):
                         outs[0].register_hook(stop)
                         loss(outs).backward()
-            seen.append(weakref.ref(model.features))
+            features = weakref.ref(model.features)
             del outs, model.features
-            # Not one waits for the collector.
-            assert seen[-1]() is None
-            counts.append(tensors_alive())
+            # None waits for the collector.
+            assert features() is None
             model.zero_grad()
     finally:
         gc.enable()
-    assert counts[-1] == counts[1]
     assert session.status()["combine"].fired == 0
 
 
@@ -528,25 +455,22 @@ def in_place() -> nn.Module:
     return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 3))
 
 
-def test_a_head_that_writes_to_its_input_and_comes_first() -> None:
-    """The other one takes what it has written: not the same tensor."""
-    model, x = TwoHeads(in_place()), torch.randn(5, 6)
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_head_that_writes_to_its_input(comes_first: bool) -> None:
+    """If it comes first, the other one takes what it has written: not the same tensor."""
+    seg: nn.Module = in_place()
+    depth: nn.Module = nn.Sequential(nn.Tanh(), nn.Linear(16, 3))
+    if not comes_first:
+        seg, depth = depth, seg
+    model, x = TwoHeads(seg, depth), torch.randn(5, 6)
     model.trunk = nn.Linear(6, 16)
     wanted = plain(model, x)
     session = applied(model, PCGRAD)
-    with pytest.warns(GradSurgeonWarning, match="seg_head took a tensor that was written in place"):
+    text = "seg_head took a tensor that was written in place"
+    with pytest.warns(GradSurgeonWarning, match=text) if comes_first else nullcontext():
         loss(model(x)).backward()
     assert same(grads_of(model), wanted)
     assert session.status()["combine"].fired == 0
-
-
-def test_a_head_that_writes_to_its_input_and_comes_last() -> None:
-    model, x = TwoHeads(nn.Sequential(nn.Tanh(), nn.Linear(16, 3)), in_place()), torch.randn(5, 6)
-    model.trunk = nn.Linear(6, 16)
-    wanted = plain(model, x)
-    applied(model, PCGRAD)
-    loss(model(x)).backward()
-    assert same(grads_of(model), wanted)
 
 
 def test_a_head_that_is_one_operation_in_place_is_said() -> None:
@@ -578,17 +502,14 @@ def test_separate_passes_are_refused() -> None:
 def test_separate_passes_are_told_of_where_a_rule_only_looks_on(rule: Json) -> None:
     model, x = two_heads()
     other = copy.deepcopy(model)
-    applied(model, rule, mode="observe")
+    session = applied(model, rule, mode="observe")
+    text = rf"rule {rule['action']}.*: depth_head took a tensor together with seg_head"
     for one in (other, model):
         seg, depth = losses(one(x))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with nullcontext() if one is other else pytest.warns(GradSurgeonWarning, match=text):
             seg.backward(retain_graph=True)
             depth.backward()
-    said = caught[0]
-    assert len({str(one.message) for one in caught}) == 1
-    assert f"rule {rule['action']}" in str(said.message)
-    assert "depth_head took a tensor together with seg_head" in str(said.message)
+    assert len(fields_of(session, "message", rule=rule["action"])) == 1
     assert same(grads_of(model), grads_of(other))
 
 
@@ -602,25 +523,6 @@ def test_a_second_pass_that_brings_the_rest_is_refused() -> None:
     with pytest.raises(GradSurgeonError, match=r"seg_head took .* not the first one"):
         depth.backward()
     del x
-
-
-def test_a_second_pass_of_both_heads_is_ordinary() -> None:
-    model, x = two_heads()
-    wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
-    applied(model, MGDA)
-    value = loss(model(x))
-    value.backward(retain_graph=True)
-    value.backward()
-    assert close(grads_of(model), {name: 2 * grad for name, grad in wanted.items()})
-
-
-def test_a_graph_that_is_kept_while_a_head_is_not_used() -> None:
-    """The output of the other head is gone: nothing can come from it any more."""
-    model, x = two_heads()
-    applied(model, PCGRAD)
-    value = model(x)[0].square().sum()
-    value.backward(retain_graph=True)
-    assert model.trunk[0].weight.grad is not None
 
 
 def test_a_pass_that_is_to_be_differentiated_is_refused() -> None:
@@ -748,20 +650,23 @@ def test_an_overflow_reaches_the_scaler() -> None:
     model, x = two_heads()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    applied(model, PCGRAD)
+    session = applied(model, PCGRAD)
     before = weights_of(model)
     outs = model(x)
     scaler.scale(loss([outs[0] * float("inf"), outs[1]])).backward()
+    assert not model.trunk[0].weight.grad.isfinite().any()
     scaler.step(optimizer)
     scaler.update()
     assert equal(before, model.parameters())
     assert scaler.get_scale() == 1.0
+    (said,) = fields_of(session, "message", rule="combine")
+    assert said.startswith("the gradient of seg_head is non-finite")
 
 
 # --- torch.func, copies, an end -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["grad", "vmap", "jacrev", "is_grads_batched"])
+@pytest.mark.parametrize("kind", ["vmap", "jacrev", "is_grads_batched"])
 def test_transforms_leave_alone(kind: str) -> None:
     model, x = two_heads()
 
@@ -770,15 +675,14 @@ def test_transforms_leave_alone(kind: str) -> None:
 
     def run() -> Any:
         params = dict(model.named_parameters())
-        if kind == "grad":
-            return torch.func.grad(value)(params, x)["trunk.0.weight"]
         if kind == "jacrev":
             return torch.func.jacrev(value)(params, x)["trunk.0.weight"]
         if kind == "vmap":
             each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0))
             return each(params, x.unsqueeze(1))["trunk.0.weight"]
         outs = model(x)
-        seeds = [torch.randn(3, *out.shape, generator=generator()) for out in outs]
+        torch.manual_seed(0)
+        seeds = [torch.randn(3, *out.shape) for out in outs]
         weight = model.trunk[0].weight
         return torch.autograd.grad(outs, weight, seeds, is_grads_batched=True)[0]
 
@@ -788,73 +692,29 @@ def test_transforms_leave_alone(kind: str) -> None:
         assert torch.equal(run(), wanted)
 
 
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def test_copies_have_no_rules() -> None:
-    model, x = two_heads()
-    wanted = plain(model, x)
-    session = applied(model, MGDA)
-    outs = model(x)  # a graph is there
-    kept, model.features = model.features, None  # type: ignore[assignment] # torch copies no inner tensors
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    copies.append(torch.load(file, weights_only=False))
-    for one in copies:
-        assert not any(module._forward_pre_hooks for module in one.modules())
-        loss(one(x)).backward()
-        assert same(grads_of(one), wanted)
-    loss(outs).backward()
-    assert session.status()["combine"].fired == 1
-    del kept
-
-
 @pytest.mark.parametrize("moment", ["before", "between"])
 @pytest.mark.parametrize("how", ["remove", "pause"])
 def test_no_rule_acts_any_more(how: str, moment: str) -> None:
     model, x = two_heads()
     wanted = plain(model, x)
-    hooks = [dict(vars(module)) for module in model.modules()]
     session = applied(model, MGDA)
     outs = model(x) if moment == "between" else None
     if how == "remove":
         session.remove()
-        model.features = None  # type: ignore[assignment]
-        for module, before in zip(model.modules(), hooks, strict=True):
-            assert vars(module)["_forward_pre_hooks"] == before["_forward_pre_hooks"]
-        loss(outs or model(x)).backward()
     else:
         session.pause()
-        loss(outs or model(x)).backward()
-        session.resume()
+    loss(outs or model(x)).backward()
     assert same(grads_of(model), wanted)
     assert session.status()["combine"].fired == 0
+    assert not any(module._forward_pre_hooks for module in model.modules()) or how == "pause"
     if how == "pause":
+        session.resume()
         model.zero_grad()
         loss(model(x)).backward()
         assert session.status()["combine"].fired == 1
 
 
 # --- steps --------------------------------------------------------------------------------------------------
-
-
-def test_every_other_step() -> None:
-    model, x = two_heads()
-    optimizer = sgd(model)
-    session = applied(model, {**MGDA, "steps": {"every": 2}})
-    for step in range(4):
-        optimizer.zero_grad()
-        model.features = None  # type: ignore[assignment] # torch copies no inner tensors
-        session_off = copy.deepcopy(model)
-        method = drawn_by("mgda") if step % 2 == 0 else lambda rows: rows.sum(0)
-        wanted = by_hand(session_off, losses(session_off(x)), method)
-        loss(model(x)).backward()
-        assert close(grads_of(model), wanted)
-        optimizer.step()
-    assert steps_of(session, "seg_head", "weight") == [0, 2]
 
 
 def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
@@ -876,18 +736,6 @@ def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
 # --- nothing is silent -----------------------------------------------------------------------------------------
 
 
-def why(session: Session, rule: str = "combine") -> str:
-    session.remove()
-    (event,) = [one for one in session.events if one.kind == "never-fired" and one.rule == rule]
-    return event.message
-
-
-def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
-    optimizer = sgd(model, 0.01)
-    for _ in range(steps):
-        take_step(optimizer, run())
-
-
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
 @pytest.mark.parametrize("kind", ["different tensors", "in turn"])
 def test_heads_whose_gradients_never_meet(kind: str) -> None:
@@ -900,9 +748,12 @@ def test_heads_whose_gradients_never_meet(kind: str) -> None:
             return losses(model(x))[next(turn) % 2]
         return loss([model.seg_head(model.trunk(x)), model.depth_head(model.trunk(x).sin())])
 
-    train(model, run)
-    text = "no two of the modules the rule matched sent gradients back to one tensor"
-    assert text in why(session)
+    optimizer = sgd(model, 0.01)
+    for _ in range(4):
+        take_step(optimizer, run())
+    session.remove()
+    (said,) = messages(session, "never-fired")
+    assert "no two of the modules the rule matched sent gradients back to one tensor" in said
 
 
 @pytest.mark.slow

@@ -86,6 +86,11 @@ def test_editing_waits_for_nothing() -> None:
     assert session.events == []
 
 
+def test_a_fingerprint_waits_for_nothing() -> None:
+    session = train("gradsurgeon:fingerprint@1")
+    assert session.events == []
+
+
 def test_many_rows_per_step_wait_for_nothing() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(200))).cuda()
     optimizer = sgd(model, 0.01)

@@ -35,13 +35,16 @@ TOGETHER = [
     "spike-trap",
     "spike-trap, skip-step",
 ]
-ON_MODULES = [*rule_sets.on_modules()]
+ON_MODULES = [*rule_sets.on_modules(), rule_sets.FINGERPRINT]
 # Whose work grows with the tensors, one after the other: at most so many operations for each.
 PER_TENSOR = {
     "norm-log at backward": 1,
+    # Input, output and its gradient of each layer.
+    rule_sets.FINGERPRINT: 3,
     "norm-log on every module's output": 1,
     "norm-log on every module's output.grad": 1,
     "norm-log on every module's input.grad": 1,
+    "nan-trap on every module's output": 1,
     "capture at accumulated": 1,
     "capture at backward": 1,
     "capture at step": 1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, step, train
 from pairs import singly
 from ranks import Json
-from small import attach, equal, kinds_of, rule_file, sgd
+from small import attach, equal, rule_file
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
@@ -46,23 +45,6 @@ def test_one_that_fails_is_an_event_and_training_is_the_same(
             assert run.events == session.events
 
 
-def test_one_that_fails_is_told_while_the_training_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(delivery, "_INTERVAL", 0.01)
-    model = make()
-    optimizer = frozen(model)
-    with (
-        pytest.warns(GradSurgeonWarning, match="the sink Kept has failed"),
-        gradsurgeon.apply(model, ONLY_NORMS, sinks=[Kept(scalars=fail)]) as session,
-    ):
-        deadline = time.monotonic() + 10
-        while not session.events and time.monotonic() < deadline:
-            step(model, optimizer)
-            time.sleep(0.01)
-        assert kinds_of(session) == ["notice"]
-
-
 def test_one_that_blocks_is_left_alone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "_PATIENCE", 0.2)
     alone, _ = train()
@@ -76,20 +58,6 @@ def test_one_that_blocks_is_left_alone_at_the_end(monkeypatch: pytest.MonkeyPatc
     assert took < 15
     assert equal(weights, alone)
     assert len(session.events) == 1
-
-
-def test_what_waits_for_one_that_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_PATIENCE", 0.2)
-    monkeypatch.setattr(delivery, "_MOST_WAITING", 2)
-    released = threading.Event()
-    sink = Kept(text=lambda: released.wait(30))
-    # Both are said.
-    with (
-        pytest.warns(GradSurgeonWarning, match="has not ended after"),
-        pytest.warns(GradSurgeonWarning, match="cannot keep up: the oldest rows are left out"),
-    ):
-        train(sink)
-    released.set()
 
 
 @pytest.mark.slow
@@ -136,23 +104,6 @@ def test_one_that_is_behind_gets_the_worst_of_several_steps(
     assert math.isnan(curve[29])
 
 
-@pytest.mark.slow
-def test_several_that_block_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_PATIENCE", 1.0)
-    released = threading.Event()
-    sinks = [Kept(scalars=lambda: released.wait(30)) for _ in range(3)]
-    model = make()
-    session = gradsurgeon.apply(model, ONLY_NORMS, sinks=sinks)
-    optimizer = sgd(model)
-    model(torch.ones(5, 3)).sum().backward()
-    optimizer.step()
-    begin = time.monotonic()
-    with pytest.warns(GradSurgeonWarning, match="it is left alone"):
-        session.remove()
-    assert time.monotonic() - begin < 2.5
-    released.set()
-
-
 @pytest.mark.parametrize("replaced", [False, True])
 def test_ctrl_c_while_it_waits_for_one_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, replaced: bool
@@ -175,14 +126,3 @@ def test_ctrl_c_while_it_waits_for_one_leaves_nothing_behind(
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     with gradsurgeon.open_run(tmp_path / "run") as run:
         assert run.states == {0: "finished"}
-
-
-def test_a_warning_that_is_an_error_leaves_nothing_behind() -> None:
-    model = make()
-    session = gradsurgeon.apply(model, ONLY_NORMS, sinks=[Kept(scalars=fail)])
-    step(model, frozen(model))
-    with warnings.catch_warnings(), pytest.raises(GradSurgeonWarning):
-        warnings.simplefilter("error")
-        session.remove()
-    assert not registry.find(model)
-    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())

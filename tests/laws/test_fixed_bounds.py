@@ -2,173 +2,91 @@
 
 from __future__ import annotations
 
-import io
 import math
-import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from laws.test_spike_trap import Leaves, passed, rule, series, trained
 from ranks import Json
-from small import kinds_of, messages, rule_file, sgd
-from torch import nn
+from running_bounds import AutoClip
+from small import attach, fields_of, messages
 
-import gradsurgeon
-from gradsurgeon import GradientSpikeError, GradSurgeonWarning, Session
+from gradsurgeon import GradientSpikeError, GradSurgeonWarning
+from gradsurgeon.actions._bounds import autoclip as autoclip_bound
 
-
-class Leaves(nn.Module):
-    """Parameters whose gradients the test gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.zeros(3))
-        self.w = nn.Parameter(torch.zeros(6))
+WINDOW: Any = {"percentile": 70, "window": 20}
 
 
-def rule(above: Any, **options: Any) -> Json:
-    return {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, **options}
-
-
-def series(number: int = 260) -> list[float]:
-    """Return norms that rise by a factor of ten, with noise and some spikes."""
-    generator = np.random.default_rng(0)
-    norms = np.exp(generator.normal(size=number) / 2) * np.linspace(1, 10, number)
-    norms[number // 2] *= 30
-    norms[number - 20] *= 100
-    return [float(norm) for norm in norms]
-
-
-def train(
-    above: Any, norms: Sequence[float], state: Json | None = None, **options: Any
-) -> tuple[Session, list[float]]:
-    """Train with gradients of these norms over `v` and `w`; return how far each update moved the weights."""
-    model = Leaves()
-    optimizer = sgd(model, 1.0)
-    moved = []
-    with (
-        warnings.catch_warnings(),
-        gradsurgeon.apply(model, rule_file(rule(above, **options)), optimizer=optimizer) as session,
-    ):
-        warnings.simplefilter("ignore", GradSurgeonWarning)
-        if state is not None:
-            session.load_state_dict(state)
-        for norm in norms:
-            with torch.no_grad():
-                model.v.zero_()
-                model.w.zero_()
-            optimizer.zero_grad()
-            ((model.v.sum() + model.w.sum()) * (norm / 3)).backward()
-            optimizer.step()
-            whole = torch.cat([model.v, model.w]).detach().double()
-            moved.append(float(whole.norm()))
-    return session, moved
-
-
-def autoclip(norms: Sequence[float], percentile: float, window: int) -> list[float]:
-    """Clip by hand: `autoclip` of the paper, with a window."""
-    history: list[float] = []
-    clipped = []
-    for norm in norms:
-        if math.isfinite(norm):
-            history.append(norm)
-        last = history[-window:]
-        bound = math.inf
-        if len(last) >= min(window, 100):
-            bound = float(np.percentile(last, percentile))
-        clipped.append(min(norm, bound))
-    return clipped
-
-
-@pytest.mark.parametrize(("percentile", "window"), [(99, 1000), (90, 120), (50, 10)])
-def test_a_percentile_is_autoclip_by_hand(percentile: float, window: int) -> None:
-    norms = series()
-    _, moved = train({"percentile": percentile, "window": window}, norms)
-    wanted = autoclip(norms, percentile, window)
-    assert moved == pytest.approx(wanted, rel=1e-4)
-    assert sum(cut < norm for cut, norm in zip(wanted, norms, strict=True)) > 5
+@pytest.mark.parametrize(
+    ("percentile", "window", "per"),
+    # Both gradients have the same share of each norm, and so the same percentile of it.
+    [(99, 1000, "rule"), (90, 120, "rule"), (50, 10, "rule"), (70, 20, "parameter")],
+)
+def test_a_percentile_is_autoclip_by_hand(percentile: float, window: int, per: str) -> None:
+    norms = series(260)
+    session, reached = trained({"percentile": percentile, "window": window}, norms, per=per)
+    by_hand = AutoClip(percentile, window)
+    assert reached == pytest.approx([passed(by_hand, norm) for norm in norms], rel=1e-4)
+    spikes = messages(session, "spike")
+    assert len(spikes) > 5
+    if window == 10:
+        assert spikes[0] == (
+            "over 2 gradients the norm 1.17 is above 0.979 (percentile 50 of the last 10 values, this one included): cut to 0.979"
+        )
 
 
 @pytest.mark.parametrize("then", ["skip-step", "warn"])
 def test_norms_enter_also_where_the_update_is_skipped_so_the_bound_can_rise(then: str) -> None:
     """A bound that learnt only from what it lets through would skip for ever once norms have doubled."""
     norms = [*np.linspace(1, 1.1, 20), *np.linspace(2, 2.2, 20)]
-    above = {"percentile": 80, "window": 10}
     patience: Json = {"give_up_after": "never"} if then == "skip-step" else {}
-    session, moved = train(above, norms, then=then, **patience)
-    wanted = autoclip(norms, 80, 10)
-    spikes = [cut < norm for cut, norm in zip(wanted, norms, strict=True)]
-    assert 5 < sum(spikes) < 40
-    assert kinds_of(session).count("spike") == sum(spikes)
-    resting = [step for step, way in enumerate(moved) if way == 0.0]
-    skipped = [step for step, is_spike in enumerate(spikes) if is_spike]
-    assert resting == (skipped if then == "skip-step" else [])
-
-
-def test_norms_that_are_not_finite_do_not_enter() -> None:
-    healthy = series(60)
-    faulty = [norm for one in healthy for norm in (math.inf, one, math.nan)]
-    above = {"percentile": 70, "window": 20}
-    (one, moved), (other, among) = (train(above, norms) for norms in (healthy, faulty))
-    assert among[1::3] == moved
-    (left,), (right,) = (of.state_dict()["rules"]["spikes"]["statistics"] for of in (one, other))
-    assert torch.equal(left["kept"], right["kept"])
-
-
-def test_each_gradient_has_a_window_of_its_own() -> None:
-    norms = series(60)
-    above = {"percentile": 70, "window": 20}
-    _, moved = train(above, norms, per="parameter")
-    # Both parameters have the same share of each norm, and so the same percentile of it.
-    assert moved == pytest.approx(autoclip(norms, 70, 20), rel=1e-4)
-
-
-def test_a_resumed_window_is_an_unbroken_one() -> None:
-    norms = series(50)
-    above = {"percentile": 70, "window": 20}
-    _, whole = train(above, norms)
-    parts: list[float] = []
-    state = None
-    for first, last in ((0, 13), (13, 31), (31, 50)):
-        session, moved = train(above, norms[first:last], state)
-        parts += moved
-        file = io.BytesIO()
-        torch.save(session.state_dict(), file)
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
-    assert parts == whole
+    session, _ = trained({"percentile": 80, "window": 10}, norms, then=then, **patience)
+    by_hand = AutoClip(80, 10)
+    spikes = [step for step, norm in enumerate(norms) if passed(by_hand, norm) < norm]
+    assert 5 < len(spikes) < 40
+    assert fields_of(session, "step", kind="spike") == spikes
+    skipped = fields_of(session, "step", kind="skipped-step")
+    assert skipped == (spikes if then == "skip-step" else [])
 
 
 def test_a_window_of_another_length_restarts_and_is_named() -> None:
-    session, _ = train({"percentile": 70, "window": 20}, series(30))
-    state = session.state_dict()
-    others = rule_file(rule({"percentile": 70, "window": 30}))
+    session, _ = trained(WINDOW, series(30))
     with (
-        gradsurgeon.apply(Leaves(), others) as other,
+        attach(Leaves(5, 6), rule({**WINDOW, "window": 30})) as other,
         pytest.warns(GradSurgeonWarning, match="`percentile of 20`.*`percentile of 30`.*restarts"),
     ):
-        other.load_state_dict(state)
+        other.load_state_dict(session.state_dict())
 
 
 def test_a_norm_is_a_bound_from_the_first_update_on() -> None:
     norms = [30.0, 5.0, 10.0, 10.5, math.inf, 2.0]
-    session, moved = train({"norm": 10}, norms)
-    assert moved[:4] == pytest.approx([10.0, 5.0, 10.0, 10.0])
+    session, reached = trained({"norm": 10}, norms)
+    assert reached[:4] == pytest.approx([10.0, 5.0, 10.0, 10.0])
     assert messages(session, "spike") == [
         "over 2 gradients the norm 30 is above 10 (the fixed bound of the rule): cut to 10",
         "over 2 gradients the norm 10.5 is above 10 (the fixed bound of the rule): cut to 10",
     ]
-    _, moved = train({"norm": 10}, norms, then="skip-step")
-    assert [way > 0 for way in moved] == [False, True, True, False, False, True]
+    session, _ = trained({"norm": 10}, norms, then="skip-step")
+    assert fields_of(session, "step", kind="skipped-step") == [0, 3, 4]
     with pytest.raises(GradientSpikeError, match=r"the norm 30 is above 10 \(the fixed bound"):
-        train({"norm": 10}, norms, then="raise")
+        trained({"norm": 10}, norms, then="raise")
 
 
-def test_an_event_quotes_the_percentile_and_how_many_norms_it_is_of() -> None:
-    session, _ = train({"percentile": 50, "window": 10}, series(30))
-    text = messages(session, "spike")[0]
-    assert text == (
-        "over 2 gradients the norm 300 is above 2.34 (percentile 50 of the last 10 norms, this one included): cut to 2.34"
-    )
+@pytest.mark.parametrize("percentile", [0.5, 20, 49, 51, 80, 99.5])
+def test_a_percentile_is_the_quantile_of_the_norms_that_each_tensor_has(percentile: float) -> None:
+    """Tensors that came later, or were not finite, have fewer norms in their windows."""
+    window = 30
+    bound = autoclip_bound(percentile, window)
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.zeros(2 + window, 3, dtype=torch.float64)
+    by_hand = [AutoClip(percentile, window) for _ in range(3)]
+    for step in range(80):
+        norms = torch.randn(3, generator=generator).exp().round(decimals=1).double()
+        norms[1] = norms[1] if step % 3 else math.inf
+        norms[2] = norms[2] if step > 45 else math.nan
+        let, kept = bound.advance(kept, norms)
+        wanted = [one.passes(norm) for one, norm in zip(by_hand, norms.tolist(), strict=True)]
+        assert let.tolist() == pytest.approx(wanted, nan_ok=True)
+    assert kept[0].tolist() == [one.number for one in by_hand]

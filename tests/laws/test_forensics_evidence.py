@@ -123,22 +123,6 @@ def test_a_constant_that_the_format_rounds_to_zero_is_named() -> None:
     assert any("1e-12" in text and "float16" in text for text in diagnosis.cause.evidence)
 
 
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad * float("nan")
-
-
-def test_a_function_whose_backward_multiplies_by_nan_is_named_with_its_line() -> None:
-    diagnosis = diagnosed(Net(Scaled.apply), batch())
-    assert (diagnosis.where, diagnosis.module) == ("backward", "body")
-    assert any("test_forensics_evidence" in str(line) for line in diagnosis.lines), str(diagnosis)
-
-
 def test_where_two_infinities_meet_both_are_named() -> None:
     def both(x: Tensor) -> Tensor:
         return (x.abs() * 1e4).exp() + (x * 0).log()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -68,16 +68,6 @@ def test_healthy_training_goes_on(case: str) -> None:
             take_step(optimizer, mean(model(batch(number))))
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_pass() -> None:
-    model = nn.Linear(3, 3)
-    optimizer = sgd(model)
-    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
-    with gradsurgeon.apply(model, TRAP, optimizer=optimizer):
-        sum(part.sum() for part in model(nested).unbind()).backward()
-        optimizer.step()
-
-
 # The right culprit.
 
 
@@ -90,20 +80,6 @@ def repaired(x: Tensor) -> Tensor:
 def with_a_healthy_mask(x: Tensor) -> Tensor:
     mask = torch.ones(4, 4).tril().log()
     return linear(x)[:4].sqrt() + mask
-
-
-def two_slices(x: Tensor) -> Tensor:
-    both = torch.zeros(2, *x.shape)
-    both[0] = linear(x).sqrt()
-    both[1].masked_fill_(torch.ones_like(x, dtype=torch.bool), -INF)
-    return both[0]
-
-
-def dropped_row(x: Tensor) -> Tensor:
-    rows = torch.zeros(2, *x.shape)
-    rows[0] = x.detach().log()
-    rows[1] = linear(x).sqrt()
-    return rows[1]
 
 
 def filled_later(x: Tensor) -> Tensor:
@@ -128,8 +104,6 @@ CULPRITS = (
     repaired,
     masked,
     with_a_healthy_mask,
-    two_slices,
-    dropped_row,
     filled_later,
     complex_numbers,
 )
@@ -170,15 +144,6 @@ def test_a_pole_is_no_overflow(act: Callable[[Tensor], Tensor]) -> None:
     assert brief(diagnosis)[5] == "mathematics"
 
 
-def test_parts_of_a_model_are_told_apart() -> None:
-    parts = nn.ModuleDict({"encoder": nn.Linear(4, 4), "decoder": Net(torch.sqrt)})
-    optimizer = sgd(parts)
-    with stopped(parts) as diagnoses:
-        mean(parts["decoder"](parts["encoder"](batch()))).backward()
-        optimizer.step()
-    assert brief(diagnoses[0])[2:5] == ("forward", "decoder.body", "aten.sqrt")
-
-
 def test_gradients_that_the_script_has_changed_are_not_laid_on_the_model() -> None:
     model = Net(lambda x: torch.where(x > 0, x.sqrt(), x))
 
@@ -215,7 +180,7 @@ def test_two_passes_through_one_output() -> None:
         (out - out).sqrt().sum().backward(retain_graph=True)
         out.sum().backward()
         optimizer.step()
-    assert diagnoses[0].where == "output gradient"
+    assert (diagnoses[0].where, diagnoses[0].node) == ("backward", "SqrtBackward0")
 
 
 def test_an_infinity_that_may_be_meant_leaves_a_doubt() -> None:
@@ -324,6 +289,17 @@ def test_what_the_loss_was_given_is_told_from_what_its_operations_made() -> None
     assert (diagnosis.where, diagnosis.name) == ("loss input", name)
 
 
+def test_a_weight_of_a_network_inside_the_loss_is_no_result_of_the_operation_before() -> None:
+    judge = nn.Linear(2, 3).requires_grad_(False)
+    judge.weight[1, 0] = NAN
+    diagnosis = diagnosed(Net(), batch(), loss=lambda out: judge(out.relu()).sum())
+    name = "the second matrix of AddmmBackward0"
+    assert (diagnosis.where, diagnosis.name) == ("loss input", name)
+    weight = judge.weight.requires_grad_()
+    diagnosis = diagnosed(Net(), batch(), loss=lambda out: (out.relu() @ weight.T).sum())
+    assert (diagnosis.where, diagnosis.name) == ("loss input", "the input of PermuteBackward0")
+
+
 # What a replay puts back.
 
 
@@ -333,6 +309,7 @@ class Moving(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)
+        self.norm = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.3))
         self.average = torch.zeros(2)
         self.last = torch.zeros(6, 2)
         self.recent: deque[int] = deque([1, 2], maxlen=2)
@@ -354,7 +331,9 @@ class Moving(nn.Module):
         self.counts["new"].append(1)
         self.nested["inner"][0]["calls"] += 1
         self.array += 1
-        out: Tensor = self.linear(x) * (self.drawn() + sum(self.recent) + float(self.array.sum()))
+        out: Tensor = self.norm(self.linear(x)) * (
+            self.drawn() + sum(self.recent) + float(self.array.sum())
+        )
         out = out + self.average + self.last
         self.last = out.detach()
         self.average.mul_(0.9).add_(self.last.mean(0))
@@ -369,15 +348,25 @@ def _moved(*, forensics: bool) -> list[Any]:
     model = Moving()
     optimizer = sgd(model, 0.01)
     rule = {**RULE, "then": "skip-step", "forensics": forensics}
+    hook = model.linear.register_forward_hook(lambda *_: None)
+    drawn = []
     with attach(model, rule, optimizer=optimizer) as session:
         for _ in range(4):
-            take_step(optimizer, mean(model(batch())))
+            optimizer.zero_grad()
+            mean(model(batch())).backward()
+            grads = [param.grad for param in model.parameters()]
+            # The replay begins with the random numbers of the call, and the training goes on with later ones.
+            drawn.append(float(torch.rand(())))
+            optimizer.step()
+            assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+            drawn.append(float(torch.rand(())))
         (message,) = messages(session, "trap")
+    assert list(model.linear._forward_hooks) == [hook.id]
     # It runs as the third call would: what it has kept of Python has moved on, which is said.
     assert ("not reproduced" in message) is forensics
-    tensors = [model.linear.weight, model.average, model.last]
+    tensors = [*model.state_dict().values(), model.average, model.last]
     kept = [list(model.recent), dict(model.counts), model.nested, model.array.tolist()]
-    return [*[tensor.tolist() for tensor in tensors], *kept, model.drawn()]
+    return [*[tensor.tolist() for tensor in tensors], *kept, model.drawn(), drawn]
 
 
 def test_what_a_module_keeps_of_itself_is_put_back() -> None:
@@ -520,50 +509,28 @@ def test_a_step_that_feeds_several_optimizers_is_run_again_for_each(
 @pytest.mark.parametrize("several", [False, True])
 def test_calls_are_let_go_of_at_the_next_call(several: bool) -> None:
     model = linears(4, 4, 2)
-    parts = model if several else [model]
-    optimizers = [sgd(part) for part in parts]
-    kept: list[bool] = []
+    optimizers = [sgd(part) for part in (model if several else [model])]
+
+    def called() -> weakref.ref[Tensor]:
+        given = batch()
+        mean(model(given)).backward()
+        return weakref.ref(given)
+
     with gradsurgeon.apply(model, TRAP, optimizer=optimizers):
-        given = batch()
-        alive = weakref.ref(given)
-        mean(model(given)).backward()
-        del given
+        first = called()
         for optimizer in optimizers:
-            kept.append(alive() is not None)
+            assert first() is not None
             optimizer.step()
-        kept.append(alive() is not None)
-        given = batch()
-        alive = weakref.ref(given)
-        mean(model(given)).backward()
-        del given
+        assert first() is not None
+        second = called()
         optimizers[0].step()
-        kept.append(alive() is not None)
+        assert second() is not None
         with torch.no_grad():
             model(batch())
-        kept.append(alive() is not None)
-    assert kept == [True, *[True] * len(optimizers), True, False]
+        assert second() is None
 
 
 # What cannot be written.
-
-
-class Frozen(MutableMapping[str, int]):
-    """A configuration that nobody may write to."""
-
-    def __getitem__(self, key: str) -> int:
-        return {"width": 1}[key]
-
-    def __setitem__(self, key: str, value: int = 0) -> None:
-        raise TypeError("this configuration is read-only")
-
-    def __delitem__(self, key: str) -> None:
-        raise TypeError("this configuration is read-only")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["width"])
-
-    def __len__(self) -> int:
-        return 1
 
 
 class OnlyGrows(deque[int]):
@@ -589,7 +556,7 @@ class Counts(Net):
     "held",
     [
         lambda: np.frombuffer(b"abcd", dtype=np.uint8),
-        lambda: [np.broadcast_to(np.ones(1), (2, 3)), {"more": Frozen()}],
+        lambda: [np.broadcast_to(np.ones(1), (2, 3))],
         lambda: MappingProxyType({"a": [1]}),
         OnlyGrows,
     ],
@@ -686,25 +653,24 @@ def test_a_count_of_calls_is_no_evidence() -> None:
     assert (diagnosis.certainty, diagnosis.reasons[0]) == ("partial", _NOTHING)
 
 
-@pytest.mark.parametrize("layers", [nn.BatchNorm1d, nn.LayerNorm])
-@pytest.mark.parametrize("calls", [1, 3])
-def test_a_running_mean_is_evidence(layers: type[nn.Module], calls: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), layers(4), Drops(lambda: 1.0, finite=False))
-    diagnosis = diagnosed(model, *map(batch, range(calls)), loss=lambda out: mean(out["out"]))
-    assert diagnosis.micro_batch == 1
-    assert diagnosis.reasons == (() if layers is nn.BatchNorm1d else (_NOTHING,))
-
-
-def test_a_running_mean_that_is_another_is_no_evidence() -> None:
-    norm = nn.BatchNorm1d(4)
+@pytest.mark.parametrize(
+    ("layers", "calls", "added"),
+    [(nn.BatchNorm1d, 1, 0), (nn.BatchNorm1d, 3, 0), (nn.BatchNorm1d, 1, 1), (nn.LayerNorm, 3, 0)],
+)
+def test_a_running_mean_is_evidence_unless_it_is_another(
+    layers: type[nn.Module], calls: int, added: int
+) -> None:
+    norm = layers(4)
     model = nn.Sequential(nn.Linear(4, 4), norm, Drops(lambda: 1.0, finite=False))
     diagnosis = diagnosed(
         model,
-        batch(),
+        *map(batch, range(calls)),
         loss=lambda out: mean(out["out"]),
-        before_step=lambda: [buffer.add_(1) for buffer in norm.buffers()],
+        before_step=lambda: [buffer.add_(added) for buffer in norm.buffers()],
     )
-    assert diagnosis.reasons == (_NOTHING,)
+    assert diagnosis.micro_batch == 1
+    is_evidence = layers is nn.BatchNorm1d and not added
+    assert diagnosis.reasons == (() if is_evidence else (_NOTHING,))
 
 
 # Gradients that the script takes for itself.
@@ -733,10 +699,9 @@ def attack(model: nn.Module, x: Tensor) -> Tensor:
     return (mean(model(x.detach())) - 1e9).sqrt()
 
 
-def test_a_gradient_penalty_is_said_not_to_be_run_again() -> None:
+def test_a_gradient_penalty_is_blamed_by_its_graph() -> None:
     diagnosis = with_own_gradients(torch.tanh, penalty)
-    assert (diagnosis.certainty, diagnosis.where) == ("not reproduced", "")
-    assert "(a gradient penalty)" in diagnosis.reasons[0]
+    assert brief(diagnosis) == ("partial", "Inf", "backward", "", "aten.sqrt", "mathematics")
 
 
 def test_gradients_of_inputs_alone_are_no_gradients_of_the_step() -> None:
@@ -749,15 +714,3 @@ def test_gradients_of_inputs_alone_are_no_gradients_of_the_step() -> None:
 def test_what_such_a_model_has_made_itself_is_blamed() -> None:
     diagnosis = with_own_gradients(torch.log, penalty)
     assert brief(diagnosis)[1:5] == ("NaN", "forward", "body", "aten.log")
-
-
-def test_the_state_of_numpy_is_never_an_earlier_one() -> None:
-    np.random.seed(0)  # noqa: NPY002 # what scripts draw from
-    states = []
-    for _ in range(4):
-        states.append(RandomState.now())
-        np.random.normal()  # noqa: NPY002 # every other one waits from the draw before
-    after = np.random.normal()  # noqa: NPY002 # the fifth
-    for number, state in enumerate(states):
-        state.set()
-        assert [np.random.normal() for _ in range(5 - number)][-1] == after  # noqa: NPY002 # the same

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
-from laws.test_forensics import TRAP, Net, batch, diagnosed, fault
+from laws.test_forensics import Net, batch, diagnosed, fault, stopped
 from small import take_step
 from torch import Tensor, nn
 
-import gradsurgeon
 from gradsurgeon.common.diagnosis import Cause
 
 INF = float("inf")
@@ -63,6 +62,12 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, str]] = {
         "aten.linalg_inv_ex",
         False,
         "torch.eye",
+    ),
+    "equal eigenvalues": (
+        lambda x: x @ torch.linalg.eigh(torch.eye(4) + (x.T @ x) * 0)[1],
+        "aten.div_",
+        True,
+        "vectors of equal values have no derivative",
     ),
 }  # fmt: skip
 
@@ -132,20 +137,24 @@ def test_an_overflow_is_sent_to_a_format_that_holds_the_result(
     assert (cause.fault, cause.advice) == ("overflow", f"{remedy}{WIDER[dtype]}")
 
 
-def test_a_result_beyond_float32_is_sent_to_float64() -> None:
-    cause = why(lambda x: x.pow(20), 1e4, torch.float16)
-    assert cause.advice == "scale the input down before it, or run it in float64"
-
-
-def test_an_overflow_in_every_format_is_sent_to_none() -> None:
-    cause = why(lambda x: x.pow(99), 1e6, torch.float32)
-    assert (cause.fault, cause.advice) == ("overflow", "scale the input down before it")
+@pytest.mark.parametrize(
+    ("power", "number", "dtype", "advice"),
+    [
+        (20, 1e4, torch.float16, "scale the input down before it, or run it in float64"),
+        (99, 1e6, torch.float32, "scale the input down before it"),
+    ],
+)
+def test_an_overflow_beyond_float32_is_sent_to_float64_or_to_no_format(
+    power: int, number: float, dtype: torch.dtype, advice: str
+) -> None:
+    cause = why(lambda x: x.pow(power), number, dtype)
+    assert (cause.fault, cause.advice) == ("overflow", advice)
 
 
 @pytest.mark.parametrize("number", [800.0, 1e22])
 def test_an_exponential_of_any_large_number_is_an_overflow(number: float) -> None:
     cause = why(torch.exp, number, torch.bfloat16)
-    remedy = "subtract the maximum before the exponential, or clamp the input"
+    remedy = "subtract the maximum before the exponential, or `clamp(max=10)` the input"
     assert (cause.fault, cause.advice) == ("overflow", remedy)
     assert cause.evidence[0].endswith(
         "in float64 the result is Inf as well, and finite for smaller numbers"
@@ -174,17 +183,34 @@ def test_integers_that_are_divided_by_0_have_the_remedy_of_a_division() -> None:
 def test_weights_that_adam_broke_in_half_precision_point_at_the_update_before() -> None:
     model = nn.Linear(4, 2).half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # eps=1e-8 is 0 in float16
-    with (
-        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
-        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
-    ):
+    with stopped(model, optimizer=optimizer) as diagnoses:
         for _ in range(2):
             take_step(optimizer, model(batch().half()).float().square().mean() * 0.0001)
-    error = caught.value
-    assert error.step == 1
-    assert isinstance(error.diagnosis, gradsurgeon.Diagnosis)
-    assert (error.diagnosis.where, error.diagnosis.name) == ("weight", "weight")
-    cause = error.diagnosis.cause
-    assert cause is not None
-    assert cause.fault == "bad input"
-    assert "the update before" in cause.advice
+    (diagnosis,) = diagnoses
+    assert (diagnosis.step, diagnosis.where, diagnosis.name) == (1, "weight", "weight")
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.fault == "bad input"
+    assert "the update before" in diagnosis.cause.advice
+
+
+def test_the_largest_leap_of_magnitudes_is_named() -> None:
+    diagnosis = diagnosed(Net(lambda x: (x.abs() * 0 + 40).exp() * 1e30 * x.sign()), batch())
+    (leap,) = [line for line in str(diagnosis).splitlines() if "leaps" in line]
+    assert leap == "  the magnitude leaps most in body: aten.exp: 40 to 2.35e+17"
+
+
+@pytest.mark.parametrize(
+    ("loss", "remedy"),
+    [
+        (lambda out: out.abs().mean() * 1e38 * 1e3, "scale the input down before it"),
+        (lambda out: (out.abs().mean() * 0).reciprocal(), "a division by 0"),
+    ],
+    ids=["product", "pole"],
+)
+def test_a_loss_that_is_infinite_has_the_remedy_of_its_fault(
+    loss: Callable[[Tensor], Tensor], remedy: str
+) -> None:
+    diagnosis = diagnosed(Net(), batch(), loss=loss)
+    assert (diagnosis.what, diagnosis.where) == ("Inf", "forward")
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.advice.startswith(remedy)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import gc
-import io
 import logging
-import sys
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from models import same
-from small import attach, rule_file, sgd
+from small import attach, rule_file, sgd, take_step, weights_of
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
-from gradsurgeon.tensors import _backward_calls
 
 RULES = rule_file(
     {"id": "contributions", "action": "norm-log", "params": "*", "at": "backward"},
@@ -51,6 +47,10 @@ def forward(model: nn.Module) -> Any:
     return model(torch.ones(2, 3)).sum()
 
 
+def frames(stack: traceback.StackSummary) -> list[str]:
+    return [f"{one.filename}:{one.name}" for one in stack]
+
+
 def by_grad(model: nn.Module) -> None:
     torch.autograd.grad(forward(model), list(model.parameters()))
 
@@ -74,21 +74,16 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Tanh())
 
 
-def stack(frame: FrameType | None) -> list[str]:
-    return [f"{one.filename}:{one.name}" for one in traceback.extract_stack(frame)]
-
-
-def stacks_of_a_hook(model: nn.Module, run: Callable[[nn.Module], object]) -> list[list[str]]:
+def stacks_of_a_hook(model: Any, run: Callable[[nn.Module], object]) -> list[list[str]]:
     """Return the stack at each call of a hook that stands on the output of the last layer."""
     stacks: list[list[str]] = []
 
     def look(_module: nn.Module, _args: object, out: Tensor) -> None:
         if out.requires_grad:
-            out.register_hook(lambda _: stacks.append(stack(sys._getframe())))
+            out.register_hook(lambda _: stacks.append(frames(traceback.extract_stack())))
 
-    handle = model[1].register_forward_hook(look)  # type: ignore[index]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    handle = model[1].register_forward_hook(look)
+    with warnings.catch_warnings(action="ignore"):
         run(model)
     handle.remove()
     return stacks
@@ -107,27 +102,30 @@ def test_a_hook_has_the_stack_that_it_has_without(name: str, model: nn.Module) -
 def test_an_error_in_backward_has_the_frames_that_it_has_without(
     handled: bool, model: nn.Module
 ) -> None:
-    def frames() -> list[str]:
-        with pytest.raises(ValueError, match="of the script") as caught:
-            if handled:
-                try:
-                    NOTHING["before"]
-                except KeyError:
-                    Bad.apply(model(torch.ones(2, 3))).sum().backward()
-            else:
-                Bad.apply(model(torch.ones(2, 3))).sum().backward()
-        assert isinstance(caught.value.__context__, KeyError) is handled
-        return [f"{one.filename}:{one.name}" for one in traceback.extract_tb(caught.tb)]
-
-    plain = frames()
-    with gradsurgeon.apply(model, RULES) as session:
-        assert frames() == plain
-        assert not session.status()["trap"].fired
-        # A pass that ends well is not taken for one that failed because an error is being handled.
+    def while_handled(run: Callable[[], object]) -> None:
         try:
             NOTHING["before"]
         except KeyError:
-            forward(model).backward()
+            run()
+
+    def fail() -> None:
+        Bad.apply(model(torch.ones(2, 3))).sum().backward()
+
+    def failed() -> list[str]:
+        with pytest.raises(ValueError, match="of the script") as caught:
+            if handled:
+                while_handled(fail)
+            else:
+                fail()
+        assert isinstance(caught.value.__context__, KeyError) is handled
+        return frames(traceback.extract_tb(caught.tb))
+
+    plain = failed()
+    with gradsurgeon.apply(model, RULES) as session:
+        assert failed() == plain
+        assert not session.status()["trap"].fired
+        # A pass that ends well is not taken for one that failed because an error is being handled.
+        while_handled(forward(model).backward)
         assert session.status()["norms"].fired == 2
 
 
@@ -140,43 +138,26 @@ def test_a_warning_in_backward_names_the_line_of_the_script(model: nn.Module) ->
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.DEBUG])
-def test_torch_logs_the_nodes_that_run_as_it_would(level: int, model: nn.Module) -> None:
-    logger = logging.getLogger("torch.autograd.graph")
-    before = (logger.level, logger.propagate)
-    written = io.StringIO()
-    handler = logging.StreamHandler(written)
-    logger.addHandler(handler)
-    logger.propagate = False
-    logger.setLevel(level)
-    try:
+def test_torch_logs_the_nodes_that_run_as_it_would(
+    level: int, model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(level, "torch.autograd.graph"):
         forward(model).backward()
-        plain = written.getvalue().count("Executing:")
+        plain = caplog.text.count("Executing:")
         with attach(model, *RULES["rules"][:1]):
             forward(model).backward()
-        assert written.getvalue().count("Executing:") == 2 * plain
-        assert (plain > 0) is (level == logging.DEBUG)
-    finally:
-        logger.removeHandler(handler)
-        logger.level, logger.propagate = before
-
-
-def test_rules_act_where_torch_calls_no_pair_of_functions(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_backward_calls, "_logs_nodes", False)
-    run = vars(torch.autograd)["_engine_run_backward"]
-    with gradsurgeon.apply(model, RULES) as session:
-        forward(model).backward()
-        assert session.status()["contributions"].fired == 2
-    assert vars(torch.autograd)["_engine_run_backward"] is run
+    assert caplog.text.count("Executing:") == 2 * plain
+    assert (plain > 0) is (level == logging.DEBUG)
 
 
 def test_an_error_of_a_rule_after_the_pass_is_alone(model: nn.Module) -> None:
     rules = rule_file({**RULES["rules"][2], "then": "raise"})
-    with gradsurgeon.apply(model, rules), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(gradsurgeon.NonFiniteGradientError) as caught:
-            (forward(model) * float("nan")).backward()
+    with (
+        gradsurgeon.apply(model, rules),
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
+    ):
+        (forward(model) * float("nan")).backward()
     assert caught.value.__context__ is None
     # What torch keeps for a running pass must not outlive it: the process would abort when the thread ends.
     is_kept = getattr(torch._C, "_is_key_in_tls", lambda _: False)
@@ -218,14 +199,11 @@ def loss_of(model: nn.Module) -> Tensor:
     return loss
 
 
-def bound_by_hand(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
-
-
 def held_against_hooks(case: Callable[[nn.Sequential], list[Tensor]]) -> None:
-    by_hand, by_rule = make(), make()
-    bound_by_hand(by_hand)
+    by_hand = make()
+    by_rule = make()
+    for param in by_hand.parameters():
+        param.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
     expected = case(by_hand)
     with attach(by_rule, BOUND):
         found = case(by_rule)
@@ -233,12 +211,8 @@ def held_against_hooks(case: Callable[[nn.Sequential], list[Tensor]]) -> None:
     assert same(found, expected)
 
 
-def copies(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
-
-
 def grads_of(model: nn.Module) -> list[Tensor]:
-    return [param.grad for param in model.parameters() if param.grad is not None]
+    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
 class Inside(torch.autograd.Function):
@@ -273,7 +247,7 @@ def test_a_step_within_the_pass_consumes_what_rules_have_edited() -> None:
         for _ in range(2):
             stopped(model, step).backward()
             step()
-        return copies(list(model.parameters()))
+        return weights_of(model)
 
     held_against_hooks(case)
 
@@ -282,7 +256,7 @@ def test_a_hook_on_one_parameter_finds_the_others_edited() -> None:
     def case(model: nn.Sequential) -> list[Tensor]:
         found: list[Tensor] = []
         first = next(model.parameters())
-        first.register_post_accumulate_grad_hook(lambda _: found.extend(copies(grads_of(model))))
+        first.register_post_accumulate_grad_hook(lambda _: found.extend(grads_of(model)))
         loss_of(model).backward()
         return found
 
@@ -290,10 +264,10 @@ def test_a_hook_on_one_parameter_finds_the_others_edited() -> None:
 
 
 def test_a_hook_on_a_parameter_without_rules_finds_the_others_edited() -> None:
-    model, found = make(), list[Tensor]()
-    next(model.parameters()).register_post_accumulate_grad_hook(
-        lambda _: found.extend(copies(grads_of(model)[-2:]))
-    )
+    model = make()
+    found = list[Tensor]()
+    first = next(model.parameters())
+    first.register_post_accumulate_grad_hook(lambda _: found.extend(grads_of(model)[-2:]))
     with attach(model, {**BOUND, "params": "4.*"}):
         loss_of(model).backward()
     assert found
@@ -307,7 +281,7 @@ def test_a_pass_that_raises_leaves_edited_gradients() -> None:
 
         with pytest.raises(MemoryError):
             stopped(model, fail).backward()
-        return copies(grads_of(model))
+        return grads_of(model)
 
     held_against_hooks(case)
 
@@ -318,7 +292,7 @@ def test_a_model_that_is_trained_within_the_pass_of_another_is_edited_there() ->
 
         def train() -> None:
             loss_of(model).backward()
-            found.extend(copies(grads_of(model)))
+            found.extend(grads_of(model))
 
         stopped(make(), train).backward()
         return found
@@ -329,9 +303,9 @@ def test_a_model_that_is_trained_within_the_pass_of_another_is_edited_there() ->
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_sessions_that_share_parameters_see_one_another_s_edits(order: tuple[int, int]) -> None:
     model = make()
-    log = {"id": "log", "action": "norm-log", "params": "*", "at": "accumulated", "stats": ["linf"]}
-    wanted = [(model[0], rule_file(log)), (model, rule_file(BOUND))]
-    sessions = [gradsurgeon.apply(*wanted[number]) for number in order]
+    log = {"id": "log", "action": "norm-log", "params": "*", "stats": ["linf"]}
+    wanted: list[tuple[nn.Module, Any]] = [(model[0], log), (model, BOUND)]
+    sessions = [attach(*wanted[number]) for number in order]
     loss_of(model).backward()
     ((_, largest),) = sessions[order.index(0)].history("weight", "linf")
     for session in sessions:
@@ -342,13 +316,11 @@ def test_sessions_that_share_parameters_see_one_another_s_edits(order: tuple[int
 def test_a_rule_that_saw_nothing_keeps_its_last_step() -> None:
     model = make()
     optimizer = sgd(model)
-    both = rule_file({**BOUND, "params": "0.*"}, {**BOUND, "id": "last", "params": "4.*"})
-    with gradsurgeon.apply(model, both) as session:
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model[0](torch.ones(1, 4)).sum().backward()
-        optimizer.step()
+    first = {**BOUND, "params": "0.*"}
+    last = {**BOUND, "id": "last", "params": "4.*"}
+    with attach(model, first, last) as session:
+        take_step(optimizer, loss_of(model))
+        take_step(optimizer, model[0](torch.ones(1, 4)).sum())
         status = session.status()
     assert (status["bound"].last_step, status["last"].last_step) == (1, 0)
 
@@ -364,27 +336,15 @@ def test_captured_contributions_come_in_the_order_of_the_pass() -> None:
     assert len(names) == 6
 
 
-def test_a_paused_session_lets_a_script_without_an_optimizer_accumulate() -> None:
-    model = make()
-    half = {"id": "half", "action": "scale", "params": "*", "at": "step", "factor": 0.5}
-    with attach(model, half) as session:
-        loss_of(model).backward()
-        edited = copies(grads_of(model))
-        session.pause()
-        loss_of(model).backward()
-    for sum_, first in zip(grads_of(model), edited, strict=True):
-        assert torch.allclose(sum_, 3 * first)
-
-
 def test_a_gradient_that_is_taken_away_within_a_pass_is_edited() -> None:
-    model, taken = nn.Linear(3, 3), list[Tensor]()
-    node = get_gradient_edge(model.weight).node
+    model = nn.Linear(3, 3)
+    taken = list[Any]()
 
     def take(*_: object) -> None:
-        assert model.weight.grad is not None
         taken.append(model.weight.grad)
         model.weight.grad = None
 
+    node = get_gradient_edge(model.weight).node
     node.register_hook(take)
     rule = {"id": "half", "action": "scale", "params": "*", "at": "backward", "factor": 0.5}
     with attach(model, rule, optimizer=[]):

@@ -4,50 +4,52 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from pairs import singly
 from ranks import Json
-from small import attach, linears, rule_file, sgd
+from small import attach, sgd
 from torch import Tensor, nn
 
-import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
 NORMS: Json = {"id": "seen", "action": "norm-log", "params": "*"}
 AT_STEP: Json = {"id": "log", "action": "norm-log", "params": "*", "at": "step"}
-CLIP: Json = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0}
+CLIP: Json = {
+    "id": "clip",
+    "action": "clip-norm",
+    "per": "parameter",
+    "params": "*",
+    "max_norm": 1.0,
+}
 TRAP: Json = {"id": "trap", "action": "nan-trap", "params": "*"}
 
 
-def by_data(param: Tensor, factor: float) -> None:
+def by_data(param: Any, factor: float) -> None:
     """As the DQN tutorial clips."""
-    param.grad.data.mul_(factor)  # type: ignore[union-attr]
+    param.grad.data.mul_(factor)
 
 
-def by_numpy(param: Tensor, factor: float) -> None:
-    assert param.grad is not None
+def by_numpy(param: Any, factor: float) -> None:
     array = param.grad.numpy()
     array[:] = array * factor
 
 
-def by_setting_data(param: Tensor, factor: float) -> None:
-    assert param.grad is not None
+def by_setting_data(param: Any, factor: float) -> None:
     param.grad.data = param.grad.data * factor
 
 
-def by_replacing(param: Tensor, factor: float) -> None:
+def by_replacing(param: Any, factor: float) -> None:
     """The new tensor is likely to get the id of the old one."""
-    assert param.grad is not None
     flat = param.grad.flatten() * factor
     param.grad = None
     param.grad = flat.view_as(param)
 
 
-def by_storage(param: Tensor, factor: float) -> None:
-    assert param.grad is not None
+def by_storage(param: Any, factor: float) -> None:
     view = torch.empty(0).set_(param.grad.untyped_storage())
     view.mul_(factor)
 
@@ -66,19 +68,13 @@ def test_clips_and_records_measure_what_is_there(
     way: Callable[[Tensor, float], None], watched: bool, factor: float
 ) -> None:
     for _ in range(3):  # ids are reused more often than not
-        model = nn.Linear(4, 3)
+        model: Any = nn.Linear(4, 3)
         optimizer = sgd(model)
-        both = [AT_STEP, CLIP]
-        with gradsurgeon.apply(
-            model, rule_file(*([NORMS, TRAP] if watched else []), *both, params="*")
-        ) as session:
+        with attach(model, *([NORMS, TRAP] if watched else []), AT_STEP, CLIP) as session:
             write(model, way, factor)
-            grad = model.weight.grad
-            assert grad is not None
-            true = grad.norm().item()
+            true = model.weight.grad.norm().item()
             optimizer.step()
             assert session.latest("weight", rule="log") == pytest.approx(true)
-            assert model.weight.grad is not None
             assert model.weight.grad.norm().item() == pytest.approx(min(true, 1.0), rel=1e-5)
 
 
@@ -95,107 +91,85 @@ def test_a_trap_sees_what_is_written_past_torch(way: Callable[[Tensor, float], N
         assert torch.equal(before, model.weight)
 
 
-@pytest.mark.parametrize("kind", ["clamp", "clip-norm", "nan-trap"])
-def test_a_paused_session_does_nothing_at_a_tick(kind: str) -> None:
-    options: Json = {
-        "clamp": {"at": "step", "min": -1e-4, "max": 1e-4},
-        "clip-norm": {"max_norm": 1e-4},
-        "nan-trap": {},
-    }
-    fault = float("nan") if kind == "nan-trap" else 5.0
-    model = nn.Linear(2, 1)
-    rule = {"id": "r", "action": kind, **options[kind]}
-    with gradsurgeon.apply(model, rule_file(rule, params="*"), optimizer=[]) as session:
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"action": "clamp", "at": "step", "min": -1e-4, "max": 1e-4},
+        {"action": "clip-norm", "per": "parameter", "max_norm": 1e-4},
+        {"action": "nan-trap"},
+    ],
+    ids=lambda rule: rule["action"],
+)
+def test_a_paused_session_does_nothing_at_a_tick(rule: Json) -> None:
+    is_trap = rule["action"] == "nan-trap"
+    model: Any = nn.Linear(2, 1)
+    with attach(model, {**rule, "params": "*"}, optimizer=[]) as session:
         session.pause()
-        (model(torch.ones(1, 2)) * fault).sum().backward()
-        assert model.weight.grad is not None
+        (model(torch.ones(1, 2)) * (torch.nan if is_trap else 5.0)).sum().backward()
         before = model.weight.grad.clone()
         assert session.tick()
-        assert torch.equal(before, model.weight.grad) or kind == "nan-trap"
+        assert torch.equal(before, model.weight.grad) or is_trap
         assert session.step == 1
         session.resume()
-        if kind == "nan-trap":
-            with pytest.raises(NonFiniteGradientError):
-                session.tick()
-        else:
+        with pytest.raises(NonFiniteGradientError) if is_trap else nullcontext():
             session.tick()
-            assert model.weight.grad.abs().max() < 1e-3
+        assert model.weight.grad.abs().max() < 1e-3 or is_trap
 
 
-def accumulation(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    for _ in range(2):
-        model(torch.randn(4, 3)).square().mean().backward()
-    optimizer.step()
+def iteration(optimizer: Any, events: str, *, to_none: bool, loss: Callable[[], Tensor]) -> None:
+    """Do what letters say: clear, a backward pass, a step."""
+    for event in events:
+        if event == "c":
+            optimizer.zero_grad(set_to_none=to_none)
+        elif event == "b":
+            loss().backward()
+        else:
+            optimizer.step()
 
 
-def accumulation_onto_zeros(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad(set_to_none=False)
-    for _ in range(2):
-        model(torch.randn(4, 3)).square().mean().backward()
-    optimizer.step()
-
-
-def sharpness(model: nn.Module, optimizer: Any) -> None:
-    """Two passes with a clearing in between (SAM)."""
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(4, 3)).square().mean().backward()
-    optimizer.step()
-
-
-def sharpness_onto_zeros(model: nn.Module, optimizer: Any) -> None:
-    for _ in range(2):
-        optimizer.zero_grad(set_to_none=False)
-        model(torch.randn(4, 3)).square().mean().backward()
-    optimizer.step()
-
-
-def dropped(model: nn.Module, optimizer: Any) -> None:
-    """A batch whose loss is not trusted leads to no update."""
-    optimizer.zero_grad()
-    model(torch.randn(4, 3)).square().mean().backward()
-    if torch.rand(()) < 0.5:
-        optimizer.step()
-
-
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize(
-    ("loop", "told"),
+    ("events", "told"),
     [
-        (accumulation, True),
-        (accumulation_onto_zeros, True),
-        (sharpness, False),
-        (sharpness_onto_zeros, False),
-        (dropped, False),
+        (["cbbs"], True),
+        # Two passes with a clearing in between (SAM).
+        (["cbcbs"], False),
+        # A batch whose loss is not trusted leads to no update.
+        (["cbs", "cb"], False),
     ],
+    ids=["accumulation", "sharpness", "dropped"],
 )
 def test_accumulation_is_told_from_passes_that_are_cleared(
-    loop: Callable[[nn.Module, Any], None], told: bool
+    events: list[str], told: bool, to_none: bool
 ) -> None:
     model = nn.Linear(3, 1)
     optimizer = sgd(model)
-    bound = {"id": "bound", "action": "clamp", "at": "backward", "min": -0.1, "max": 0.1}
-    with (
-        warnings.catch_warnings(record=True) as said,
-        gradsurgeon.apply(model, rule_file(bound, params="*")),
-    ):
+    bound = {"action": "clamp", "params": "*", "at": "backward", "min": -0.1, "max": 0.1}
+
+    def loss() -> Tensor:
+        return model(torch.randn(4, 3)).square().mean()  # type: ignore[no-any-return]
+
+    with warnings.catch_warnings(record=True) as said, attach(model, bound):
         warnings.simplefilter("always")
-        for _ in range(6):
-            loop(model, optimizer)
+        for number in range(6):
+            iteration(optimizer, events[number % len(events)], to_none=to_none, loss=loss)
     assert ["several passes feed one update" in str(one.message) for one in said] == [True] * told
 
 
-def test_a_layer_that_is_exchanged_is_under_its_rules_in_its_first_step() -> None:
-    model: Any = linears(4, 4, 1)
-    zero = {"id": "zero", "action": "zero", "params": "0.*"}
-    with attach(model, zero) as session:
-        model[0] = nn.Linear(4, 4)
-        model[0].bias = nn.Parameter(torch.zeros(4))
-        optimizer = sgd(model)
-        model(torch.randn(8, 4)).square().mean().backward()
-        assert not any(param.grad.any() for param in model[0].parameters())
+def test_gradients_that_the_script_assigns_beside_a_pass_are_recorded_and_trapped() -> None:
+    """As gradient surgery by hand does: the trunk gets combined gradients, and heads those of a pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    trunk = list(model[0].parameters())
+    session, optimizer = attach(model, NORMS, {**TRAP, "then": "skip-step"}), sgd(model)
+    for factor in (1.0, float("nan")):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().sum()
+        grads = torch.autograd.grad(loss, trunk, retain_graph=True)
+        loss.backward(inputs=list(model[1].parameters()))
+        for param, grad in zip(trunk, grads, strict=True):
+            param.grad = grad * factor
         optimizer.step()
-        assert session.step == 1
-    assert session.events == []
-    assert not torch.nn.modules.module._global_forward_pre_hooks
-    assert not torch.nn.modules.module._global_module_registration_hooks
+    assert [step for step, _ in session.history("0.weight")] == [0, 1]
+    (event,) = [event for event in session.events if event.kind == "trap"]
+    assert (event.step, event.name) == (1, "0.weight")

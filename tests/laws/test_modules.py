@@ -20,11 +20,8 @@ from pairs import pairwise
 from ranks import Json
 from small import (
     attach,
-    equal,
-    events_of,
     fields_of,
     linears,
-    rule_file,
     sgd,
     take_step,
     tanh_net,
@@ -57,101 +54,75 @@ def only(session: gradsurgeon.Session, rule: str = "r0") -> Tensor:
 # --- models that break hooks ----------------------------------------------------------------------
 
 
-class InPlaceAfter(nn.Module):
-    """An in-place ReLU follows the hooked module."""
+class Called(nn.Module):
+    """Returns what a function makes of its inputs, given the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
         super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.relu = nn.ReLU(inplace=True)
-        self.b = nn.Linear(4, 2)
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
 
-    def forward(self, x: Tensor) -> Any:
-        return self.b(self.relu(self.a(x)))
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
 
 
-class ReturnsInput(nn.Module):
+def returns_input(m: Any, x: Tensor) -> Any:
     """The hooked module returns its input, which a skip path uses as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.a = nn.Identity()
-        self.b = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.first(x)
-        return self.b(self.a(h)) + h
+    h = m.first(x)
+    return m.b(m.a(h)) + h
 
 
-class CalledTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.a(self.a(x).tanh())
+def called_twice(m: Any, x: Tensor) -> Any:
+    return m.a(m.a(x).tanh())
 
 
-class TwoConsumers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        return self.b(h) * h
-
-
-class Attention(nn.Module):
+def attention(m: Any, x: Tensor) -> Any:
     """Query, key and value are one tensor, and a residual uses it, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.a = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.first(x)[None]
-        return self.a(h, h, h, need_weights=False)[0] + h
+    h = m.first(x)[None]
+    return m.a(h, h, h, need_weights=False)[0] + h
 
 
-class Rnn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.LSTM(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, (h, c) = self.a(x[:, None])
-        return out.square().sum() + (h * c).sum()  # type: ignore[no-any-return]
+def rnn(m: Any, x: Tensor) -> Any:
+    out, (h, c) = m.a(x[:, None])
+    return out.square().sum() + (h * c).sum()
 
 
-class Nested(nn.Module):
-    """Containers that return the tensor of their last child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.a(x).square()
+def chain(**layers: nn.Module) -> Any:
+    return nn.Sequential(OrderedDict(layers))
 
 
-MODELS: dict[str, type[nn.Module]] = {
-    "in-place after": InPlaceAfter,
-    "returns its input": ReturnsInput,
-    "called twice": CalledTwice,
-    "two consumers": TwoConsumers,
-    "attention": Attention,
-    "rnn": Rnn,
-    "nested": Nested,
+def in_place_after() -> Any:
+    """An in-place ReLU follows the hooked module."""
+    return chain(a=nn.Linear(4, 4), relu=nn.ReLU(inplace=True), b=nn.Linear(4, 2))
+
+
+def nested() -> Any:
+    """Containers return the tensor of their last child."""
+    return chain(a=nn.Sequential(nn.Sequential(nn.Linear(4, 4))), b=nn.Softplus())
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def heads() -> nn.MultiheadAttention:
+    return nn.MultiheadAttention(4, 2, batch_first=True)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "in-place after": in_place_after,
+    "returns its input": lambda: Called(returns_input, first=linear(), a=nn.Identity(), b=linear()),
+    "called twice": lambda: Called(called_twice, a=linear()),
+    "attention": lambda: Called(attention, first=linear(), a=heads()),
+    "rnn": lambda: Called(rnn, a=nn.LSTM(4, 3)),
+    "nested": nested,
 }
 
 
-def make(kind: type[nn.Module]) -> Any:
+def make(name: str) -> Any:
     torch.manual_seed(5)
-    return kind()
+    return MODELS[name]()
 
 
 def run(model: nn.Module) -> dict[str, Tensor]:
@@ -189,7 +160,8 @@ def halved(value: Any, tensor: str) -> Any:
 
 @pairwise(tensor=["output", "input", "output.grad", "input.grad"], name=MODELS)
 def test_scaled_tensors_equal_hooks_written_by_hand(tensor: str, name: str) -> None:
-    by_hand, by_rule = make(MODELS[name]), make(MODELS[name])
+    by_hand = make(name)
+    by_rule = make(name)
     if tensor.startswith("output"):
         by_hand.a.register_forward_hook(lambda *call: halved(call[2], tensor))
     else:
@@ -202,85 +174,91 @@ def test_scaled_tensors_equal_hooks_written_by_hand(tensor: str, name: str) -> N
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
         return
     assert same(found, wanted)
-    assert not same(found, run(make(MODELS[name])))
+    assert not same(found, run(make(name)))
     assert session.status()["r0"].fired > 0
 
 
 def test_captures_are_what_a_module_took_and_returned_and_what_came_back() -> None:
-    model = make(InPlaceAfter)
+    model = make("in-place after")
     seen: list[Tensor] = []
     model.a.register_forward_hook(lambda *call: seen.extend((call[1][0], call[2].clone())))
     entries = [capture("a", tensor) for tensor in ("input", "output", "output.grad")]
-    with attach(model, *entries) as session:
+    bound = {"action": "clamp", "modules": "a", "tensor": "output.grad", "min": 0}
+    with attach(model, *entries, bound, entries[-1]) as session:
         run(model)
-    taken, returned, came_back = (only(session, rule) for rule in ("r0", "r1", "r2"))
+    taken, returned, came_back, after = (only(session, rule) for rule in ("r0", "r1", "r2", "r4"))
     assert torch.equal(taken, seen[0])
     # The next layer works in place on what `a` returned; the copy must not change with it.
     assert torch.equal(returned, seen[1])
-    assert torch.allclose(came_back.t() @ taken, model.a.weight.grad)
+    # Rules on one tensor act in the order of the file.
+    assert came_back.min() < 0
+    assert torch.equal(after, came_back.clamp(min=0))
+    assert torch.allclose(after.t() @ taken, model.a.weight.grad)
 
 
-def test_rules_on_one_tensor_act_in_the_order_of_the_file() -> None:
-    model = make(TwoConsumers)
-    bound = {"action": "clamp", "modules": "a", "tensor": "output.grad", "min": 0}
-    seen = capture("a", "output.grad")
-    with attach(model, seen, bound, seen) as session:
-        run(model)
-    before, after = only(session, "r0"), only(session, "r2")
-    assert before.min() < 0
-    assert torch.equal(after, before.clamp(min=0))
-
-
-OBSERVING = rule_file(
-    capture("*", "output"),
-    capture("*", "input"),
-    capture("*", "output.grad"),
-    {"action": "norm-log", "modules": "*", "tensor": "output"},
-    {"action": "norm-log", "modules": "*", "tensor": "output.grad"},
-    {"action": "nan-trap", "modules": "*", "tensor": "output"},
-    {"action": "nan-trap", "modules": "*", "tensor": "output.grad"},
-)
+OBSERVING = [
+    *(capture("*", tensor) for tensor in ("output", "input", "output.grad")),
+    *(
+        {"action": action, "modules": "*", "tensor": tensor}
+        for action in ("norm-log", "nan-trap")
+        for tensor in ("output", "output.grad")
+    ),
+]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_observing_modules_changes_nothing(name: str) -> None:
-    observed, plain = make(MODELS[name]), make(MODELS[name])
-    with gradsurgeon.apply(observed, OBSERVING):
+    observed = make(name)
+    with attach(observed, *OBSERVING):
         found = run(observed)
         assert not any(m._backward_hooks or m._backward_pre_hooks for m in observed.modules())
         with torch.no_grad():
             observed(data(1, 5, 4))
         with torch.inference_mode():
             observed(data(1, 5, 4))
-    wanted = run(plain)
-    for key, grad in wanted.items():
-        exact = name != "returns its input"  # there a view separates the module from the skip path
-        assert torch.equal(found[key], grad) if exact else torch.allclose(found[key], grad), key
+    wanted = run(make(name))
+    if name == "returns its input":  # there a view separates the module from the skip path
+        torch.testing.assert_close(found, wanted)
+    else:
+        assert same(found, wanted)
 
 
 # --- what tutorials show --------------------------------------------------------------------------
 
 
 def test_a_tagged_intermediate_result_without_retain_grad() -> None:
-    class Steps(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = gradsurgeon.tag(x + 2, "y")
-            return (y * y * 3).mean()
+    def steps(x: Tensor) -> Tensor:
+        y = gradsurgeon.tag(x + 2, "y")
+        return (y * y * 3).mean()
 
     entry = {"action": "norm-log", "tensors": "y"}
     kept = {"action": "capture", "tensors": "y"}
-    value = {"action": "capture", "tensors": "y", "tensor": "value"}
-    model = Steps()
-    with attach(model, entry, kept, value) as session:
-        model(torch.ones(2, 2, requires_grad=True)).backward()
+    model = called(steps)
+    x = torch.ones(2, 2, requires_grad=True)
+    with attach(model, entry, kept, {**kept, "tensor": "value"}) as session:
+        model["m"](x).backward()
         assert session.latest("y") == 9.0
     assert only(session, "r1").tolist() == [[4.5, 4.5], [4.5, 4.5]]
     assert only(session, "r2").tolist() == [[3.0, 3.0], [3.0, 3.0]]
-
-
-def test_a_tag_without_session_is_the_tensor_itself() -> None:
-    x = torch.ones(2)
     assert gradsurgeon.tag(x, "y") is x
+
+
+def test_a_tagged_loss_is_scaled_as_by_a_hook_on_it() -> None:
+    model: Any = linears(4, 3, 2)
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+    def gradients(mark: Callable[[Tensor], object]) -> list[Tensor]:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        mark(loss)
+        loss.backward()
+        return [param.grad.clone() for param in model.parameters()]
+
+    by_hand = gradients(lambda loss: loss.register_hook(lambda grad: grad * 0.25))
+    with attach(model, {"action": "scale", "tensors": "loss", "factor": 0.25}):
+        ruled = gradients(lambda loss: gradsurgeon.tag(loss, "loss"))
+    assert all(map(torch.equal, ruled, by_hand))
+    assert not torch.equal(ruled[0], gradients(lambda loss: loss)[0])
 
 
 # --- structures -----------------------------------------------------------------------------------
@@ -311,31 +289,24 @@ STRUCTURES: dict[
 }
 
 
-class Structured(nn.Module):
-    def __init__(self, build: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.build = build
-
-    def forward(self, a: Tensor, b: Tensor) -> Any:
-        return self.build(a * 1, b * 1)
+def called(function: Callable[..., Any]) -> nn.ModuleDict:
+    return nn.ModuleDict({"m": Called(lambda _, *inputs, **named: function(*inputs, **named))})
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_one_tensor_of_a_structure_by_path(name: str) -> None:
     build, parts, path = STRUCTURES[name]
-    model = nn.ModuleDict({"m": Structured(build)})
-    a = torch.ones(2, requires_grad=True)
-    b = torch.ones(2, requires_grad=True)
-    every = scale("m", "output", 2.0)
-    one = rule_file(every, scale("m", f"output{path}", 3.0), scale("m", f"output{path}.grad", 5.0))
-    with gradsurgeon.apply(model, one):
+    model = called(lambda a, b: build(a * 1, b * 1))
+    a: Any = torch.ones(2, requires_grad=True)
+    b: Any = torch.ones(2, requires_grad=True)
+    of_value = scale("m", f"output{path}", 3.0)
+    of_grad = scale("m", f"output{path}.grad", 5.0)
+    with attach(model, scale("m", "output", 2.0), of_value, of_grad):
         out = model["m"](a, b)
         left, right = parts(out)
         (left.sum() + right.sum()).backward()
     assert type(out) is type(build(a, b))
     assert (left.tolist(), right.tolist()) == ([2.0, 2.0], [6.0, 6.0])
-    assert a.grad is not None
-    assert b.grad is not None
     assert (a.grad.tolist(), b.grad.tolist()) == ([2.0, 2.0], [30.0, 30.0])
 
 
@@ -357,7 +328,9 @@ class Keywords(nn.Module):
 @pytest.mark.parametrize("by_keyword", [True, False])
 def test_inputs_by_position_and_by_name(tensor: str, value: float, by_keyword: bool) -> None:
     model = nn.ModuleDict({"m": Keywords()})
-    x, mask, bias = torch.tensor(5.0), torch.tensor(5.0), torch.tensor(2.0)
+    x = torch.tensor(5.0)
+    mask = torch.tensor(5.0)
+    bias = torch.tensor(2.0)
     with attach(model, scale("m", tensor, 2.0 if "bias" not in tensor else 7.5)):
         call = model["m"]
         out = call(x=x, mask=mask, bias=bias) if by_keyword else call(x, mask, bias=bias)
@@ -365,22 +338,15 @@ def test_inputs_by_position_and_by_name(tensor: str, value: float, by_keyword: b
 
 
 def test_a_module_under_no_grad_while_its_parent_trains() -> None:
-    class Teacher(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.teacher = nn.Linear(4, 4)
-            self.student = nn.Linear(4, 4)
+    def forward(m: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            wanted = m.teacher(x)
+        return (m.student(x) - wanted).square()
 
-        def forward(self, x: Tensor) -> Any:
-            with torch.no_grad():
-                wanted = self.teacher(x)
-            return (self.student(x) - wanted).square()
-
-    plain, model = make(Teacher), make(Teacher)
-    observing = rule_file(
-        capture("*", "output"), capture("*", "output.grad"), capture("*", "input.grad")
-    )
-    with gradsurgeon.apply(model, observing) as session:
+    model = Called(forward, teacher=linear(), student=linear())
+    plain = copy.deepcopy(model)
+    tensors = ("output", "output.grad", "input.grad")
+    with attach(model, *[capture("*", tensor) for tensor in tensors]) as session:
         found = run(model)
     assert same(found, run(plain))
     assert {name for name, _, _ in session.captured("r0")} == {"teacher", "student"}
@@ -397,14 +363,9 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 def test_a_mapping_with_attributes_keeps_both_in_step() -> None:
-    class Lm(nn.Module):
-        def forward(self, x: Tensor) -> ModelOutput:
-            return ModelOutput(logits=x * 2, hidden=(x * 3,))
-
-    model = nn.ModuleDict({"lm": Lm()})
-    both = rule_file(scale("lm", "output.logits", 10.0), scale("lm", "output.hidden[0]", 100.0))
-    with gradsurgeon.apply(model, both):
-        out: Any = model["lm"](torch.ones(1))
+    model = called(lambda x: ModelOutput(logits=x * 2, hidden=(x * 3,)))
+    with attach(model, scale("m", "output.logits", 10.0), scale("m", "output.hidden[0]", 100.0)):
+        out: Any = model["m"](torch.ones(1))
     assert out.__class__.__name__ == "ModelOutput"
     assert out["logits"].item() == out.logits.item() == 20.0
     assert out["hidden"][0].item() == out.hidden[0].item() == 300.0
@@ -430,18 +391,12 @@ def test_a_path_that_leads_nowhere_is_a_warning_with_what_is_there() -> None:
 
 
 def test_an_output_written_in_place_behind_a_view_is_a_warning() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.a = nn.Identity()
+    def writes(m: Any, x: Tensor) -> Any:
+        h = m.a(m.first(x))
+        h += 1
+        return h
 
-        def forward(self, x: Tensor) -> Tensor:
-            h: Tensor = self.a(self.first(x))
-            h += 1
-            return h
-
-    model = Writes()
+    model = Called(writes, first=linear(), a=nn.Identity())
     optimizer = sgd(model)
     with (
         attach(model, scale("a", "output.grad")),
@@ -459,7 +414,8 @@ def test_an_output_written_in_place_behind_a_view_is_a_warning() -> None:
 
 def test_edits_of_values_act_in_evaluation_unless_told_otherwise() -> None:
     model = nn.Sequential(nn.Identity())
-    always, training = scale("0", "output", 2.0), scale("0", "output", 3.0, when="train")
+    always = scale("0", "output", 2.0)
+    training = scale("0", "output", 3.0, when="train")
     with attach(model, always, training):
         assert model(torch.ones(1)).item() == 6.0
         model.eval()
@@ -467,28 +423,20 @@ def test_edits_of_values_act_in_evaluation_unless_told_otherwise() -> None:
 
 
 def test_observe_mode_edits_no_module_tensor() -> None:
-    plain, model = make(TwoConsumers), make(TwoConsumers)
-    both = rule_file(scale("a", "output"), scale("a", "output.grad"), scale("b", "input.grad"))
-    with gradsurgeon.apply(model, both, mode="observe") as session:
+    model = make("returns its input")
+    edits = (scale("a", "output"), scale("a", "output.grad"), scale("b", "input.grad"))
+    with attach(model, *edits, mode="observe") as session:
         found = run(model)
-    assert all(torch.allclose(found[key], grad) for key, grad in run(plain).items())
-    assert [s.fired for s in session.status().values()] == [1, 1, 1]
-    assert [s.changed for s in session.status().values()] == [1.0, 1.0, 1.0]
+    torch.testing.assert_close(found, run(make("returns its input")))
+    assert [(s.fired, s.changed) for s in session.status().values()] == [(1, 1.0)] * 3
 
 
-def test_the_root_has_a_name_and_star_does_not_match_it() -> None:
-    model = nn.Sequential(nn.Identity(), nn.Identity())
+def test_the_root_has_a_name_and_star_does_not_match_it_and_calls_are_counted() -> None:
+    model = make("called twice")
     with attach(model, capture(".", "output"), capture("*", "output")) as session:
-        model(torch.ones(1))
-    assert list(session.captured("r0")) == [(".", 0, 0)]
-    assert list(session.captured("r1")) == [("0", 0, 0), ("1", 0, 0)]
-
-
-def test_captures_count_the_calls_of_a_step() -> None:
-    model = make(CalledTwice)
-    with attach(model, capture("a", "output")) as session:
         model(data(0, 5, 4))
-        assert list(session.captured("r0")) == [("a", 0, 0), ("a", 0, 1)]
+    assert list(session.captured("r0")) == [(".", 0, 0)]
+    assert list(session.captured("r1")) == [("a", 0, 0), ("a", 0, 1)]
 
 
 def test_captures_are_bounded() -> None:
@@ -516,15 +464,14 @@ def test_a_module_rule_that_never_fires_says_why() -> None:
         ),
     ):
         for _ in range(3):
-            model["used"](torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model["used"](torch.ones(1, 2)).sum())
 
 
 # --- traps ----------------------------------------------------------------------------------------
 
 
-def trap(**more: Any) -> Json:
-    return rule_file({"action": "nan-trap", "modules": "*", **more})
+def trap(tensor: str, **more: Any) -> Json:
+    return {"action": "nan-trap", "modules": "*", "tensor": tensor, **more}
 
 
 def test_a_trap_on_outputs_names_the_first_module() -> None:
@@ -533,53 +480,24 @@ def test_a_trap_on_outputs_names_the_first_module() -> None:
     with torch.no_grad():
         model[1].weight[0, 0] = NAN
     before = weights_of(model)
-    with (
-        gradsurgeon.apply(model, trap(tensor="output")),
-        pytest.raises(NonFiniteGradientError) as e,
-    ):
-        model(data(0, 5, 4)).sum().backward()
-        optimizer.step()
+    with attach(model, trap("output")), pytest.raises(NonFiniteGradientError) as e:
+        take_step(optimizer, model(data(0, 5, 4)).sum())
     assert (e.value.name, e.value.step, e.value.rule) == ("1", 0, "r0")
     assert str(e.value).splitlines()[0] == "step 0, rule r0: 3 of 4 tensors are not finite"
     assert "the first non-finite one is the output of 1" in str(e.value)
-    after = list(model.parameters())
-    assert all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
-    )
+    torch.testing.assert_close(before, weights_of(model), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_validation_forward_that_feeds_no_update_is_no_trap() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, trap(tensor="output")) as session:
+    with attach(model, trap("output")) as session:
         with torch.no_grad():
             model(torch.full((1, 4), NAN))
         model(torch.full((1, 4), NAN))  # with a graph, but nobody goes back through it
-        model(data(0, 5, 4)).sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(data(0, 5, 4)).sum())
     assert fields_of(session, "kind", "name") == [("notice", "0"), ("notice", "0")]
     assert "in a forward pass that fed no update: the trap ignored it" in session.events[0].message
-
-
-def test_a_trap_on_output_gradients_skips_the_step() -> None:
-    model: Any = linears(4, 4, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    skip = trap(tensor="output.grad", then="skip-step")
-    with gradsurgeon.apply(model, skip) as session:
-        model(data(0, 5, 4)).sum().backward()
-        optimizer.step()
-        before = weights_of(model)
-        take_step(optimizer, (model(data(0, 5, 4)) * NAN).sum())
-        assert equal(before, model.parameters())
-        take_step(optimizer, model(data(0, 5, 4)).sum())
-        assert not torch.equal(before[0], model[0].weight)
-    assert fields_of(session, "kind", "step", "name") == [
-        ("trap", 1, "1"),
-        ("skipped-step", 1, "1"),
-    ]
-
-
-# --- nothing stays --------------------------------------------------------------------------------
 
 
 # --- what must not pile up, and what must not get lost --------------------------------------------
@@ -591,10 +509,9 @@ def hooks_on_tensors() -> int:
 
 
 def test_forwards_that_no_backward_follows_leave_nothing() -> None:
-    model = make(InPlaceAfter)
-    x = data(0, 5, 4)
+    model = make("in-place after")
     with attach(model, scale("*", "output.grad")):
-        kept = [model(x) for _ in range(20)]
+        kept = [model(data(0, 5, 4)) for _ in range(20)]
         assert hooks_on_tensors() >= 20
         del kept
         assert hooks_on_tensors() == 0
@@ -604,15 +521,16 @@ def test_forwards_that_no_backward_follows_leave_nothing() -> None:
 
 def test_an_input_written_in_place_is_told_of_at_the_step_of_its_own_optimizer() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "other": nn.Linear(4, 1)})
-    mine, others = sgd(model["a"]), sgd(model["other"])
+    mine = sgd(model["a"])
+    others = sgd(model["other"])
     held: list[Tensor] = []
 
     def write(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         held.append(args[0].add_(1))
 
     with attach(model, scale("a", "input.grad")) as session:
-        for optimizer in (mine, others):
-            optimizer.step()
+        mine.step()
+        others.step()
         model["a"].register_forward_pre_hook(write)
         model["a"](data(0, 5, 4).requires_grad_() * 1).sum().backward()
         others.step()
@@ -621,63 +539,49 @@ def test_an_input_written_in_place_is_told_of_at_the_step_of_its_own_optimizer()
             mine.step()
 
 
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = nn.Parameter(torch.ones(2))
-
-    def forward(self) -> Tensor:
-        return self.held
-
-
-class ReturnsParameter(nn.Module):
+def returns_parameter() -> Any:
     """The hooked module returns its parameter, which outlives every graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Holder()
-        self.b = nn.Linear(2, 1)
-
-    def forward(self) -> Any:
-        return self.b(self.a())
+    torch.manual_seed(5)
+    holder = Called(lambda m, _: m.held)
+    holder.register_parameter("held", nn.Parameter(torch.ones(2)))
+    return chain(a=holder, b=nn.Linear(2, 1))
 
 
 def test_a_rule_on_the_output_of_a_module_that_returns_its_parameter_acts_once() -> None:
-    model, plain = make(ReturnsParameter), make(ReturnsParameter)
-    plain().sum().backward()
+    model = returns_parameter()
+    plain = returns_parameter()
+    plain(None).sum().backward()
     with attach(model, scale("a", "output.grad")) as session:
         for _ in range(3):
-            model()
-        model().sum().backward()
+            model(None)
+        model(None).sum().backward()
     assert session.status()["r0"].fired == 1
     assert torch.equal(model.a.held.grad, plain.a.held.grad * 0.5)
     assert not model.a.held._backward_hooks
 
 
 def test_a_trap_on_a_returned_parameter_leaves_no_hook_on_it() -> None:
-    model = make(ReturnsParameter)
-    trap = {"action": "nan-trap", "modules": "a", "tensor": "output"}
+    model = returns_parameter()
     optimizer = sgd(model)
-    with attach(model, trap):
+    with attach(model, {**trap("output"), "modules": "a"}):
         for _ in range(3):
-            model()
+            model(None)
         assert not model.a.held._backward_hooks
         with torch.no_grad():
             model.a.held[0] = math.nan
-        model().sum().backward()
+        model(None).sum().backward()
         with pytest.raises(NonFiniteGradientError, match="r0"):
             optimizer.step()
 
 
 def test_a_rule_on_a_tag_acts_once_on_a_leaf_however_often_it_is_tagged() -> None:
     entry = {"action": "scale", "tensors": "x", "factor": 0.5}
+    x: Any = torch.ones(2, requires_grad=True)
     model = nn.Identity()
-    x = torch.ones(2, requires_grad=True)
     with attach(model, entry):
         for _ in range(3):
             assert torch.equal(gradsurgeon.tag(x, "x"), x)
         (gradsurgeon.tag(x, "x") * 4).sum().backward()
-        assert x.grad is not None
         assert x.grad.tolist() == [2.0, 2.0]
     (gradsurgeon.tag(x, "x") * 4).sum().backward()
     assert x.grad.tolist() == [6.0, 6.0]
@@ -685,27 +589,29 @@ def test_a_rule_on_a_tag_acts_once_on_a_leaf_however_often_it_is_tagged() -> Non
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("tensor", ["output", "output.grad"])
+@pytest.mark.parametrize(
+    ("tensor", "place", "wrong"),
+    [("output", 3, ("3", "37 of 40")), ("output.grad", 36, ("35", "36 of 40"))],
+)
 def test_a_trap_misses_nothing_in_a_model_of_many_modules(
-    tensor: str, passes: int, monkeypatch: pytest.MonkeyPatch
+    tensor: str, place: int, wrong: tuple[str, str], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trap_effects, "_MOST_FLAGS", 8)
-    model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+    model: Any = linears(*[2] * 41)
     optimizer = sgd(model)
-    place = 3 if tensor == "output" else 36
     with torch.no_grad():
         model[place].weight[0, 0] = NAN
+    name, number = wrong
     # Flags of one tensor in several passes may have become one.
-    wrong = f"{40 - place if tensor == 'output' else place} of 40" if passes == 1 else "of "
-    with gradsurgeon.apply(model, trap(tensor=tensor, then="warn")) as session:
-        for number in range(passes):
-            (model(data(number, 5, 2)).nan_to_num()).sum().backward()
+    text = f"{number if passes == 1 else 'of '}.*tensors are not finite"
+    with attach(model, trap(tensor, then="warn")) as session:
+        for batch in range(passes):
+            model(data(batch, 5, 2)).nan_to_num().sum().backward()
             with torch.no_grad():
-                model(data(number, 5, 2))
-        with pytest.warns(GradSurgeonWarning, match=f"{wrong}.*tensors are not finite"):
+                model(data(batch, 5, 2))
+        with pytest.warns(GradSurgeonWarning, match=text):
             optimizer.step()
-        (event,) = events_of(session, "trap")
-        assert event.name == str(place if tensor == "output" else place - 1)
+        assert fields_of(session, "name", kind="trap") == [name]
 
 
 @pytest.mark.slow
@@ -718,7 +624,8 @@ def test_threads_that_share_a_model_lose_no_count(request: pytest.FixtureRequest
         {"action": "norm-log", "modules": "*", "tensor": "output.grad", "stats": ["l2", "mean"]},
         scale("*", "output.grad", 1.0),
     )
-    threads, calls = 8, 40
+    threads = 8
+    calls = 40
     with attach(model, *entries) as session:
 
         def work(number: int) -> None:
@@ -744,21 +651,22 @@ def test_tensors_without_numbers_are_left_alone(
 ) -> None:
     request.addfinalizer(torch.compiler.reset)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    wanted = model(data(0, 3, 4))
+    x = data(0, 3, 4)
+    wanted = model(x)
     with attach(model, rule) as session:
         with pytest.warns(
             GradSurgeonWarning, match="rule r0: left a tensor alone that has no numbers"
         ):
             if how == "export":
-                made = torch.export.export(model, (data(0, 3, 4),)).module()
+                made = torch.export.export(model, (x,)).module()
             else:
                 model.to("meta")(torch.empty(3, 4, device="meta"))
         assert [event.message[:19] for event in session.events] == ["left a tensor alone"]
         assert session.status()["r0"].fired == 0
         if how == "export":
-            assert torch.equal(made(data(0, 3, 4)), wanted)
+            assert torch.equal(made(x), wanted)
             # What the session does with real tensors is as it was.
-            model(data(0, 3, 4))
+            model(x)
             assert session.status()["r0"].fired == 1
             if rule["action"] == "norm-log":
                 assert math.isfinite(session.latest("0"))
@@ -769,10 +677,10 @@ def test_tensors_without_numbers_are_left_alone(
 def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> None:
     # A model like this one that is compiled here must not be told of when rules come onto another.
     request.addfinalizer(torch.compiler.reset)
-    model = make(InPlaceAfter)
+    model = make("in-place after")
     x = data(0, 5, 4)
     wanted = model(x)
-    with gradsurgeon.apply(model, OBSERVING):
+    with attach(model, *OBSERVING):
         assert torch.equal(torch.jit.script(copy.deepcopy(model))(x), wanted)
         assert torch.equal(torch.jit.trace(copy.deepcopy(model), x)(x), wanted)
         assert torch.equal(torch.compile(copy.deepcopy(model), backend="eager")(x), wanted)
@@ -793,36 +701,35 @@ def test_a_module_that_is_replaced_without_a_registration_is_told_of_in_the_end(
     assert "was replaced or removed: no rule acted on it since then" in event.message
 
 
-def nan_at(step: int, number: int) -> Tensor:
-    x = data(number, 3, 4)
-    if number == step:
-        x[0, 0] = float("nan")
-    return x
-
-
 @pytest.mark.parametrize("then", ["skip-step", "raise"])
 @pytest.mark.parametrize(
     ("modules", "tensor", "frozen"),
-    [("0", "input", False), (".", "input", False), ("0", "output", True)],
+    [
+        ("0", "input", False),
+        (".", "input", False),
+        ("0", "output", True),
+        ("0", "output.grad", False),
+    ],
 )
-def test_a_trap_on_a_value_that_needs_no_gradient_stops_the_update(
+def test_a_trap_stops_the_update_also_by_a_value_that_needs_no_gradient(
     then: str, modules: str, tensor: str, frozen: bool
 ) -> None:
     model = tanh_net(4, 4, 2)
     model[0].requires_grad_(not frozen)
     optimizer = sgd(model[2])
-    rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor, "then": then}
-    with attach(model, rule) as session:
-        for number in range(3):
+    bad = data(1, 3, 4)
+    bad[0, 0] = NAN
+    with attach(model, {**trap(tensor, then=then), "modules": modules}) as session:
+        for x in (data(0, 3, 4), bad, data(2, 3, 4)):
             with torch.no_grad():
-                model(nan_at(0, 0))  # feeds nothing
+                model(bad)  # feeds nothing
             optimizer.zero_grad()
-            model(nan_at(1, number)).square().mean().backward()
-            if number == 1 and then == "raise":
+            model(x).square().mean().backward()
+            if x is bad and then == "raise":
                 with pytest.raises(NonFiniteGradientError):
                     optimizer.step()
                 model.zero_grad()
                 break
             optimizer.step()
-        assert fields_of(session, "step", kind="trap") == [1]
+        assert fields_of(session, "step", "name", kind="trap") == [(1, modules)]
     assert all(param.isfinite().all() for param in model.parameters())

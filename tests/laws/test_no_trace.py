@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 
 import pytest
 import torch
+from laws.traces import trace
 from models import CASES, same, train
-from small import attach, sgd
-from torch import nn
+from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import BindError, GradSurgeonError
@@ -28,47 +26,7 @@ rules:
   - {id: trap, action: nan-trap, params: "*", then: skip-step}
   - {id: spikes, action: spike-trap, params: "*", above: {sigmas: 4, warmup: 2}}
 """
-REAL = EVERYTHING.replace(
-    '  - {id: final, action: clamp, params: "*", at: step, min: -0.5, max: 0.5}\n', ""
-)
-
-
-def global_hooks() -> list[object]:
-    import sys
-
-    optim = sys.modules["torch.optim.optimizer"]
-    module = sys.modules["torch.nn.modules.module"]
-    return [
-        *optim._global_optimizer_pre_hooks.values(),
-        *optim._global_optimizer_post_hooks.values(),
-        *module._global_forward_hooks.values(),
-        *module._global_forward_pre_hooks.values(),
-        *module._global_backward_hooks.values(),
-        torch.autograd.graph.log,
-        torch.autograd.graph._register_logging_hooks_on_whole_graph,
-    ]
-
-
-def trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
-    """Everything that a tool could leave on a model and its optimizer."""
-    found: list[object] = []
-    for name, param in model.named_parameters(remove_duplicate=False):
-        hooks = (param._backward_hooks, param._post_accumulate_grad_hooks)
-        found.append((name, id(param), param.requires_grad, hooks, sorted(vars(param))))
-    for name, module in model.named_modules():
-        tables = [
-            module._forward_hooks,
-            module._forward_hooks_with_kwargs,
-            module._forward_pre_hooks,
-            module._forward_pre_hooks_with_kwargs,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        ]
-        found.append((name, id(module), [(dict(t), vars(t)) for t in tables], sorted(vars(module))))
-    found.append([dict(optimizer._optimizer_step_pre_hooks)])
-    found.append([dict(optimizer._optimizer_step_post_hooks)])
-    found.append(global_hooks())
-    return found
+REAL = EVERYTHING.replace("  - {id: final, action: clamp,", "  # ")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -130,8 +88,7 @@ def test_a_hook_that_torch_refuses_takes_the_others_down_with_it() -> None:
     optimizer = CASES["mlp"].optimizer(model)
     before = trace(model, optimizer)
     # torch refuses hooks on tensors that are not leaves; a module can be given one by force.
-    made = (torch.ones(3, requires_grad=True) * 2).requires_grad_(True)
-    model.norm._parameters["made"] = made
+    model.norm._parameters["made"] = (torch.ones(3, requires_grad=True) * 2).requires_grad_(True)
     try:
         with pytest.raises(BindError, match="leaf"):
             gradsurgeon.apply(model, EVERYTHING, optimizer=optimizer)
@@ -166,54 +123,14 @@ def test_a_second_apply_needs_replace() -> None:
 
 
 def test_copies_of_an_optimizer_carry_no_hooks() -> None:
-    case = CASES["mlp"]
-    model = case.make()
-    optimizer = case.optimizer(model)
+    model = CASES["mlp"].make()
+    optimizer = CASES["mlp"].optimizer(model)
     with gradsurgeon.apply(model, EVERYTHING, optimizer=optimizer):
         assert optimizer._optimizer_step_pre_hooks
         for one in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             assert not one._optimizer_step_pre_hooks
             assert not one._optimizer_step_post_hooks
         assert b"gradsurgeon" not in pickle.dumps(optimizer)
-
-
-def test_a_model_that_is_dropped_is_freed_and_leaves_no_global_hook() -> None:
-    before = global_hooks()
-    model = CASES["mlp"].make()
-    session = gradsurgeon.apply(model, EVERYTHING)
-    train(CASES["mlp"], model, steps=2)
-    gone = [weakref.ref(model), *(weakref.ref(module) for module in model.modules())]
-    weights = [weakref.ref(param) for param in model.parameters()]
-    del model
-    gc.collect()
-    assert [one() for one in gone] == [None] * len(gone)
-    assert [one() for one in weights] == [None] * len(weights)
-    assert session._attachment.removed
-    assert global_hooks() == before
-    # What was measured stays readable.
-    assert len(session.history("fc1.weight", rule="norms")) == 2
-
-
-def test_a_session_that_the_caller_drops_goes_on() -> None:
-    model = CASES["mlp"].make()
-    optimizer = sgd(model)
-    attach(model, {"id": "z", "action": "zero", "params": "*", "at": "step"})
-    gc.collect()
-    CASES["mlp"].backward(model, 0)
-    optimizer.step()
-    assert not any(param.grad.any() for param in model.parameters() if param.grad is not None)
-    gradsurgeon.remove(model)
-
-
-def test_removing_keeps_hooks_of_the_script() -> None:
-    model = CASES["mlp"].make()
-    calls: list[str] = []
-    model.fc1.weight.register_hook(lambda _: calls.append("before"))
-    session = gradsurgeon.apply(model, EVERYTHING)
-    model.fc1.weight.register_hook(lambda _: calls.append("after"))
-    session.remove()
-    CASES["mlp"].backward(model, 0)
-    assert calls == ["before", "after"]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -229,37 +146,34 @@ rules:
   - {id: final, action: norm-log, at: step, params: "*", stats: [linf, nonfinite]}
   - {id: trap, action: nan-trap, params: "*"}
   - {id: spikes, action: spike-trap, params: "*", above: {sigmas: 4, warmup: 2}, then: warn}
+  - {id: weights, action: norm-log, params: "*", tensor: value}
+  - {id: updates, action: norm-log, params: "*", tensor: update}
 """
 
 
+def wide(grad: Tensor) -> Tensor:
+    dense = grad.to_dense() if grad.is_sparse else grad
+    return dense.to(torch.complex128 if grad.is_complex() else torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:step 6, rule spikes")  # the batch differs from those before
 @pytest.mark.parametrize("name", CASES)
-def test_same_bits_as_without(name: str) -> None:
+def test_same_bits_as_without_and_true_norms(name: str) -> None:
     case = CASES[name]
     plain = train(case, case.make())
     model = case.make()
     with gradsurgeon.apply(model, OBSERVING) as session:
         observed = train(case, model)
-    assert same(observed, plain)
-    assert all(status.fired > 0 for status in session.status().values())
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_recorded_norms_are_the_true_ones(name: str) -> None:
-    case = CASES[name]
-    model = case.make()
-    optimizer = case.optimizer(model)
-    with gradsurgeon.apply(model, OBSERVING) as session:
+        optimizer = case.optimizer(model)
         case.backward(model, 0)
         wanted = {
-            key: torch.linalg.vector_norm(
-                (param.grad.to_dense() if param.grad.is_sparse else param.grad).to(
-                    torch.complex128 if param.is_complex() else torch.float64
-                )
-            ).item()
+            key: wide(param.grad).norm().item()
             for key, param in model.named_parameters()
             if param.grad is not None
         }
         optimizer.step()
+    assert same(observed, plain)
+    assert all(status.fired > 0 for status in session.status().values())
     assert wanted
     for key, norm in wanted.items():
         assert session.latest(key, rule="norms") == pytest.approx(norm, rel=1e-5, abs=1e-30)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,13 @@ import torch.distributed as dist
 from models import data
 from pairs import singly
 from ranks import Json
-from small import linears, rule_file, sgd, steps_of, take_step
+from small import attach, linears, sgd, steps_of, take_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
-from gradsurgeon.cli import main
 from gradsurgeon.records import recorder
 
 WIDTHS = {"few": 4, "many": 40}  # 40 * 40 elements are too many to be copied
@@ -49,12 +51,15 @@ class Busy(nn.Module):
 
 
 def logging(tensor: str, **more: Any) -> Json:
-    return {
-        "id": tensor.replace(".", "-"),
-        "action": "norm-log",
-        "modules": "*",
-        "tensor": tensor,
-    } | more
+    rule = {"id": tensor.replace(".", "-"), "action": "norm-log", "modules": "*", "tensor": tensor}
+    return {**rule, **more}
+
+
+@contextmanager
+def told_by(session: gradsurgeon.Session, path: Path) -> Iterator[list[Any]]:
+    """Yield a session and its run, which tell the same."""
+    with gradsurgeon.open_run(path) as run:
+        yield [session, run]
 
 
 def train(model: nn.Module, width: int, steps: int = 6) -> None:
@@ -66,33 +71,30 @@ def train(model: nn.Module, width: int, steps: int = 6) -> None:
 def by_hand(width: int) -> dict[tuple[str, str], list[float]]:
     """Return the norms that closures read at once."""
     torch.manual_seed(0)
-    model, norms = Busy(width), defaultdict[tuple[str, str], list[float]](list)
+    model = Busy(width)
+    norms = defaultdict[tuple[str, str], list[float]](list)
 
-    def hook(name: str) -> Any:
-        def note(_module: nn.Module, _args: Any, output: Tensor) -> None:
-            norms[name, "output"].append(output.norm().item())
-            output.register_hook(lambda grad: norms[name, "output.grad"].append(grad.norm().item()))
-
-        return note
+    def note(name: str, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        norms[name, "output"].append(output.norm().item())
+        output.register_hook(lambda grad: norms[name, "output.grad"].append(grad.norm().item()))
 
     for name, module in model.named_children():
-        module.register_forward_hook(hook(name))
+        module.register_forward_hook(partial(note, name))
     train(model, width)
     return norms
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_norms_are_those_of_closures(width: int, tmp_path: Path) -> None:
-    model, expected = Busy(width), by_hand(width)
+    expected = by_hand(width)
     torch.manual_seed(0)
     model = Busy(width)
-    with gradsurgeon.apply(
-        model, rule_file(logging("output"), logging("output.grad")), record=tmp_path / "run"
-    ) as session:
+    path = tmp_path / "run"
+    with attach(model, logging("output"), logging("output.grad"), record=path) as session:
         train(model, width)
-    with gradsurgeon.open_run(tmp_path / "run") as run:
+    with told_by(session, path) as both:
         for (name, tensor), norms in expected.items():
-            for records in (session, run):
+            for records in both:
                 history = records.history(name, rule=tensor.replace(".", "-"))
                 assert [value for _, value in history] == pytest.approx(norms, rel=1e-6)
     assert steps_of(session, "rare", rule="output") == [1, 3, 5]
@@ -100,35 +102,17 @@ def test_norms_are_those_of_closures(width: int, tmp_path: Path) -> None:
 
 
 def test_modules_that_run_together_share_a_row(tmp_path: Path) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
-    with gradsurgeon.apply(
-        model, rule_file(logging("output", stats=["l2", "max"])), record=tmp_path / "run"
-    ):
+    model = linears(*[4] * 31)
+    with attach(model, logging("output", stats=["l2", "max"]), record=tmp_path / "run"):
         train(model, 4, steps=5)
-    connection = sqlite3.connect(tmp_path / "run" / "rank-0.db")
-    assert connection.execute("SELECT count(*) FROM rows").fetchone() == (2 * 5,)
-    connection.close()
-
-
-def test_an_export_has_each_value_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Busy(4)
-    with gradsurgeon.apply(model, rule_file(logging("output")), record=tmp_path / "run") as session:
-        train(model, 4)
-    assert main(["export", "--format", "csv", str(tmp_path / "run")]) == 0
-    lines = [line.split(",") for line in capsys.readouterr().out.splitlines()[1:]]
-    exported = defaultdict[str, list[tuple[int, float]]](list)
-    for step, *_, name, value in lines:
-        exported[name].append((int(step), float(value)))
-    assert set(exported) == {"first", "cell", "rare", "relu"}
-    for name, values in exported.items():
-        # Nine digits tell every float32 from the next.
-        assert values == [(step, float(f"{one:.9g}")) for step, one in session.history(name)]
+    with closing(sqlite3.connect(tmp_path / "run" / "rank-0.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM rows").fetchone() == (2 * 5,)
 
 
 def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MOST_PENDING", 8)
     model = linears(4, 4, 4)
-    with gradsurgeon.apply(model, rule_file(logging("output"))) as session:
+    with attach(model, logging("output")) as session:
         norms = [model[0](data(step, 5, 4)).norm().item() for step in range(20)]
         assert len(session._attachment.context.recorder._pending) < 8
         assert [value for _, value in session.history("0")] == pytest.approx(norms)
@@ -143,7 +127,7 @@ def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyP
 )
 def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]) -> None:
     model = linears(4, 4, 4)
-    with gradsurgeon.apply(model, rule_file(logging(tensor, steps=steps))) as session:
+    with attach(model, logging(tensor, steps=steps)) as session:
         train(model, 4, steps=8)
     (rule,) = session.plan.rules.rules
     due = [step for step in range(8) if rule.steps.includes(step)]
@@ -154,7 +138,7 @@ def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> No
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     first, second = (sgd(m) for m in model.values())
     entry = logging("output", steps={"from": 2, "to": 4})
-    with gradsurgeon.apply(model, rule_file(entry), optimizer=first) as session:
+    with attach(model, entry, optimizer=first) as session:
         for optimizer in (first, second):
             for step in range(6):
                 (model["a"](data(step, 5, 4)) + model["b"](data(step, 5, 4))).sum().backward()
@@ -164,52 +148,28 @@ def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> No
     assert steps_of(session, "b") == [2, 2, 3]
 
 
-def test_a_rule_that_rests_can_be_paused() -> None:
-    model = nn.Sequential(nn.Identity())
-    scale = {"id": "s", "action": "scale", "modules": "0", "tensor": "output", "factor": 3.0}
-    x = data(0, 5, 4)
-    with gradsurgeon.apply(model, rule_file(scale)) as session:
-        assert model(x).equal(3 * x)
-        session.pause()
-        assert model(x).equal(x)
-        session.resume()
-        assert model(x).equal(3 * x)
-
-
-class Unrolled(nn.Module):
-    """One of many modules is called as often as the step is long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
-        self.cell = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor, calls: int) -> Tensor:
-        x = self.layers(x)
-        for _ in range(calls):
-            x = self.cell(x)
-        return x
-
-
 @pytest.mark.parametrize("tensor", ["output", "output.grad"])
 def test_a_module_called_more_often_than_before_keeps_all_its_records(
     tensor: str, tmp_path: Path
 ) -> None:
-    model, calls = Unrolled(), [1, 1, 6, 2, 1]
-    optimizer = sgd(model, 0.01)
+    """One of many modules is called as often as the step is long."""
+    model = linears(*[2] * 22)
+    calls = [1, 1, 6, 2, 1]
     path = tmp_path / "run"
-    with gradsurgeon.apply(
-        model, rule_file(logging(tensor)), optimizer=optimizer, record=path
-    ) as one:
+    optimizer = sgd(model, 0.01)
+    with attach(model, logging(tensor), optimizer=optimizer, record=path) as session:
         for step, times in enumerate(calls):
-            model(data(step, 3, 2), times).sum().backward()
+            x = model[:20](data(step, 3, 2))
+            for _ in range(times):
+                x = model[20](x)
+            x.sum().backward()
             optimizer.step()
-            one.history("cell")  # what waits is measured step by step
+            session.history("20")  # what waits is measured step by step
     expected = [step for step, times in enumerate(calls) for _ in range(times)]
-    with gradsurgeon.open_run(path) as run:
-        for records in (one, run):
-            assert [step for step, _ in records.history("cell")] == expected
-            assert [step for step, _ in records.history("layers.3")] == [0, 1, 2, 3, 4]
+    with told_by(session, path) as both:
+        for records in both:
+            assert steps_of(records, "20") == expected
+            assert steps_of(records, "3") == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -219,7 +179,7 @@ def test_a_script_may_set_a_default_dtype(dtype: torch.dtype, tmp_path: Path) ->
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with gradsurgeon.apply(model, rule_file(logging("output")), record=path) as session:
+        with attach(model, logging("output"), record=path) as session:
             # A pass in which modules are left out has a row with empty columns.
             for part in (model, model.first, model):
                 part(torch.ones(2, 4, dtype=torch.float32))
@@ -245,7 +205,7 @@ def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
         {"id": "bound", "action": "clamp", "modules": "1", "tensor": "output", "min": -1},
         {"id": "plain", "action": "norm-log", "modules": "*", "tensor": "output"},
     ]
-    session = gradsurgeon.apply(model, rule_file(*entries))
+    session = attach(model, *entries)
     with pytest.warns(GradSurgeonWarning, match="left 1 alone: complex numbers"):
         out = model(data(0, 3, 4))
         out.abs().sum().backward()
@@ -256,12 +216,13 @@ def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
 
 
 def test_a_module_of_two_names_is_asked_for_by_either(tmp_path: Path) -> None:
-    layer, path = nn.Linear(3, 3), tmp_path / "run"
+    layer = nn.Linear(3, 3)
+    path = tmp_path / "run"
     model = nn.Sequential(layer, nn.Tanh(), layer)
-    with gradsurgeon.apply(model, rule_file(logging("output")), record=path) as session:
+    with attach(model, logging("output"), record=path) as session:
         model(data(0, 2, 3))
-    with gradsurgeon.open_run(path) as run:
-        for records in (session, run):
+    with told_by(session, path) as both:
+        for records in both:
             assert len(records.history("0")) == 2
             assert records.history("2") == records.history("0")
             assert records.latest("2") == records.latest("0")
@@ -281,7 +242,7 @@ def test_what_is_divided_over_ranks_is_not_measured_and_named(tmp_path: Path) ->
         model = nn.Sequential(nn.Linear(3, 3), Divided())
         trap = {"id": "trap", "action": "nan-trap", "modules": "1", "tensor": "output"}
         optimizer = sgd(model, 0.01)
-        session = gradsurgeon.apply(model, rule_file(logging("output"), trap), optimizer=optimizer)
+        session = attach(model, logging("output"), trap, optimizer=optimizer)
         with pytest.warns(GradSurgeonWarning, match="sharded over ranks"):
             model(data(0, 2, 3)).to_local().sum().backward()
         optimizer.step()

@@ -2,68 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
-from ranks import Json
-from small import attach, equal, kinds_of
+from small import attach, equal, kinds_of, sgd, take_step, weights_of
 from torch import Tensor, nn
 
+import gradsurgeon
 from gradsurgeon import Event, NonFiniteGradientError
 
-NAN = float("nan")
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 
 
-def trap(then: str) -> Json:
-    return {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
+def trained(then: str, on_event: Any) -> tuple[list[Tensor], gradsurgeon.Session]:
+    """Train with a NaN in the second and in the fourth step; return the weights and the session."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = sgd(model)
+    trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
+    with attach(model, NORMS, trap, on_event=on_event) as session:
+        for number in range(5):
+            factor = torch.nan if number in (1, 3) else 1.0
+            with suppress(NonFiniteGradientError):
+                take_step(optimizer, model(torch.ones(4, 3)).square().mean() * factor)
+    return weights_of(model), session
 
 
-class Training:
-    """One layer under Adam, whose loss is NaN in the steps that are named."""
+def test_it_sees_what_the_session_notes_on_its_thread_and_nothing_else() -> None:
+    seen: list[tuple[Event, int]] = []
 
-    def __init__(self, bad: tuple[int, ...] = ()) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 2)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self._bad = bad
-        self.done = 0
+    def note(event: Event) -> None:
+        seen.append((event, threading.get_ident()))
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        factor = NAN if self.done in self._bad else 1.0
-        self.done += 1
-        (self.model(torch.ones(4, 3)).square().mean() * factor).backward()
-        self.optimizer.step()
-
-    def state(self) -> list[Tensor]:
-        moments = [value.clone() for one in self.optimizer.state.values() for value in one.values()]
-        return [*(param.detach().clone() for param in self.model.parameters()), *moments]
-
-
-def test_it_sees_what_the_session_notes_and_nothing_else() -> None:
-    seen: list[Event] = []
-    training = Training(bad=(1, 3))
-    with attach(training.model, NORMS, trap("skip-step"), on_event=seen.append) as session:
-        for _ in range(5):
-            training.step()
-    assert [event.kind for event in seen] == ["trap", "skipped-step"] * 2
-    assert seen == session.events
-
-
-def test_it_is_called_on_the_thread_that_has_seen_the_event() -> None:
-    threads: list[int] = []
-    training = Training(bad=(0,))
-
-    def note(_: Event) -> None:
-        threads.append(threading.get_ident())
-
-    with attach(training.model, trap("skip-step"), on_event=note):
-        training.step()
-    assert set(threads) == {threading.get_ident()}
+    _, session = trained("skip-step", note)
+    assert kinds_of(session) == ["trap", "skipped-step", "notice", "trap", "skipped-step"]
+    assert seen == [(event, threading.get_ident()) for event in session.events]
 
 
 @pytest.mark.parametrize("then", ["skip-step", "warn", "raise"])
@@ -74,22 +51,17 @@ def test_what_it_raises_is_logged_and_changes_nothing(
     def fail(event: Event) -> None:
         raise ZeroDivisionError(event.kind)
 
-    states = []
-    for on_event in (None, fail):
-        training = Training(bad=(2,))
-        with attach(training.model, trap(then), on_event=on_event) as session:
-            for _ in range(4):
-                with contextlib.suppress(NonFiniteGradientError):
-                    training.step()
-        states.append(training.state())
-    assert equal(*states) or then == "warn"
+    plain, _ = trained(then, None)
+    caplog.clear()
+    weights, session = trained(then, fail)
+    assert equal(weights, plain) or then == "warn"
     logged = [one for one in caplog.records if one.levelno == logging.ERROR]
     errors = [one.exc_info[1] for one in logged if one.exc_info is not None]
     assert [str(error) for error in errors] == kinds_of(session)
 
 
 def test_what_is_no_function_is_refused() -> None:
-    training = Training()
+    model = nn.Linear(3, 2)
     with pytest.raises(TypeError, match="on_event= must be a function of one event, not list"):
-        attach(training.model, NORMS, on_event=[])
-    assert not training.model.weight._backward_hooks
+        attach(model, NORMS, on_event=[])
+    assert not model.weight._backward_hooks

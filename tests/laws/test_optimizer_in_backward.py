@@ -8,27 +8,27 @@ import pytest
 import torch
 from models import data, same
 from ranks import Json
-from small import attach, fired, net, rule_file, sgd, take_step, weights_of
+from small import attach, fields_of, fired, net, sgd, weights_of
 from torch import Tensor, nn
 
-import gradsurgeon
 from gradsurgeon import BindError, Session
 
-STEPS = 3
+STEPS = 10
 RULES: list[Json] = [
     {"id": "early", "action": "scale", "params": "0.*", "at": "backward", "factor": 3.0},
-    {
-        "id": "half",
-        "action": "scale",
-        "modules": "0",
-        "tensor": "output.grad",
-        "factor": 0.5,
-    },
+    {"id": "half", "action": "scale", "modules": "0", "tensor": "output.grad", "factor": 0.5},
+    {"id": "sigmas", "action": "spike-trap", "params": "*", "per": "parameter", "above": {"sigmas": 1.1, "warmup": 4}},
+    {"id": "times", "action": "spike-trap", "params": "*", "per": "parameter", "above": {"times": 1.05, "warmup": 4}},
     {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
-    {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.02},
-]
-AGAINST_ITSELF = {"per": "parameter"}
+    {"id": "short", "action": "clip-norm", "per": "parameter", "params": "*", "max_norm": 0.02},
+]  # fmt: skip
 LOG = {"id": "norms", "action": "norm-log", "params": "*"}
+OWN_SPIKES: Json = {
+    "action": "spike-trap",
+    "params": "*",
+    "above": {"times": 2},
+    "per": "parameter",
+}
 
 
 def step_inside(model: nn.Module) -> None:
@@ -44,27 +44,23 @@ def step_inside(model: nn.Module) -> None:
         param.register_post_accumulate_grad_hook(hook)
 
 
-def inside(order: str, rules: list[Json]) -> tuple[list[Tensor], Session]:
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    for step in range(STEPS):
+        model(data(step, 5, 4)).square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def inside(order: str, rules: list[Json]) -> tuple[nn.Module, Session]:
+    """Return a model whose parameters step inside backward, and its session."""
     model = net()
-    given = rule_file(*rules)
-    if order == "apply first":
-        session = gradsurgeon.apply(model, given)
-    step_inside(model)
     if order == "apply last":
-        session = gradsurgeon.apply(model, given)
-    with session:
-        for step in range(STEPS):
-            model(data(step, 5, 4)).square().mean().backward()
-    return [param.detach() for param in model.parameters()], session
-
-
-def outside(rules: list[Json]) -> tuple[list[Tensor], Session]:
-    model = net()
-    optimizer = sgd(model)
-    with attach(model, *rules) as session:
-        for step in range(STEPS):
-            take_step(optimizer, model(data(step, 5, 4)).square().mean())
-    return [param.detach() for param in model.parameters()], session
+        step_inside(model)
+    session = attach(model, *rules)
+    if order == "apply first":
+        step_inside(model)
+    return model, session
 
 
 @pytest.mark.cell(
@@ -76,14 +72,24 @@ def outside(rules: list[Json]) -> tuple[list[Tensor], Session]:
 )
 @pytest.mark.parametrize("order", ["apply first", "apply last"])
 def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> None:
-    wanted, other = outside([*RULES, LOG])
-    found, session = inside(order, [*RULES, LOG])
-    assert same(found, wanted)
-    assert session.events == []
+    wanted = net()
+    optimizer = sgd(wanted)
+    logs = [LOG, {**LOG, "id": "updates", "tensor": "update"}]
+    with attach(wanted, *RULES, *logs) as other:
+        trained(wanted, optimizer)
+    found, session = inside(order, [*RULES, *logs])
+    with session:
+        trained(found)
+    assert same(weights_of(found), weights_of(wanted))
+    # One event tells of the spikes of an update, which here has one parameter.
+    assert set(fields_of(session, "kind", "rule")) == {("spike", "sigmas"), ("spike", "times")}
+    for rule, status in other.status().items():
+        assert session.status()[rule].changed == status.changed
     assert session.step == STEPS
     assert fired(session) == fired(other)
     for name in ("0.weight", "2.bias"):
-        assert session.history(name) == other.history(name)
+        for rule in ("norms", "updates"):
+            assert session.history(name, rule=rule) == other.history(name, rule=rule)
 
 
 @pytest.mark.cell(
@@ -101,41 +107,18 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
         {"action": "freeze", "params": "*"},
         {"action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"},
         {"action": "spike-trap", "params": "*", "above": {"times": 2}},
-        *(
-            {
-                "action": "spike-trap",
-                "params": "*",
-                "above": {"times": 2},
-                **AGAINST_ITSELF,
-                "then": then,
-            }
-            for then in ("skip-step", "warn", "raise")
-        ),
+        {**OWN_SPIKES, "then": "skip-step"},
+        {**OWN_SPIKES, "then": "warn"},
+        {**OWN_SPIKES, "then": "raise"},
     ],
-    ids=[
-        "nan-trap",
-        "nan-trap on modules",
-        "freeze",
-        "clip-norm per rule",
-        "spike-trap per rule",
-        "spike-trap, skip-step",
-        "spike-trap, warn",
-        "spike-trap, raise",
-    ],
+    ids=lambda rule: "-".join(map(str, rule.values())),
 )
 def test_what_needs_all_gradients_is_refused(order: str, rule: Json) -> None:
-    before = weights_of(net())
-    model = net()
-    given = rule_file({"id": "all", **rule})
-    if order == "apply first":
-        session = gradsurgeon.apply(model, given)
-    step_inside(model)
-    if order == "apply last":
-        session = gradsurgeon.apply(model, given)
+    model, session = inside(order, [{"id": "all", **rule}])
     with pytest.raises(BindError, match="rule all: an optimizer steps inside backward") as caught:
         model(data(0, 5, 4)).square().mean().backward()
     assert "at no moment are all gradients there" in str(caught.value)
-    assert same(weights_of(model), before)
+    assert same(weights_of(model), weights_of(net()))
     session.remove()
 
 
@@ -171,13 +154,12 @@ def test_rules_say_that_they_never_saw_updates_inside_backward_without_step(earl
     optimizer = Fused(model.parameters(), lr=0.1, early=early)
     rules = [LOG, {"id": "trap", "action": "nan-trap", "params": "2.*"}]
     with attach(model, *rules, optimizer=optimizer) as session:
-        before = weights_of(model)
-        for step in range(3):
-            model(data(step, 5, 4)).square().mean().backward()
-        assert not any(map(torch.equal, before, model.parameters()))
-    told = {(one.kind, one.rule): one.message for one in session.events}
-    assert list(told) == [("never-fired", rule) for rule in ("norms", "trap")]
-    assert all("stepped while their gradients were there" in text for text in told.values())
+        trained(model)
+        assert not any(map(torch.equal, weights_of(net()), model.parameters()))
+    told = fields_of(session, "kind", "rule")
+    assert told == [("never-fired", rule) for rule in ("norms", "trap")]
+    texts = fields_of(session, "message")
+    assert all("stepped while their gradients were there" in text for text in texts)
 
 
 def test_hooks_that_put_gradients_aside_until_the_update_are_not_blamed() -> None:

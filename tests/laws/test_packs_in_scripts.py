@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,7 +14,8 @@ import actions_of_users
 import pack_trainings as trainings
 import pytest
 import torch
-from pack_trainings import DEBUG, PACKAGE, Train, launched, same
+import yaml
+from pack_trainings import PACKAGE, Launched, Train, launched, same
 from small import attach
 
 from gradsurgeon import BindError, NonFiniteGradientError, load
@@ -33,111 +35,10 @@ def _third_trap() -> Iterator[None]:
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 FREEZE = {"id": "still", "action": "freeze", "params": "0.*"}
-CLIP = {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 1e9}
 DENSE = {"id": "dense", "action": "clamp", "params": "*", "at": "step", "min": 0.1}
-COMBINE = {"id": "together", "action": "combine", "method": "mgda"}
-SKIPS = "gradsurgeon:nan-trap@1"
+CASES = Path(__file__).parents[1] / "cases"
 # By name: the training, its rules, what the line says, and the rules that act all the same.
-REFUSED: dict[str, tuple[Train, str | list[dict[str, Any]], str, set[str]]] = {
-    "optimizers in backward": (
-        trainings.inside_backward,
-        DEBUG,
-        "rule debug-nans: rests: an optimizer steps inside backward",
-        {"debug-norms", "debug-updates", "debug-loop", "debug-structure", "debug-ranks"},
-    ),
-    "one norm, optimizers in backward": (
-        trainings.inside_backward,
-        [CLIP, NORMS],
-        "rule clip: rests: an optimizer steps inside backward",
-        {"norms"},
-    ),
-    "LBFGS, skip-step": (
-        trainings.lbfgs_with_a_nan,
-        SKIPS,
-        "rule nan-trap-all: only warns: LBFGS moves all parameters together",
-        {"nan-trap-all"},
-    ),
-    "LBFGS, freeze": (
-        trainings.lbfgs,
-        [FREEZE, NORMS],
-        "rule still: rests: LBFGS moves all parameters together",
-        {"norms"},
-    ),
-    "updates by hand, skip-step": (
-        trainings.by_hand_with_a_nan,
-        SKIPS,
-        "rule nan-trap-all: only warns: `then: skip-step` cannot hide gradients",
-        {"nan-trap-all"},
-    ),
-    "updates by hand, freeze": (
-        trainings.by_hand,
-        [FREEZE, NORMS],
-        "rule still: rests: weights are updated by hand",
-        {"norms"},
-    ),
-    "updates by hand on gradients that stay": (
-        trainings.by_hand_without_clearing,
-        [CLIP, NORMS],
-        "rule clip: rests: a backward pass reached 0.weight while a rule at `step`",
-        {"norms", "clip"},
-    ),
-    "sparse gradients": (
-        trainings.two_heads,
-        [DENSE, NORMS],
-        "rule dense: rests: the gradients of 1 parameters are sparse (embedding.weight)",
-        {"norms"},
-    ),
-    "sparse gradients that the names do not show": (
-        trainings.looks_up,
-        [DENSE, NORMS],
-        "no rule acts: the gradient of table is sparse and the bounds exclude 0",
-        {"norms"},
-    ),
-    "a replacement under a scaler": (
-        trainings.scaled,
-        [{"id": "clean", "action": "sanitize", "params": "*"}, NORMS],
-        "no rule acts: an enabled GradScaler must see its overflow",
-        set(),
-    ),
-    "heads whose losses come apart": (
-        trainings.two_heads_apart,
-        [{**COMBINE, "modules": "*_head", "tensor": "input.grad"}, NORMS],
-        "no rule acts: b_head took a tensor together with a_head",
-        set(),
-    ),
-    "a parameter that is no leaf": (
-        trainings.no_leaf,
-        [{**NORMS, "at": "backward"}],
-        "no rule acts: made is not a leaf of the graph",
-        set(),
-    ),
-    "a captured graph": (
-        trainings.captured,
-        DEBUG,
-        "a CUDA graph is being captured: no rule acts during the capture, nor in its replays",
-        {"debug-nans", "debug-norms", "debug-updates", "debug-loop", "debug-structure"},
-    ),
-    "a trap that cannot judge modules": (
-        trainings.plain,
-        [
-            {
-                "id": "long",
-                "action": "length-trap",
-                "modules": "0",
-                "tensor": "output.grad",
-                "limit": 1,
-            }
-        ],
-        "no rule acts: a trap on modules and tags checks for non-finite elements alone, not `l1`",
-        set(),
-    ),
-    "a rule that matches nothing": (
-        trainings.plain,
-        [{**FREEZE, "params": "decoder.*"}, NORMS],
-        'rule still: no parameter of the model matches "decoder.*"',
-        {"norms"},
-    ),
-}
+REFUSED: dict[str, dict[str, Any]] = yaml.safe_load((CASES / "refused_in_scripts.yaml").read_text())
 
 
 HELD_BACK = [
@@ -165,16 +66,19 @@ def test_lbfgs_refuses_chosen_rules_that_hold_an_update_back(rule: dict[str, Any
     assert done.fired() == ({"norms"} if rule is FREEZE else {"norms", "trap"})
 
 
+def driven(what: str) -> tuple[Train, Launched]:
+    train: Train = getattr(trainings, REFUSED[what]["train"])
+    return train, launched(train, REFUSED[what]["rules"])
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_a_set_up_refuses_is_one_line_and_the_other_rules_act(what: str) -> None:
-    train, rules, said, act = REFUSED[what]
-    wanted = [param.detach().clone() for param in train()]
-    done = launched(train, rules)
-    assert same(done.weights, wanted)
-    assert [said in line for line in done.lines].count(True) == 1, done.lines
+    train, done = driven(what)
+    assert same(done.weights, [*train()])
+    assert [REFUSED[what]["said"] in line for line in done.lines].count(True) == 1, done.lines
     words = (" rests: ", " rest: ", "no rule acts", "only warns", 'matches "')
     assert sum(any(word in line for word in words) for line in done.lines) == 1, done.lines
-    assert done.fired() >= act
+    assert done.fired() >= set(REFUSED[what]["act"])
     assert not any("never-fired" in line for line in done.lines)
 
 
@@ -231,9 +135,7 @@ def test_a_fault_of_ours_that_stops_all_rules_is_no_fine_run(
     done = launched(trainings.plain)
     assert same(done.weights, list(trainings.plain()))
     at = done.lines.index("gradsurgeon: Sequential, 2 steps")
-    band, ended = done.lines[at + 1 : at + 3]
-    assert band == "  look: no rule acts, from step 2 on"
-    assert ended == "  ended"
+    assert done.lines[at + 1 : at + 3] == ["  look: no rule acts, from step 2 on", "  ended"]
     (checked,) = [line for line in done.lines if line.startswith("  checked: ")]
     assert checked.endswith("; found: no fault")
 
@@ -254,62 +156,8 @@ ROOMS = (
 # What reads runs and bundles, which no training does.
 READERS = ("records/store/", "tensors/_bounded_load.py")
 REFUSALS = {"refuse", "refuse_rules", "refuse_complaints", "abstain", "soften_skips"}
-VERDICT = "the verdict of a trap or a check"
-CHOSEN = "for chosen rules alone"
-RANKS = "`tests/distributed/test_packs.py` drives it"
-NO_PACK = "for rules that no pack has"
-CAUGHT = "its caller turns it into an event or a line"
-ELSEWHERE = "in a command, before the script, or in a call that the script makes itself"
-# Sites that no training here drives.
-NOT_DRIVEN = {
-    "distributed/ranks.py:Ranks.refuse_uneven": RANKS,
-    "forensics/bundle.py:_on_host": CAUGHT,
-    "forensics/bundle.py:_loss_in": ELSEWHERE,
-    "forensics/bundle.py:_step_in": ELSEWHERE,
-    "forensics/bundle.py:check": ELSEWHERE,
-    "forensics/bundle.py:read": ELSEWHERE,
-    "forensics/provenance.py:Provenance.__torch_dispatch__": CAUGHT,
-    "forensics/provenance.py:_stand_at": ELSEWHERE,
-    "forensics/replay.py:_own_copy": CAUGHT,
-    "integrations/launcher/command.py:_step": ELSEWHERE,
-    "integrations/launcher/models.py:Models.check": CHOSEN,
-    "integrations/launcher/training_detector.py:activate": ELSEWHERE,
-    "records/event_log.py:EventLog.raise_raised": VERDICT,
-    "records/shared_rows.py:SharedRows.ask": ELSEWHERE,
-    "runtime/loss_backward.py:_check": ELSEWHERE,
-    "runtime/loss_backward.py:_gradients_of": NO_PACK,
-    "runtime/loss_backward.py:_weights": NO_PACK,
-    "runtime/effect_table.py:_compiled": NO_PACK,
-    "runtime/effect_table.py:_trap": NO_PACK,
-    "runtime/loss_rules.py:NamedPass._check": NO_PACK,
-    "runtime/loss_rules.py:NamedPass.delivering": NO_PACK,
-    "runtime/loss_rules.py:_refuse_unlike": NO_PACK,
-    "runtime/manual_steps.py:ManualSteps._update": VERDICT,
-    "runtime/element_edits.py:ElementEdit._apply_at.apply": CHOSEN,
-    "runtime/element_edits.py:_check_result": CHOSEN,
-    "runtime/manual_steps.py:ManualSteps.after_pass": CHOSEN,
-    "runtime/model_changes.py:ModelChanges.check": RANKS,
-    "runtime/optimizer_watch.py:OptimizerWatch._act": VERDICT,
-    "runtime/param_hooks.py:_edited": NO_PACK,
-    "runtime/rank_agreement.py:RankAgreement._call": RANKS,
-    "runtime/rank_agreement.py:RankAgreement.check_norms": NO_PACK,
-    "runtime/refusals.py:Refusals.abstain": CHOSEN,
-    "runtime/refusals.py:Refusals.refuse": CHOSEN,
-    "runtime/running_norms.py:_sound": CAUGHT,
-    "runtime/session_state.py:load_state_dict": CAUGHT,
-    "runtime/session_state.py:resume": CAUGHT,
-    "runtime/traps.py:Traps.skipped_by_scaler": VERDICT,
-    "tensors/saliency.py:grad_cam": ELSEWHERE,
-    "runtime/_oldest_torch.py:check": ELSEWHERE,
-    "runtime/session.py:Session._capture_rule": ELSEWHERE,
-    "runtime/session.py:Session.captured": ELSEWHERE,
-    "runtime/session.py:Session.plot": ELSEWHERE,
-    "runtime/session.py:Session.tick": ELSEWHERE,
-    "tensors/_channel.py:Channel.request": CAUGHT,
-    "tensors/_job_store.py:Connection.request": CAUGHT,
-    "tensors/statistics.py:add_statistic": ELSEWHERE,
-    "runtime/running_passes.py:RunningPass.refuse_other_threads": CHOSEN,
-}
+# Sites that no training here drives, by the reason.
+NOT_DRIVEN: dict[str, list[str]] = yaml.safe_load((CASES / "not_driven.yaml").read_text())
 
 
 def sites() -> dict[str, set[int]]:
@@ -372,15 +220,14 @@ def _noting(act: Callable[..., None], places: set[tuple[str, int]]) -> Callable[
 
 def test_every_error_path_is_driven_or_is_none_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     places = noted(monkeypatch)
-    for train, rules, _, _ in REFUSED.values():
-        launched(train, rules)
+    for what in REFUSED:
+        driven(what)
     missing = {
         site
         for site, lines in sites().items()
         if not places.issuperset((site.partition(":")[0], line) for line in lines)
     }
-    assert sorted(missing - NOT_DRIVEN.keys()) == []
-    assert sorted(NOT_DRIVEN.keys() - missing) == []
+    assert sorted(missing) == sorted(chain.from_iterable(NOT_DRIVEN.values()))
 
 
 def test_no_pack_has_the_rules_of_sites_that_no_training_drives() -> None:

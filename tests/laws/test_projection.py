@@ -10,14 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from pairs import singly
-from small import rule_file, sgd
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from small import attach, linears, sgd, take_step
+from torch import Tensor
 
-import gradsurgeon
 from gradsurgeon.tensors import _numbers, _projection, measure
 from gradsurgeon.tensors._projection import PERIOD, projections
 
@@ -91,10 +87,12 @@ FIRST = [
 
 def test_layouts_are_alike() -> None:
     image = random(8, 16, 12, 12)
-    assert torch.equal(projections(image), projections(image.to(memory_format=torch.channels_last)))
     table = random(500, 700)
+    assert torch.equal(projections(image), projections(image.to(memory_format=torch.channels_last)))
     assert torch.equal(projections(table), projections(table.t().contiguous().t()))
     assert not torch.allclose(projections(table), projections(table.t()))
+    assert projections(torch.empty(0, 4)).tolist() == [0.0, 0.0]
+    assert projections(torch.tensor(2.0)).abs().tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("width", [3, 200])
@@ -104,44 +102,12 @@ def test_sparse_tensors_are_those_of_their_dense_form(width: int) -> None:
     check(found)
 
 
-def test_empty_tensors_and_scalars() -> None:
-    assert projections(torch.empty(0, 4)).tolist() == [0.0, 0.0]
-    assert projections(torch.tensor(2.0)).abs().tolist() == [2.0, 2.0]
-
-
 def test_many_small_tensors_at_once_are_those_of_each() -> None:
     tensors = [random(size) for size in (1, 7, 300, 1024)]
     found = measure.of_kept(["projection", "numel"], tensors)
     each = torch.stack([projections(tensor) for tensor in tensors], 1).float()
     torch.testing.assert_close(found[:2], each, rtol=1e-6, atol=1e-5)
     assert found[2].tolist() == [1, 7, 300, 1024]
-
-
-def test_a_difference_shows_as_large_as_it_is() -> None:
-    """The mean over differences of the squared projection is the squared norm, for exchanges of parts, too."""
-    base = random(600, 512)
-    others = [
-        base + 1e-3,
-        base.roll(1, 0),
-        base[torch.randperm(600, generator=torch.Generator().manual_seed(0))],
-        base.view(600, 8, 64).flip(1).reshape(600, 512),
-        base * torch.cat([-torch.ones(64), torch.ones(448)]),
-        base.roll(PERIOD % 512, 1),
-        *(base + random(600, 512) * scale for scale in (1e-3, 1e-1)),
-    ]
-    shares = []
-    for other in others:
-        moved = projections(other) - projections(base)
-        shares.append((moved.square().mean().sqrt() / (other - base).double().norm()).item())
-    assert min(shares) > 0.02
-    assert 0.4 < (sum(share**2 for share in shares) / len(shares)) ** 0.5 < 2.5
-
-
-@pytest.fixture
-def mesh(tmp_path: Any) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("shape", [(60, 70), (700, 600)])
@@ -158,23 +124,8 @@ def test_parts_add_up_to_the_whole(shape: tuple[int, int], cuts: tuple[int, ...]
     torch.testing.assert_close(found, projections(tensor), rtol=0, atol=1e-3)
 
 
-def test_a_sharded_tensor_of_one_rank_is_the_tensor(mesh: Any) -> None:
-    tensor = random(30, 40)
-    for dim in (0, 1):
-        sharded = DTensor.from_local(tensor, mesh, [Shard(dim)])
-        torch.testing.assert_close(projections(sharded), projections(tensor))
-
-
-@pytest.mark.parametrize("numel", [2**17, 3_000_001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_norms_of_large_tensors_have_six_digits(numel: int, dtype: torch.dtype) -> None:
-    tensor = random(numel, dtype=dtype).abs()
-    exact = tensor.double().norm().item()
-    assert measure.statistic("l2", tensor).item() == pytest.approx(exact, rel=1e-6)
-    assert _numbers.norms([tensor]).item() == pytest.approx(exact, rel=1e-6)
-
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "large": lambda _: random(3_000_001).abs(),
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
     "transposed": lambda x: x.transpose(0, 3),
     "every other column": lambda x: x.repeat_interleave(2, 3)[..., ::2],
@@ -186,59 +137,37 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms_have_six_digits_in_every_layout(layout: str, dtype: torch.dtype) -> None:
-    tensor = LAYOUTS[layout](random(16, 16, 64, 64, dtype=dtype).abs())
-    exact = tensor.double().norm().item()
-    assert _numbers.norm(tensor).item() == pytest.approx(exact, rel=1e-6)
-    assert _numbers.norms([tensor, torch.ones(3)])[0].item() == pytest.approx(exact, rel=1e-6)
-
-
-def test_a_tensor_with_gaps_is_not_copied_whole() -> None:
-    gaps = random(2, 2**18)[:, ::2]
-    parts = list(_numbers._flat_parts(gaps))
-    assert [part.numel() for part in parts] == [2**17] * 2
-    assert torch.equal(torch.cat(parts), gaps.reshape(-1))
-    (dense,) = _numbers._flat_parts(random(512, 512).t())
-    assert dense.numel() == 2**18
-
-
-def test_records_and_clips_of_a_large_gradient_with_gaps_have_six_digits() -> None:
-    rules = rule_file({"id": "norms", "action": "norm-log", "params": "*", "at": "step"},
-            {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "parameter"})  # fmt: skip
-    model = nn.Linear(512, 512, bias=False)
-    optimizer = sgd(model, 1.0)
-    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
-        grad = random(512, 1024).abs()[:, ::2]
-        model.weight.grad = grad.detach()
-        exact = grad.double().norm().item()
-        optimizer.step()
-        assert session.latest("weight", rule="norms") == pytest.approx(exact, rel=1e-6)
-        clipped = model.weight.grad.double().norm().item()
-    assert clipped == pytest.approx(1.0, rel=1e-6)
+    tensor = LAYOUTS[layout](random(16, 16, 64, 64, dtype=dtype).abs()).to(dtype)
+    exact = pytest.approx(tensor.double().norm().item(), rel=1e-6)
+    assert measure.statistic("l2", tensor).item() == exact
+    assert _numbers.norm(tensor).item() == exact
+    assert _numbers.norms([tensor, torch.ones(3)])[0].item() == exact
+    assert _numbers.norms([tensor]).item() == exact
 
 
 def test_records_have_two_columns() -> None:
-    first = nn.Linear(4, 3)
-    model = nn.Sequential(first, nn.Linear(3, 1))
-    rules = rule_file({"id": "grads", "action": "norm-log", "params": "*", "stats": ["l2", "projection"]},
-            {"id": "contributions", "action": "norm-log", "params": "*", "at": "backward", "stats": ["projection", "numel"]},
-            {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output", "stats": ["projection"]},
-            {"id": "weights", "action": "norm-log", "params": "*", "tensor": "value", "stats": ["projection"]})  # fmt: skip
+    model: Any = linears(4, 3, 1)
+    log = {"action": "norm-log", "params": "*", "stats": ["l2", "projection"]}
+    early = {**log, "id": "early", "at": "backward", "stats": ["projection", "numel"]}
+    outputs = {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"}
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
-        inputs = torch.randn(2, 4)
-        output = model(inputs)
-        output.sum().backward()
-        assert first.weight.grad is not None
-        grad = first.weight.grad.clone()
-        optimizer.step()
-
-    def recorded(name: str, rule: str) -> Tensor:
-        return torch.tensor(
-            [session.latest(name, f"projection_{k}", rule=rule) for k in (1, 2)]
-        ).double()
-
-    torch.testing.assert_close(recorded("0.weight", "grads"), projections(grad))
-    torch.testing.assert_close(recorded("0.weight", "contributions"), projections(grad))
-    torch.testing.assert_close(recorded("1", "outputs"), projections(output))
-    torch.testing.assert_close(recorded("0.weight", "weights"), projections(first.weight))
-    assert session.latest("0.weight", "numel", rule="contributions") == 12
+    with attach(
+        model,
+        {**log, "id": "grads"},
+        early,
+        {**outputs, "stats": ["projection"]},
+        {**log, "id": "weights", "tensor": "value"},
+        optimizer=optimizer,
+    ) as session:
+        output = model(torch.randn(2, 4))
+        take_step(optimizer, output.sum())
+    weight = model[0].weight
+    for name, rule, tensor in (
+        ("0.weight", "grads", weight.grad),
+        ("0.weight", "early", weight.grad),
+        ("1", "outputs", output),
+        ("0.weight", "weights", weight),
+    ):
+        found = [session.latest(name, f"projection_{k}", rule=rule) for k in (1, 2)]
+        torch.testing.assert_close(torch.tensor(found).double(), projections(tensor))
+    assert session.latest("0.weight", "numel", rule="early") == 12

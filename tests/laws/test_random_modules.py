@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,42 +18,34 @@ from torch import Tensor, nn
 WIDTH = 4
 
 
-class Residual(nn.Module):
+class Around(nn.Module):
+    """A module around another one."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
+
+class Residual(Around):
     def forward(self, x: Tensor) -> Tensor:
         return x + first(self.inner(x))
 
 
-class InPlaceResidual(nn.Module):
+class InPlaceResidual(Around):
     """It writes into its input, and returns the same tensor object."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         x += first(self.inner(x))
         return x
 
 
-class Twice(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
+class Twice(Around):
     def forward(self, x: Tensor) -> Tensor:
         return first(self.inner(first(self.inner(x))))
 
 
-class Doubled(nn.Module):
+class Doubled(Around):
     """It writes into what its inner module returned, and returns the same tensor object."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         out = first(self.inner(x))
@@ -60,12 +53,8 @@ class Doubled(nn.Module):
         return out
 
 
-class Pair(nn.Module):
+class Pair(Around):
     """It returns one tensor in two places, and a third tensor."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x: Tensor) -> tuple[Tensor, Json]:
         out = first(self.inner(x))
@@ -146,14 +135,14 @@ EDITS: dict[str, Callable[[Tensor, Json], Tensor]] = {
 }
 
 
-def edited(value: Any, rule: Json) -> Any:
-    """Return a structure of tensors, each edited by a rule; one tensor in two places stays one."""
+def mapped(value: Any, edit: Callable[[Tensor], Tensor]) -> Any:
+    """Return a structure with another tensor for each; one tensor in two places stays one."""
     known: dict[int, Tensor] = {}
 
     def each(part: Any) -> Any:
         if isinstance(part, Tensor):
             if id(part) not in known:
-                known[id(part)] = EDITS[rule["action"]](part, rule)
+                known[id(part)] = edit(part)
             return known[id(part)]
         if isinstance(part, dict):
             return {key: each(item) for key, item in part.items()}
@@ -162,10 +151,18 @@ def edited(value: Any, rule: Json) -> Any:
     return each(value)
 
 
+def edited(value: Any, rule: Json) -> Any:
+    return mapped(value, lambda tensor: EDITS[rule["action"]](tensor, rule))
+
+
+def matched(name: str, rule: Json) -> bool:
+    return bool(name) and fnmatch.fnmatchcase(name, rule["modules"])
+
+
 def hook_values(model: nn.Module, rules: list[Json]) -> None:
     for name, module in model.named_modules():
         for rule in rules:
-            if not (name and fnmatch.fnmatchcase(name, rule["modules"])):
+            if not matched(name, rule):
                 continue
             if rule["tensor"] == "input":
                 module.register_forward_pre_hook(lambda *call, rule=rule: edited(call[1], rule))
@@ -210,32 +207,20 @@ class HandWrittenHooks:
         # They live on, so that no other tensor gets the id of one.
         self._kept: list[Tensor] = []
         for name, module in model.named_modules():
-            matching = [
-                rule for rule in rules if name and fnmatch.fnmatchcase(name, rule["modules"])
-            ]
+            matching = [rule for rule in rules if matched(name, rule)]
             if matching:
-                module.register_forward_hook(self._hook_for(matching))
+                module.register_forward_hook(partial(self._hook, matching))
 
-    def _hook_for(self, rules: list[Json]) -> Callable[..., Any]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            taken = {id(arg) for arg in args}
-            known: dict[int, Tensor] = {}
+    def _hook(self, rules: list[Json], _module: nn.Module, args: Any, output: Any) -> Any:
+        taken = {id(arg) for arg in args}
 
-            def each(part: Any) -> Any:
-                if isinstance(part, dict):
-                    return {key: each(item) for key, item in part.items()}
-                if not isinstance(part, Tensor):
-                    return tuple(each(item) for item in part)
-                if id(part) not in known:
-                    # The gradient of a module's output is without what others send back to the same tensor.
-                    out = part.view_as(part) if id(part) in taken else part
-                    self._add(out, rules)
-                    known[id(part)] = out
-                return known[id(part)]
+        def hooked(part: Tensor) -> Tensor:
+            # The gradient of a module's output is without what others send back to the same tensor.
+            out = part.view_as(part) if id(part) in taken else part
+            self._add(out, rules)
+            return out
 
-            return each(output)
-
-        return hook
+        return mapped(output, hooked)
 
     def _add(self, tensor: Tensor, rules: list[Json]) -> None:
         if not tensor.requires_grad:

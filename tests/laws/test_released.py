@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from models import data
 from pairs import singly
 from ranks import Json
@@ -29,55 +30,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning"),
     pytest.mark.no_cover,  # a tracer keeps frames
 ]
-TWO = ["a", "b"]
-HEADS = {"modules": ["second", "third"], "tensor": "input.grad"}
-SPIKES = {"times": 1.05, "beta": 0.98, "warmup": 2}
 # The rules of one case act together.
-BY_ACTION: dict[str, list[Json]] = {
-    "clamp": [
-        {"params": "*", "at": "step", "max": 0.1},
-        {"params": "*", "at": "backward", "max": 0.1},
-        {"modules": "*", "tensor": "output", "max": 10},
-    ],
-    "scale": [{"params": "*", "factor": 0.5}, {"tensors": "hidden", "factor": 0.5}],
-    "zero": [{"params": "first.*"}],
-    "sanitize": [{"params": "*"}],
-    "clip-norm": [
-        {"params": "*", "per": "rule", "max_norm": 0.1},
-        {"params": "*", "at": "backward", "max_norm": 0.1},
-    ],
-    "freeze": [{"params": "first.*"}],
-    "mask": [{"params": "*", "rows": ":2", "then": "freeze"}, {"params": "*", "rows": "1:"}],
-    "noise": [{"params": "*", "std": 1e-3}],
-    "centralize": [{"params": "*"}],
-    "capture": [{"params": "*"}, {"modules": "*", "tensor": "output"}],
-    "norm-log": [
-        {"params": "*"},
-        {"params": "*", "at": "backward"},
-        {"params": "*", "tensor": "update"},
-        {"modules": "*", "tensor": "input.grad"},
-    ],
-    "nan-trap": [
-        {"params": "first.*", "then": "skip-step"},
-        {"params": "*", "then": "raise"},
-        {"modules": "*", "tensor": "output"},
-    ],
-    "spike-trap": [
-        {"params": "*", "above": SPIKES},
-        {"params": "*", "per": "parameter", "above": SPIKES, "then": "raise"},
-    ],
-    "check-update": [
-        {"params": "*"},
-        {"params": "*", "moved": {"min": 0.1, "within": 3}},
-        {"params": "*", "moved": {"max": 0}, "then": "raise"},
-    ],
-    "check-ranks": [{"params": "*"}],
-    "check-loop": [{"params": "*", "then": "raise"}],
-    "check-structure": [{"params": "*"}],
-    "perturb": [{"modules": "*", "tensor": "input", "eps": 1e-3}],
-    "combine": [{"params": "*", "losses": TWO, "method": "pcgrad"}],
-    "conflict": [{"params": "*", "losses": TWO}, HEADS],
-}
+CASES = pathlib.Path(__file__).parents[1] / "cases"
+BY_ACTION: dict[str, list[Json]] = yaml.safe_load((CASES / "rules_of_actions.yaml").read_text())
 PACKS = list(packs.published())
 
 
@@ -106,7 +61,8 @@ class Adam(torch.optim.AdamW):
 
 def train(rules: Any, *, gone: bool) -> tuple[dict[str, weakref.ref[Any]], Any, int]:
     """Return what should be gone, the session, and the number of steps that raised."""
-    model, weight = Net(), nn.Parameter(torch.randn(4))
+    model = Net()
+    weight = nn.Parameter(torch.randn(4))
     optimizer = Adam(model.parameters(), 1e-3)
     other = torch.optim.SGD([weight], 0.1)
     session = gradsurgeon.apply(model, rules, optimizer=optimizer)
@@ -156,15 +112,14 @@ def test_nothing_is_kept(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.CRITICAL, "gradsurgeon")
+    entries = BY_ACTION.get(case, [])
     rules: Any = f"gradsurgeon:{case}"
-    if case in BY_ACTION:
-        entries = enumerate(BY_ACTION[case])
-        rules = [{"id": f"r{number}", "action": case, **entry} for number, entry in entries]
-        rules = rule_file(*rules)
+    if entries:
+        rules = rule_file(*entries, action=case)
     references, session, raised = train(rules, gone=end == "model gone")
-    then = {rule.get("then") for rule in BY_ACTION.get(case, [])}
+    raises = any(rule.get("then") == "raise" for rule in entries)
     # The error of the script, and that of a rule that raises.
-    assert raised >= 1 + ("raise" in then and case != "check-loop")
+    assert raised >= 1 + (raises and case != "check-loop")
     if end == "session dropped":
         session = None
     assert alive(references) == []

@@ -33,27 +33,18 @@ def batch() -> Tensor:
     return x
 
 
-def test_a_tag_in_the_forward_pass_counts_once() -> None:
-    model = Root()
-    optimizer = sgd(model)
-    with warnings.catch_warnings(), gradsurgeon.apply(model, TRAP) as session:
-        warnings.simplefilter("ignore")
-        model(batch(), torch.arange(10, 16)).square().mean().backward()
-        optimizer.step()
-    (event,) = session.events
-    assert event.sample_ids == (10, 11, 12, 13, 14, 15)
-    assert event.diagnosis is not None
-    assert event.diagnosis["rows"]["ids"] == [12]
-
-
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_an_evaluation_adds_no_sample(guard: type[torch.no_grad]) -> None:
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_tags_of_training_passes_count_once_and_an_evaluation_adds_none(
+    in_forward: bool, guard: type[torch.no_grad]
+) -> None:
     model = Root()
+    ids = torch.arange(10, 16)
     optimizer = sgd(model)
-    with warnings.catch_warnings(), gradsurgeon.apply(model, TRAP) as session:
-        warnings.simplefilter("ignore")
-        gradsurgeon.tag(torch.arange(10, 16), "sample_ids")
-        model(batch()).square().mean().backward()
+    with warnings.catch_warnings(action="ignore"), gradsurgeon.apply(model, TRAP) as session:
+        if not in_forward:
+            gradsurgeon.tag(ids, "sample_ids")
+        model(batch(), ids if in_forward else None).square().mean().backward()
         with guard():
             gradsurgeon.tag(torch.arange(90, 96), "sample_ids")
             model(torch.rand(6, 4))

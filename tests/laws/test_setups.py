@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,20 +12,19 @@ import pytest
 import torch
 from models import data
 from ranks import Json
-from small import attach, net
-from torch import Tensor, nn
+from small import attach, hold_rows, net, weights_of
+from torch import Tensor
 
 import gradsurgeon
 
 LIMIT = 0.02
 STEPS = 3
-AT = {"params": "0.*"}
-OUT = {"modules": "0", "tensor": "output.grad"}
-RULES: dict[str, list[Json]] = {
-    "backward": [{"id": "r", "action": "clamp", **AT, "at": "backward", "max": LIMIT}],
-    "accumulated": [{"id": "r", "action": "norm-log", **AT}],
-    "step": [{"id": "r", "action": "clamp", **AT, "at": "step", "max": LIMIT}],
-    "modules": [{"id": "r", "action": "clamp", **OUT, "max": LIMIT}],
+CLAMP = {"id": "r", "action": "clamp", "max": LIMIT}
+RULES: dict[str, Json] = {
+    "backward": {**CLAMP, "params": "0.*", "at": "backward"},
+    "accumulated": {"id": "r", "action": "norm-log", "params": "0.*"},
+    "step": {**CLAMP, "params": "0.*", "at": "step"},
+    "modules": {**CLAMP, "modules": "0", "tensor": "output.grad"},
 }
 
 
@@ -50,10 +50,8 @@ SETUPS = {
 }
 
 
-def train(
-    model: nn.Sequential, setup: Setup, *, before_update: Callable[[], None] = lambda: None
-) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if setup.scaled else None
+def train(model: Any, setup: Setup, *, before_update: Callable[[], None] = lambda: None) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=setup.scaled)
     optimizer = None
     if not setup.by_hand:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=setup.fused)
@@ -62,56 +60,50 @@ def train(
         loss = torch.zeros(())
         for part in data(step, 8, 4).chunk(setup.parts):
             loss = model(part).square().mean() / setup.parts
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            scaler.scale(loss).backward()
         before_update()
         return float(loss.detach())
 
     for step in range(STEPS):
         model.zero_grad()
+        if setup.closure:
+            optimizer.step(partial(backward, step))  # type: ignore[union-attr]
+            continue
+        backward(step)
         if optimizer is None:
-            backward(step)
             with torch.no_grad():
                 for param in model.parameters():
-                    param.sub_(0.5 * grad_of(param))
-        elif setup.closure:
-            optimizer.step(partial(backward, step))
+                    param.sub_(0.5 * param.grad)
         else:
-            backward(step)
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-
-
-def grad_of(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
+            scaler.step(optimizer)
+            scaler.update()
 
 
 def by_hand(point: str, setup: Setup) -> tuple[list[Tensor], list[float]]:
     """Return the end without rules, in true units throughout."""
-    model = net()
-    layer: Any = model[0]
+    model: Any = net()
     norms: list[float] = []
+
+    def bound(grad: Tensor) -> Tensor:
+        return grad.clamp(max=LIMIT)
 
     def before_update() -> None:
         if point == "step":
-            for param in layer.parameters():
-                grad_of(param).clamp_(max=LIMIT)
-        norms.append(float(torch.linalg.vector_norm(grad_of(layer.weight))))
+            for param in model[0].parameters():
+                param.grad.clamp_(max=LIMIT)
+        norms.append(float(torch.linalg.vector_norm(model[0].weight.grad)))
 
     if point == "backward":
-        for param in layer.parameters():
-            param.register_hook(lambda grad: grad.clamp(max=LIMIT))
+        for param in model[0].parameters():
+            param.register_hook(bound)
     elif point == "modules":
 
-        def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
-            out.register_hook(lambda grad: grad.clamp(max=LIMIT))
+        def hook(*call: Any) -> None:
+            call[2].register_hook(bound)
 
-        layer.register_forward_hook(hook)
+        model[0].register_forward_hook(hook)
     train(model, Setup(parts=setup.parts), before_update=before_update)
-    return [param.detach() for param in model.parameters()], norms
+    return weights_of(model), norms
 
 
 @pytest.mark.cell(
@@ -139,20 +131,14 @@ def test_rules_do_what_hooks_do(name: str, point: str) -> None:
     wanted, norms = by_hand(point, setup)
     bare, _ = by_hand("nothing", setup)
     model = net()
-    with attach(model, *RULES[point]) as session:
-        if point == "backward" and setup.parts > 1:
-            with pytest.warns(
-                gradsurgeon.GradSurgeonWarning, match="use `at: step` to bound the sum"
-            ):
-                train(model, setup)
-        else:
-            train(model, setup)
-    for one, two in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(one.detach(), two, rtol=1e-5, atol=1e-7)
+    is_told = point == "backward" and setup.parts > 1
+    text = "use `at: step` to bound the sum"
+    warns = pytest.warns(gradsurgeon.GradSurgeonWarning, match=text) if is_told else nullcontext()
+    with attach(model, RULES[point]) as session, warns:
+        train(model, setup)
+    torch.testing.assert_close(weights_of(model), wanted, rtol=1e-5, atol=1e-7)
     if point == "accumulated":
-        found = session.history("0.weight")
-        assert [step for step, _ in found] == list(range(STEPS))
-        assert [value for _, value in found] == pytest.approx(norms, rel=1e-5)
+        hold_rows(session.history("0.weight"), [*enumerate(norms)], rel=1e-5)
     else:
         gaps = [float((a - b).abs().max()) for a, b in zip(wanted, bare, strict=True)]
         assert max(gaps) > 1e-3

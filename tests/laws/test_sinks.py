@@ -12,32 +12,43 @@ from typing import Any
 import pytest
 import torch
 from kept_sink import NORMS, ONLY_NORMS, STEPS, Kept, fail, frozen, make, step, train
-from small import attach, sgd
+from small import attach, hold_rows, take_step
 from torch import nn
 
 import gradsurgeon
 from gradsurgeon import BindError, GradSurgeonWarning
 from gradsurgeon.records import delivery
 
+NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
 
-def total(session: gradsurgeon.Session) -> list[tuple[int, float]]:
-    names = [param.name for param in session.plan.manifest.params]
-    histories = [dict(session.history(name)) for name in names]
-    return [(step, math.hypot(*(of[step] for of in histories))) for step in range(STEPS)]
+
+def total(session: gradsurgeon.Session, *names: str) -> list[tuple[int, float]]:
+    """Return the norm of some gradients together, or of all, by step."""
+    histories = [dict(session.history(name)) for name in names or NAMES]
+    return [(step, math.hypot(*(of[step] for of in histories))) for step in histories[0]]
+
+
+TOTAL = "gradsurgeon/norms/total"
+
+
+def steps_of_curve(sink: Kept, name: str = TOTAL) -> list[int]:
+    return [at for at, _ in sink.curves[name]]
 
 
 def test_it_gets_the_numbers_that_the_session_has() -> None:
-    sink = Kept()
+    sink = Kept(names=["2.*"])
     _, session = train(sink)
-    assert dict(sink.curves["gradsurgeon/norms/total"]) == pytest.approx(dict(total(session)))
+    assert dict(sink.curves[TOTAL]) == pytest.approx(dict(total(session)))
     assert [value for _, value in sink.curves["gradsurgeon/norms/not finite"]] == [0] * STEPS
-    last = sorted(
-        session.latest(f"{layer}.{kind}") for layer in (0, 2) for kind in ("weight", "bias")
-    )
+    last = sorted(session.latest(name) for name in NAMES)
     expected = {"least": last[0], "median": statistics.median(last), "largest": last[-1]}
     assert {kind: sink.curves[f"gradsurgeon/norms/{kind}"][-1][1] for kind in expected} == expected
     assert [name for _, name, _ in sink.texts] == ["gradsurgeon/rules", "gradsurgeon/plan"]
     assert sink.threads.isdisjoint({threading.get_ident()})
+    # Tensors get curves only where they are asked for.
+    named = {name for name in sink.curves if name.endswith("/l2")}
+    assert named == {"gradsurgeon/norms/2.weight/l2", "gradsurgeon/norms/2.bias/l2"}
+    assert sink.curves["gradsurgeon/norms/2.bias/l2"] == session.history("2.bias")
 
 
 def test_a_pattern_that_matches_nothing_is_told() -> None:
@@ -53,24 +64,15 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
     assert session.events == []
 
 
-def test_tensors_get_curves_only_where_they_are_asked_for() -> None:
-    sink = Kept(names=["2.*"])
-    _, session = train(sink)
-    named = {name for name in sink.curves if name.endswith("/l2")}
-    assert named == {"gradsurgeon/norms/2.weight/l2", "gradsurgeon/norms/2.bias/l2"}
-    assert sink.curves["gradsurgeon/norms/2.bias/l2"] == session.history("2.bias")
-
-
 def test_few_tensors_of_another_statistic_are_a_curve_each_and_many_are_not() -> None:
-    few, many = Kept(), Kept()
+    few = Kept()
+    many = Kept()
     maxima = {"id": "maxima", "action": "norm-log", "params": "*", "stats": ["linf"]}
     _, session = train(few, rules=[maxima])
     assert few.curves["gradsurgeon/maxima/0.bias/linf"] == session.history("0.bias", stat="linf")
     model = nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1, 13)])
-    optimizer = sgd(model, 0.0)
     with attach(model, maxima, sinks=[many]):
-        torch.stack([param.square().sum() for param in model]).sum().backward()
-        optimizer.step()
+        take_step(frozen(model), torch.stack([param.square().sum() for param in model]).sum())
     assert many.curves == {
         "gradsurgeon/maxima/linf/not finite": [(0, 0.0)],
         "gradsurgeon/maxima/linf/median": [(0, 13.0)],
@@ -84,15 +86,15 @@ def test_few_tensors_of_another_statistic_are_a_curve_each_and_many_are_not() ->
 def test_events_are_texts_with_the_diagnosis_and_counts() -> None:
     sink = Kept()
     _, session = train(sink, bad=7)
-    told = [(step, name, text) for step, name, text in sink.texts if "/events/" in name]
-    trap, skipped = session.events
-    assert told == [
+    trap, skipped, line = session.events
+    assert [text for text in sink.texts if "/events/" in text[1]] == [
         (7, "gradsurgeon/events/trap/message", trap.message),
         (7, "gradsurgeon/events/skipped-step/message", skipped.message),
+        (7, "gradsurgeon/events/notice/message", line.message),
     ]
     assert "diagnosis" in trap.message
     assert sink.curves["gradsurgeon/events/trap"] == [(7, 1.0)]
-    step, value = sink.curves["gradsurgeon/norms/total"][7]
+    step, value = sink.curves[TOTAL][7]
     assert (step, math.isnan(value)) == (7, True)
     assert sink.curves["gradsurgeon/norms/not finite"][7] == (7, 4.0)
 
@@ -102,78 +104,37 @@ def test_two_optimizers_are_two_names(every: int) -> None:
     """Where one of them steps in every third iteration their steps are not the same."""
     sink = Kept()
     model = make()
-    often = sgd(model[0], 0.0)
-    seldom = sgd(model[2], 0.0)
+    often = frozen(model[0])
+    seldom = frozen(model[2])
     with gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]) as session:
         for step in range(6):
-            often.zero_grad()
             seldom.zero_grad()
-            (model(torch.ones(5, 3)).square().mean() * (step + 1)).backward()
-            often.step()
+            take_step(often, model(torch.ones(5, 3)).square().mean() * (step + 1))
             if step % every == 0:
                 seldom.step()
-    norms = {
-        name: dict(session.history(name)) for name in ("0.weight", "0.bias", "2.weight", "2.bias")
-    }
-
-    def whole(step: int, *names: str) -> float:
-        return math.hypot(*(norms[name][step] for name in names))
-
     for part, layer in (("", 0), ("part-2/", 2)):
         curve = sink.curves[f"gradsurgeon/norms/{part}total"]
-        names = f"{layer}.weight", f"{layer}.bias"
-        expected = {step: whole(step, *names) for step in norms[names[0]]}
-        assert dict(curve) == pytest.approx(expected)
+        expected = total(session, f"{layer}.weight", f"{layer}.bias")
+        assert dict(curve) == pytest.approx(dict(expected))
         assert len(curve) == len(expected)
-
-
-def test_tags_that_come_later_keep_the_name_of_their_rule() -> None:
-    sink, model = Kept(), make()
-    optimizer = frozen(model)
-    rule = {"id": "tags", "action": "norm-log", "tensors": "*", "tensor": "value"}
-    with attach(model, rule, sinks=[sink]):
-        for number in range(4):
-            gradsurgeon.tag(torch.ones(2), "early" if number < 2 else "late")
-            step(model, optimizer)
-    names = {"gradsurgeon/tags/early/l2", "gradsurgeon/tags/late/l2"}
-    assert {name for name in sink.curves if "/events/" not in name} == names
-
-
-def test_an_optimizer_that_gets_more_parameters_begins_another_part() -> None:
-    sink, model = Kept(), make()
-    optimizer = sgd(model[2], 0.0)
-    model[0].requires_grad_(requires_grad=False)
-    with gradsurgeon.apply(model, ONLY_NORMS, optimizer=optimizer, sinks=[sink]):
-        for number in range(6):
-            if number == 3:
-                model[0].requires_grad_(requires_grad=True)
-                optimizer.add_param_group({"params": list(model[0].parameters())})
-            step(model, optimizer)
-    totals = [curve for name, curve in sink.curves.items() if name.endswith("/total")]
-    assert len(totals) > 1
-    assert sorted(at for curve in totals for at, _ in curve if at != 3) == [0, 1, 2, 4, 5]
 
 
 def test_a_sum_that_goes_on_is_sent_once() -> None:
     sink = Kept()
     model = make()
-    optimizer = sgd(model, 0.0)
+    optimizer = frozen(model)
     with gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]) as session:
+        recorder = session._attachment.context.recorder
         for _ in range(2):
             for _ in range(3):
                 model(torch.ones(5, 3)).square().mean().backward()
                 # As if passes took long: what is there so far would be sent each second.
-                session._attachment.context.recorder._ring.send(wait=True)
-                session._attachment.context.recorder._commit()
+                recorder._ring.send(wait=True)
+                recorder._commit()
                 time.sleep(0.05)
             optimizer.step()
             optimizer.zero_grad()
-        first = math.hypot(
-            *(session.history(param.name)[0][1] for param in session.plan.manifest.params)
-        )
-    curve = sink.curves["gradsurgeon/norms/total"]
-    assert [step for step, _ in curve] == [0, 1]
-    assert curve[0][1] == pytest.approx(first)
+    hold_rows(sink.curves[TOTAL], total(session))
 
 
 @pytest.mark.parametrize(
@@ -199,11 +160,12 @@ def test_what_is_no_sink_is_refused(given: Any, text: str) -> None:
 def test_a_sink_is_open_for_the_next_session_until_the_process_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sink, broken = Kept(), Kept(close=fail)
+    sink = Kept()
+    broken = Kept(close=fail)
     train(sink, broken)
     _, session = train(sink)
     assert session.events == []
-    assert len(sink.curves["gradsurgeon/norms/total"]) == 2 * STEPS
+    assert len(sink.curves[TOTAL]) == 2 * STEPS
     assert sink.closed == 0
     delivery.close_all()  # as at exit
     delivery.close_all()
@@ -219,60 +181,23 @@ def test_one_of_a_rank_that_sends_nothing_is_closed(monkeypatch: pytest.MonkeyPa
     assert (sink.texts, sink.closed) == ([], 1)
 
 
-def test_two_models_at_once_have_curves_of_their_own() -> None:
-    sink = Kept()
-    models = [make(), make()]
-    sessions = [gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]) for model in models]
-    for scale, model in enumerate(models, 1):
-        optimizer = sgd(model, 0.0)
-        (model(torch.ones(5, 3)).sum() * scale).backward()
-        optimizer.step()
-    for session in sessions:
-        session.remove()
-    ((_, one),) = sink.curves["gradsurgeon/norms/total"]
-    ((_, two),) = sink.curves["gradsurgeon/model-2/norms/total"]
-    assert two == pytest.approx(2 * one)
-
-
 def test_a_name_is_given_again_only_once_it_is_free() -> None:
     sink = Kept()
     models = [make() for _ in range(3)]
     first, second = (gradsurgeon.apply(m, ONLY_NORMS, sinks=[sink]) for m in models[:2])
     first.remove()
     third = gradsurgeon.apply(models[2], ONLY_NORMS, sinks=[sink])
-    step(models[1], frozen(models[1]))
+    step(models[1], frozen(models[1]), 2.0)
     optimizer = frozen(models[2])
     for _ in range(3):
         step(models[2], optimizer)
     second.remove()
     third.remove()
-    steps = {name: [at for at, _ in curve] for name, curve in sink.curves.items()}
-    assert steps["gradsurgeon/norms/total"] == [0, 1, 2]
-    assert steps["gradsurgeon/model-2/norms/total"] == [0]
-
-
-def test_rules_that_replace_others_go_on_with_their_curves() -> None:
-    sink, model = Kept(), make()
-    for begin in (0, 1):
-        session = gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink], replace=True, start_step=begin)
-        step(model, frozen(model))
-    session.remove()
-    assert [at for at, _ in sink.curves["gradsurgeon/norms/total"]] == [0, 1]
-    assert not [name for name in sink.curves if "model-2" in name]
-
-
-def test_a_session_that_is_refused_has_written_nothing() -> None:
-    sink = Kept()
-    sanitize = {"id": "clean", "action": "sanitize", "params": "*"}
-    with pytest.raises(BindError):
-        attach(
-            make(),
-            sanitize,
-            sinks=[sink],
-            scaler=torch.amp.GradScaler("cpu"),
-        )
-    train(sink)
-    assert [name for _, name, _ in sink.texts if name.endswith("/rules")] == ["gradsurgeon/rules"]
+    assert steps_of_curve(sink) == [0, 1, 2]
+    # Two models at once have curves of their own.
+    ((at, norm),) = sink.curves["gradsurgeon/model-2/norms/total"]
+    assert at == 0
+    assert norm == pytest.approx(2 * sink.curves[TOTAL][0][1])
 
 
 def test_a_session_that_does_not_begin_leaves_it_open() -> None:
@@ -281,12 +206,7 @@ def test_a_session_that_does_not_begin_leaves_it_open() -> None:
     with gradsurgeon.apply(model, ONLY_NORMS):
         before = threading.active_count()
         with pytest.raises(BindError):
-            attach(
-                model,
-                {**NORMS, "params": "nowhere"},
-                sinks=[sink],
-                replace=True,
-            )
+            attach(model, {**NORMS, "params": "nowhere"}, sinks=[sink], replace=True)
     assert sink.closed == 0
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:

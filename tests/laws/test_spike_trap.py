@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 import warnings
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,7 +12,8 @@ import torch
 from pairs import slow
 from ranks import Json
 from running_bounds import AdaGC, Bound, ZClip, bound
-from small import kinds_of, messages, rule_file, sgd
+from small import attach, equal, kinds_of, messages, sgd
+from spikes import rebuilt
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -22,10 +21,13 @@ from gradsurgeon import GradientSpikeError, GradSurgeonWarning, Session
 
 ZCLIP = {"sigmas": 2.5, "beta": 0.9, "warmup": 10}
 ADAGC = {"times": 1.5, "beta": 0.9, "warmup": 10}
-FORMS = pytest.mark.parametrize(
-    "above",
-    [pytest.param(ZCLIP, id="sigmas"), pytest.param(ADAGC, id="times", marks=pytest.mark.slow)],
-)
+_FORMS = [
+    pytest.param(ZCLIP, id="sigmas"),
+    pytest.param(ADAGC, id="times", marks=pytest.mark.slow),
+]
+_PERCENTILE = pytest.param({"percentile": 70, "window": 20}, id="percentile")
+FORMS = pytest.mark.parametrize("above", _FORMS)
+ALL_FORMS = pytest.mark.parametrize("above", [*_FORMS, _PERCENTILE])
 
 
 def passed(reference: Bound, norm: float) -> float:
@@ -67,19 +69,49 @@ def directions(sizes: Sequence[int], seed: int = 1) -> list[Tensor]:
     return [one / whole for one in made]
 
 
-def norm_of(model: Leaves) -> float:
-    grads = [w.grad.double() for w in model.w if w.grad is not None]
-    return float(torch.cat(grads).norm()) if grads else 0.0
-
-
-def grad_norm(param: nn.Parameter) -> float:
-    assert param.grad is not None
-    return float(param.grad.double().norm())
+def norms_of(model: Leaves) -> list[float]:
+    return [0.0 if w.grad is None else float(w.grad.double().norm()) for w in model.w]
 
 
 def learnt(session: Session, of: str = "spikes") -> list[Any]:
     parts = session.state_dict()["rules"][of]["statistics"]
     return [part["kept"].tolist() for part in parts]
+
+
+# --- what enters ----------------------------------------------------------------------------------
+
+
+Grads = Sequence[Tensor | None]
+
+
+def run(rules: Sequence[Json], given: Sequence[Grads], mode: Any = "act") -> tuple[Session, Any]:
+    """Train with given gradients; return their norms after each update."""
+    model = Leaves(5, 6)
+    reached = []
+    optimizer = sgd(model, 0.0)
+    with (
+        warnings.catch_warnings(action="ignore", category=GradSurgeonWarning),
+        attach(model, *rules, mode=mode, optimizer=optimizer) as session,
+    ):
+        for grads in given:
+            optimizer.zero_grad()
+            model.give(grads)
+            optimizer.step()
+            reached.append(norms_of(model))
+    return session, reached
+
+
+def along(norms: Sequence[float]) -> list[list[Tensor]]:
+    """Return gradients of some norms, all in one direction."""
+    return [[norm * part for part in directions([5, 6])] for norm in norms]
+
+
+def trained(
+    above: dict[str, float], norms: Sequence[float], *more: Json, mode: Any = "act", **options: Any
+) -> tuple[Session, list[float]]:
+    """Train with gradients of some norms; return the norms after each update."""
+    session, reached = run([*more, rule(above, **options)], along(norms), mode)
+    return session, [math.hypot(*each) for each in reached]
 
 
 def test_what_is_not_given_is_that_of_the_papers() -> None:
@@ -98,68 +130,21 @@ def test_what_is_not_given_is_that_of_the_papers() -> None:
         assert session.status()["spikes"].changed == pytest.approx(cut / 150)
 
 
-# --- what enters ----------------------------------------------------------------------------------
-
-
-def trained(
-    above: dict[str, float],
-    norms: Sequence[float],
-    *more: Json,
-    mode: Any = "act",
-    **options: Any,
-) -> tuple[Session, list[float]]:
-    """Train with gradients of some norms; return the norms that reached the update."""
-    model = Leaves(5, 6)
-    optimizer = sgd(model, 0.0)
-    unit, reached = directions([5, 6]), []
-    optimizer.register_step_post_hook(lambda *_: reached.append(norm_of(model)))
-    with (
-        warnings.catch_warnings(),
-        gradsurgeon.apply(
-            model, rule_file(*more, rule(above, **options)), mode=mode, optimizer=optimizer
-        ) as session,
-    ):
-        warnings.simplefilter("ignore", GradSurgeonWarning)
-        for norm in norms:
-            optimizer.zero_grad()
-            model.give([norm * part for part in unit])
-            optimizer.step()
-    return session, reached
-
-
 BAD = [math.nan, math.inf]
 
 
-@FORMS
+@ALL_FORMS
 @pytest.mark.parametrize("then", ["clip", *slow("warn")])
 def test_what_is_not_finite_never_enters(above: dict[str, float], then: str) -> None:
     healthy = series()
-    faulty = list(
-        chain.from_iterable((bad, bad, norm) for bad, norm in zip(BAD * 30, healthy, strict=True))
-    )
+    faulty = list[float]()
+    for bad, norm in zip(BAD * 30, healthy, strict=True):
+        faulty += [bad, bad, norm]
     (one, _), (other, reached) = (trained(above, norms, then=then) for norms in (healthy, faulty))
     assert learnt(one) == learnt(other)
     assert sum(not math.isfinite(norm) for norm in reached) == 2 * len(healthy)
     told = messages(other, "notice")
     assert any("not finite" in text for text in told) == (then == "clip")
-
-
-@FORMS
-def test_each_parameter_goes_by_its_own_past_also_where_others_rest(
-    above: dict[str, float],
-) -> None:
-    model, units = Leaves(3, 40), directions([3, 40])
-    references = [bound(above), bound(above)]
-    optimizer = sgd(model, 0.0)
-    with gradsurgeon.apply(model, rule_file(rule(above, per="parameter")), optimizer=optimizer):
-        for step, norm in enumerate(series()):
-            optimizer.zero_grad()
-            rests = step % 4 == 3
-            model.give([norm * units[0], None if rests else norm * units[1]])
-            moved = list(zip(model.w, references, strict=True))[: 1 if rests else 2]
-            wanted = [passed(reference, grad_norm(w)) for w, reference in moved]
-            optimizer.step()
-            assert [grad_norm(w) for w, _ in moved] == pytest.approx(wanted, rel=1e-6)
 
 
 @FORMS
@@ -172,22 +157,17 @@ def test_a_norm_of_zero_does_not_enter(above: dict[str, float]) -> None:
 
 @FORMS
 def test_a_step_that_another_trap_skips_does_not_enter(above: dict[str, float]) -> None:
-    model, reference = Leaves(5, 6), bound(above)
-    optimizer = sgd(model, 0.0)
+    reference = bound(above)
+    norms = series()
+    given = along(norms)
+    for _, bad in given[1::3]:
+        bad.fill_(math.nan)
     guard = {"id": "guard", "action": "nan-trap", "params": "w.1", "then": "skip-step"}
-    with gradsurgeon.apply(
-        model, rule_file({**rule(above), "params": "w.0"}, guard), optimizer=optimizer
-    ):
-        for step, norm in enumerate(series()):
-            optimizer.zero_grad()
-            faulty = step % 3 == 1
-            model.give([torch.full((5,), norm), torch.full((6,), math.nan if faulty else 1.0)])
-            grad = model.w[0].grad
-            assert grad is not None
-            before = float(grad.double().norm())
-            optimizer.step()
-            expected = before if faulty else passed(reference, before)
-            assert float(grad.double().norm()) == pytest.approx(expected, rel=1e-6)
+    _, reached = run([{**rule(above), "params": "w.0"}, guard], given)
+    for step, (grads, after) in enumerate(zip(given, reached, strict=True)):
+        before = float(grads[0].norm())
+        expected = before if step % 3 == 1 else passed(reference, before)
+        assert after[0] == pytest.approx(expected, rel=1e-6)
 
 
 @FORMS
@@ -215,25 +195,17 @@ def test_warning_and_observing_learn_what_a_clip_would(above: dict[str, float]) 
 
 @FORMS
 def test_what_a_freeze_hides_has_no_part(above: dict[str, float]) -> None:
-    model, reference = Leaves(5, 6), bound(above)
-    optimizer = sgd(model, 0.0)
-    unit = directions([5, 6])
+    reference = bound(above)
+    given = along(series())
     hide = {"id": "hide", "action": "freeze", "params": "w.1", "steps": {"every": 2}}
-    with gradsurgeon.apply(model, rule_file(rule(above), hide), optimizer=optimizer):
-        for step, norm in enumerate(series()):
-            optimizer.zero_grad()
-            model.give([norm * part for part in unit])
-            grads = [w.grad for w in model.w if w.grad is not None]
-            counted = grads[:1] if step % 2 == 0 else grads
-            before = float(torch.cat(counted).double().norm())
-            factor = passed(reference, before) / before
-            hidden = grads[1].clone()
-            optimizer.step()
-            assert float(grads[0].double().norm()) == pytest.approx(
-                factor * norm * float(unit[0].norm()), rel=1e-5
-            )
-            if step % 2 == 0:
-                assert torch.equal(hidden, grads[1])
+    _, reached = run([rule(above), hide], given)
+    for step, (grads, after) in enumerate(zip(given, reached, strict=True)):
+        is_hidden = step % 2 == 0
+        first, second = (float(grad.norm()) for grad in grads)
+        before = first if is_hidden else math.hypot(first, second)
+        factor = passed(reference, before) / before
+        wanted = [factor * first, second if is_hidden else factor * second]
+        assert after == pytest.approx(wanted, rel=1e-5)
 
 
 def test_it_judges_before_the_rules_above_it_and_cuts_after_them() -> None:
@@ -253,8 +225,8 @@ def test_a_spike_in_the_first_of_two_passes_is_reported(guarded: bool) -> None:
     model = Leaves(5, 6)
     optimizer = sgd(model, 0.0)
     guard = {"id": "guard", "action": "nan-trap", "params": "*"}
-    several = [*([guard] if guarded else []), rule(ZCLIP, then="raise")]
-    with gradsurgeon.apply(model, rule_file(*several), optimizer=optimizer):
+    several = [guard, rule(ZCLIP, then="raise")]
+    with attach(model, *several[not guarded :], optimizer=optimizer):
         for step in range(21):
             optimizer.zero_grad()
             size = 1 + 0.1 * math.sin(step) + (1000.0 if step == 20 else 0.0)
@@ -267,28 +239,14 @@ def test_a_spike_in_the_first_of_two_passes_is_reported(guarded: bool) -> None:
     assert caught.value.name == "w.0"
 
 
-def test_it_gives_up_after_so_many_in_a_row() -> None:
-    norms = [1 + 0.1 * math.sin(step) for step in range(30)] + [50.0] * 10
-    with pytest.raises(GradientSpikeError, match="giving up: tripped 3 times in a row"):
-        trained(ZCLIP, norms, then="skip-step", give_up_after=3)
-
-
 # --- going on -------------------------------------------------------------------------------------
-
-
-def rebuilt(state: Any) -> Any:
-    """Return a state as a checkpoint brings it back."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def part(several: Sequence[Json], first: int, last: int, state: Any) -> Any:
     """Train for some of 60 steps, from what an earlier part has left; return what is left."""
     model = Leaves(5, 6)
     optimizers = [torch.optim.AdamW([w], lr=1e-2) for w in model.w]
-    with gradsurgeon.apply(model, rule_file(*several), optimizer=optimizers) as session:
+    with attach(model, *several, optimizer=optimizers) as session:
         if state is not None:
             model.load_state_dict(state["model"])
             for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
@@ -306,33 +264,25 @@ def part(several: Sequence[Json], first: int, last: int, state: Any) -> Any:
 # A rule whose every step was skipped says that it never fired.
 @pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
 @pytest.mark.parametrize("per", ["rule", *slow("parameter")])
-@FORMS
+@ALL_FORMS
 def test_a_resumed_run_is_an_unbroken_one(above: dict[str, float], per: str) -> None:
     """With schedules, two optimizers, and rows of skipped steps."""
+    skips = rule(above, then="skip-step", give_up_after=40, steps={"from": 15})
+    late = {"action": "scale", "params": "w.0", "at": "step", "factor": 0.5}
     several = [
         rule(above, per=per),
-        {
-            **rule(above, then="skip-step", give_up_after=40),
-            "id": "skips",
-            "steps": {"from": 15},
-        },
-        {
-            "id": "late",
-            "action": "scale",
-            "params": "w.0",
-            "at": "step",
-            "factor": 0.5,
-            "steps": {"every": 7},
-        },
+        {**skips, "id": "skips"},
+        {**late, "id": "late", "steps": {"every": 7}},
     ]
     whole = part(several, 0, 60, None)
     state: Any = None
     for first, last in ((0, 5), (5, 29), (29, 56), (56, 60)):
         state = rebuilt(part(several, first, last, state))
-    for name, value in whole["model"].items():
-        assert torch.equal(value, state["model"][name])
-    one, other = whole["session"], state["session"]
-    rules_of_one, rules_of_other = one.pop("rules"), other.pop("rules")
+    assert equal(whole["model"].values(), state["model"].values())
+    one = whole["session"]
+    other = state["session"]
+    rules_of_one = one.pop("rules")
+    rules_of_other = other.pop("rules")
     assert one == other
     for of_rule in ("spikes", "skips"):
         parts = (of[of_rule]["statistics"] for of in (rules_of_one, rules_of_other))
@@ -345,30 +295,21 @@ def test_a_resumed_run_is_an_unbroken_one(above: dict[str, float], per: str) -> 
 def test_a_state_of_other_rules_and_parameters_is_told_apart_by_name() -> None:
     session, _ = trained(ZCLIP, series(), per="parameter")
     state = session.state_dict()
+    state["rules"]["\x1b[31mred"] = state["rules"]["spikes"]
     model = Leaves(5, 6, 7)
-    others = rule_file(rule(ADAGC, per="parameter"), {**rule(ZCLIP), "id": "new"})
-    with gradsurgeon.apply(model, others) as other:
+    with attach(model, rule(ADAGC, per="parameter"), {**rule(ZCLIP), "id": "new"}) as other:
         with pytest.warns(GradSurgeonWarning) as told:
             other.load_state_dict(state)
         texts = [str(one.message) for one in told]
-    assert len(texts) == 3
+    assert len(texts) == 4
     assert any("w.2" in text and "the state does not have" in text for text in texts)
     assert any("rule spikes" in text and "`sigmas`" in text and "`times`" in text for text in texts)
     assert any("rule new" in text and "the rule restarts" in text for text in texts)
+    # A rule that only the state knows is told in letters that show.
+    assert any("\\x1b[31mred" in text for text in texts)
+    assert "\x1b" not in "".join(texts)
     assert other.step == 60
     assert learnt(other) == []
-
-
-def test_a_rule_that_only_the_state_knows_is_told_in_letters_that_show() -> None:
-    session, _ = trained(ZCLIP, series())
-    state = session.state_dict()
-    state["rules"]["\x1b[31mred"] = state["rules"].pop("spikes")
-    other = gradsurgeon.apply(Leaves(5, 6), rule_file(rule(ZCLIP)))
-    with pytest.warns(GradSurgeonWarning) as told:
-        other.load_state_dict(state)
-    text = "".join(str(one.message) for one in told)
-    assert "\\x1b[31mred" in text
-    assert "\x1b" not in text
 
 
 @pytest.mark.parametrize(
@@ -377,42 +318,19 @@ def test_a_rule_that_only_the_state_knows_is_told_in_letters_that_show() -> None
 )
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with (
-        gradsurgeon.apply(Leaves(3), rule_file(rule(ZCLIP))) as session,
+        attach(Leaves(3), rule(ZCLIP)) as session,
         pytest.raises(gradsurgeon.GradSurgeonError, match="state"),
     ):
         session.load_state_dict(state)
 
 
-@pytest.mark.parametrize("warmup", [2, 20, 50])
-def test_what_is_kept_means_the_same_under_another_warm_up(warmup: int) -> None:
-    norms = torch.tensor(series()[:30], dtype=torch.float64).unsqueeze(1)
-    trap = gradsurgeon.SpikeTrap.model_validate(rule({"sigmas": 1e9, "warmup": warmup}))
-    ours = trap.compile().bound
-    kept = torch.zeros(ours.rows, 1, dtype=torch.float64)
-    for norm in norms[: min(warmup, 30)]:
-        _, kept = ours.advance(kept, norm)
-    seen = norms[: min(warmup, 30), 0]
-    number, mean, variance = kept[:, 0].tolist()
-    assert number == len(seen)
-    assert mean == pytest.approx(float(seen.mean()), rel=1e-12)
-    assert variance == pytest.approx(float(seen.var(correction=0)), rel=1e-9)
-
-
 @pytest.mark.parametrize(("before", "after"), [("*", "w.0"), ("w.0", "*")])
 @pytest.mark.parametrize("per", ["rule", "parameter"])
 def test_a_rule_on_other_parameters_is_told_of(per: str, before: str, after: str) -> None:
+    spikes = rule(ZCLIP, per=per)
+    session, _ = run([{**spikes, "params": before}], along(series()))
     model = Leaves(5, 6)
-    optimizer = sgd(model, 0.0)
-    with gradsurgeon.apply(
-        model, rule_file({**rule(ZCLIP, per=per), "params": before}), optimizer=optimizer
-    ) as session:
-        for norm in series():
-            optimizer.zero_grad()
-            model.give([norm * one for one in directions([5, 6])])
-            optimizer.step()
-        state = session.state_dict()
-    changed = {**rule(ZCLIP, per=per), "params": after}
-    with gradsurgeon.apply(model, rule_file(changed), replace=True, optimizer=optimizer) as other:
+    with attach(model, {**spikes, "params": after}, optimizer=sgd(model)) as other:
         with pytest.warns(GradSurgeonWarning, match=r"other parameters .*\(w\.1\)"):
-            other.load_state_dict(state)
+            other.load_state_dict(session.state_dict())
         assert len(learnt(other)) == (0 if per == "rule" else 1)

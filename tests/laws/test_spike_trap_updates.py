@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case, data
+from models import data
 from pairs import singly
 from ranks import Json
 from running_bounds import ByHand
@@ -27,8 +28,9 @@ from spikes import (
     rules,
     same_as,
     spike_trap,
+    statistics_of,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import gradsurgeon
 
@@ -59,20 +61,33 @@ def optimizers(kind: str, model: Any) -> Iterator[list[torch.optim.Optimizer]]:
         yield held
 
 
+def renewed(session: gradsurgeon.Session, model: nn.Module, rule: Json, **more: Any) -> Any:
+    """Return a session that goes on with the state of another one."""
+    state = session.state_dict()
+    session.remove()
+    session = gradsurgeon.apply(model, rules(rule), **more)
+    session.load_state_dict(state)
+    return session
+
+
 @pytest.mark.filterwarnings("ignore:rule spikes. gradients come to")
-@singly(kind=KINDS, above=ABOVE, per=PER, then=["clip", "skip-step"])
+@singly(kind=KINDS, above=ABOVE, per=PER, then=["clip", "skip-step"], resumed=[False, True])
 def test_each_optimizer_has_a_bound_and_goes_on_with_it(
-    kind: str, above: str, per: str, then: str
+    kind: str, above: str, per: str, then: str, resumed: bool
 ) -> None:
     rule = spike_trap(above, per, then)
-    model, wanted = make(), make()
-    with gradsurgeon.apply(model, rules(rule)):
-        for step, held in enumerate(optimizers(kind, model)):
-            backward(model, step)
-            for optimizer in held:
-                optimizer.step()
+    model = make()
+    wanted = make()
+    session = gradsurgeon.apply(model, rules(rule))
+    for step, held in enumerate(optimizers(kind, model)):
+        if resumed and step == 8:
+            session = renewed(session, model, rule)
+        backward(model, step)
+        for optimizer in held:
+            optimizer.step()
+    session.remove()
     hands: list[ByHand] = []
-    retired: list[ByHand] = []
+    cut = 0
     names = {id(param): name for name, param in wanted.named_parameters()}
     for step, held in enumerate(optimizers(kind, wanted)):
         backward(wanted, step)
@@ -84,15 +99,14 @@ def test_each_optimizer_has_a_bound_and_goes_on_with_it(
                 hands.append(ByHand(**rule).taught_by(hands[:1] if both else [known]))
             if (kind, per, step) == ("group added later", "rule", 10):
                 # A norm over more gradients is another quantity.
-                retired.append(hands[number])
+                cut += hands[number].cut
                 hands[number] = ByHand(**rule)
-            hand = hands[number]
             owned = [p for group in optimizer.param_groups for p in group["params"]]
-            if hand.judge({names[id(param)]: param.grad for param in owned}):
+            if hands[number].judge({names[id(param)]: param.grad for param in owned}):
                 optimizer.step()
-                hand.learn()
+                hands[number].learn()
     assert_same(model.parameters(), wanted.parameters())
-    assert sum(hand.cut for hand in (*hands, *retired)) > 1
+    assert cut + sum(hand.cut for hand in hands) > 1
 
 
 @pytest.mark.parametrize("above", ABOVE)
@@ -107,89 +121,14 @@ def test_of_two_optimizers_made_one_no_norm_over_all_is_known(
     session = gradsurgeon.apply(model, rules(rule))
     for step in range(len(FACTORS)):
         if resumed and step == 8:
-            state = session.state_dict()
-            session.remove()
-            session = gradsurgeon.apply(model, rules(rule))
-            session.load_state_dict(state)
+            session = renewed(session, model, rule)
         held = [sgd(model[0]), sgd(model[2])] if step < 8 else [sgd(model)]
         backward(model, step)
         for optimizer in held:
             optimizer.step()
-    numbers = {
-        number
-        for part in session.state_dict()["rules"]["spikes"]["statistics"]
-        for number in part["kept"][0].tolist()
-    }
+    numbers = {number for kept in statistics_of(session) for number in kept.kept[0].tolist()}
     session.remove()
     assert numbers == {len(FACTORS) - (8 if per == "rule" else 0)}
-
-
-@singly(per=PER, resumed=[False, True], part=[0, 2])
-def test_optimizers_that_share_parameters_go_on_each_with_its_own(
-    per: str, resumed: bool, part: int
-) -> None:
-    """Of the whole and of a part, taken on by turns; the part has smaller norms."""
-    rule = spike_trap("times", per, "clip")
-    model: Any = make()
-    held = [sgd(model), sgd(model[part])]
-    session = gradsurgeon.apply(model, rules(rule), optimizer=held)
-    for step in range(len(FACTORS)):
-        if resumed and step == 8:
-            state = session.state_dict()
-            session.remove()
-            session = gradsurgeon.apply(model, rules(rule), optimizer=held)
-            session.load_state_dict(state)
-        for optimizer in held:
-            backward(model, step)
-            optimizer.step()
-    session.remove()
-    wanted: Any = make()
-    hands = [ByHand(**rule)]
-    owned = [dict(wanted.named_parameters())]
-    owned.append({name: param for name, param in owned[0].items() if name[0] == str(part)})
-    for step in range(len(FACTORS)):
-        for number, params in enumerate(owned):
-            backward(wanted, step)
-            if number == len(hands):
-                hands.append(ByHand(**rule).taught_by(hands))
-            hands[number].judge({name: param.grad for name, param in params.items()})
-            sgd(wanted if number == 0 else wanted[part]).step()
-            hands[number].learn()
-    assert_same(model.parameters(), wanted.parameters())
-    assert all(hand.cut > 1 for hand in hands)
-
-
-@pytest.mark.cell("an optimizer per parameter, stepped inside backward", "step")
-@pytest.mark.parametrize("above", ABOVE)
-@pytest.mark.parametrize("order", ["apply first", "apply last"])
-def test_optimizers_inside_backward_clip_each_gradient_by_its_own_past(
-    order: str, above: str
-) -> None:
-    rule = spike_trap(above, "parameter", "clip")
-    wanted, hand = make(), ByHand(**rule)
-    outer = sgd(wanted)
-    for step in range(len(FACTORS)):
-        backward(wanted, step)
-        hand.judge(grads(wanted))
-        outer.step()
-        hand.learn()
-    model = make()
-    inner: dict[Tensor, torch.optim.Optimizer] = {}
-
-    def move(param: Tensor) -> None:
-        inner[param].step()
-        inner[param].zero_grad()
-
-    session = gradsurgeon.apply(model, rules(rule)) if order == "apply first" else None
-    for param in model.parameters():
-        inner[param] = torch.optim.SGD([param], lr=0.05)
-        param.register_post_accumulate_grad_hook(move)
-    with session or gradsurgeon.apply(model, rules(rule)) as session:
-        for step in range(len(FACTORS)):
-            backward(model, step)
-    assert_same(model.parameters(), wanted.parameters())
-    same_as(hand, session)
-    assert hand.cut > 2
 
 
 # --- updates by hand ------------------------------------------------------------------------------
@@ -202,17 +141,6 @@ def move_by_hand(model: nn.Module) -> None:
         param.sub_(0.05 * param.grad)
 
 
-@pytest.mark.parametrize("then", ["clip", "warn"])
-def test_without_ticks_a_second_pass_would_enter_twice(then: str) -> None:
-    """Without ticks the end of each backward pass may be that of the step."""
-    model = make()
-    with (
-        gradsurgeon.apply(model, rules(spike_trap("sigmas", "rule", then))),
-        pytest.raises(gradsurgeon.GradSurgeonError, match="the effect would compound"),
-    ):
-        backward(model, 0, 4)
-
-
 @pytest.mark.cell(
     "updates written by hand",
     "step",
@@ -222,7 +150,9 @@ def test_without_ticks_a_second_pass_would_enter_twice(then: str) -> None:
 @pytest.mark.parametrize(("above", "per", "then"), RULES)
 def test_updates_by_hand_go_by_ticks(above: str, per: str, then: str, parts: int) -> None:
     rule = spike_trap(above, per, then)
-    model, wanted, hand = make(), make(), ByHand(**rule)
+    model = make()
+    wanted = make()
+    hand = ByHand(**rule)
     with gradsurgeon.apply(model, rules(rule), optimizer=[]) as session:
         for step in range(len(FACTORS)):
             backward(model, step, parts)
@@ -301,28 +231,28 @@ def optimizer_of(model: nn.Module, setup: Setup) -> Any:
     return kind(model.parameters(), lr=0.05, fused=bool(fused), **options)
 
 
-def backward_in(model: Any, setup: Setup, step: int, scaler: Any = None) -> float:
+def backward_in(model: Any, setup: Setup, step: int, scaler: torch.amp.GradScaler) -> float:
     model.zero_grad()
     for part in data(step, 8, 4).chunk(setup.parts):
         loss = model(part).square().mean() * FACTORS[step] / setup.parts
         loss = loss * NAN if step in setup.nan else loss
-        if scaler is not None:
-            loss = scaler.scale(loss) * (math.inf if step in setup.overflow else 1.0)
-        loss.backward()
+        (scaler.scale(loss) * (math.inf if step in setup.overflow else 1.0)).backward()
     return 0.0
+
+
+def scaler_of(setup: Setup) -> torch.amp.GradScaler:
+    """Return a scaler whose scale grows in every third step, or that does nothing."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=setup.scaled)
 
 
 def train(setup: Setup, rule: Json) -> tuple[nn.Module, gradsurgeon.Session]:
     model: Any = make()
     called = model
     optimizer = optimizer_of(model, setup)
+    scaler = scaler_of(setup)
     if setup.compiled == "after":
         called = torch.compile(model, backend="eager")
         called(data(0, 8, 4))
-    # Its scale grows in every third step.
-    scaler = None
-    if setup.scaled:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     with gradsurgeon.apply(model, rules(rule), mode=setup.mode) as session:
         if setup.compiled == "first":
             called = torch.compile(model, backend="eager")
@@ -332,12 +262,9 @@ def train(setup: Setup, rule: Json) -> tuple[nn.Module, gradsurgeon.Session]:
             if step == setup.pause[1] + 1:
                 session.resume()
             if setup.closure:
-                optimizer.step(lambda step=step: backward_in(called, setup, step))
+                optimizer.step(lambda step=step: backward_in(called, setup, step, scaler))
                 continue
             backward_in(called, setup, step, scaler)
-            if scaler is None:
-                optimizer.step()
-                continue
             if setup.unscale:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -348,22 +275,22 @@ def train(setup: Setup, rule: Json) -> tuple[nn.Module, gradsurgeon.Session]:
 def train_by_hand(setup: Setup, rule: Json) -> tuple[nn.Module, ByHand]:
     """Do the same in true units, without a scaler, closures and all else that a set-up brings."""
     # Where rules only observe, what `clip` would have let through is what is learnt.
-    model, hand = make(), ByHand(**rule | ({"then": "clip"} if setup.mode == "observe" else {}))
-    plain = Setup(optimizer="AdamW" if "AdamW" in setup.optimizer else "SGD")
-    optimizer = optimizer_of(model, plain)
+    observing = setup.mode == "observe"
+    model = make()
+    hand = ByHand(**rule | ({"then": "clip"} if observing else {}))
+    optimizer = optimizer_of(model, Setup(optimizer=setup.optimizer.removesuffix(" fused")))
+    evaluations = 1
     if setup.optimizer == "Twice":
+        evaluations = 2
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     first, last = setup.pause
+    plain = Setup(nan=setup.nan)
     for step in range(len(FACTORS)):
-        if step in setup.overflow:
-            continue
-        going_on = True
-        for _ in range(2 if setup.optimizer == "Twice" else 1):
+        going_on = step not in setup.overflow
+        for _ in range(evaluations):
             if going_on:
-                backward_in(model, Setup(nan=setup.nan), step)
-                seen = grads(model)
-                if setup.mode == "observe":
-                    seen = {name: None if g is None else g.clone() for name, g in seen.items()}
+                backward_in(model, plain, step, scaler_of(plain))
+                seen = copy.deepcopy(grads(model)) if observing else grads(model)
                 if not first <= step <= last:
                     going_on = hand.judge(seen)
         if going_on:
@@ -382,7 +309,8 @@ def train_by_hand(setup: Setup, rule: Json) -> tuple[nn.Module, ByHand]:
 @pytest.mark.cell("`torch.compile`, rules after the first call", "step")
 @singly(name=SETUPS, above=ABOVE, per=PER, then=["clip", "skip-step"])
 def test_the_bound_is_that_of_the_papers(name: str, above: str, per: str, then: str) -> None:
-    setup, rule = SETUPS[name], spike_trap(above, per, then)
+    setup = SETUPS[name]
+    rule = spike_trap(above, per, then)
     wanted, hand = train_by_hand(setup, rule)
     model, session = train(setup, rule)
     assert_same(model.parameters(), wanted.parameters())
@@ -407,44 +335,17 @@ def evaluate(model: nn.Module, factor: float, hand: ByHand | None) -> float:
 @pytest.mark.parametrize("per", PER)
 def test_lbfgs_moves_by_what_the_bound_lets_through(per: str) -> None:
     rule = spike_trap("sigmas", per, "clip")
-    model, wanted, hand = make(), make(), ByHand(**rule)
+    model = make()
+    wanted = make()
+    hand = ByHand(**rule)
+    optimizers = [torch.optim.LBFGS(of.parameters(), lr=0.05, max_iter=3) for of in (model, wanted)]
     with gradsurgeon.apply(model, rules(rule)) as session:
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=3)
         for factor in FACTORS:
-            optimizer.step(partial(evaluate, model, factor, None))
-    optimizer = torch.optim.LBFGS(wanted.parameters(), lr=0.05, max_iter=3)
-    for factor in FACTORS:
-        optimizer.step(partial(evaluate, wanted, factor, hand))
-        hand.learn()
+            optimizers[0].step(partial(evaluate, model, factor, None))
+            optimizers[1].step(partial(evaluate, wanted, factor, hand))
+            hand.learn()
     # It divides by the curvature, which makes much of a last bit.
     assert_same(model.parameters(), wanted.parameters(), rtol=1e-3, atol=1e-4)
     same_as(hand, session, rel=1e-3)
     assert hand.cut > 2
     assert {kept[0] for kept in learnt(session).values()} == {len(FACTORS)}
-
-
-@singly(per=PER, name=CASES)
-def test_gradients_of_every_kind_are_measured_and_cut(name: str, per: str) -> None:
-    case, rule = CASES[name], spike_trap("times", per, "clip")
-    model, wanted, hand = case.make(), case.make(), ByHand(**rule)
-    with gradsurgeon.apply(model, rules(rule)) as session:
-        steps(case, model, None)
-    steps(case, wanted, hand)
-    assert_same(model.parameters(), wanted.parameters())
-    same_as(hand, session)
-    assert hand.cut > 2
-
-
-def steps(case: Case, model: nn.Module, hand: ByHand | None) -> None:
-    torch.manual_seed(11)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for step, factor in enumerate(FACTORS):
-        if step == 3:
-            model.requires_grad_(True)
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        (case.loss(model, step) * factor).backward()
-        if hand is not None:
-            hand.judge(grads(model))
-        optimizer.step()
-        if hand is not None:
-            hand.learn()

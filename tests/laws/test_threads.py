@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from ranks import Json
-from small import fields_of, fired, kinds_of, linears, relu_net, rule_file, sgd, steps_of
+from small import (
+    attach,
+    equal,
+    fields_of,
+    fired,
+    kinds_of,
+    linears,
+    relu_net,
+    rule_file,
+    sgd,
+    steps_of,
+    take_step,
+    weights_of,
+)
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -25,15 +40,22 @@ RULES: Json = rule_file(
 )
 
 
-class Slow(torch.optim.SGD):
-    """Waits in the middle of its step, where asked to."""
+def in_threads(*works: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
-    gate: tuple[threading.Event, threading.Event] | None = None
+
+class Slow(torch.optim.SGD):
+    """Lets something happen in the middle of its step."""
+
+    meanwhile: Callable[[], object] | None = None
 
     def step(self, closure: Any = None) -> Any:
-        if self.gate is not None:
-            self.gate[0].set()
-            self.gate[1].wait(60)
+        if self.meanwhile is not None:
+            in_threads(self.meanwhile)
         return super().step(closure)
 
 
@@ -42,22 +64,13 @@ def test_a_skip_stays_a_skip_while_another_thread_steps(other_session: bool) -> 
     model: Any = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
     first = Slow(model[0].parameters(), 0.1)
     second = torch.optim.Adam(model[1].parameters(), 0.1)
-    rules = rule_file(RULES["rules"][3])
     parts = list(model) if other_session else [model]
-    sessions = [gradsurgeon.apply(part, rules) for part in parts]
-    before, other = (layer.weight.detach().clone() for layer in model)
+    sessions = [attach(part, RULES["rules"][3]) for part in parts]
+    before, other = weights_of(model)
     (model[0](torch.ones(1, 2)) * float("nan")).sum().backward()
     model[1](torch.ones(1, 2)).sum().backward()
-    Slow.gate = gate = (threading.Event(), threading.Event())
-    try:
-        thread = threading.Thread(target=first.step)
-        thread.start()
-        assert gate[0].wait(60)
-        second.step()
-        gate[1].set()
-        thread.join()
-    finally:
-        Slow.gate = None
+    first.meanwhile = second.step
+    first.step()
     assert torch.equal(before, model[0].weight)
     assert not torch.equal(other, model[1].weight)
     assert model[0].weight.grad is not None
@@ -73,22 +86,17 @@ def train(seed: int, found: dict[int, Any]) -> None:
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=chance) * 0.2)
     optimizer = sgd(model, 0.01)
-    session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
-    for step in range(40):
-        optimizer.zero_grad()
-        loss = model(torch.randn(5, 8, generator=chance)).square().sum()
-        if step % 7 == 5:
-            loss = loss * float("nan")
-        loss.backward()
-        optimizer.step()
-    found[seed] = {
-        "weights": [param.tolist() for param in model.parameters()],
-        "events": fields_of(session, "kind", "step", "rule"),
-        "norms": steps_of(session, "0.weight", rule="n"),
-        "passes": steps_of(session, "0.weight", rule="b"),
-        "fired": fired(session),
-    }
-    session.remove()
+    with gradsurgeon.apply(model, RULES, optimizer=optimizer) as session:
+        for step in range(40):
+            loss = model(torch.randn(5, 8, generator=chance)).square().sum()
+            take_step(optimizer, loss * (float("nan") if step % 7 == 5 else 1.0))
+        found[seed] = (
+            weights_of(model),
+            fields_of(session, "kind", "step", "rule"),
+            steps_of(session, "0.weight", rule="n"),
+            steps_of(session, "0.weight", rule="b"),
+            fired(session),
+        )
 
 
 @pytest.mark.slow
@@ -98,25 +106,22 @@ def test_models_in_threads_train_and_are_recorded_as_one_after_the_other() -> No
         train(seed, alone)
     for _ in range(3):
         found: dict[int, Any] = {}
-        threads = [threading.Thread(target=train, args=(seed, found)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == alone
+        in_threads(*(partial(train, seed, found) for seed in range(4)))
+        for seed, (weights, *told) in alone.items():
+            assert equal(found[seed][0], weights)
+            assert [*found[seed][1:]] == told
 
 
 def test_hooks_stay_where_they_are_while_another_thread_steps() -> None:
     # A pass that runs meanwhile would meet a parameter without its rules.
-    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    model = nn.Linear(2, 1)
+    other = nn.Linear(2, 1)
     second = sgd(other)
     with gradsurgeon.apply(model, RULES):
         hooks: Any = model.weight._backward_hooks
         before = list(hooks)
         other(torch.ones(1, 2)).sum().backward()
-        thread = threading.Thread(target=second.step)
-        thread.start()
-        thread.join()
+        in_threads(second.step)
         assert list(hooks) == before
 
 
@@ -141,8 +146,8 @@ class Told(nn.Parameter):
 def test_no_thread_reads_the_gradients_that_another_one_trains() -> None:
     # Autograd and `zero_grad` write them without Python's lock: who reads them then may crash the process.
     model = nn.Linear(2, 1, bias=False)
-    model.weight = Told(model.weight.detach())
     other = nn.Linear(2, 1)
+    model.weight = Told(model.weight.detach())
     first, second = (sgd(part) for part in (model, other))
     with (
         gradsurgeon.apply(model, RULES, optimizer=first),
@@ -154,74 +159,56 @@ def test_no_thread_reads_the_gradients_that_another_one_trains() -> None:
 
         def run() -> None:
             for _ in range(3):
-                other(torch.ones(1, 2)).sum().backward()
-                second.step()
-                second.zero_grad()
+                take_step(second, other(torch.ones(1, 2)).sum())
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        in_threads(run)
         assert not Told.readers
         model(torch.ones(1, 2)).sum().backward()
         assert Told.readers == {threading.get_ident()}
         first.step()  # a session without one warns
 
 
+class Meanwhile(torch.autograd.Function):
+    """Lets something happen in another thread while its backward pass runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, work: Callable[[], object]) -> Tensor:
+        ctx.work = work
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        in_threads(ctx.work)
+        return grads[0], None
+
+
 def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
-    norms = rule_file(RULES["rules"][1], RULES["rules"][2])
     model = nn.Linear(2, 1, bias=False)
     other = nn.Linear(2, 1, bias=False)
-    inside, go_on = threading.Event(), threading.Event()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
 
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.view_as(x)
+    def train() -> None:
+        take_step(optimizer, model(torch.ones(1, 2)).sum())
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            inside.set()
-            go_on.wait(60)
-            return grads[0]
-
-    def scaled() -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-        scaler.scale(Wait.apply(other(torch.ones(1, 2))).sum()).backward()
-
-    with gradsurgeon.apply(model, norms) as session, gradsurgeon.apply(other, norms) as second:
-        optimizer = sgd(model)
-        thread = threading.Thread(target=scaled)
-        thread.start()
-        assert inside.wait(60)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        go_on.set()
-        thread.join()
+    norms = RULES["rules"][1:3]
+    with attach(model, *norms) as session, attach(other, *norms) as second:
+        scaler.scale(Meanwhile.apply(other(torch.ones(1, 2)), train).sum()).backward()
         for rule in ("n", "b"):
             assert session.latest("weight", rule=rule) == pytest.approx(2**0.5)
         assert second.latest("weight", rule="b") == pytest.approx(2**0.5)
 
 
 def test_the_gradients_that_another_thread_asks_for_are_not_mine() -> None:
-    class Ask(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            x = torch.ones(1, requires_grad=True)
-            thread = threading.Thread(target=lambda: torch.autograd.grad(x * 2, x))
-            thread.start()
-            thread.join()
-            return grads[0]
+    def ask() -> None:
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad(x * 2, x)
 
     model = linears(2, 2, 1)
     optimizer = sgd(model)
-    norms = rule_file(RULES["rules"][2])
-    with gradsurgeon.apply(model, norms) as session:
-        model[1](Ask.apply(model[0](torch.ones(1, 2)))).sum().backward()
-        optimizer.step()
+    with attach(model, RULES["rules"][2]) as session:
+        out = model[1](Meanwhile.apply(model[0](torch.ones(1, 2)), ask))
+        take_step(optimizer, out.sum())
         assert steps_of(session, "1.weight") == [0]
 
 
@@ -245,10 +232,6 @@ def test_rules_go_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) ->
         except BaseException as error:  # noqa: BLE001 # to be told by the test, not by the thread
             failed.append(error)
 
-    threads = [threading.Thread(target=remove, args=(session,)) for session in sessions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(remove, session) for session in sessions))
     assert failed == []
     assert not registry._attached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -23,24 +24,17 @@ pytestmark = [
 ]
 
 
-def at_once(*works: Callable[[], None]) -> None:
-    errors: list[Exception] = []
+def at_once(*works: Callable[[], object]) -> None:
+    """Run functions in threads at once; raise what one of them raises."""
     start = threading.Barrier(len(works))
 
-    def run(work: Callable[[], None]) -> None:
-        try:
-            start.wait()
-            work()
-        except Exception as error:  # noqa: BLE001 # to be raised in this thread
-            errors.append(error)
+    def run(work: Callable[[], object]) -> None:
+        start.wait()
+        work()
 
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(run, work) for work in works]:
+            done.result()
 
 
 def combined(model: Any, x: Tensor) -> Tensor:
@@ -48,62 +42,55 @@ def combined(model: Any, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("other", ["named", "plain"])
-def test_passes_of_two_threads_through_one_model_are_refused(other: str) -> None:
-    model: Any = Heads()
-    x = torch.randn(5, 6)
+def check(model: Any, wanted: Tensor) -> None:
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+
+
+def heads() -> Any:
+    model = Heads()
     applied(model, {"action": "combine", "method": "mgda"})
-    inside, refused = threading.Event(), threading.Event()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("running", "other"), [("named", "named"), ("named", "plain"), ("plain", "named")]
+)
+def test_passes_of_two_threads_through_one_model_are_refused(running: str, other: str) -> None:
+    model = heads()
+    x = torch.randn(5, 6)
+    inside = threading.Event()
+    refused = threading.Event()
 
     def hold(grad: Tensor) -> None:
         inside.set()
         assert refused.wait(20)
 
-    model.seg.weight.register_hook(hold)
-
-    def second() -> None:
-        assert inside.wait(20)
-        with pytest.raises(GradSurgeonError, match="run both passes in one thread"):
-            if other == "named":
-                gradsurgeon.backward(two(model, x))
-            else:
-                two(model, x)["depth"].backward()
-        refused.set()
-
-    at_once(partial(gradsurgeon.backward, two(model, x)), second)
-    model.zero_grad()
-    gradsurgeon.backward(two(model, x))
-    torch.testing.assert_close(
-        flat_grads(trunk_of(model)), combined(model, x), rtol=1e-9, atol=1e-12
-    )
-
-
-def test_a_named_pass_beside_a_running_plain_one_is_refused() -> None:
-    model: Any = Heads()
-    x = torch.randn(5, 6)
-    applied(model, {"action": "combine", "method": "mgda"})
-    inside, refused = threading.Event(), threading.Event()
-
-    def hold(grad: Tensor) -> None:
-        inside.set()
-        assert refused.wait(20)
-
-    def second() -> None:
-        assert inside.wait(20)
-        with pytest.raises(GradSurgeonError, match="run both passes in one thread"):
+    def run(kind: str) -> None:
+        if kind == "named":
             gradsurgeon.backward(two(model, x))
+        else:
+            sum(two(model, x).values()).backward()  # type: ignore[union-attr]
+
+    def second() -> None:
+        assert inside.wait(20)
+        with pytest.raises(GradSurgeonError, match="run both passes in one thread"):
+            run(other)
         refused.set()
 
     handle = model.seg.weight.register_hook(hold)
-    at_once(sum(two(model, x).values()).backward, second)  # type: ignore[union-attr]
+    at_once(partial(run, running), second)
     handle.remove()
+    model.zero_grad()
+    run("named")
+    check(model, combined(model, x))
 
 
 def test_gradients_that_a_hook_asks_for_are_those_without_rules() -> None:
-    model, x = Heads(), torch.randn(5, 6)
+    model = heads()
+    x = torch.randn(5, 6)
     params = trunk_of(model)
-    applied(model, {"action": "combine", "method": "mgda"})
-    wanted, asked = combined(model, x), torch.autograd.grad(two(model, x)["seg"], params)
+    wanted = combined(model, x)
+    asked = torch.autograd.grad(two(model, x)["seg"], params)
     seen: list[bool] = []
 
     def ask(grad: Tensor) -> None:
@@ -119,13 +106,12 @@ def test_gradients_that_a_hook_asks_for_are_those_without_rules() -> None:
         gradsurgeon.backward(
             {"seg": conflict, "depth": 0.5 * (depth - 1).abs().mean() - 2.0 * conflict}
         )
-        torch.testing.assert_close(flat_grads(params), wanted, rtol=1e-9, atol=1e-12)
-    assert seen
-    assert all(seen)
+        check(model, wanted)
+    assert set(seen) == {True}
 
 
 def test_threads_with_models_of_their_own_do_not_wait_for_each_other() -> None:
-    models: list[Any] = [Heads(), Heads()]
+    models = [heads(), heads()]
     x = torch.randn(5, 6)
     wanted = [combined(model, x) for model in models]
     inside = threading.Barrier(2)
@@ -134,10 +120,9 @@ def test_threads_with_models_of_their_own_do_not_wait_for_each_other() -> None:
         inside.wait(20)
 
     for model in models:
-        applied(model, {"action": "combine", "method": "mgda"})
         # Neither pass ends before the other one has begun.
         model.seg.weight.register_hook(meet)
     at_once(*(partial(gradsurgeon.backward, two(model, x)) for model in models))
     assert not inside.broken
     for model, grads in zip(models, wanted, strict=True):
-        torch.testing.assert_close(flat_grads(trunk_of(model)), grads, rtol=1e-9, atol=1e-12)
+        check(model, grads)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import data
 from ranks import Json
-from small import linears, rule_file, sgd, take_step
+from small import attach, hold_rows, linears, sgd, steps_of, take_step
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon.report.json_form import to_dict
-from gradsurgeon.report.sources import summary
-from gradsurgeon.report.web_page import page_data
 
 WHOLE = {"id": "whole", "action": "norm-log", "params": "*", "per": "rule"}
 
@@ -38,45 +35,42 @@ def recorded(session: gradsurgeon.Session, name: str = "whole", stat: str = "l2"
 
 def test_it_is_what_clip_grad_norm_returns_before_and_after_the_clip() -> None:
     model = linears(4, 4, 2)
-    rules = rule_file(WHOLE, {**WHOLE, "id": "clipped", "at": "step"})
-    with gradsurgeon.apply(model, rules) as session:
+    each: Json = {"id": "each", "action": "norm-log", "params": "*", "steps": {"every": 2}}
+    other = {**WHOLE, "id": "other", "steps": {"every": 2}}
+    with attach(model, WHOLE, {**WHOLE, "id": "clipped", "at": "step"}, other, each) as session:
         norms = train(model, sgd(model))
         assert min(norms) > 0.01
         assert recorded(session) == pytest.approx(norms, rel=1e-6)
         assert recorded(session, "clipped") == pytest.approx([0.01] * 4, rel=1e-3)
         names = {name for part in session.recorded().series for name in part.key.names}
-    assert names == {"whole", "clipped", "loss", "SGD/0"}
+        # It follows the schedule, and stays apart from the norms of parameters.
+        hold_rows(session.history("other"), [(0, norms[0]), (2, norms[2])], rel=1e-6)
+        assert steps_of(session, "0.weight") == [0, 2]
+    params = {name for name, _ in model.named_parameters()}
+    assert names == {"whole", "clipped", "other", "loss", "SGD/0", *params}
 
 
 def test_every_statistic_is_that_of_all_elements() -> None:
-    model = linears(4, 4, 2)
+    model: Any = linears(4, 4, 2)
     optimizer = sgd(model)
     stats = ["l1", "linf", "min", "max", "zeros", "nonfinite", "numel"]
-    with gradsurgeon.apply(model, rule_file({**WHOLE, "stats": stats})) as session:
-        features = data(0, 3, 4)
-        features[:, 0] = 0.0  # so some gradients are 0
-        model(features).square().mean().backward()
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        optimizer.step()
-        wanted = {
-            "l1": flat.abs().sum(),
-            "linf": flat.abs().max(),
-            "min": flat.min(),
-            "max": flat.max(),
-            "zeros": (flat == 0).sum(),
-            "nonfinite": torch.zeros(()),
-            "numel": torch.tensor(len(flat)),
-        }
-        assert wanted["zeros"] >= 4
-        for stat, number in wanted.items():
-            assert recorded(session, stat=stat) == [pytest.approx(float(number), rel=1e-5)], stat
+    features = data(0, 3, 4)
+    features[:, 0] = 0.0  # so some gradients are 0
+    with attach(model, {**WHOLE, "stats": stats}) as session:
+        take_step(optimizer, model(features).square().mean())
+        found = [session.latest("whole", stat) for stat in stats]
+    flat = torch.cat([param.grad.flatten() for param in model.parameters()])
+    zeros = float((flat == 0).sum())
+    sizes = flat.abs()
+    wanted: list[Any] = [sizes.sum(), sizes.max(), flat.min(), flat.max(), zeros, 0.0, len(flat)]
+    assert zeros >= 4
+    assert found == pytest.approx([float(number) for number in wanted], rel=1e-5)
 
 
 def test_what_has_no_gradient_is_left_out_and_nan_is_kept() -> None:
     model = nn.ModuleDict({"used": nn.Linear(4, 2), "idle": nn.Linear(4, 2)})
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rule_file(WHOLE)) as session:
+    with attach(model, WHOLE) as session:
         take_step(optimizer, model["used"](data(0, 3, 4)).square().mean())
         take_step(optimizer, model["used"](data(1, 3, 4) * math.nan).sum())
         healthy, broken = recorded(session)
@@ -86,42 +80,22 @@ def test_what_has_no_gradient_is_left_out_and_nan_is_kept() -> None:
 
 def test_each_of_several_optimizers_has_its_own() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
-    optimizers = [sgd(model["a"]), sgd(model["b"])]
-    with gradsurgeon.apply(model, rule_file(WHOLE), optimizer=optimizers) as session:
-        norms = {}
-        for name, optimizer in zip("ab", optimizers, strict=True):
-            optimizer.zero_grad()
-            model[name](data(0, 3, 4)).square().mean().backward()
-            norms[name] = nn.utils.clip_grad_norm_(model[name].parameters(), math.inf)
-            optimizer.step()
-        for name, norm in norms.items():
-            assert recorded(session, f"{name}.whole") == [pytest.approx(norm.item(), rel=1e-6)]
+    optimizers = {name: sgd(layer) for name, layer in model.items()}
+    with attach(model, WHOLE, optimizer=[*optimizers.values()]) as session:
+        norms = {name: train(model[name], optimizers[name], 1) for name in "ab"}
+        for name, wanted in norms.items():
+            assert recorded(session, f"{name}.whole") == pytest.approx(wanted, rel=1e-6)
 
 
-def test_reports_show_it_and_no_parameter_as_without_a_gradient(tmp_path: Path) -> None:
+def test_it_has_no_numbers_before_the_first_update() -> None:
     model = linears(4, 4, 2)
-    with gradsurgeon.apply(model, rule_file(WHOLE), record=tmp_path / "run"):
-        norms = train(model, sgd(model))
-    with gradsurgeon.open_run(tmp_path / "run") as run:
-        report = summary(run)
-        page = page_data(run)
-        assert [value for _, value in run.history("whole")] == pytest.approx(norms, rel=1e-6)
-    text = report.text(width=100)
-    assert "1 whole norm, recorded by whole (at accumulated)\n" in text
-    assert "never got a gradient" not in text
-    (row,) = to_dict(report)["norms"]
-    assert (row["name"], row["last"]) == ("whole", pytest.approx(norms[-1], rel=1e-6))
-    (kind,) = page["kinds"]
-    (line,) = kind["wholes"]
-    assert (line["label"], line["steps"]) == ("whole", [0, 1, 2, 3])
-    assert line["values"] == pytest.approx(norms, rel=1e-5)
-
-
-def test_it_follows_the_schedule_and_stays_apart_from_the_norms_of_parameters() -> None:
-    model = linears(4, 4, 2)
-    each: Json = {"id": "each", "action": "norm-log", "params": "*"}
-    with gradsurgeon.apply(model, rule_file({**WHOLE, "steps": {"every": 2}}, each)) as session:
-        norms = train(model, sgd(model))
-        assert [step for step, _ in session.history("whole")] == [0, 2]
-        assert recorded(session) == pytest.approx(norms[::2], rel=1e-6)
-        assert len(session.history("0.weight")) == 4
+    with attach(model, WHOLE) as session:
+        assert session.history("whole") == []
+        with pytest.raises(gradsurgeon.RecordError, match="l2 of whole has not been recorded yet"):
+            session.latest("whole")
+        with pytest.raises(gradsurgeon.RecordError, match="no rule records l1 of whole; recorded"):
+            session.history("whole", "l1")
+        with pytest.raises(gradsurgeon.RecordError, match=r"no rule records l2 of 0\.weight"):
+            session.history("0.weight")
+        train(model, sgd(model), 1)
+        assert len(session.history("whole")) == 1

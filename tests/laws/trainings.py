@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from ranks import Json
-from small import relu_net, sgd, tanh_net
+from small import relu_net, sgd, take_step, tanh_net
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
@@ -47,9 +48,9 @@ class Training:
         """Return the norms of the gradient of one parameter, by update."""
         return [row[name] for row in self.norms]
 
-    def whole(self) -> list[float]:
-        """Return the norm of all gradients together, by update."""
-        return [math.sqrt(sum(norm * norm for norm in row.values())) for row in self.norms]
+
+def adam(model: nn.Module, lr: float = 1e-3) -> Adam:
+    return Adam(model.parameters(), lr=lr)
 
 
 def fitted(
@@ -58,26 +59,31 @@ def fitted(
     loss_at: Callable[[int], Tensor],
     steps: int,
     *,
+    passes: int = 1,
+    clear: Callable[[Optimizer], None] = Optimizer.zero_grad,
     before: Callable[[int], None] = lambda _step: None,
     after: Callable[[int], None] = lambda _step: None,
     rules: tuple[Json, ...] = (NORMS,),
 ) -> Training:
-    """Return a training of the plain sort: one loss, one backward pass and one update per step.
+    """Return a training of the plain sort.
 
     Args:
         model: what is trained.
         optimizer: updates it.
         loss_at: returns the loss of a step.
         steps: how many.
-        before: called between the backward pass and the update.
+        passes: how many backward passes feed an update.
+        clear: called at the begin of a step, to clear the gradients.
+        before: called between the backward passes and the update.
         after: called after the update.
         rules: what is recorded.
     """
 
     def loop() -> None:
         for step in range(steps):
-            optimizer.zero_grad()
-            loss_at(step).backward()
+            clear(optimizer)
+            for _ in range(passes):
+                loss_at(step).backward()
             training.norms.append(
                 {
                     name: float(param.grad.double().norm())  # squares of large floats overflow
@@ -95,9 +101,7 @@ def fitted(
 
 def regression(width: int = 16, batch: int = 32) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return a source of batches: inputs, and what a fixed random network makes of them."""
-    teacher = tanh_net(width, 32, 4)
-    for param in teacher.parameters():
-        param.requires_grad_(False)
+    teacher = tanh_net(width, 32, 4).requires_grad_(False)
 
     def batch_of() -> tuple[Tensor, Tensor]:
         inputs = torch.randn(batch, width)
@@ -106,7 +110,7 @@ def regression(width: int = 16, batch: int = 32) -> Callable[[], tuple[Tensor, T
     return batch_of
 
 
-def fit(model: nn.Module) -> Callable[[int], Tensor]:
+def fit(model: Callable[[Tensor], Tensor]) -> Callable[[int], Tensor]:
     """Return the loss of a model on a new batch of `regression`, by step."""
     batch = regression()
 
@@ -115,6 +119,20 @@ def fit(model: nn.Module) -> Callable[[int], Tensor]:
         return functional.mse_loss(model(inputs), targets)
 
     return loss_at
+
+
+def scheduled(
+    model: nn.Module,
+    optimizer: Optimizer,
+    factor: Callable[[int], float],
+    steps: int,
+    rules: tuple[Json, ...] = (NORMS,),
+) -> Training:
+    """Return a plain training on `regression`, whose learning rate is multiplied by a factor of the step."""
+    schedule = LambdaLR(optimizer, factor)
+    return fitted(
+        model, optimizer, fit(model), steps, after=lambda _step: schedule.step(), rules=rules
+    )
 
 
 def scaled(
@@ -132,7 +150,8 @@ def scaled(
         steps: how many updates.
     """
     model = perceptron()
-    optimizer, loss_at = sgd(model, 0.01), fit(model)
+    optimizer = sgd(model, 0.01)
+    loss_at = fit(model)
     scaler = GradScaler("cpu", init_scale=scale)
 
     def loop() -> None:
@@ -158,18 +177,25 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Any:
         return x + self.down(torch.relu(self.up(x)))
 
 
 def residual(width: int = 16, blocks: int = 3) -> nn.Sequential:
-    body = [(f"block{place}", Residual(width)) for place in range(blocks)]
     model = nn.Sequential()
-    for name, block in body:
-        model.add_module(name, block)
+    for place in range(blocks):
+        model.add_module(f"block{place}", Residual(width))
     model.add_module("head", nn.Linear(width, 4))
+    return model
+
+
+def headed(width: int = 16) -> nn.Sequential:
+    """Return a model whose head alone may train."""
+    model = residual(width).requires_grad_(False)
+    model.get_submodule("head").requires_grad_(True)
     return model
 
 
@@ -194,7 +220,8 @@ def diverging(steps: int) -> Training:
     model = nn.ModuleDict({"lengths": nn.Linear(8, 1), "others": nn.Linear(8, 1)})
     # Orthogonal columns: all directions have the same curvature, and grow alike from first to last.
     lengths = torch.linalg.qr(torch.randn(32, 8))[0] * math.sqrt(32) * 3.0
-    others, targets = torch.randn(32, 8), torch.randn(32, 2)
+    others = torch.randn(32, 8)
+    targets = torch.randn(32, 2)
 
     def loss_at(_step: int) -> Tensor:
         found = torch.cat([model["lengths"](lengths), model["others"](others)], 1)
@@ -203,120 +230,36 @@ def diverging(steps: int) -> Training:
     return fitted(model, sgd(model, 3.4 / 9), loss_at, steps)
 
 
-def blown_up() -> Training:
-    """A healthy network whose learning rate is multiplied by 1,000 at step 100: it is infinite a few steps later."""
-    # Leaky, so that no unit dies on the way.
-    model = nn.Sequential(
-        *(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2)),
-        nn.Linear(32, 4),
-    )
-    optimizer = sgd(model, 0.02)
-
-    def before(step: int) -> None:
-        if step == 100:
-            optimizer.param_groups[0]["lr"] *= 1000
-
-    return fitted(model, optimizer, fit(model), 140, before=before)
-
-
-def dead_branch() -> Training:
-    """A bad update drives all ReLUs of a block off at step 120: three of its four gradients are 0 from there on."""
-    model = residual()
-
-    def after(step: int) -> None:
-        if step == 119:
-            with torch.no_grad():
-                model.get_parameter("block1.up.bias").sub_(1e3)
-
-    return fitted(model, sgd(model, 0.02), fit(model), 240, after=after)
-
-
-def bad_batch() -> Training:
-    """One batch of 300 has targets in the wrong unit: the norm of its step is a hundred times the usual."""
-    model = perceptron()
-    batch = regression()
-
-    def loss_at(step: int) -> Tensor:
-        inputs, targets = batch()
-        return functional.mse_loss(model(inputs), targets * (300 if step == 177 else 1))
-
-    # A bound on the update keeps the weights: no step but this one is unusual.
-    def before(_step: int) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    return fitted(model, sgd(model, 0.01), loss_at, 300, before=before)
-
-
-def nan_for_a_while() -> Training:
-    """A broken shard of the data has NaN in steps 60 to 79; the script zeroes what is NaN, and training goes on."""
-    model = perceptron()
-    batch = regression()
-
-    def loss_at(step: int) -> Tensor:
-        inputs, targets = batch()
-        if 60 <= step < 80:
-            inputs[0, 0] = math.nan
-        return functional.mse_loss(model(inputs), targets)
-
-    def before(_step: int) -> None:
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad.nan_to_num_()
-
-    return fitted(model, sgd(model, 0.02), loss_at, 200, before=before)
-
-
 # Trainings without a fault.
 
 
 def warm_up_and_cosine() -> Training:
     """A warm-up and a cosine to 0: the norm falls fast at first and slowly later, which is no new level."""
-    model = perceptron()
-    optimizer = Adam(model.parameters(), lr=1e-2)
 
     def rate(step: int) -> float:
-        return (step + 1) / 30 if step < 30 else 0.5 * (1 + math.cos(math.pi * (step - 30) / 370))
+        if step < 30:
+            return (step + 1) / 30
+        return 0.5 * (1 + math.cos(math.pi * (step - 30) / 370))
 
-    schedule = LambdaLR(optimizer, rate)
-
-    return fitted(
-        model,
-        optimizer,
-        fit(model),
-        400,
-        after=lambda _step: schedule.step(),
-        rules=(NORMS, OUTPUTS),
-    )
-
-
-def step_decay() -> Training:
-    """The learning rate falls 100 times at step 200: the norm drifts lower within a hundred steps, not at once."""
     model = perceptron()
-    optimizer = Adam(model.parameters(), lr=0.03)
-    schedule = LambdaLR(optimizer, lambda step: 1.0 if step < 200 else 0.01)
-    return fitted(model, optimizer, fit(model), 400, after=lambda _step: schedule.step())
+    return scheduled(model, adam(model, 1e-2), rate, 400, (NORMS, OUTPUTS))
 
 
 def fine_tuning() -> Training:
     """A frozen backbone under a new head: what is frozen is meant to be."""
-    model = residual()
-    for name, param in model.named_parameters():
-        param.requires_grad_(name.startswith("head"))
-    head = [param for param in model.parameters() if param.requires_grad]
-    return fitted(model, Adam(head, lr=3e-3), fit(model), 300)
+    model = headed()
+    return fitted(model, adam(model.get_submodule("head"), 3e-3), fit(model), 300)
 
 
 def unfreezing() -> Training:
     """Fine-tuning whose backbone is unfrozen at step 150: more gradients come, and the norm of all is of more."""
-    model = residual()
-    for name, param in model.named_parameters():
-        param.requires_grad_(name.startswith("head"))
+    model = headed()
 
     def after(step: int) -> None:
         if step == 149:
             model.requires_grad_(True)
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), fit(model), 300, after=after)
+    return fitted(model, adam(model), fit(model), 300, after=after)
 
 
 def gan() -> Training:
@@ -333,12 +276,11 @@ def gan() -> Training:
             real = torch.stack([angle.cos(), angle.sin()], 1)
             fake = maker(torch.randn(64, 8))
             tell.zero_grad()
-            right, wrong = torch.ones(64, 1), torch.zeros(64, 1)
+            right = torch.ones(64, 1)
+            wrong = torch.zeros(64, 1)
             (of(judge(real), right) + of(judge(fake.detach()), wrong)).backward()
             tell.step()
-            make.zero_grad()
-            of(judge(fake), right).backward()
-            make.step()
+            take_step(make, of(judge(fake), right))
 
     return Training(model, [make, tell], loop)
 
@@ -363,7 +305,7 @@ def reinforce() -> Training:
         loss: Tensor = -(choice.log_prob(action) * advantage).mean()
         return loss
 
-    return fitted(policy, Adam(policy.parameters(), lr=3e-3), loss_at, 400)
+    return fitted(policy, adam(policy, 3e-3), loss_at, 400)
 
 
 class Adapted(nn.Module):
@@ -383,14 +325,8 @@ class Adapted(nn.Module):
 def lora() -> Training:
     """Adapters on frozen layers: each A has exactly zero gradient at step 0, and a small one soon after."""
     model = nn.Sequential(Adapted(16), nn.Tanh(), Adapted(16), nn.Tanh(), Adapted(16))
-    inputs_of = regression()
-
-    def loss_at(_step: int) -> Tensor:
-        inputs, targets = inputs_of()
-        return functional.mse_loss(model(inputs)[:, :4], targets / 3)
-
     trained = [param for param in model.parameters() if param.requires_grad]
-    return fitted(model, AdamW(trained, lr=1e-3), loss_at, 300)
+    return fitted(model, AdamW(trained, lr=1e-3), fit(lambda inputs: 3 * model(inputs)[:, :4]), 300)
 
 
 def batch_norms() -> Training:
@@ -411,8 +347,10 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
-        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Any:
         mixed = functional.scaled_dot_product_attention(
@@ -424,7 +362,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
@@ -444,9 +383,11 @@ TEXT = (
 class Characters(nn.Module):
     def __init__(self, known: int, blocks: int, width: int = 24) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(known, width), nn.Embedding(24, width)
+        self.token = nn.Embedding(known, width)
+        self.place = nn.Embedding(24, width)
         self.blocks = nn.Sequential(*[Block(width) for _ in range(blocks)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, known, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, known, bias=False)
 
     def forward(self, x: Tensor) -> Any:
         return self.head(
@@ -506,20 +447,17 @@ def experts(*, keep_zeros: bool = False) -> Training:
     Marked inputs, of the last expert, are 30 to 70 steps apart. The last of them is 24 steps before the end.
     """
     model = Experts(16)
-    optimizer = Adam(model.parameters(), lr=1e-3)
     batch = regression(batch=8)
 
-    def loop() -> None:
-        for step in range(300):
-            optimizer.zero_grad(set_to_none=not keep_zeros)
-            inputs, targets = batch()
-            inputs[:, 0].clamp_(max=1.0)
-            if step in {20, 61, 131, 165, 233, 275}:
-                inputs[3, 0] = 5.0
-            functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
+    def loss_at(step: int) -> Tensor:
+        inputs, targets = batch()
+        inputs[:, 0].clamp_(max=1.0)
+        if step in {20, 61, 131, 165, 233, 275}:
+            inputs[3, 0] = 5.0
+        return functional.mse_loss(model(inputs), targets)
 
-    return Training(model, [optimizer], loop)
+    clear = partial(Optimizer.zero_grad, set_to_none=not keep_zeros)
+    return fitted(model, adam(model), loss_at, 300, clear=clear)
 
 
 def experts_with_zeros() -> Training:
@@ -529,11 +467,9 @@ def experts_with_zeros() -> Training:
 
 def overfitting() -> Training:
     """Four examples learnt by heart: all gradients shrink together, to less than a millionth, as they should."""
-    model = nn.Sequential(
-        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
-    )
-    model.double()
-    inputs, targets = torch.randn(4, 8).double(), torch.randn(4, 2).double()
+    model = nn.Sequential(tanh_net(8, 64, 64), nn.Tanh(), nn.Linear(64, 2)).double()
+    inputs = torch.randn(4, 8).double()
+    targets = torch.randn(4, 2).double()
 
     def loss_at(_step: int) -> Tensor:
         return functional.mse_loss(model(inputs), targets)
@@ -541,58 +477,10 @@ def overfitting() -> Training:
     return fitted(model, sgd(model, 0.3), loss_at, 60)
 
 
-class Dropped(Residual):
-    """A residual block that training leaves out in half of the steps."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if float(torch.rand(())) < 0.5 else x
-
-
-def stochastic_depth() -> Training:
-    """Blocks that are left out at random: their gradients are 0 in half of the steps, and usual in the others."""
-    model = nn.Sequential(*[Dropped(16) for _ in range(4)], nn.Linear(16, 4))
-    optimizer = sgd(model, 0.01)
-    loss_at = fit(model)
-
-    def loop() -> None:
-        for step in range(300):
-            optimizer.zero_grad(set_to_none=False)
-            loss_at(step).backward()
-            optimizer.step()
-
-    return Training(model, [optimizer], loop)
-
-
 def accumulation() -> Training:
     """Four micro-batches per update: a record is of their sum."""
     model = perceptron()
-    optimizer = sgd(model, 0.02)
-    loss_at = fit(model)
-
-    def loop() -> None:
-        for step in range(150):
-            optimizer.zero_grad()
-            for _ in range(4):
-                (loss_at(step) / 4).backward()
-            optimizer.step()
-
-    return Training(model, [optimizer], loop)
-
-
-def recurrence() -> Training:
-    """A GRU that learns to add marked numbers, with clipping: norms vary, and rise when it begins to learn."""
-    model = nn.ModuleDict({"cell": nn.GRU(2, 24, batch_first=True), "head": nn.Linear(24, 1)})
-
-    def loss_at(_step: int) -> Tensor:
-        numbers, marks = torch.rand(32, 12), torch.zeros(32, 12)
-        marks.scatter_(1, torch.rand(32, 12).argsort(1)[:, :2], 1.0)
-        states, _ = model["cell"](torch.stack([numbers, marks], 2))
-        return functional.mse_loss(model["head"](states[:, -1]).flatten(), (numbers * marks).sum(1))
-
-    def before(_step: int) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    return fitted(model, Adam(model.parameters(), lr=3e-3), loss_at, 300, before=before)
+    return fitted(model, sgd(model, 0.005), fit(model), 150, passes=4)
 
 
 def lazy_penalty() -> Training:
@@ -610,57 +498,4 @@ def lazy_penalty() -> Training:
             loss = loss + 16 * slope.square().sum(1).mean()
         return loss
 
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 200)
-
-
-class ZeroInitialised(Residual):
-    """A residual branch that starts at zero, so that only its last layer has a gradient at step 0."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        nn.init.zeros_(self.down.weight)
-        nn.init.zeros_(self.down.bias)
-
-
-def zero_initialised() -> Training:
-    """Branches that start at zero: their outputs and some gradients are exactly 0 at step 0, and grow from there."""
-    model = nn.Sequential(*[ZeroInitialised(16) for _ in range(3)], nn.Linear(16, 4))
-    optimizer = Adam(model.parameters(), lr=1e-3)
-    return fitted(model, optimizer, fit(model), 200, rules=(NORMS, OUTPUTS))
-
-
-def alternating_tasks() -> Training:
-    """Two tasks by turns: one head rests in each step, and the losses differ ten times."""
-    trunk = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
-    model = nn.ModuleDict({"trunk": trunk, "first": nn.Linear(32, 4), "second": nn.Linear(32, 4)})
-    batch = regression()
-
-    def loss_at(step: int) -> Tensor:
-        inputs, targets = batch()
-        hidden = model["trunk"](inputs)
-        if step % 2 == 0:
-            return functional.mse_loss(model["first"](hidden), targets)
-        return 10 * functional.mse_loss(model["second"](hidden), targets)
-
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 300)
-
-
-def warm_restarts() -> Training:
-    """A cosine that starts again every 100 steps: the norm rises with the learning rate, and falls with it."""
-    model = perceptron()
-    optimizer = Adam(model.parameters(), lr=1e-2)
-    schedule = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * (step % 100) / 100)))
-    return fitted(model, optimizer, fit(model), 400, after=lambda _step: schedule.step())
-
-
-def rare_rows() -> Training:
-    """Embeddings of rare words beside a dense layer, with sums over rows whose number differs from step to step."""
-    model = nn.Sequential(nn.EmbeddingBag(500, 16, mode="sum"), nn.Linear(16, 4))
-    shares = torch.arange(1, 501).float().reciprocal()  # as words are spread
-
-    def loss_at(_step: int) -> Tensor:
-        length = int(torch.randint(1, 40, ()))
-        words = torch.multinomial(shares, 16 * length, replacement=True).view(16, length)
-        return functional.cross_entropy(model(words), words[:, 0] % 4)
-
-    return fitted(model, Adam(model.parameters(), lr=1e-3), loss_at, 300)
+    return fitted(model, adam(model), loss_at, 200)

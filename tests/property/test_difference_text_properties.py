@@ -112,7 +112,7 @@ def test_in_a_terminal_and_a_log_nothing_acts(
         assert printable(line) == line
         assert not re.match(r"\s*::", line)
         assert "##[" not in line
-        assert re.match(r"diff: |warning: |note: |[-+~] |tensors under| {2,}|\d|$", line)
+        assert re.match(r"diff: |warning: |note: |order: |[-+~] |tensors under| {2,}|\d|$", line)
     json.dumps(found.to_dict())
 
 

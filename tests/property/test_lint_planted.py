@@ -6,10 +6,12 @@ As many inputs as in `test_lint_fuzz.py`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from fuzzing import CASES, SETTINGS, SHAPES, answered, copied, in_their_lines
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,31 +38,9 @@ class Mistake:
     at_key: bool = False
 
 
+TABLES = yaml.safe_load((CASES / "planted.yaml").read_text(encoding="utf-8"))
 # Options of a rule that is fine without them: {id: r-N, action: clamp, params: "*", at: step, min: 0}.
-MISTAKES = [
-    Mistake("zzz-bad", "1", "unknown-key", at_key=True),
-    Mistake("maxx", "3", "unknown-key", at_key=True),
-    Mistake("min", "5", "duplicate-key", at_key=True),
-    Mistake("max", '"0.5"', "wrong-type"),
-    Mistake("max", "big", "wrong-type"),
-    Mistake("steps", "{from: -1}", "bad-value"),
-    Mistake("max", ".nan", "bad-value"),
-    Mistake("exclude", '"re:(a*)*"', "bad-pattern"),
-    Mistake("exclude", "7", "wrong-type"),
-    Mistake("optional", "yes", "wrong-type"),
-    Mistake("steps", "{from: 1, too: 4}", "unknown-key"),
-    Mistake("expect", "6", "wrong-type"),
-    Mistake("where", "{ndim: two}", "wrong-type"),
-    Mistake("max", "!!float 3", "yaml-tag"),
-    Mistake("yes", "1", "unknown-key", at_key=True),
-    Mistake("3", "1", "key-type", at_key=True),
-    Mistake("id", "r-0", "duplicate-key", at_key=True),
-    Mistake("fc.bias", "1", "unknown-key", at_key=True),
-    Mistake('"007"', "1", "unknown-key", at_key=True),
-    Mistake('"²"', "1", "unknown-key", at_key=True),
-    Mistake('""', "1", "unknown-key", at_key=True),
-    Mistake("where", "{a.b: 1}", "unknown-key"),
-]
+MISTAKES = [Mistake(**row) for row in TABLES["mistakes"]]
 NOISE: st.SearchStrategy[str] = st.sampled_from(["", "# a comment", "  # 漢: [", "      # - {"])
 
 
@@ -138,27 +118,11 @@ class Plant:
     name: str
     new: str  # with {head}, {key}, {value} and {line} of the option; a second line is a mistake there
     check: str
-    keys: tuple[str, ...] = ()  # the options of which it makes sense; all without it
+    keys: Sequence[str] = ()  # the options of which it makes sense; all without it
     alone: bool = False  # the file cannot be read further, so that nothing else is found
 
 
-PLANTS = [
-    Plant(
-        "misspelt", "{head}{key}q: {value}", "unknown-key", ("params", "at", "exclude", "max_norm")
-    ),
-    Plant("added", "{head}{key}: {value}\n    zzz: 1", "unknown-key"),
-    Plant("again", "{head}{key}: {value}\n    {key}: {value}", "duplicate-key"),
-    Plant("action", "{head}{key}: zzz", "unknown-action", ("action",)),
-    Plant("pattern", '{head}{key}: "re:(a*)*"', "bad-pattern", ("params", "exclude")),
-    Plant("type", "{head}{key}: {{a: 1}}", "wrong-type", ("params", "optional")),
-    Plant("no number", "{head}{key}: [1]", "wrong-type", ("max_norm", "factor")),
-    Plant("value", "{head}{key}: never", "bad-value", ("at", "then", "per")),
-    Plant("id", "{head}{key}: No_{line}", "bad-value", ("id",)),
-    Plant("tag", "{head}{key}: !x {value}", "yaml-tag"),
-    Plant("tab", "\t{key}: {value}", "yaml-syntax", alone=True),
-    Plant("quote", '{head}{key}: "a" b', "yaml-syntax", alone=True),
-    Plant("bracket", "{head}{key}: a]: b: [c", "yaml-syntax", alone=True),
-]
+PLANTS = [Plant(**row) for row in TABLES["plants"]]
 
 
 def options(lines: list[str]) -> list[Option]:

@@ -31,33 +31,24 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
-    def __init__(self):
+class Residual(nn.Module):
+    def __init__(self, inner):
         super().__init__()
-        self.norm, self.attn, self.mlp_norm = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
 
     def forward(self, x):
-        x = x + self.attn(self.norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.inner(self.norm(x))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def mlp():
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
 
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model, rank, ranks = Net(), 0, 1
+parts = [Residual(part) for part in (Attention(), mlp(), Attention(), mlp())]
+model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *parts, nn.Linear(WIDTH, WORDS))
+rank, ranks = 0, 1
 if way in ("ddp", "fsdp2"):
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -65,7 +56,7 @@ forward = model
 if way == "ddp":
     forward = DistributedDataParallel(model)
 elif way == "fsdp2":
-    for part in (*model.blocks, model):
+    for part in (*parts, model):
         fully_shard(part)
 elif way == "compiled":
     forward = torch.compile(model, backend="aot_eager")
@@ -76,7 +67,7 @@ if way == "resumed":
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     first = saved["step"]
-parts = 2 if way == "accumulated" else 1
+pieces = 2 if way == "accumulated" else 1
 autocast = torch.autocast("cpu", torch.bfloat16) if way.startswith("bf16") else nullcontext()
 for step in range(first, STEPS):
     if way == "saved" and step == STEPS // 2:
@@ -84,10 +75,10 @@ for step in range(first, STEPS):
         torch.save(state, checkpoint)
     words = torch.randint(0, WORDS, (BATCH, 12), generator=torch.Generator().manual_seed(step))
     optimizer.zero_grad()
-    for piece in words.chunk(ranks)[rank].chunk(parts):
+    for piece in words.chunk(ranks)[rank].chunk(pieces):
         with autocast:
             logits = forward(piece[:, :-1])
-        loss = cross_entropy(logits.float().flatten(0, 1), piece[:, 1:].flatten()) / parts
+        loss = cross_entropy(logits.float().flatten(0, 1), piece[:, 1:].flatten()) / pieces
         loss.backward()
     optimizer.step()
 if ranks > 1:

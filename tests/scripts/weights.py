@@ -6,9 +6,12 @@ import torch
 
 
 def digest(*models):
+    """Return a checksum of the parts of parameters and buffers that this rank has, by their bytes: NaN differs from itself."""
     found = hashlib.sha256()
     for model in models:
-        for name, value in model.state_dict().items():
-            found.update(name.encode())
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            part = value.to_local() if hasattr(value, "to_local") else value
+            part = part.detach().cpu().contiguous().reshape(-1)
+            found.update(f"{name} {part.dtype}".encode())
+            found.update(part.view(torch.uint8).numpy())
     return found.hexdigest()[:16]

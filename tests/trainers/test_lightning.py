@@ -138,7 +138,13 @@ def test_an_optimizer_of_the_scripts_own_consumes_what_the_rules_left(
         made.append(Recording(params, **options))
         return made[-1]
 
-    clip = {"id": "clip", "action": "clip-norm", "max_norm": 0.03, "params": LOGGED}
+    clip = {
+        "id": "clip",
+        "action": "clip-norm",
+        "per": "parameter",
+        "max_norm": 0.03,
+        "params": LOGGED,
+    }
     after = {"id": "after", "action": "norm-log", "at": "step", "params": LOGGED}
     model = net(manual=manual, kind=make)
     with attach(model, clip, after) as session:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from models import data
 from ranks import Json
-from small import attach, rule_file, sgd
+from small import attach, rule_file
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -150,22 +150,6 @@ def test_of_many_channels_the_first_are_drawn_and_the_last_call() -> None:
         assert not image(figure, 63).mask.any()
 
 
-def test_steps_are_chosen(model: Net) -> None:
-    rules = rule_file({**MAPS, "steps": {"every": 2}})
-    optimizer = sgd(model)
-    with gradsurgeon.apply(model, rules) as session:
-        for _ in range(4):
-            model(IMAGES).sum().backward()
-            optimizer.step()
-        assert title(session.plot("features")).startswith("conv2, step 2, sample 0")
-        assert title(session.plot("features", step=0)).startswith("conv2, step 0, sample 0")
-        with pytest.raises(
-            RecordError,
-            match="maps has kept nothing of step=1, call=None",
-        ):
-            session.plot("features", step=1)
-
-
 def test_features_say_what_they_lack(model: Net, session: Session) -> None:
     wrong: Any = session
     with pytest.raises(RecordError, match="rule maps has kept nothing yet"):
@@ -181,7 +165,7 @@ def test_features_say_what_they_lack(model: Net, session: Session) -> None:
         session.plot("features", rule="maps", sample=2)
     with pytest.raises(ValueError, match="'norms' takes only name= and rule="):
         session.plot(step=3)
-    with pytest.raises(ValueError, match="there are norms, histograms, features"):
+    with pytest.raises(ValueError, match="there are norms, features"):
         wrong.plot("lines")
 
 
@@ -205,11 +189,3 @@ def test_tensors_of_another_shape_are_refused(model: Net) -> None:
         model(IMAGES)
         with pytest.raises(ValueError, match=r"head has the shape \[2, 4\]"):
             session.plot("features")
-
-
-def test_without_a_rule_one_is_shown(model: Net) -> None:
-    with attach(model, NORMS, optimizer=[]) as session:
-        with pytest.raises(RecordError, match=r"add one, such as \{id: maps, action: capture"):
-            session.plot("features")
-        with pytest.raises(RecordError, match="rule norms records l2 norms, and no gradient has"):
-            session.plot()

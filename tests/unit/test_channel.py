@@ -181,7 +181,7 @@ def test_votes_leave_nothing_behind(hosts: list[str], monkeypatch: pytest.Monkey
             decision = voter.decision(number)
             assert decision is not None
             assert len(decision.objections) == len(hosts)
-    assert voters[0].exchange("text", 0.0) == {0: "text"}
+    assert voters[0].exchange("text", 0.01) == {0: "text"}
     for voter in voters:
         voter.channel.close()
     assert said == []
@@ -244,7 +244,8 @@ def test_replicas_leave_nothing_behind(
         replicas = Replicas("key", [0], (0, 1), (number, 0), promised=True)
         for rank in (1, 0):
             norm = 2.0 if number == updates and rank == 1 else 1.0
-            values = torch.tensor([[norm, float(number), 1.0, 1.0]])
+            data = [float(rank), 0.0, 0.0, 0.0]
+            values = torch.tensor([[norm, float(number), 1.0, 1.0], data])
             found += [finding.text for finding in series[rank].add(replicas, number, values)]
     for rank in order:
         found += [finding.text for finding in series[rank].close()]

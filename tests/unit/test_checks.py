@@ -114,13 +114,6 @@ class TestSensibleFiles:
 
 
 class TestSuppression:
-    def test_a_comment_behind_a_block_does_count(self, tmp_path: Path) -> None:
-        rules = (
-            "  - id: a\n    action: scale\n    params: |-  # gradsurgeon: ignore[scale-by-zero]\n"
-            "      a\n    factor: 0  # gradsurgeon: ignore[scale-by-zero]\n"
-        )
-        assert lint(tmp_path, rules) == []
-
     def test_line_ends_wide_characters_and_a_mark_at_the_beginning(self, tmp_path: Path) -> None:
         path = tmp_path / "rules.yaml"
         line = '  - {id: a, action: scale, params: "层", factor: 0}  # gradsurgeon: ignore[%s]'
@@ -129,34 +122,17 @@ class TestSuppression:
             path.write_text(text, encoding="utf-8", newline="")
             assert [one.check for one in review.lint(str(path))] == expected
 
-    def test_a_comment_counts_for_its_own_line_alone(self, tmp_path: Path) -> None:
-        rule = "  - id: a{}\n    action: scale\n    params: a\n{}    factor: 0{}\n"
-        comment = "  # gradsurgeon: ignore[scale-by-zero]"
-        assert lint(tmp_path, rule.format("", "", comment)) == []
-        for elsewhere in (("", f"{comment}\n", ""), (comment, "", "")):
-            checks = [one[0] for one in found(lint(tmp_path, rule.format(*elsewhere)))]
-            assert checks == ["scale-by-zero"]
-
-    def test_what_a_pack_does_is_suppressed_where_it_is_included(self, tmp_path: Path) -> None:
-        path = tmp_path / "rules.yaml"
-        entries = '  - "gradsurgeon:clip@1"\n  - "gradsurgeon:finetune-llm@1"{}\n'
-        path.write_text("version: 1\ninclude:\n" + entries.format(""))
-        assert {one[1] for one in found(review.lint(str(path)))} == {4}
-        comment = "  # gradsurgeon: ignore[effective-order]"
-        path.write_text("version: 1\ninclude:\n" + entries.format(comment))
-        assert review.lint(str(path)) == []
-
 
 @pytest.mark.no_cover  # thousands of inputs, the same few lines
 class TestHugeFiles:
     @pytest.mark.slow
-    def test_many_rules_are_compared_up_to_a_limit_which_is_said(self, tmp_path: Path) -> None:
+    def test_very_many_rules_are_not_compared_which_is_said(self, tmp_path: Path) -> None:
         rules = "".join(
-            f'  - {{id: r{index}, action: scale, params: "h.{index}.*.w{index}", factor: 2}}\n'
+            f'  - {{id: r{index}, action: scale, params: "h.{index}.*.w{index}", factor: -2}}\n'
             for index in range(MAX_COMPARED + 5)
         )
         problems = lint(tmp_path, rules)
-        assert found(problems) == [("too-large", MAX_COMPARED + 3, 10)]
+        assert found(problems) == [("too-large", 3, 10)]
         assert problems[0].severity == "warning"
 
     def test_hostile_patterns_do_not_hold_up_the_reader(self, tmp_path: Path) -> None:

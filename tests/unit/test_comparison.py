@@ -169,13 +169,6 @@ class TestBorder:
 
 
 class TestAlike:
-    def test_what_rounding_decides(self, made: Any, reference: Any, noise: Any) -> None:
-        # The softmax cancels a bias of the keys: its gradient is rounding alone.
-        found = gradsurgeon.compare(made("fused attention"), reference, noise)
-        assert [f"gradient of h.{place}.attn.k.bias" in found.undecided for place in range(3)] == [
-            True
-        ] * 3
-
     def test_bit_for_bit(self, made: Any, reference: Any) -> None:
         found = gradsurgeon.compare(made("again"), reference)
         assert (found.alike, found.tolerance.kind) == (True, "rounding")
@@ -192,6 +185,9 @@ class TestAlike:
         )
         assert (found.tolerance.kind, found.tolerance.times) == ("gross-noise", 4)
         assert "only gross faults can be told" in found.tolerance.text
+        faster = parting._fields(lr=1.5e-3)  # as the faults are made
+        found = gradsurgeon.compare(made("faster", faster), reference, gross)
+        assert (found.step, found.phase) == (0, "update")
 
 
 class TestWithoutNoise:
@@ -202,16 +198,6 @@ class TestWithoutNoise:
         found = gradsurgeon.compare(made(change, parting.HARMLESS[change]), reference)
         assert found.alike, found
         assert "tolerance: the rounding of float32, 7.6e-06, which grows with depth" in str(found)
-
-    @pytest.mark.slow
-    def test_other_kernels(self, made: Any, reference: Any) -> None:
-        with OtherKernels():
-            run = made("other kernels")
-        found = gradsurgeon.compare(run, reference)
-        assert found.alike, found
-        assert str(found).startswith("They agree within rounding in ")
-        assert found.largest is not None
-        assert found.largest.distance > 2**-23
 
     @pytest.mark.parametrize("name", ["learning rate 1% higher", *slow(*FAULTS)])
     @pytest.mark.parametrize("kernels", ["the same", *slow("other")])
@@ -280,7 +266,7 @@ class TestAlignment:
         )
         same = gradsurgeon.compare(halves, halves)
         assert {kind.phase for kind in kinds_of(same)} > {"forward"}
-        assert set(same.pairs.cells["part"].tolist()) == {0, 1}
+        assert {pair.micro_batch for pair in same.pairs} == {0, 1}
 
     @pytest.mark.slow
     def test_a_fault_in_the_second_micro_batch(self, made: Any) -> None:
@@ -333,7 +319,7 @@ class TestAlignment:
 
 
 def kinds_of(found: Comparison) -> list[Any]:
-    return [found.pairs.kinds[kind] for kind in sorted(set(found.pairs.cells["kind"].tolist()))]
+    return [pair.kind for pair in found.pairs]
 
 
 def copied(run: Path, folder: Path, change: Any) -> Path:
@@ -408,8 +394,3 @@ class TestForms:
         assert form["first"][0]["distance"] is None
         assert " ".join(form["steps"][0]) == "step compared apart median largest"
         assert " ".join(form["tolerance"]) == "kind times least text"
-
-    def test_an_open_run(self, reference: Any) -> None:
-        with gradsurgeon.open_run(reference) as run:
-            assert gradsurgeon.compare(run, run).alike
-            assert list(run)  # it is still open

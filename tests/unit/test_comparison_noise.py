@@ -11,10 +11,10 @@ from typing import Any
 import comparison_trainings as parting
 import pytest
 import torch
-from comparison_nets import Convolutions, Transformer
+from comparison_nets import Transformer
 from ranks import Json
 from small import sgd
-from torch import Tensor, nn
+from torch import nn
 
 import gradsurgeon
 from gradsurgeon import RecordError
@@ -77,12 +77,6 @@ class TestRefused:
         with pytest.raises(RecordError, match="given twice"):
             gradsurgeon.compare(run, reference, [noise, link])
 
-    @pytest.mark.parametrize(("kind", "eps"), [(Transformer, 4e-3), (Convolutions, 1e-6)])
-    def test_noise_runs_of_the_reference_are_not(self, made: Make, kind: Any, eps: float) -> None:
-        noise = [made(f"{kind} {eps} {seed}", kind=kind, noise=seed, eps=eps) for seed in (1, 2)]
-        run, reference = made(f"{kind} again", kind=kind), made(kind.__name__, kind=kind)
-        assert gradsurgeon.compare(run, reference, noise).alike
-
     def test_what_rounding_decides_is_not(self, tmp_path: Path) -> None:
         # The batch norm takes away what is large and common in its input, so noise is most of its output.
         shaken = {"action": "perturb", "modules": "*", "tensor": "input", "eps": 4e-3}
@@ -98,12 +92,6 @@ class TestRefused:
         assert gradsurgeon.compare(run, reference, noise).tolerance.kind.endswith("noise")
         with pytest.raises(RecordError, match=r"more than rounding"):
             gradsurgeon.compare(run, reference, noise[0])
-
-    def test_one_of_another_script(self, made: Make) -> None:
-        noise = [made(f"noise{seed}", noise=seed) for seed in (1, 2)]
-        other = made("attention scaled by 1/d1", SCALED, noise=1)
-        with pytest.raises(RecordError, match="scaled by 1/d1: differs from the reference by"):
-            gradsurgeon.compare(made("again"), made("Transformer"), [*noise, other])
 
     def test_no_tensor_in_common(self, made: Make, tmp_path: Path) -> None:
         noise, runs = small(tmp_path / "noise"), (made("again"), made("Transformer"))
@@ -229,11 +217,8 @@ class TestHalfPrecision:
         meta = json.loads((made("cast") / "run.json").read_text())
         dtypes = {one["name"]: one.get("dtype") for one in meta["model"]["params"]}
         assert dtypes["h.1.mlp.out.weight"] == "bfloat16"
-        assert dtypes["emb.weight"] is None
-        floors = {
-            found.pairs.kinds[cell["kind"]].text(found.pairs.names[cell["name"]]): cell["floor"]
-            for cell in found.pairs.cells
-        }
+        assert dtypes["emb.weight"] == "float32"
+        floors = {pair.text: pair.floor for pair in found.pairs}
         assert floors["gradient of h.1.mlp.out.weight"] == 8 * 2**-7
         assert floors["gradient of emb.weight"] == 8 * 2**-23
         assert floors["output of h.0.ln1"] == 8 * 2**-7
@@ -247,10 +232,7 @@ class TestCalls:
         assert found.alike, found
         (note,) = found.notes
         assert note.startswith(f"not compared in step {step}: 0, 1, 2, called another number of ")
-        phases = {
-            (int(cell["step"]), found.pairs.kind(place).phase)
-            for place, cell in enumerate(found.pairs.cells)
-        }
+        phases = {(pair.step, pair.phase) for pair in found.pairs}
         steps = {0, 1, 2}
         assert {at for at in steps if (at, "forward") in phases} == steps - {step}
         assert {at for at in steps if (at, "backward") in phases} == steps
@@ -271,18 +253,8 @@ class TestKinds:
         found = gradsurgeon.compare(run, reference)
         assert (found.step, found.phase) == (0, "gradient")
         assert {one.text.partition(" of ")[0] for one in found.first} == {"final gradient"}
-        kinds = [found.pairs.kind(at) for at in range(len(found.pairs.cells))]
-        step = found.pairs.cells["step"] == 0
-        order = [kind for kind, here in zip(kinds, step.tolist(), strict=True) if here]
+        order = [pair.kind for pair in found.pairs if pair.step == 0]
         changes = [other for one, other in pairwise(order) if one != other]
         assert [(kind.tensor, kind.point) for kind in (order[0], *changes)] == [
             ("grad", "accumulated"), ("grad", "step"), ("value", "updated"),
         ]  # fmt: skip
-
-    def test_a_gradient_that_differs_comes_first(self, tmp_path: Path) -> None:
-        def doubled(y: Tensor) -> Any:
-            return 2 * y.square().mean()
-
-        run = small(tmp_path / "b", rules=FINAL, clip=0.01, loss=doubled)
-        found = gradsurgeon.compare(run, small(tmp_path / "a", rules=FINAL, clip=0.01))
-        assert found.first[0].text.startswith("gradient of ")

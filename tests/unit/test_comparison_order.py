@@ -8,76 +8,50 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import meta, values
+import report_cases
+from ranks import Json
+from runs import add, meta, values
 
 import gradsurgeon
 from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.writer import RunWriter
 from gradsurgeon.report.comparison import order, tolerance
-from gradsurgeon.report.comparison.reading import STATS, stripped
+from gradsurgeon.report.comparison.pairs import Pair
+from gradsurgeon.report.comparison.reading import STATS, Kind, TensorOfStep, stripped
+
+ORDERS: Any = report_cases.read(report_cases.FOLDER.parent / "orders.yaml")
 
 
-def shown(chains: Any, names: Any, calls: Any = None, numbers: Any = None) -> list[str]:
-    """Return the events of a pass in order, such as `+a` for the input and `-a` for the output of a module."""
-    counts = dict.fromkeys(names, 1) | (calls or {})
-    events = order.forward_order(order.merged(chains, names), counts, numbers or {})
+@pytest.mark.parametrize("case", ORDERS, ids=lambda case: case["is"])
+def test_a_pass_in_its_order(case: Json) -> None:
+    names = case["names"]
+    counts = dict.fromkeys(names, 1) | case.get("calls", {})
+    numbers = {}
+    for event, number in case.get("numbers", {}).items():
+        numbers[event[0] == "-", event[1:-1], int(event[-1])] = (float(number),)
+    events = order.forward_order(order.merged(case["chains"], names), counts, numbers)
     assert sorted(events.values()) == list(range(len(events)))
-    texts = {
-        event: f"{'-' if event[0] else '+'}{event[1]}{event[2] if counts[event[1]] > 1 else ''}"
-        for event in events
-    }
-    return [texts[event] for event in sorted(events, key=events.__getitem__)]
+    texts = []
+    for is_output, name, call in sorted(events, key=events.__getitem__):
+        number = call if counts[name] > 1 else ""
+        texts.append(f"{'-' if is_output else '+'}{name}{number}")
+    assert " ".join(texts) == case["order"]
 
 
-class TestOrder:
-    def test_an_output_comes_after_everything_inside(self) -> None:
-        names = ["b", "b.x", "a"]
-        assert shown([["a", "b", "b.x"]], names) == ["+a", "-a", "+b", "+b.x", "-b.x", "-b"]
-
-    def test_chains_are_merged_and_the_model_breaks_ties(self) -> None:
-        names = ["a", "b", "c", "d"]
-        assert order.merged([["c", "b"], ["b", "d"]], names) == ["a", "c", "b", "d"]
-
-    def test_chains_that_contradict_each_other(self) -> None:
-        assert sorted(order.merged([["a", "b"], ["b", "a"]], ["b", "a", "c"])) == ["a", "b", "c"]
-
-    def test_a_shared_activation_follows_what_it_reads(self) -> None:
-        # b -> act -> a -> act, where the model defines act first.
-        numbers = {
-            (True, "b", 0): (1.0,), (False, "act", 0): (1.0,), (True, "act", 0): (2.0,),
-            (False, "a", 0): (2.0,), (True, "a", 0): (3.0,), (False, "act", 1): (3.0,),
-        }  # fmt: skip
-        found = shown([["b", "a"]], ["act", "b", "a"], {"act": 2}, numbers)
-        assert found == ["+b", "-b", "+act0", "-act0", "+a", "-a", "+act1", "-act1"]
-
-    def test_a_call_whose_input_is_a_sum_comes_before_what_reads_it(self) -> None:
-        numbers = {
-            (True, "n.bn1", 0): (1.0,), (False, "n.relu", 0): (1.0,),
-            (True, "n.relu", 1): (5.0,), (True, "n", 0): (5.0,),
-        }  # fmt: skip
-        names = ["n", "n.bn1", "n.relu", "n.bn2"]
-        found = shown([["n", "n.bn1", "n.bn2"]], names, {"n.relu": 2}, numbers)
-        middle = ["+n.relu0", "-n.relu0", "+n.bn2", "-n.bn2", "+n.relu1", "-n.relu1"]
-        assert found == ["+n", "+n.bn1", "-n.bn1", *middle, "-n"]
-
-    def test_a_block_that_runs_twice_keeps_its_inside(self) -> None:
-        numbers = {
-            (True, "e", 0): (1.0,),
-            (False, "s", 0): (1.0,),
-            (True, "s", 0): (2.0,),
-            (False, "s", 1): (2.0,),
-        }
-        found = shown([["e"], ["s", "s.x"]], ["e", "s", "s.x", "h"], {"s": 2, "s.x": 2}, numbers)
-        calls = [f"{event}{call}" for call in (0, 1) for event in ("+s", "+s.x", "-s.x", "-s")]
-        assert found == ["+e", "-e", *calls, "+h", "-h"]
-
-    def test_without_numbers_there_is_an_order_too(self) -> None:
-        found = shown([], ["a", "act", "b"], {"act": 2})
-        assert found == ["+a", "-a", "+act0", "-act0", "+b", "-b", "+act1", "-act1"]
+def test_chains_that_contradict_each_other() -> None:
+    assert sorted(order.merged([["a", "b"], ["b", "a"]], ["b", "a", "c"])) == ["a", "b", "c"]
 
 
 def test_names_without_wrappers() -> None:
     assert stripped("module._orig_mod.h.0._checkpoint_wrapped_module.modules.q") == "h.0.modules.q"
+
+
+GRADIENT, WEIGHT = Kind("grad", "accumulated"), Kind("value", "updated")
+
+
+def tensors(kind: Kind, *names: str, numel: float = 4.0) -> list[Pair]:
+    numbers = [1.0, 1.0, 1.0, numel]
+    return [Pair(TensorOfStep(0, kind, 0, name), 0, [numbers, numbers]) for name in names]
 
 
 class TestNoise:
@@ -92,16 +66,30 @@ class TestNoise:
 
     def test_at_least_the_median(self) -> None:
         drift = np.array([1e-6, 3e-6, 2e-6, 1e-7, 1e-7, np.nan])
-        groups, tensors = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 1, 2, 0, 1, 2])
-        gradient = groups == 0
-        found = tolerance.lifted(drift, groups, tensors, gradient, ~gradient)
+        found = tolerance.lifted(tensors(GRADIENT, *"abc") + tensors(WEIGHT, *"abc"), drift)
         assert found == pytest.approx([2e-6, 3e-6, 2e-6, 1e-7, 1e-7, 1e-7])
 
     def test_rounding_that_decides_a_gradient_decides_its_update(self) -> None:
-        drift, tensors = np.array([0.5, 1e-6, 1e-7, 1e-7]), np.array([0, 1, 0, 1])
-        gradient = np.array([True, True, False, False])
-        found = tolerance.lifted(drift, np.arange(4), tensors, gradient, ~gradient)
-        assert found == pytest.approx([0.5, 1e-6, 0.5, 1e-7])
+        drift = np.array([0.5, 1e-6, 1e-7, 1e-7])
+        found = tolerance.lifted(tensors(GRADIENT, *"ab") + tensors(WEIGHT, *"ab"), drift)
+        assert found == pytest.approx([0.5, 0.25, 0.5, 1e-7], rel=1e-5)
+
+    @pytest.mark.parametrize(
+        ("kind", "numel", "shift", "limit"),
+        [
+            (WEIGHT, 32.0, 1e-4, 0.574),  # two signs of 32 take it by 0.5
+            (WEIGHT, 1e6, 1e-4, 0.283),
+            (WEIGHT, float("nan"), 1e-4, 0.283),
+            (WEIGHT, 32.0, 0.35, 0.0),  # a factor
+            (GRADIENT, 32.0, 1e-4, 0.0),
+        ],
+    )
+    def test_signs_that_half_precision_decides(
+        self, kind: Kind, numel: float, shift: float, limit: float
+    ) -> None:
+        (pair,) = tensors(kind, "a", numel=numel)
+        pair.distance, pair.shift = 0.35, shift
+        assert tolerance.of_signs(pair) == pytest.approx(limit, abs=1e-3)
 
     def test_distances(self) -> None:
         nan, inf = float("nan"), float("inf")
@@ -125,9 +113,9 @@ def write(path: Path, ranks: dict[int, tuple[float, float]], of: int, first: flo
             for stat in STATS:
                 size = float(stat == "numel") * 3
                 key = Key("outputs", stat, "forward", ("a", "b"))
-                writer.add(key, 0, values(size or 1.0, size or output), frozenset())
+                add(writer, key, 0, values(size or 1.0, size or output), frozenset())
                 key = Key("grads", stat, "accumulated", ("a.w", "b.w"))
-                writer.add(key, 0, values(size or first, size or gradient), frozenset())
+                add(writer, key, 0, values(size or first, size or gradient), frozenset())
     return path
 
 

@@ -156,6 +156,8 @@ def test_rows_are_written_once_they_have_arrived_and_events_after_them(
     recorder.end_step()
     assert written() == [(0, 1.0), (1, 2.0)]
     recorder.add(KEY, 2, [0, 1], torch.tensor([0.0, 3.0]), replace=False)
+    recorder.event(Event("notice", "norms", 2, 0, "", "waits for no device"))
+    assert [copy.there for copy in copies] == [True, False]
     recorder.event(Event("trap", "norms", 2, 0, "a.bias", "bad"))
     assert written() == [(0, 1.0), (1, 2.0), (2, 3.0)]
     recorder.close()
@@ -191,7 +193,14 @@ def test_the_status_of_a_moment_ago_waits_for_nothing(copies: list[Copy]) -> Non
 def test_events_wait_for_no_device_and_status_does(copies: list[Copy]) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = sgd(model)
-    rule = {"id": "clip", "action": "clip-norm", "params": "*", "at": "step", "max_norm": 1.0}
+    rule = {
+        "id": "clip",
+        "action": "clip-norm",
+        "per": "parameter",
+        "params": "*",
+        "at": "step",
+        "max_norm": 1.0,
+    }
     session = gradsurgeon.apply(model, {"version": 1, "rules": [{**rule, "per": "rule"}]})
 
     def spoil() -> None:
@@ -238,13 +247,3 @@ def test_nothing_is_moved_while_a_graph_is_captured(
     recorder.close()
     with open_run(tmp_path) as run:
         assert run.history("a.bias") == [(0, 1.0)]
-
-
-def test_a_notice_is_written_without_waiting(tmp_path: Path, copies: list[Copy]) -> None:
-    recorder = Recorder(Records(), EventLog([], []), RunWriter(tmp_path, meta=meta()))
-    recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
-    recorder.event(Event("notice", "norms", 0, 0, "", "by the way"))
-    assert [copy.there for copy in copies] == [False]
-    with open_run(tmp_path) as run:
-        assert fields_of(run, "message") == ["by the way"]
-    recorder.close()

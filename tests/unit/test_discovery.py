@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
+import torch
 from small import linears
 from torch import Tensor, nn
 
@@ -89,3 +91,50 @@ def test_the_outermost_module_is_the_model(name: str) -> None:
     whole = WHOLES[name](model)
     params: list[Tensor] = list(model.parameters())
     assert roots_of(params) == [whole]
+
+
+class NetWithLoss(Holder):
+    """Computes its loss itself."""
+
+
+class ContrastiveLoss(Holder):
+    """Holds the model that it judges."""
+
+
+def test_a_model_that_computes_its_loss_is_the_model_and_a_loss_is_none() -> None:
+    model = net()
+    loss = ContrastiveLoss(model=model)
+    assert roots_of(list(model.parameters())) == [model]
+    whole = NetWithLoss(net=model)
+    assert roots_of(list(model.parameters())) == [whole]
+    del loss
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    part = torch.compile(model, backend="eager")
+    assert isinstance(part, nn.Module)
+    return part
+
+
+PARTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "probabilities": lambda model: nn.Sequential(model, nn.Softmax(1)),
+    "a compiled part": compiled,
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_model_of_the_script_comes_before_what_torch_wraps_around_a_part(name: str) -> None:
+    model = net()
+    params: list[Tensor] = list(model.parameters())
+    early = PARTS[name](model)
+    # Without a model of the script around it, the part is what is trained.
+    assert roots_of(params) == [early]
+    # The frozen layer makes the whole larger.
+    whole = Holder(embed=frozen(nn.Linear(2, 2)), net=model)
+    late = PARTS[name](model)
+    assert roots_of(params) == [whole]
+    # The whole is not trained if more is trained elsewhere.
+    larger = nn.Sequential(model, nn.Linear(1, 1))
+    params += larger[1].parameters()
+    assert roots_of(params) == [larger]
+    del late

@@ -11,20 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import call_here
-from html_views import Page
 from ranks import Json
-from runs import another_process, meta, write
+from runs import another_process
 from small import rule_file, sgd
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import Event, NonFiniteGradientError
-from gradsurgeon.cli.watch import newest_report, screen
-from gradsurgeon.records.store.writer import RunWriter
+from gradsurgeon import NonFiniteGradientError
 from gradsurgeon.report import from_run
 from gradsurgeon.report.json_form import to_dict
-from gradsurgeon.report.web_page import page_data
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 TRAP = {"id": "no-nan", "action": "nan-trap", "params": "*", "forensics": False}
@@ -80,19 +75,6 @@ def test_skipped_steps(tmp_path: Path) -> None:
     assert first.startswith("look: step 4")
     assert words == "ended, 1 step skipped"
     assert ended(tmp_path / "run")["state"] == "ended"
-
-
-def test_what_a_rule_clips_is_no_trip(tmp_path: Path) -> None:
-    roles = {"norms": {"role": "observe", "stats": ["l2"]}, "spikes": {"role": "edit"}}
-    plan = {"rules": [{"id": "spikes", "action": "spike-trap", "params": ["a.weight"]}]}
-    writer = RunWriter(tmp_path, meta=meta(roles=roles, plan=plan))
-    writer.event(Event("spike", "spikes", 3, 0, "a.weight", "step 3: a spike was clipped"))
-    writer.close()
-    assert head(tmp_path)[0] == "look: ended, spikes cut in 1 step"
-    assert head(tmp_path)[1].startswith("summary: ")
-    with gradsurgeon.open_run(tmp_path) as run:
-        data = page_data(run)
-    assert (data["ended"]["trips"], data["ended"]["diagnosis"]) == (0, "")
 
 
 def test_an_exception_of_the_script(tmp_path: Path) -> None:
@@ -177,10 +159,10 @@ def test_the_end_of_a_process(tmp_path: Path, end: str, said: str) -> None:
 
 WRITES = """
 import sys
-from runs import KEY, meta, values
+from runs import add, KEY, meta, values
 from gradsurgeon.records.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
-writer.add(KEY, 0, values(1.0, 1.0))
+add(writer, KEY, 0, values(1.0, 1.0))
 writer.commit()
 print("ready", flush=True)
 sys.stdin.read()
@@ -192,33 +174,6 @@ def test_a_run_of_another_process_runs_until_that_is_killed(tmp_path: Path) -> N
         assert head(tmp_path)[0] == "fine: running"
     assert re.fullmatch(NO_END, head(tmp_path)[0])
     assert ended(tmp_path)["state"] == "unknown"
-
-
-def test_several_ranks(tmp_path: Path) -> None:
-    writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in range(4)]
-    writers[0].close()
-    writers[2].close()
-    writers[1].close({"ended": {"error": "SpikeError", "step": 7, "rule": "spikes"}})
-    assert head(tmp_path)[0] == (
-        "broken: rank 0, 2: ended; rank 1: stopped at step 7 by rule spikes (SpikeError); "
-        "rank 3: running"
-    )
-    assert ended(tmp_path)["state"] == "running"
-    writers[3].close({"ended": {"error": "KeyboardInterrupt"}})
-    found = ended(tmp_path)
-    assert found["state"] == "stopped"
-    assert found["ranks"] == {
-        "0": "ended",
-        "1": "stopped at step 7 by rule spikes (SpikeError)",
-        "2": "ended",
-        "3": "stopped by KeyboardInterrupt",
-    }
-
-
-def test_odd_texts_of_an_end_are_inert(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path, meta=meta())
-    writer.close({"ended": {"error": "\x1b[2J", "step": "x", "rule": 7}})
-    assert head(tmp_path)[0] == "broken: stopped by \\x1b[2J"
 
 
 @contextlib.contextmanager
@@ -256,66 +211,3 @@ def test_what_waits_for_an_update_that_never_came_is_no_last_value(tmp_path: Pat
         assert int(track.steps[-1]) == 29
         assert track.spike is None
         assert not [remark for remark in one.remarks if "spike" in remark or "level" in remark]
-
-
-@pytest.fixture
-def told(tmp_path: Path) -> Path:
-    """Return a run of which there is something to tell."""
-    calm: list[float | None] = [1.0 + 0.01 * (step % 5) for step in range(60)]
-    path = tmp_path / "run"
-    histories: dict[str, list[float | None]] = {
-        f"h.{number}.weight": [*calm] for number in range(6)
-    }
-    histories["h.0.weight"][30] = 500.0
-    histories["h.1.weight"][40] = float("nan")
-    histories["h.2.weight"][45:] = [0.0] * 15
-    histories["h.3.weight"] = [0.0] * 60
-    writer = write(path, histories)
-    diagnosis = {
-        "headline": "NaN born in the forward pass of h.1",
-        "where": "forward",
-        "file": "train.py",
-        "line": 9,
-    }
-    writer.event(Event("trap", "no-nan", 40, 0, "h.1.weight", "step 40: bad", diagnosis))
-    writer.event(Event("skipped-step", "no-nan", 40, 0, "", "skipped"))
-    writer.close()
-    return path
-
-
-def test_every_view_says_the_same(told: Path) -> None:
-    plain = call_here("report", str(told), cwd=told.parent).stdout
-    watched = call_here("watch", str(told), cwd=told.parent).stdout
-    with gradsurgeon.open_run(told) as run:
-        report, data, shown = from_run(run), page_data(run), repr(run)
-    # The file is closed, and what was read stays.
-    found, text, notebook = to_dict(report), report.text(width=300), Page(report)
-    lines = screen(newest_report(told), 300)
-    remarks = found["remarks"]
-    assert [remark.partition(":")[0] for remark in remarks] == [
-        "non-finite",
-        "largest spike",
-        "norm always exactly 0",
-        "norm exactly 0 since step 45, and until the end",
-    ]
-    assert data["callouts"] == remarks
-    # The trap tells of the non-finite norm, so no callout counts as a fault.
-    for remark in remarks:
-        assert f"\n    {remark}\n" in text
-        assert f"\n    {remark}\n" in plain
-        assert f"  {remark}" in lines
-        assert f"    {remark}" in notebook.texts
-    words, diagnosis = (
-        found["ended"]["words"],
-        "step 40: NaN born in the forward pass of h.1, train.py:9",
-    )
-    assert words == "ended, 1 step skipped"
-    top = [f"look: {diagnosis}", words]
-    assert text.splitlines()[:2] == plain.splitlines()[:2] == top
-    assert lines[1:3] == watched.splitlines()[1:3] == top
-    assert notebook.texts[:2] == top
-    assert found["band"] == data["band"] == {"state": "look", "sentence": diagnosis}
-    assert words in shown
-    assert diagnosis in shown
-    assert data["ended"]["words"] == words
-    assert data["ended"]["diagnosis"] == diagnosis

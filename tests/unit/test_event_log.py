@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -42,6 +43,14 @@ def train(then: str, steps: int, **options: object) -> gradsurgeon.Session:
     return session
 
 
+def line_of_the_loss() -> str:
+    """Return the message of the event that has the line of the loss in `train`."""
+    code, first = inspect.getsourcelines(train)
+    number = first + next(place for place, text in enumerate(code) if "take_step" in text)
+    text = "take_step(optimizer, (model(torch.ones(1, 2)) * NAN).sum())"
+    return f"step 0, rule guard: the line of MulBackward0: {__file__}:{number}, in train: {text}"
+
+
 @pytest.fixture
 def few_events(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr("gradsurgeon.records.event_log._MOST_EVENTS", 100)
@@ -53,9 +62,14 @@ def test_a_skipped_step_is_logged_in_full_once_and_then_counted(
 ) -> None:
     with caplog.at_level(logging.INFO, "gradsurgeon"):
         session = train("skip-step", 100, give_up_after=1000)
-    assert Counter(event.kind for event in session.events) == {"trap": 100, "skipped-step": 100}
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
-    first, *later = (record.getMessage() for record in caplog.records)
+    assert Counter(event.kind for event in session.events) == {
+        "trap": 100,
+        "skipped-step": 100,
+        "notice": 1,
+    }
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
+    first, line, *later = (record.getMessage() for record in caplog.records)
+    assert line == line_of_the_loss()
     assert first.startswith("step 0, rule guard: 2 of 2 gradients are not finite after backward\n")
     assert "\nstep skipped: its optimizer got no gradient\n" in first
     assert "> NaN" in first
@@ -72,7 +86,8 @@ def test_python_shows_it_where_nobody_has_configured_logging(
     monkeypatch.setattr(logger, "propagate", False)  # pytest has configured it
     train("skip-step", 9)
     said = capsys.readouterr().err
-    assert said.count("guard") == 1
+    assert said.count("guard") == 2
+    assert said.endswith(f"{line_of_the_loss()}\n")
     assert said.startswith("step 0, rule guard: 2 of 2 gradients are not finite")
 
 
@@ -101,14 +116,15 @@ def test_a_trap_that_warns_does_so_and_is_not_logged(caplog: pytest.LogCaptureFi
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         session = train("warn", 10, give_up_after=1000)
-    first, last = (str(one.message) for one in told)
+    first, line, last = (str(one.message) for one in told)
+    assert line == line_of_the_loss()
     assert all(one.category is GradSurgeonWarning for one in told)
     assert first.startswith("step 0, rule guard: 2 of 2 gradients")
     assert (first.count("guard"), "> NaN" in first) == (1, True)
     assert last.count("\n") == 0
     assert last.startswith("step 9, rule guard: ")
     assert last.endswith("expect non-finite weights (10 times so far)")
-    assert session.status()["guard"].warnings == (first, last)
+    assert session.status()["guard"].warnings == (first, line, last)
     assert not caplog.records
 
 
@@ -129,7 +145,8 @@ def test_what_a_handler_raises_spoils_no_decision(
     logger = logging.getLogger("gradsurgeon")
     monkeypatch.setattr(logger, by, [gone if by == "handlers" else gone.emit])
     session = train("skip-step", 3)
-    assert kinds_of(session) == ["trap", "skipped-step"] * 3
+    pair = ["trap", "skipped-step"]
+    assert kinds_of(session) == [*pair, "notice", *pair, *pair]
     assert "ConnectionError: the server of logs is gone" in capsys.readouterr().err
 
 

@@ -146,13 +146,6 @@ class TestCommands:
         assert message.startswith("cannot read the file: git failed with exit code ")
         assert "because nothing is fetched here" in hint
 
-    def test_nor_where_the_configuration_of_a_working_tree_says_so(self, evil: Evil) -> None:
-        evil.configure(PROMISOR + "[extensions]\n\tworktreeConfig = true\n")
-        evil.configure('[remote "origin"]\n' + FETCHES["upload-pack"], "config.worktree")
-        evil.lose("HEAD:rules.yaml")
-        assert "git failed with exit code 128" in refusal("main:rules.yaml")[0]
-        assert not evil.mark.exists()
-
     def test_no_other_command_of_the_repository_is_run(self, evil: Evil) -> None:
         evil.configure(COMMANDS)
         (evil.folder / ".git/evil").write_text("*.yaml diff=evil filter=evil\n")
@@ -230,10 +223,3 @@ class TestWhatStillWorks:
         assert ids("HEAD:rules.yaml") == ids("linked:rules.yaml") == ["linked"]
         assert ids("HEAD@{1}:rules.yaml") == ["first"]
         assert ids("main:rules.yaml") == ["good"]
-
-    def test_long_hashes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        git(tmp_path, "init", "-q", "-b", "main", "--object-format=sha256")
-        commit(tmp_path, "long")
-        monkeypatch.chdir(tmp_path)
-        assert len(git(tmp_path, "rev-parse", "HEAD")) == 64
-        assert ids("main:rules.yaml") == ["long"]

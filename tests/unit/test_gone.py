@@ -10,28 +10,6 @@ from small import rule_file
 
 import gradsurgeon
 from gradsurgeon.actions import _methods
-from gradsurgeon.cli import main
-from gradsurgeon.cli.gone import GONE
-
-INSTEAD = {
-    "suggest": "quantiles of the recorded norms",
-    "export --format parquet": ".to_pandas().to_parquet(FILE)",
-    "report --format github": "`--fail-on` prints a line for each kind of event",
-}
-
-
-@pytest.mark.parametrize("words", GONE)
-def test_a_command_or_option_that_is_gone(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command, *options = words.split()
-    try:
-        code: object = main([command, "runs/1", *options])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    out, told = capsys.readouterr()
-    assert out == ""
-    assert f"`gradsurgeon {words}` is gone: " in told
-    assert INSTEAD[words] in told
 
 
 @pytest.mark.parametrize("method", _methods.GONE)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from pairs import slow
-from runs import meta, values
+from runs import add, meta, values
 
 from gradsurgeon.records.store import Key, Part, Records
 from gradsurgeon.records.store.recorded import of_lowest_ranks
@@ -70,7 +70,7 @@ def add_to(target: Records | RunWriter, series: Recorded) -> None:
         for step, norms in rows:
             numbers = values(*(norms.get(name, 0.0) for name in key.names))
             absent = frozenset(i for i, name in enumerate(key.names) if name not in norms)
-            target.add(key, step, numbers, absent)
+            add(target, key, step, numbers, absent)
 
 
 def in_memory(series: Recorded) -> list[tuple[Part, frozenset[int]]]:
@@ -185,32 +185,21 @@ def wholes_of(
     series: Recorded, newest: int | None = None
 ) -> Iterator[tuple[set[str], list[int], list[float]]]:
     """Yield the names, steps and values of each whole norm of gradients."""
-    shown = shown_of(records_of(series, newest))
-    groups: dict[tuple[object, ...], list[tuple[Sequence[Row], list[str]]]] = {}
-    for key, every in series:
-        rows = every[-newest:] if newest is not None else every
-        names = [
-            name
-            for name in key.names
-            if shown.get(("gradient", name), ("", "", "", ""))[1:3] == (key.rule, key.point)
-            and KINDS[key.rule] == "gradient"
-        ]
-        if names:
-            groups.setdefault((key.point, *(step for step, _ in rows)), []).append((rows, names))
+    found = records_of(series, newest)
+    groups: dict[tuple[object, ...], dict[str, list[tuple[int, float | None]]]] = {}
+    for (kind, name), place in shown_of(found).items():
+        if kind == "gradient":
+            key = (place[2], *(step for step, _ in found[place]))
+            groups.setdefault(key, {})[name] = found[place]
     for group in groups.values():
         steps, sums = [], []
-        for rows in zip(*(rows for rows, _ in group), strict=True):
-            norms = [
-                row[1][name]
-                for row, (_, names) in zip(rows, group, strict=True)
-                for name in names
-                if name in row[1]
-            ]
+        for records in zip(*group.values(), strict=True):
+            norms = [value for _, value in records if value is not None]
             if norms:
                 is_finite = all(map(math.isfinite, norms))
-                steps.append(rows[0][0])
+                steps.append(records[0][0])
                 sums.append(math.sqrt(sum(value**2 for value in norms)) if is_finite else NAN)
-        yield {name for _, names in group for name in names}, steps, sums
+        yield set(group), steps, sums
 
 
 # ---- comparisons
@@ -275,95 +264,3 @@ def test_every_number_is_that_of_the_records(tmp_path: Path, seed: int, newest: 
             for track in history.tracks:
                 hold(track, expected[shown[track.origin.kind, track.name]])
             hold_wholes(history.gradients, list(wholes_of(series, newest)))
-
-
-STEPS, FEW = 4000, 8
-
-
-def calm(seed: int) -> list[float | None]:
-    rng = random.Random(seed)
-    return [float(np.float32(rng.lognormvariate(0.0, 0.3))) for _ in range(STEPS)]
-
-
-def with_some(history: Sequence[float | None], **at: float | None) -> list[float | None]:
-    changed = {int(step.removeprefix("s")): value for step, value in at.items()}
-    return [changed.get(step, value) for step, value in enumerate(history)]
-
-
-def long_histories() -> dict[str, list[float | None]]:
-    return {
-        "calm": calm(1),
-        "spike at an edge": with_some(calm(3), s1024=1e3),
-        "spike among zeros": with_some(calm(6), s700=0.0, s2000=0.0, s2050=1e3, s3000=0.0),
-        "spike where others rest": [
-            value if step % 3 or step == 2049 else None
-            for step, value in enumerate(with_some(calm(7), s2049=1e3))
-        ],
-        "broken": with_some(calm(8), s1234=NAN, s1300=INF, s3333=NAN),
-        "late": [*[None] * 1500, *calm(10)[1500:]],
-        "early": calm(11)[:1500] + [None] * 2500,
-        "died at an edge": calm(12)[:2560] + [0.0] * (STEPS - 2560),
-        "died late": calm(14)[: STEPS - 40] + [0.0] * 40,
-        # As an expert that is rarely chosen, within a cell and over several of them.
-        "often at rest": [
-            *(1.0 if step % 60 == 0 else 0.0 for step in range(STEPS - 50)),
-            *[0.0] * 50,
-        ],
-        "never": [None] * STEPS,
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [3, 480 * FEW + 1, STEPS])
-def test_a_long_run_has_the_numbers_of_every_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    histories = {name: values[:number] for name, values in long_histories().items()}
-    names = tuple(histories)
-    rows: list[Row] = [
-        (step, {name: norms[step] for name, norms in histories.items() if norms[step] is not None})  # type: ignore[misc]
-        for step in range(number)
-    ]
-    # Before the first update nobody knows the optimizers, each of which has a series of its own.
-    key, before = (Key("norms", "l2", "accumulated", (*names, *more)) for more in ((), ("x",)))
-    half = number // 2
-    on_disk(tmp_path, [(before, rows[:half]), (key, rows[half:])])
-    # The last pass waits for its update.
-    seen = [(before, rows[:half]), (key, rows[half:-1])]
-    expected = records_of(seen)
-    monkeypatch.setattr("gradsurgeon.report.history.MOST_VALUES", number * len(names) // FEW)
-    with open_run(tmp_path) as run:
-        waiting = {names[0]: number - 1}
-        parts = [(Part(one, waiting), repeated) for one, repeated in of_lowest_ranks(run)]
-        history = History(parts, KINDS, names)
-        tracks = {track.name: track for track in history.tracks}
-        wholes = history.gradients
-    assert history.rows_of_a_column > 1
-    assert list(tracks) == [
-        name for name in names if ("gradient", "norms", "accumulated", name) in expected
-    ]
-    for name, track in tracks.items():
-        facts = facts_of(expected["gradient", "norms", "accumulated", name])
-        few = history.rows_of_a_column
-        if "rest" not in name and name != "died late":
-            assert (track.zero_since is None) == (facts.zero_since is None), name
-        if track.zero_since is not None and facts.zero_since is not None:
-            # The report says so: steps are exact to a few rows.
-            assert 0 <= track.zero_since - facts.zero_since < few, name
-        if track.spike is not None and facts.spike is not None:
-            assert 0 <= facts.spike[0] - track.spike.step < few, name
-            assert same(track.spike.value, facts.spike[1]), name
-        broken = facts.nonfinite_steps
-        assert len(broken) / few <= len(track.nonfinite_steps) <= len(broken), name
-        for at in (0, -1) if broken else ():
-            assert 0 <= broken[at] - track.nonfinite_steps[at] < few, name
-        assert same(track.largest, facts.largest), name
-        if name.startswith("spike") and facts.spike is not None:
-            assert track.spike is not None, name
-        # The largest of a few norms.
-        assert not track.median < facts.median * (1 - 1e-6), name
-    exact = [norm for _, _, norms in wholes_of(seen) for norm in norms if not math.isnan(norm)]
-    bound = max(exact, default=0.0) / (1 + 1e-6)
-    # The largest norms of a few steps together are no smaller than the norm of each of these steps.
-    tops = np.concatenate([whole.norms for whole in wholes])
-    assert bound <= np.max(tops, where=np.isfinite(tops), initial=0.0) <= 2 * bound

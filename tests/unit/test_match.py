@@ -120,33 +120,9 @@ def test_selecting_from_a_big_model_is_fast() -> None:
     assert len(found) > 5_000
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("q_proj", 'did you mean "*.q_proj.*" (it matches 24)?'),
-        ("weight", 'did you mean "*.weight" (it matches 62)?'),
-        ("embed", 'did you mean "embed.*" (it matches 1)?'),
-        ("proj.", 'did you mean "*proj.*" (it matches 48)?'),
-        (
-            "zzzzzz",
-            "the model has 122 names, such as embed.weight, model.layers.0.self_attn.q_proj.weight, ",
-        ),
-    ],
-)
-def test_suggestions(text: str, hint: str) -> None:
-    assert suggest(text, NAMES).startswith(hint)
-
-
-def test_suggestions_by_likeness() -> None:
-    names = ["model.layers.0.up.w", "model.layers.1.up.w", "head"]
-    assert suggest("model.layers.7.up.w", names) == "closest names: model.layers.*.up.w"
-    spelt = 'did you mean "head.weight" (it matches 1)?'
-    assert suggest("HEAD.weight", ["head.weight", "x"]) == spelt
-    assert suggest("*.weigth", ["head.weight", "x"]) == 'did you mean "*.weight" (it matches 1)?'
-    assert suggest("haed.*", ["head.weight", "x"]) == 'did you mean "head.*" (it matches 1)?'
-    assert suggest("headweight", ["head.weight", "x"]) == "closest names: head.weight"
-    assert suggest("a", ["b"]) == "the model has 1 names, such as b"
-    assert suggest("*", []) == "the model has no names to match"
+@pytest.mark.parametrize(("text", "names", "hint"), CASES["suggestions"])
+def test_suggestions(text: str, names: str | list[str], hint: str) -> None:
+    assert suggest(text, NAMES if names == "layers" else list(names)) == hint
 
 
 def test_nearest_folds_numbers() -> None:

@@ -20,7 +20,10 @@ from gradsurgeon.language.planning.table import fold_names
         (["h.0.0", "h.0.1", "h.1.0"], {"h.{0..1}.0": 2, "h.0.1": 1}),
         (["h.1", "h.01"], {"h.{1,01}": 2}),
         (["h." + "9" * 5000], {"h." + "9" * 5000: 1}),
-        ([f"h.{at}" for at in range(0, 40, 2)], {"h.{0,2,4,6,8,10,...}": 20}),
+        (
+            [f"h.{at}" for at in range(0, 40, 2)],
+            {"h.{0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30,32,34,36,38}": 20},
+        ),
     ],
 )
 def test_fold_names(names: list[str], folded: dict[str, int]) -> None:

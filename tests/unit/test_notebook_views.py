@@ -9,7 +9,7 @@ import torch
 from html_views import Page
 from models import Tied
 from ranks import Json
-from runs import shown
+from runs import add, shown
 from torch import nn
 
 import gradsurgeon
@@ -101,7 +101,7 @@ def report(histories: dict[str, list[float | None]], **more: Any) -> Report:
     for step, row in enumerate(zip(*histories.values(), strict=True)):
         absent = frozenset(place for place, value in enumerate(row) if value is None)
         floats = torch.tensor([value or 0.0 for value in row])
-        records.add(key, step, floats.numpy().tobytes(), absent)
+        add(records, key, step, floats.numpy().tobytes(), absent)
     given: Json = {
         "title": "rules.yaml on Net",
         "params": tuple(histories),

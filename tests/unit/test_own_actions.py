@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -93,31 +92,6 @@ class TestReview:
         (folder / "rules.yaml").write_text(RULES.replace("strength: 2", "strenght: 2"))
         _, out, _ = self.run(folder, *given)
         assert "rules.yaml:3:62: error: unknown key `strenght` (did you mean `strength`?)" in out
-
-    @pytest.mark.slow
-    def test_plan(self, folder: Path) -> None:
-        given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
-        code, out, error = self.run(folder, "plan", "rules.yaml", *given)
-        assert code == 0, error
-        rules = {rule["id"]: rule for rule in json.loads(out)["rules"]}
-        assert [(rule["action"], rule["point"]) for rule in rules.values()] == [
-            ("flip", "step"),
-            ("size-log", "accumulated"),
-            ("norm-log", "step"),
-            ("keep", "accumulated"),
-            ("hold", "step"),
-            ("size-trap", "accumulated"),
-        ]
-        assert rules["trap"]["hook"] == "end of backward, step pre-hook"
-
-    @pytest.mark.slow
-    def test_diff(self, folder: Path) -> None:
-        given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
-        code, out, error = self.run(folder, "diff", "rules.yaml", "new.yaml", *given)
-        assert code == 0, error
-        changed = {one["id"]: one["fields"] for one in json.loads(out)["changed"]}
-        fields = {rule: [field["name"] for field in own] for rule, own in changed.items()}
-        assert fields == {"flipped": ["strength"], "trap": ["limit"]}
 
     @pytest.mark.slow
     def test_explain(self, folder: Path) -> None:

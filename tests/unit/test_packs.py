@@ -1,4 +1,4 @@
-"""The packs of `rules/`: locked, clean, and binding what their comments claim."""
+"""The packs of `rules/`: locked and clean. What each binds is in ``cases/plans``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import re
 from pathlib import Path
 
+import plan_cases
 import pytest
 from ranks import Json
 
 import gradsurgeon
 from gradsurgeon.language import packs
-from gradsurgeon.language.planning import Manifest, ModuleEntry, Param
 
 LOCK = packs.folder() / "packs.json"
 FILES = sorted(packs.folder().glob("*.yaml"))
+CASES = Path(__file__).parents[1] / "cases" / "plans"
 SPECS = sorted(packs.published())
 
 
@@ -83,118 +84,6 @@ class TestEveryPack:
         assert all(rule.startswith(name) for rule in ids)
 
 
-def model(kind: str, params: str) -> Manifest:
-    """Return a model of a class with parameters of these names."""
-    names = params.split()
-    modules = dict.fromkeys(
-        ".".join(parts[:depth])
-        for parts in (name.split(".") for name in names)
-        for depth in range(1, len(parts))
-    )
-    return Manifest(
-        kind,
-        tuple(Param(name, (), (2,), "float32", True, ("Linear", "Module")) for name in names),
-        tuple(ModuleEntry(name, (), ("Linear", "Module")) for name in modules),
-        (kind, "Module"),
-    )
-
-
-MLP = "fc1.weight fc1.bias fc2.weight fc2.bias"
-BLOCK = "ln_1.weight attn.c_attn.weight attn.c_attn.bias attn.c_proj.weight ln_2.weight mlp.c_fc.weight mlp.c_fc.bias"
-# 12 blocks, so that 1 is not 10.
-BLOCKS = " ".join(f"transformer.h.{n}.{name}" for n in range(12) for name in BLOCK.split())
-MODELS = {
-    "Mlp": MLP,
-    # A pretrained backbone with a batch norm, and a new head.
-    "FineTuned": "backbone.0.weight backbone.1.weight backbone.1.bias head.weight head.bias",
-    # The names of torchvision.
-    "ResNet": "conv1.weight bn1.weight bn1.bias layer1.0.weight layer1.1.bias layer4.0.weight fc.weight fc.bias",
-    # The names of Hugging Face.
-    "Gpt2": f"transformer.wte.weight transformer.wpe.weight {BLOCKS} transformer.ln_f.weight",
-    "Gan": "generator.0.weight generator.2.bias discriminator.0.weight discriminator.2.bias",
-    "DigitsGenerator": MLP,
-    "PatchDiscriminator": MLP,
-    "TwoTasks": "trunk.weight seg_head.0.weight seg_head.1.weight heads.depth.0.weight heads.edges.bias",
-}
-ALL = "."
-QUICKSTART = {"norms": ALL, "trap": ALL, "bounded-head": r"^fc\d\.weight"}
-# A pack, a model, and a regex that finds what each rule binds.
-BOUND: list[tuple[str, str, dict[str, str]]] = [
-    ("quickstart@1", "Mlp", QUICKSTART),
-    ("quickstart@2", "Mlp", QUICKSTART),
-    ("nan-trap@1", "Mlp", {"nan-trap-all": ALL}),
-    ("norm-log@1", "Mlp", {"norm-log-raw": ALL, "norm-log-final": ALL}),
-    ("clip@1", "Mlp", {"clip-all": ALL}),
-    (
-        "freeze-backbone@1",
-        "FineTuned",
-        {"freeze-backbone-stages": "^backbone", "freeze-backbone-head-norm": "^head"},
-    ),
-    (
-        "freeze-backbone@1",
-        "ResNet",
-        {
-            "freeze-backbone-resnet": "^(conv1|bn1|layer)",
-            "freeze-backbone-head-norm": "^fc",
-        },
-    ),
-    (
-        "finetune-llm@1",
-        "Gpt2",
-        {
-            "finetune-llm-embeddings": r"\.w[tp]e\.",
-            "finetune-llm-lower-blocks": r"^transformer\.h\.[0-5]\.",
-            "finetune-llm-attention": r"attn\.c_(attn|proj)\.weight$",
-            "finetune-llm-total": r"^transformer\.(h|ln_f)\.",
-            "finetune-llm-norms": r"^transformer\.h\..*weight$",
-        },
-    ),
-    (
-        "llm-stability@1",
-        "Gpt2",
-        {"llm-stability-spikes": ALL, "llm-stability-nans": ALL, "llm-stability-norms": ALL},
-    ),
-    (
-        "gan@1",
-        "Gan",
-        {"gan-discriminator": "^discriminator", "gan-generator": "^generator", "gan-norms": ALL},
-    ),
-    ("gan@1", "DigitsGenerator", {"gan-generator-model": ALL, "gan-norms": ALL}),
-    ("gan@1", "PatchDiscriminator", {"gan-discriminator-model": ALL, "gan-norms": ALL}),
-    (
-        "debug-everything@1",
-        "Mlp",
-        {
-            "debug-everything-gradients": ALL,
-            "debug-everything-updates": ALL,
-            "debug-everything-outputs": ALL,
-            "debug-everything-output-gradients": ALL,
-            "debug-everything-nans": ALL,
-        },
-    ),
-    ("multi-task@1", "TwoTasks", {"multi-task-features": r"^(seg_head|heads\.\w+)$"}),
-    ("multi-task@1", "Mlp", {}),
-]
-
-
-@pytest.mark.parametrize(
-    ("spec", "kind", "expected"), BOUND, ids=[f"{spec}-{kind}" for spec, kind, _ in BOUND]
-)
-def test_each_rule_binds_what_its_comment_says(
-    spec: str, kind: str, expected: dict[str, str]
-) -> None:
-    names = model(kind, MODELS[kind])
-    plan = gradsurgeon.plan(names, included(spec))
-    for rule in plan.rules.rules:
-        known = names.modules if rule.modules else names.params
-        found = [binding.name for binding in plan.of(rule.id)]
-        if rule.id in expected:
-            assert found == [one.name for one in known if re.search(expected[rule.id], one.name)]
-            assert found
-        else:
-            assert found == [], rule.id
-
-
 def test_all_packs_can_be_combined() -> None:
     names = {spec.partition("@")[0] for spec in SPECS}
     together = gradsurgeon.load(included(*(f"{name}@1" for name in sorted(names))))
@@ -208,5 +97,11 @@ def test_the_surgery_that_the_multi_task_pack_proposes_is_valid() -> None:
     document = "\n".join(["version: 1", "rules:", *proposed])
     rules = gradsurgeon.load(document.replace("id: surgery", "id: on-features", 1))
     assert [rule.id for rule in rules.rules] == ["on-features", "tasks", "surgery"]
-    plan = gradsurgeon.plan(model("TwoTasks", MODELS["TwoTasks"]), rules)
+    params = ["trunk.weight", "seg_head.0.weight", "heads.depth.0.weight"]
+    plan = gradsurgeon.plan(plan_cases.named({"params": params}), rules)
     assert all(plan.of(rule.id) for rule in rules.rules)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_a_pack_binds_is_in_a_case(spec: str) -> None:
+    assert list(CASES.glob(f"pack-{spec.replace('@', '-')}-*.yaml"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import meta, values, write
+from runs import add, meta, values, write
 
 from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.run import open_run
@@ -71,16 +71,6 @@ def test_zero_and_non_finite_norms_have_cells_of_their_own() -> None:
     assert ABSENT < ZERO < code(1e-38)
 
 
-def test_a_short_run_has_a_column_per_step(tmp_path: Path) -> None:
-    found = _map(tmp_path / "run", {"a": [1.0, 0.0, None, math.nan], "b": [3.0, 4.0, 5.0, None]})
-    assert found.firsts == found.lasts == [0, 1, 2, 3]
-    assert found.rows["a"] == [code(1.0), ZERO, ABSENT, NONFINITE]
-    assert found.rows["b"] == [code(3.0), code(4.0), code(5.0), ABSENT]
-    (total,) = found.wholes
-    assert total["steps"] == [0, 1, 2, 3]
-    assert total["values"] == [pytest.approx(math.hypot(1, 3), rel=1e-5), 4.0, 5.0, "NaN"]
-
-
 @pytest.mark.parametrize("most_values", [20 * 2**20, 100], ids=["rows", "cells"])
 def test_a_spike_of_one_step_survives_however_long_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_values: int
@@ -125,7 +115,7 @@ def test_series_of_different_steps_leave_no_gaps_in_each_other(
     writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a", "b")))
     for step in range(1000):
         name = "ab"[step % 2]
-        writer.add(Key("norms", "l2", "accumulated", (name,)), step, values(1.0), frozenset())
+        add(writer, Key("norms", "l2", "accumulated", (name,)), step, values(1.0), frozenset())
     writer.close()
     found = _Map(tmp_path / "run")
     assert len(found.firsts) == 20

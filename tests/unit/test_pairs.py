@@ -6,7 +6,7 @@ import math
 from itertools import combinations, product
 
 import pytest
-from pairs import covering, pairwise, rows, singly
+from pairs import covering, rows
 
 SIZES = [(3, 4), (9, 4, 2, 2), (11, 4, 4), (1, 5, 2), (3, 4, 2, 2, 3, 5)]
 
@@ -26,15 +26,3 @@ def test_every_pair_of_values_is_in_a_case(sizes: tuple[int, ...]) -> None:
     assert [set(column) for column in zip(*few, strict=True)] == values
     assert set(few) <= set(cases)
     assert len(few) <= 1.5 * max(sizes)
-
-
-def test_the_quick_suite_takes_every_value_and_the_slow_one_the_pairs() -> None:
-    (_, cases), (_, pairs) = (
-        kind(a=["x", "y", "z"], b=[1, 2]).mark.args for kind in (singly, pairwise)
-    )
-    assert [case.id for case in cases] == [case.id for case in pairs]
-    assert not any(case.marks for case in pairs)
-    quick = [case.values for case in cases if not case.marks]
-    assert len(quick) == 3
-    assert {value for values in quick for value in values} == {"x", "y", "z", 1, 2}
-    assert {mark.name for case in cases for mark in case.marks} == {"slow"}

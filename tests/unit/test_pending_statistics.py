@@ -13,7 +13,7 @@ import gradsurgeon
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.records import device_queue
 from gradsurgeon.records.device_queue import PendingStatistics
-from gradsurgeon.tensors import _numbers, measure
+from gradsurgeon.tensors import _nonfinite, measure
 from gradsurgeon.tensors.statistics import STATISTICS, columns_of, statistic_of
 
 INF = float("inf")
@@ -137,11 +137,11 @@ def test_rules_are_apart() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex128])
 def test_elements_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
-    assert _numbers.nonfinite(torch.ones(5, dtype=dtype)) == 0
+    assert _nonfinite.nonfinite(torch.ones(5, dtype=dtype)) == 0
     bad = torch.tensor([1.0, INF, float("nan"), -INF]).to(dtype)
-    assert _numbers.nonfinite(bad) == 3
+    assert _nonfinite.nonfinite(bad) == 3
     # A sum that overflows says nothing of the elements.
     large = torch.full((8,), torch.finfo(dtype).max, dtype=dtype)
-    assert _numbers.nonfinite(large) == 0
-    assert _numbers.nonfinite(torch.full((1,), 1e308 + 1e308j, dtype=torch.complex128)) == 0
-    assert _numbers.nonfinite(torch.tensor([[0.0, INF]]).to_sparse()) == 1
+    assert _nonfinite.nonfinite(large) == 0
+    assert _nonfinite.nonfinite(torch.full((1,), 1e308 + 1e308j, dtype=torch.complex128)) == 0
+    assert _nonfinite.nonfinite(torch.tensor([[0.0, INF]]).to_sparse()) == 1

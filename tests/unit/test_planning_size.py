@@ -33,12 +33,6 @@ def test_many_rules_on_the_same_tensors_are_shown_in_short() -> None:
     assert len(plan.to_dict()["chains"]["layers.0.weight"]) == 500
 
 
-def test_a_long_list_of_chains_is_folded_and_says_so() -> None:
-    names = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(150)]
-    text = str(bound(model(*names), *(scale(i, name) for i, name in enumerate(names))))
-    assert "  and 50 more chains: `plan --format json` lists all" in text
-
-
 @pytest.mark.slow
 def test_many_patterns_that_match_nothing_are_looked_into_a_few_times() -> None:
     manifest = model(*(f"layers.{number}.weight" for number in range(10_000)))
@@ -52,20 +46,3 @@ def test_many_patterns_that_match_nothing_are_looked_into_a_few_times() -> None:
     assert str(caught.value).endswith("\nand 2900 more")
     with pytest.raises(BindError, match=r'"lyers\.2\.weigth" and 97 more; closest names'):
         bound(model("layers.1.weight"), scale(0, wrong[:100]))
-
-
-def test_classes_are_named_where_none_is_meant() -> None:
-    with pytest.raises(BindError) as caught:
-        bound(model("a"), scale(0, where={"module_type": "linear"}))
-    assert caught.value.complaints[0].endswith("`module_type`; the classes are Linear")
-
-
-def test_off_is_told_from_what_a_freeze_does() -> None:
-    assert "2 parameters (2 without requires_grad)" in str(
-        bound(model("a", "b", trains=False), scale(0))
-    )
-
-
-def test_a_range_of_steps_names_its_last_one() -> None:
-    text = str(bound(model("a"), scale(0, steps={"from": 5, "to": 10})))
-    assert "  5..9\n" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch
 import gradsurgeon
 from gradsurgeon import GradSurgeonError, GradSurgeonWarning, errors, integrations, sinks
 from gradsurgeon.actions import ACTIONS
+from gradsurgeon.language import planning
+from gradsurgeon.language.planning import manifest_file
 
 NAMES = [
     "At",
@@ -131,7 +134,22 @@ def test_signature_of_apply() -> None:
         ("replace", "KEYWORD_ONLY", False),
         ("sinks", "KEYWORD_ONLY", ()),
         ("on_event", "KEYWORD_ONLY", None),
+        ("params", "KEYWORD_ONLY", None),
     ]
+
+
+def test_a_model_that_was_not_reviewed_is_refused(tmp_path: Path) -> None:
+    rules = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    manifest_file.write(planning.from_model(tied), str(tmp_path / "params.json"))
+    gradsurgeon.apply(tied, rules, params=tmp_path / "params.json").remove()
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.raises(gradsurgeon.BindError) as raised:
+        gradsurgeon.apply(other, rules, params=tmp_path / "params.json")
+    assert "it also has 1.weight" in str(raised.value)
+    assert "other tied names: 0.weight" in str(raised.value)
+    gradsurgeon.apply(other, rules).remove()
 
 
 def test_names_of_sinks_and_callbacks() -> None:
@@ -159,7 +177,7 @@ def test_members_of_a_session() -> None:
 def test_fields_of_events_and_statuses() -> None:
     event, status = gradsurgeon.Event, gradsurgeon.RuleStatus
     assert " ".join(event.__dataclass_fields__) == (
-        "kind rule step rank name message diagnosis sample_ids"
+        "kind rule step rank name message diagnosis sample_ids told_at"
     )
     assert " ".join(status.__dataclass_fields__) == "matched fired altered last_step warnings"
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from small import kinds_of
 from torch import Tensor
 
 import gradsurgeon
-from gradsurgeon import Event, GradSurgeonWarning, load
+from gradsurgeon import GradSurgeonWarning, load
 from gradsurgeon.language.planning.run_json import describe
 from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.records.recorder import Recorder
@@ -69,46 +66,6 @@ def test_rows_reach_the_disk_after_a_second(tmp_path: Path, clock: list[float]) 
     parts.recorder.close()
 
 
-def test_what_waits_moves_when_there_is_much_of_it(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
-    for step in range(127):
-        parts.row(step, torch.ones(2))
-    assert len(parts.records) == 0
-    parts.row(127, torch.ones(2))
-    assert len(parts.records) == 128
-    parts.recorder.close()
-    assert len(written(tmp_path)) == 128
-
-
-def test_the_last_pass_of_a_step_stands_also_after_a_commit(
-    tmp_path: Path, clock: list[float]
-) -> None:
-    parts = Parts(tmp_path)
-    for step in range(3):
-        for number in (1.0, 2.0, 3.0):
-            clock[0] += 0.7
-            parts.row(step, torch.tensor([0.0, 10 * step + number]))
-    parts.recorder.close()
-    assert written(tmp_path) == [(0, 3.0), (1, 13.0), (2, 23.0)]
-    assert parts.records.series("a.bias", "l2")[0].values_of("a.bias") == [
-        (0, 3.0),
-        (1, 13.0),
-        (2, 23.0),
-    ]
-
-
-def test_series_that_take_turns_are_replaced_where_they_wait() -> None:
-    records = Records()
-    recorder = Recorder(records, EventLog([], []))
-    other = KEY.__class__("norms", "max", "accumulated", KEY.names)
-    for number in range(40):
-        for key in (KEY, other):
-            recorder.add(key, 0, [0, 1], torch.full((2,), float(number)), replace=True)
-    assert len(records) == 0
-    recorder.flush()
-    assert [series.values_of("a.bias") for series in records] == [[(0, 39.0)], [(0, 39.0)]]
-
-
 def test_long_steps_are_written_when_they_end(tmp_path: Path, clock: list[float]) -> None:
     parts = Parts(tmp_path)
     for step in range(3):
@@ -117,16 +74,6 @@ def test_long_steps_are_written_when_they_end(tmp_path: Path, clock: list[float]
         parts.row(step, torch.full((2,), 2.0))
         parts.recorder.end_step()
         assert written(tmp_path)[-1] == (step, 2.0)
-    parts.recorder.close()
-
-
-def test_an_event_takes_the_rows_before_it_along(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
-    parts.row(0, torch.tensor([1.0, 7.0]))
-    parts.journal.emit("trap", "bad", rule="norms", step=0, name="a.bias")
-    with open_run(tmp_path) as run:
-        assert run.latest("a.bias") == 7.0
-        assert run.events == [Event("trap", "norms", 0, 0, "a.bias", "bad")]
     parts.recorder.close()
 
 
@@ -146,33 +93,6 @@ def test_a_failure_is_one_event_and_memory_goes_on(tmp_path: Path) -> None:
     assert sorted(kinds) == ["notice", "scaler-skip", "scaler-skip", "scaler-skip"]
     assert "training goes on, and records go on in memory" in str(parts.journal.events)
     assert len(parts.records) == 4
-
-
-ENDS_BY_ITSELF = """
-import sys, pathlib, torch
-sys.path.insert(0, sys.argv[2])
-from unit.test_recorder import Parts
-parts = Parts(pathlib.Path(sys.argv[1]))
-parts.row(0, torch.ones(2))
-parts.row(1, torch.ones(2))
-raise SystemExit(sys.argv[3])
-"""
-
-
-@pytest.mark.slow
-def test_a_script_that_ends_without_remove_leaves_a_whole_run(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_BY_ITSELF, str(tmp_path), tests, "failed"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (1, "failed\n")
-    with open_run(tmp_path) as run:
-        assert len(run.history("a.bias")) == 2
-        assert run.states == {0: "finished"}
 
 
 def test_the_description_of_a_plan_is_what_a_report_reads(tmp_path: Path) -> None:

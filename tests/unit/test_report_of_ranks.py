@@ -2,44 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from datetime import datetime
-from pathlib import Path
 
 import pytest
-from runs import write
 
-from gradsurgeon.cli.watch import newest_report, screen
-from gradsurgeon.records.store.run import open_run
-from gradsurgeon.report.json_form import to_dict
 from gradsurgeon.report.ranks import RankProgress, rank_lines
-from gradsurgeon.report.web_page import page_data
-
-NOON = datetime(2030, 1, 1, 12).astimezone().timestamp()  # local, as it is shown
-
-
-def test_report_screen_and_page_say_which_rank_lags(tmp_path: Path) -> None:
-    writers = [
-        write(tmp_path, {"a": [1.0] * steps}, rank=rank) for rank, steps in enumerate((9, 4))
-    ]
-    for writer in writers:
-        writer.close()
-    for rank in range(2):
-        os.utime(tmp_path / f"rank-{rank}.db", (NOON, NOON - 60 * rank))
-    expected = [
-        "rank 1: last record of step 3 at 2030-01-01 11:59:00, 5 steps behind",
-        "rank 0: last record of step 8 at 2030-01-01 12:00:00",
-    ]
-    with open_run(tmp_path) as run:
-        assert page_data(run)["notes"][-2:] == expected
-    report = newest_report(tmp_path)
-    assert to_dict(report)["ranks"] == [
-        {"rank": 0, "step": 8, "written": NOON, "behind": 0},
-        {"rank": 1, "step": 3, "written": NOON - 60, "behind": 5},
-    ]
-    assert str(report).splitlines()[2:4] == expected
-    assert screen(report, 200)[2:4] == expected
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import gradsurgeon
 from gradsurgeon.cli.schema import document_schema
 from gradsurgeon.common.match import compile_pattern
-from gradsurgeon.language import packs, schema, source
+from gradsurgeon.language import schema, source
 
 if __name__ == "__main__":  # under pytest `tests` is on the path
     sys.path.append(str(Path(__file__).parents[1]))
@@ -39,6 +38,7 @@ def generated() -> dict[Path, str]:
     import python_api
     import reference
     import setups
+    import surgery
 
     review = between("<!-- example: the change -->", the_change(), guide.text("review"))
     return {
@@ -46,10 +46,15 @@ def generated() -> dict[Path, str]:
             "<!-- example: the comment -->", comment(), review, "<!-- example: end -->"
         ),
         SETUPS: between(
-            "<!-- set-ups: begin; `python tests/unit/test_rules_readme.py` writes this -->",
-            f"\n{setups.table(setups.collected())}\n",
-            guide.text("setups"),
-            "<!-- set-ups: end -->",
+            "<!-- edits: begin; this file too -->",
+            f"\n{surgery.table()}\n",
+            between(
+                "<!-- set-ups: begin; `python tests/unit/test_rules_readme.py` writes this -->",
+                f"\n{setups.table(setups.collected())}\n",
+                guide.text("setups"),
+                "<!-- set-ups: end -->",
+            ),
+            "<!-- edits: end -->",
         ),
         REFERENCE: reference.page(),
         API: python_api.page(),
@@ -131,36 +136,10 @@ def test_mistakes_are_found_as_the_table_says(row: list[str]) -> None:
     assert row[1] in problems[0].concise()
 
 
-def test_every_pack_is_in_the_table() -> None:
-    rows = table("pack | does | for")
-    newest = {spec for spec in packs.published() if "@" not in packs.published()[spec].path.name}
-    assert {words(row[0])[0] for row in rows} == {f"{packs.PREFIX}{spec}" for spec in newest}
-
-
 def test_everything_exported_is_on_the_page_of_the_python_api() -> None:
     import python_api
 
     assert python_api.exported() == set(gradsurgeon.__all__)
-
-
-def test_the_table_of_points_is_that_of_the_code() -> None:
-    from gradsurgeon.actions import TARGETS
-    from gradsurgeon.actions._base import POINTS
-
-    assert [words(row[0])[0] for row in table("`at` | moment")] == list(POINTS)
-    assert [words(row[0])[0] for row in table("key | names")] == list(TARGETS)
-
-
-@pytest.mark.slow
-def test_an_action_of_your_own(tmp_path: Path) -> None:
-    guide.write_files(guide.text("extending"), tmp_path)
-    (rule,) = re.findall(r"`(\{id: \w+, action: my_actions:[^`]*)`", GUIDE)
-    (tmp_path / "rules.yaml").write_text(f"version: 1\nrules:\n  - {rule}\n", encoding="utf-8")
-    for options, code in (([], 1), (["--import", "my_actions"], 0)):
-        command = [sys.executable, "-m", "gradsurgeon", "lint", "rules.yaml", *options]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stdout + done.stderr
-        assert ("--import my_actions" in done.stdout) is (code == 1)
 
 
 def test_no_cell_of_the_table_of_set_ups_is_without_a_test() -> None:

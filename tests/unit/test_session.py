@@ -199,7 +199,7 @@ def test_a_rule_that_was_never_due_is_mentioned_in_the_end() -> None:
     with gradsurgeon.apply(model, rules(later)) as session:
         step(model, optimizer)
     assert fields_of(session, "kind", "rule", "message") == [
-        ("never-fired", "later", "was never due")
+        ("never-fired", "later", "was never due in an update that took place")
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from models import CASES, data
 from ranks import Json
+from runs import values
 from small import equal, kinds_of, linears, rule_file, sgd
 from torch import nn
 
 import gradsurgeon
 from gradsurgeon import RecordError
-from gradsurgeon.records.store import Records
+from gradsurgeon.records.delivery import Curves
+from gradsurgeon.records.store import Key, Records
+from gradsurgeon.records.store.memory import RecordedRow
 
 RULES: Json = rule_file(
     {"id": "norms", "action": "norm-log", "params": "*", "stats": ["l2", "linf"]},
@@ -46,7 +50,7 @@ def test_a_run_says_what_its_session_said(tmp_path: Path) -> None:
         assert run.history("0") == session.history("0")
         assert len(run.history("0")) == 5
         assert run.events == session.events
-        assert kinds_of(run) == ["trap", "skipped-step"]
+        assert kinds_of(run) == ["trap", "skipped-step", "notice"]
         assert run.status() == session.status()
         assert run.meta["rules"]["sha256"] == session.plan.rules.sha256
         assert run.meta["plan"] == session.plan.to_dict()
@@ -112,3 +116,19 @@ def test_rows_that_make_room_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -
     assert "records in memory have reached their limit" in event.message
     assert len(session._attachment.records) == 31
     assert "371 rows dropped, the oldest" in str(gradsurgeon.report.summary(session))
+
+
+def test_trackers_get_pairs_of_losses_one_by_one_and_of_many_the_least() -> None:
+    def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float]:
+        key = Key("tasks", stat, "backward", tuple(names))
+        return Curves(()).scalars(RecordedRow(key, 3, values(*row)))
+
+    assert sent("cosine", ("a/b", "a/c"), -0.5, float("nan")) == {"tasks/a/b/cosine": -0.5}
+    assert sent("distance", ["combined"], 0.5) == {"tasks/combined/distance": 0.5}
+    many = [f"w{place}:a/b" for place in range(100)]
+    assert sent("cosine", many, *[0.0] * 99, -0.5) == {
+        "tasks/cosine/not finite": 0.0,
+        "tasks/cosine/median": 0.0,
+        "tasks/cosine/largest": 0.0,
+        "tasks/cosine/least": -0.5,
+    }

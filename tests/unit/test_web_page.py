@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from commands import call_here
 from ranks import Json
-from runs import meta, values, write
+from runs import add, values, write
 
 from gradsurgeon.cli import watch
-from gradsurgeon.common.events import Event, RuleStatus
+from gradsurgeon.common.events import Event
 from gradsurgeon.records.store import Key
 from gradsurgeon.records.store.run import open_run
-from gradsurgeon.records.store.writer import RunWriter
-from gradsurgeon.report.web_page import BEGINNING, line, page_data, web_page, write_page
+from gradsurgeon.report.web_page import line, page_data, web_page, write_page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>.weight"
 
@@ -42,56 +41,6 @@ def _run(path: Path) -> Json:
     return found
 
 
-def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
-    names = ("a.weight", "b.weight")
-    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(names))
-    losses = Key("losses", "mean", "forward", ("train/loss",))
-    for step in range(30):
-        bad = math.nan if step == 20 else 0.5
-        writer.add(Key("norms", "l2", "accumulated", names), step, values(bad, 12.0))
-        writer.add(losses, step, values(3.0 - step / 10))
-    writer.event(Event("trap", "no-nan", 20, 0, "a.weight", "step 20\nline two"))
-    writer.statuses({"norms": RuleStatus(2, 60, 0, 29)})
-    writer.close()
-    page, data = _page(tmp_path / "run")
-    assert page.startswith(BEGINNING)
-    (run,) = data["runs"]
-    assert run["title"] == "rules.yaml on Net"
-    (kind,) = run["kinds"]
-    assert kind["map"]["names"] == list(names)
-    (loss,) = run["losses"]
-    assert (loss["label"], loss["values"][10]) == ("train/loss", 2.0)
-    (total,) = kind["wholes"]
-    assert total["values"][3] == pytest.approx(math.hypot(0.5, 12.0), rel=1e-5)
-    assert total["values"][20] == "NaN"
-    assert run["events"] == [
-        {
-            "kind": "trap",
-            "rule": "no-nan",
-            "name": "a.weight",
-            "message": "step 20\nline two",
-            "step": 20,
-            "repeated": "",
-            "ranks": "",
-            "diagnosis": None,
-        }
-    ]
-    assert run["marks"] == [[20, 20, "trap"]]
-    assert run["ended"] == {
-        "state": "ended",
-        "words": "ended, traps tripped in 1 step",
-        "diagnosis": "step 20",
-        "trips": 1,
-        "findings": 0,
-    }
-    assert run["band"] == {"state": "look", "sentence": "step 20"}
-    assert run["rules"]["rows"][0][:4] == ["norms", "norm-log", "2", "60"]
-    assert run["rule_file"]["text"] == "version: 1"
-    assert kind["urgent"] == list(names)
-    assert kind["table"]["rows"][0] == ["a.weight", "", "0.5", "0.5", "0.5", "0.5", "1"]
-    assert run["callouts"][0].startswith("non-finite: 1 parameter, first at step 20: a.weight")
-
-
 def test_of_several_values_at_a_step_the_worst_travels() -> None:
     steps = [0, 0, 1, 1, 2, 3, 3]
     values = [5.0, 1.0, math.nan, 3.0, 4.0, 2.0, -math.inf]
@@ -103,27 +52,6 @@ def test_of_several_values_at_a_step_the_worst_travels() -> None:
     assert long["steps"][:2] == [1, 3]
     assert long["values"][:2] == ["NaN", "-Infinity"]
     assert len(long["steps"]) == 2_000
-
-
-def test_a_run_that_went_back_to_an_earlier_state_has_the_later_curve(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("w",)))
-    key = Key("norms", "l2", "accumulated", ("w",))
-    for step in (*range(100, 142), *range(30, 110)):
-        writer.add(key, step, values(float(step < 100)))
-    writer.close()
-    run = _run(tmp_path / "run")
-    (curve,) = run["kinds"][0]["wholes"]
-    assert curve["steps"] == [*range(30, 142)]
-    assert curve["values"] == [float(step < 100) for step in range(30, 142)]
-
-
-def test_it_says_of_a_run_that_was_only_observed_what_rules_would_have_changed(
-    tmp_path: Path,
-) -> None:
-    RunWriter(tmp_path / "run", rank=0, meta=meta()).close()
-    RunWriter(tmp_path / "observed", rank=0, meta=meta(mode="observe")).close()
-    runs = _page(tmp_path / "run", tmp_path / "observed")[1]["runs"]
-    assert [run["observed"] for run in runs] == [False, True]
 
 
 def test_names_and_messages_are_never_markup(tmp_path: Path) -> None:
@@ -156,57 +84,6 @@ def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) 
     (event,) = run["events"]
     assert (event["message"], event["repeated"]) == ("event 0", "x1,000, steps 0..1998")
     assert run["left_out"] == 0
-
-
-def test_events_of_successive_steps_are_one_mark_of_each_kind(tmp_path: Path) -> None:
-    writer = write(tmp_path / "run", {"a": [1.0]})
-    for step in (3, 4, 5, 9):
-        for kind in ("trap", "skipped-step"):
-            writer.event(Event(kind, "no-nan", step, step % 2, "", "NaN"))
-    writer.close()
-    spans = [(3, 5), (9, 9)]
-    expected = [[*span, kind] for span in spans for kind in ("skipped-step", "trap")]
-    assert _run(tmp_path / "run")["marks"] == expected
-
-
-def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a", "b", "c")))
-    for step in range(20):
-        writer.add(Key("body", "l2", "accumulated", ("a",)), step, values(3.0))
-        writer.add(Key("biases", "l2", "accumulated", ("b",)), step, values(4.0))
-        if step % 10 == 0:
-            writer.add(Key("head", "l2", "accumulated", ("c",)), step, values(9.0))
-    writer.close()
-    run = _run(tmp_path / "run")
-    assert [
-        (line["label"], line["steps"], set(line["values"])) for line in run["kinds"][0]["wholes"]
-    ] == [
-        ("norm of 2 parameters: a ...", [*range(20)], {5.0}),
-        ("norm of c", [0, 10], {9.0}),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "drawn"),
-    [
-        ("loss", True),
-        ("train/loss", True),
-        ("val_loss", True),
-        ("loss2", True),
-        ("KLloss", True),
-        ("lossKL", True),
-        ("trainLoss", True),
-        ("TRAIN_LOSS", True),
-        ("losses.0", True),
-        ("block.weight", False),
-    ],
-)
-def test_which_tagged_tensors_are_losses(tmp_path: Path, name: str, *, drawn: bool) -> None:
-    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(()))
-    writer.add(Key("losses", "mean", "forward", (name,)), 0, values(1.0))
-    writer.close()
-    run = _run(tmp_path / "run")
-    assert [line["label"] for line in run["losses"]] == [name] * drawn
 
 
 def test_report_writes_the_page_of_several_runs_and_of_those_in_a_folder(tmp_path: Path) -> None:
@@ -243,7 +120,7 @@ def test_watch_writes_the_page_anew_until_the_run_ends(tmp_path: Path) -> None:
     place = tmp_path / "live.html"
     write_page([tmp_path / "run"], place, reload_seconds=5.0)
     assert '"lasts":[0,1]' in place.read_text(encoding="utf-8")
-    writer.add(Key("norms", "l2", "accumulated", ("a",)), 2, values(3.0))
+    add(writer, Key("norms", "l2", "accumulated", ("a",)), 2, values(3.0))
     writer.close()
     ended = call_here("watch", str(tmp_path / "run"), "--html", str(place), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -286,20 +163,3 @@ def test_a_page_takes_a_small_share_of_the_time(
     # The last one shows how the run ended.
     assert written[:3] == [100.0, 142.0, 184.0]
     assert len(written) == 4
-
-
-def test_a_step_that_is_nan_on_all_ranks_makes_them_no_different(tmp_path: Path) -> None:
-    norms = [1.0, math.nan, 2.0]
-    writers = [write(tmp_path / "run", {"a": norms}, rank=rank) for rank in (0, 1)]
-    for writer in writers:
-        writer.add(
-            Key("losses", "mean", "forward", ("loss",)), 0, values(1.0 + writer.rank), frozenset()
-        )
-        writer.close()
-    run = _run(tmp_path / "run")
-    assert [line["label"] for line in run["kinds"][0]["wholes"]] == ["norm of a"]
-    # The losses of ranks are of other batches, and each is said to be of one.
-    assert [(line["label"], line["values"]) for line in run["losses"]] == [
-        ("loss, rank 0", [1.0]),
-        ("loss, rank 1", [2.0]),
-    ]

@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import report_cases
 import yaml
 from small import rule_file
 
 import gradsurgeon
+from gradsurgeon.actions import _synonyms, check_rule
 
-# What a person writes, and what each form must be.
-ACTIONS = {
-    "clip clip_grad clip-gradient clip_grad_norm clip_grad_norm_ clip_by_global_norm max_grad_norm gradient_clipping": "clip-norm",
-    "clip_by_norm clip-per-parameter": "clip-norm",
-    "clip_value clip_grad_value_ clip_by_value clamp_grad": "clamp",
-    "autoclip zclip AdaGC clip-spikes": "spike-trap",
-    "nan_to_num nan2num replace-nan fill_nan": "sanitize",
-    "detect-anomaly detect_anomaly anomaly check_nan nan-guard isnan terminate_on_nan": "nan-trap",
-    "skip skip_step skip-nan": "nan-trap",
-    "gradient-reversal grad_reversal GRL reverse negate": "scale",
-    "multiply mul scale_grad lr_scale lr_mult gradient_multiplier": "scale",
-    "detach stop_gradient no_grad zero_grad": "zero",
-    "unfreeze requires_grad lock": "freeze",
-    "lottery-mask mask-rows prune gradient_mask freeze-rows": "mask",
-    "watch log log_norm grad-norm grad_norm gradient-norm monitor track_grad_norm plot_grad_flow record": "norm-log",
-    "histogram hist": "norm-log",
-    "add-noise gradient_noise annealed-noise gaussian_noise": "noise",
-    "gradient-centralization gc center": "centralize",
-    "pcgrad CAGrad gradient-surgery": "combine",
-    "save cache dump retain_grad hook": "capture",
-}
-WORDS = [(word, action) for words, action in ACTIONS.items() for word in words.split()]
-KEYS = {
-    "name": "id",
-    "every": "steps",
-    "interval": "steps",
-    "freq": "steps",
-    "log_every": "steps",
-    "until": "steps",
-    "after": "steps",
-    "start": "steps",
-    "warmup_steps": "steps",
-    "module_type": "where",
-    "type": "where",
-    "layers": "modules",
-    "weights": "params",
-    "pattern": "params",
-    "ignore": "exclude",
-    "statistics": "stats",
-    "metrics": "stats",
-    "moment": "at",
-}
+CASES = report_cases.read(Path(__file__).parents[1] / "cases" / "words.yaml")
+WORDS = [(word, action) for action, words in CASES["actions"].items() for word in words]
+KEYS = [(word, key) for key, words in CASES["keys"].items() for word in words]
 
 
 def hint_on(**rule: Any) -> str:
@@ -74,10 +39,11 @@ def test_a_word_for_an_action_gets_the_whole_form(word: str, action: str) -> Non
     form = form_in(hint_on(action=word))
     assert form["action"] == action
     # The form is a rule, if it has a target.
-    gradsurgeon.load(rule_file({"id": "it", "params": "*", **form}))
+    rule, flaws = check_rule(_whole(form))
+    assert (rule is None, flaws) == (False, [])
 
 
-@pytest.mark.parametrize(("word", "key"), KEYS.items())
+@pytest.mark.parametrize(("word", "key"), KEYS)
 def test_a_word_for_a_key_gets_the_form(word: str, key: str) -> None:
     rule: dict[str, Any] = {"id": "it", "action": "norm-log", "params": "*", word: 10}
     rule.pop(key, None)
@@ -87,6 +53,9 @@ def test_a_word_for_a_key_gets_the_form(word: str, key: str) -> None:
 
 
 def test_values_from_habit() -> None:
+    # Another action has `skip-step`, and another one `module`.
+    assert "did you mean" not in hint_on(action="mask", rows="1:", then="skip")
+    assert "did you mean" not in hint_on(action="norm-log", per="layer")
     assert form_in(hint_on(action="norm-log", steps=1000)) == {"steps": {"to": 1000}}
     assert "did you mean `at: step`?" in hint_on(action="zero", at="before-step")
     assert "did you mean `at: accumulated" in hint_on(action="norm-log", at="after-backward")
@@ -102,3 +71,77 @@ def test_rows_in_a_pattern_lead_to_a_mask() -> None:
     text = hint_on(action="freeze", params="emb.weight[:15]")
     assert 'write "emb.weight" with `action: mask, rows: ":15"`' in text
     gradsurgeon.load(rule_file({"action": "mask", "params": "emb.weight", "rows": ":15"}))
+
+
+GUESSES = json.loads((Path(__file__).parents[1] / "cases/guesses.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("guess", GUESSES, ids=lambda guess: json.dumps(guess["rule"]))
+def test_a_guess_gets_the_form_that_works(guess: dict[str, Any]) -> None:
+    """Each is what somebody who knows the field and not the rules has written."""
+    entry = {"id": "it", "params": "*", **guess["rule"]}
+    entry = {key: value for key, value in entry.items() if value is not None}
+    rule, flaws = check_rule(entry)
+    assert rule is None
+    answers = [flaw.hint for flaw in flaws]
+    assert any(answer.startswith(guess["answer"]) for answer in answers), answers
+
+
+def test_there_are_as_many_guesses_as_were_collected() -> None:
+    assert len(GUESSES) == 87
+    words = [json.dumps(guess["rule"]) for guess in GUESSES]
+    assert len(set(words)) == 87
+
+
+def test_every_form_is_a_part_of_a_rule() -> None:
+    for table in (_synonyms._ACTIONS, _synonyms._KEYS, _synonyms._VALUES):
+        for form in set(table.values()):
+            if form.startswith("no ") or ", or " in form:
+                continue
+            options = yaml.safe_load(f"{{{form}}}")
+            rule = _whole({**_around(options), **options})
+            if options.get("tensor", "").startswith(("input", "output")):
+                rule |= {"action": "zero", "modules": "*", "tensor": options["tensor"]}
+            if "modules" in rule:
+                rule["params"] = None
+                rule.setdefault("tensor", "output")
+            found, flaws = check_rule({key: v for key, v in rule.items() if v is not None})
+            assert found is not None, (form, flaws)
+
+
+def _whole(form: dict[str, Any]) -> dict[str, Any]:
+    """Return a form as a rule, on all parameters if it has no target."""
+    target = {} if "tensors" in form else {"params": "*"}
+    return {"id": "it", **target, **form}
+
+
+def _around(options: dict[str, Any]) -> dict[str, Any]:
+    """Return an action that takes some options, and what it needs besides."""
+    if "action" in options:
+        return {}
+    action = "spike-trap" if "above" in options else "norm-log"
+    for key, of_action in OF_ACTION.items():
+        if key in options:
+            action = of_action
+    return {"action": action, **NEEDED.get(action, {})}
+
+
+OF_ACTION = {
+    "min": "clamp",
+    "max": "clamp",
+    "factor": "scale",
+    "std": "noise",
+    "decay": "noise",
+    "rows": "mask",
+    "file": "mask",
+    "max_norm": "clip-norm",
+    "per": "clip-norm",
+    "norm_type": "clip-norm",
+    "then": "nan-trap",
+    "give_up_after": "nan-trap",
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "clamp": {"at": "step"},
+    "noise": {"std": 1},
+    "clip-norm": {"max_norm": 1},
+}

@@ -26,6 +26,7 @@ from github_comments import ask, own_comment  # found by the line above
 
 # As in `.pre-commit-hooks.yaml`.
 RULE_FILE = re.compile(r"(^|/)(gradsurgeon|rules|[^/]*\.gradsurgeon)\.ya?ml$")
+TEST_FILE = re.compile(r"\.test\.yaml$")
 _NO_CHANGE = "No rule file of this pull request does anything else than at its base."
 _NO_PARAMS = (
     "What this does to the model is not shown, because its parameters are not known: give the action "
@@ -48,6 +49,7 @@ class Review:
     lines: list[str] = field(default_factory=list)
     changed: bool = False
     has_problems: bool = False
+    lacks_names: bool = False
     exit_code: int = 0
 
 
@@ -116,6 +118,7 @@ def review_rule_files() -> Review:
         lint(now, review)
     for file in linked:
         refuse_link(file, review)
+    run_tests(review)
     if not base:
         review.lines += ["There is nothing to compare with: this is no pull request.", ""]
         return review
@@ -123,7 +126,7 @@ def review_rule_files() -> Review:
         review.lines += compare(file, base, now, before, review)
     if not review.changed:
         review.lines.append(_NO_CHANGE)
-    elif not given("params"):
+    elif review.lacks_names:
         review.lines.append(_NO_PARAMS)
     return review
 
@@ -159,19 +162,49 @@ def rule_files(base: str) -> tuple[list[str], list[str]]:
     return now, [file for file in before if RULE_FILE.search(file)]
 
 
+def beside(file: str, name: str) -> str:
+    """Return the path of a file beside a rule file, empty if there is none in the checkout."""
+    path = str(Path(file).with_name(name))
+    return path if Path(path).is_file() and not leads_out(path) else ""
+
+
+def run_tests(review: Review) -> None:
+    """Run the tests of rules in the checkout, and list those that fail."""
+    tracked = [file for file in git("ls-files", "-z").split("\0") if TEST_FILE.search(file)]
+    files = [file for file in tracked if os.path.lexists(file) and not leads_out(file)]
+    if not files:
+        return
+    done = gradsurgeon("test", "--", *files)
+    if not done.returncode:
+        review.lines += [f"The tests of the rules pass: {done.stderr.strip()}.", ""]
+        return
+    annotate("error", "tests of the rules fail, or cannot be run: see the review")
+    told = done.stdout + done.stderr
+    review.lines += ["### Tests of the rules", "", *fenced(told), ""]
+    review.has_problems = True
+    review.exit_code = max(review.exit_code, done.returncode)
+
+
 def lint(files: list[str], review: Review) -> None:
     """Annotate the problems of files and list them in the review."""
-    done = gradsurgeon("lint", "--format", "github", "--fail-on", given("fail-on"), "--", *files)
+    names: tuple[str, ...] = ()
+    if given("params"):
+        names = ("--params", given("params"))
+    elif any(beside(file, "params.json") for file in files):
+        names = ("--params-beside",)
+    options = ("--format", "github", "--fail-on", given("fail-on"), *names)
+    done = gradsurgeon("lint", *options, "--", *files)
     sys.stdout.write(done.stdout)
     sys.stdout.flush()
     sys.stderr.write(done.stderr)
     review.exit_code = done.returncode
     if given("sarif-file"):
-        options = ("--format", "sarif", "--fail-on", "never", "--output", given("sarif-file"))
+        options = ("--format", "sarif", "--fail-on", "never", *names)
+        options = (*options, "--output", given("sarif-file"))
         written = gradsurgeon("lint", *options, "--", *files)
         if not Path(given("sarif-file")).exists():
             raise ReviewError(f"SARIF could not be written: {written.stderr.strip()}")
-    problems = gradsurgeon("lint", "--format", "concise", "--", *files).stdout
+    problems = gradsurgeon("lint", "--format", "concise", *names, "--", *files).stdout
     if problems:
         # A note that stands there for long is no reason for a comment on every pull request.
         review.has_problems = bool(re.search(r":\d+:\d+: (error|warning): ", problems))
@@ -193,17 +226,24 @@ def compare(
         review.changed = True
         yield from (*heading, "The file is removed, with all its rules.", "")
         return
-    params = ("--params", given("params")) if given("params") else ()
+    names = given("params") or beside(file, "params.json")
+    params = ("--params", names) if names else ()
+    norms = beside(file, "norms.json")
+    if norms:
+        # The file also has the names of the model.
+        params = (*params, "--on", norms)
     if file not in before:
         review.changed = True
         yield from (*heading, "The file is new.", "")
         if params:
             done = gradsurgeon("plan", *params, "--", file)
             yield from (*fenced(done.stdout or done.stderr), "")
+        review.lacks_names |= not params
         return
     if not params:
         if git("diff", "--name-only", base, "--", f":(literal,top){file}"):
             review.changed = True
+            review.lacks_names = True
             yield from (*heading, "The file differs.", "")
         return
     options = (*params, "--format", "markdown", "--exit-code")

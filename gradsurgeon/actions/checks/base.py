@@ -11,11 +11,25 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsurgeon.common.diagnosis import Diagnosis
 from gradsurgeon.tensors import _dist, _numbers
-from gradsurgeon.tensors.backward_graph import BackwardGraph
+from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode, PassKey
 
 # Modules that compute something else in evaluation mode.
 _MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)  # noqa: SLF001 # their public base classes
+
+
+@dataclass(frozen=True, slots=True)
+class LossSource:
+    """An operation of a loss that a finding blames, by its place among the nodes; with a diagnosis if it made NaN or Inf.
+
+    ``pass_key`` recognises its pass among those of an update; empty for the pass that is about to begin.
+    """
+
+    nodes: Sequence[LossNode]
+    place: int
+    diagnosis: Diagnosis | None = None
+    pass_key: PassKey = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,8 @@ class Finding:
         indices: the parameters that it concerns, as numbers of the session; none if it concerns the whole model.
         names: other names, for tensors that are not in the model.
         step: the step in which it happened, if that is not the step in which it is reported.
+        source: the operation of a loss that it blames, ``None`` if it blames none.
+        is_fact: whether it may be meant: then it stands among the facts of the summary, and is no fault.
     """
 
     cause: str
@@ -35,32 +51,46 @@ class Finding:
     indices: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     step: int | None = None
+    source: LossSource | None = None
+    is_fact: bool = False
 
 
 class Model:
     """A model, reached weakly; ``holders`` has the module that holds each parameter."""
 
     def __init__(self, root: nn.Module, holders: Mapping[int, nn.Module]) -> None:
-        self._root = weakref.ref(root)
+        self.root = weakref.ref(root)
         self._holders = weakref.WeakValueDictionary(holders)
-        self._modal = weakref.WeakSet([each for each in root.modules() if isinstance(each, _MODAL)])
+        modal = [each for each in root.modules() if isinstance(each, _MODAL)]
+        self._modal = weakref.WeakSet(modal)
+        self._has_modes = bool(modal)
         # Maps each parameter to the name of the class of its module.
         self.kinds = {index: type(holder).__name__ for index, holder in holders.items()}
 
     def is_evaluated(self) -> bool | None:
         """Tell whether the model is in evaluation mode; ``None`` if it computes the same in both modes."""
-        root = self._root()
-        if root is None or not self._modal:
+        root = self.root()
+        if root is None or not self._has_modes:
             return None
         return not root.training and not any(module.training for module in self._modal)
 
+    def modal_names(self) -> list[str]:
+        """Return the modules that compute something else in evaluation mode; a dropout of probability 0 does not."""
+        root = self.root()
+        if root is None:
+            return []
+        names = []
+        for name, module in root.named_modules():
+            if isinstance(module, _MODAL) and vars(module).get("p", 1):
+                names.append(name)
+        return names
+
     def is_resting(self, index: int) -> bool:
         """Tell whether a parameter belongs to a part that alone is in evaluation mode."""
-        root = self._root()
-        holder = self._holders.get(index)
-        if root is None or holder is None:
-            return False
-        return root.training and not holder.training
+        root = self.root()
+        holder = self.holder(index)
+        is_trained = root is not None and root.training
+        return is_trained and holder is not None and not holder.training
 
     def holder(self, index: int) -> nn.Module | None:
         """Return the module that holds a parameter, ``None`` if it is gone."""
@@ -68,32 +98,34 @@ class Model:
 
     def idle_branches(self, dead: Collection[int]) -> set[int]:
         """Return those of some parameters that are in a list of modules, as experts and heads, of which others live."""
-        root = self._root()
+        root = self.root()
         idle: set[int] = set()
         if root is None:
             return idle
         for branches in root.modules():
             if isinstance(branches, nn.ModuleList | nn.ModuleDict):
-                parts = [self._indices_in(branch) for branch in branches.children()]
-                dead_parts = [part for part in parts if part.issubset(dead)]
-                if len(dead_parts) < len(parts):
+                children = [*branches.children()]
+                dead_parts = []
+                for branch in children:
+                    part = self._indices_in(branch)
+                    if part.issubset(dead):
+                        dead_parts.append(part)
+                if len(dead_parts) < len(children):
                     idle.update(*dead_parts)
         return idle
 
     def _indices_in(self, module: nn.Module) -> set[int]:
         inside = set(map(id, module.modules()))
-        return {index for index, holder in self._holders.items() if id(holder) in inside}
-
-    def is_configured_untied(self) -> bool:
-        """Tell whether a configuration, as models of Hugging Face have, says that embeddings are not tied."""
-        root = self._root()
-        if root is None:
-            return False
-        configs = [getattr(module, "config", None) for module in root.modules()]
-        return any(getattr(config, "tie_word_embeddings", None) is False for config in configs)
+        indices = set()
+        for index, holder in self._holders.items():
+            if id(holder) in inside:
+                indices.add(index)
+        return indices
 
 
-Missed = Literal["bypassed", "twice", "alone", "unknown"]
+# Returns parameters by their numbers.
+Find = Callable[[Sequence[int]], Sequence[Tensor | None]]
+Missed = Literal["bypassed", "twice", "alone", "alone at last", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +139,8 @@ class Replicas:
         passes: the passes that `DistributedDataParallel` averaged so far, and the passes since then, alike on all ranks.
         promised: whether `DistributedDataParallel` keeps them alike; otherwise only their gradients can show it.
         missed: by parameter, why its last gradient was not averaged: the forward pass went around the wrapper, a second
-            pass used one forward pass of the wrapper, it ran under `no_sync`, or the wrapper does not know it.
+            pass used one forward pass of the wrapper, it ran under `no_sync` (also after a pass that was averaged), or the
+            wrapper does not know it.
     """
 
     key: str
@@ -127,29 +160,45 @@ class Moment:
         members: the parameters of the rule.
         model: the model.
         find: returns parameters by their numbers, ``None`` for those that are gone.
+        find_weights: the same for the tensors that the optimizer updates, if they are others.
+        find_grads: returns those of some parameters that have a gradient now, and the gradients.
         later: calls a function with values on the host, once they have arrived there, and tells what it finds.
     """
 
     step: int
     members: Sequence[int]
     model: Model
-    find: Callable[[Sequence[int]], Sequence[Tensor | None]]
+    find: Find
+    find_weights: Find
+    find_grads: Callable[[Sequence[int]], tuple[Sequence[int], Sequence[Tensor]]]
     later: Callable[[Tensor, Callable[[Tensor], Iterable[Finding]]], None]
 
     @cached_property
     def params(self) -> Mapping[int, Tensor]:
         """The parameters of the rule. Of a sharded one only the local part is there."""
-        params = zip(self.members, self.find(self.members), strict=True)
-        return _local_parts({index: param for index, param in params if param is not None})
+        return _local_parts(self._held(self.find_weights))
+
+    @cached_property
+    def originals(self) -> Mapping[int, Tensor]:
+        """The parameters of the rule as the script has them."""
+        return self._held(self.find)
 
     @cached_property
     def grads(self) -> Mapping[int, Tensor]:
         """The gradients that are there now."""
-        grads = {}
-        for index, param in zip(self.members, self.find(self.members), strict=True):
-            if param is not None and param.grad is not None:
-                grads[index] = param.grad
-        return _local_parts(grads)
+        return _local_parts(dict(zip(*self.find_grads(self.members), strict=True)))
+
+    def _held(self, find: Find) -> dict[int, Tensor]:
+        params = zip(self.members, find(self.members), strict=True)
+        return {index: param for index, param in params if param is not None}
+
+    def is_any(self, indices: Iterable[int]) -> bool:
+        """Tell whether one of some gradients has an element other than 0. Waits for the device."""
+        grads = self.grads
+        for index in indices:
+            if index in grads and bool(_numbers.values(grads[index]).any()):
+                return True
+        return False
 
     def has_finite_grad(self, index: int) -> bool:
         """Tell whether all elements of a gradient are finite. Waits for the device."""
@@ -159,7 +208,9 @@ class Moment:
 def _local_parts(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     if set(map(type, tensors.values())) <= _dist.PLAIN:  # nearly always
         return tensors
-    return {index: _dist.local(tensor) for index, tensor in tensors.items()}
+    parts = {index: _dist.local(tensor) for index, tensor in tensors.items()}
+    # A rank without an element of a flattened tensor can judge nothing of it.
+    return {index: part for index, part in parts.items() if not _dist.is_empty(tensors[index])}
 
 
 @dataclass(eq=False)
@@ -170,17 +221,27 @@ class Pass(Moment):
         reached: the parameters of the session that it reached; none before it.
         graph: its graph, if it is known.
         unregistered: returns the trained leaves that it reached, and that are no parameters of the model.
+        source_in_loss: returns the operation that made its loss NaN or Inf, ``None`` if none shows.
+        inputs: returns samples of the inputs of the last call of the model, none if calls are not known.
+        scale: the scale of a `GradScaler` on the gradients of the pass, 0-dim; ``None`` without one. Known after the pass.
     """
 
     reached: Collection[int]
     graph: BackwardGraph | None
     unregistered: Callable[[], Sequence[Tensor]]
+    source_in_loss: Callable[[], LossSource | None] = lambda: None
+    inputs: Callable[[], Sequence[Tensor]] = tuple
+    scale: Tensor | None = None
 
     @property
     def indices(self) -> Sequence[int]:
         """The parameters of the rule that it reached."""
         reached = set(self.reached)
         return [index for index in self.members if index in reached]
+
+    def reaches(self, indices: Collection[int]) -> bool:
+        """Tell whether it reached one of some parameters."""
+        return not set(indices).isdisjoint(self.reached)
 
     @property
     def loss(self) -> Tensor | None:
@@ -199,11 +260,13 @@ class Update(Moment):
         owner: a value that stands for the optimizer.
         optimizer: the optimizer, ``None`` if the script updates by hand.
         evaluations: how often the model has been called in evaluation mode without gradients; ``None`` if unknown.
-        topic: the topic of the channels to other ranks; empty if there are none.
-        find_replicas: returns which of some parameters other ranks hold as well.
+        topic: the topic of the channels to other ranks; known before edits.
+        find_replicas: returns which of some parameters other ranks hold as well; known before edits.
         scale: the loss scale that the gradients still carry; ``None`` if they carry none.
+        by_scaler: whether a `GradScaler` steps the optimizer; known before the update.
         has_moved: whether the optimizer has moved weights already, and evaluates its closure where they are now.
-        took_place: whether the optimizer was allowed to update; known after the update.
+        when_known: calls a function with whether the optimizer was allowed to update: after the update at once, unless
+            only a device knows.
         frozen: by parameter that a `freeze` rule hid, the id of the rule; known after the update.
         known_norms: returns the norms that a trap has just measured, if one has.
     """
@@ -212,35 +275,33 @@ class Update(Moment):
     owner: Hashable
     optimizer: Optimizer | None
     evaluations: int | None
-    topic: str
-    find_replicas: Callable[[Sequence[int]], Sequence[Replicas]]
+    topic: str = ""
+    find_replicas: Callable[[Sequence[int]], Sequence[Replicas]] = lambda _: ()
     scale: float | None = None
+    by_scaler: bool = False
     has_moved: bool = False
-    took_place: bool = True
+    when_known: Callable[[Callable[[bool], object]], object] = lambda act: act(
+        True
+    )  # the common case
     frozen: Mapping[int, str] = field(default_factory=dict)
     known_norms: Callable[[Sequence[int]], Tensor | None] = lambda _: None
 
     @cached_property
     def groups(self) -> Mapping[int, Mapping[str, Any]]:
         """By parameter, the group of the optimizer that has it."""
-        by_id = {}
-        if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                for param in group["params"]:
-                    by_id[id(param)] = group
+        by_id: dict[int, Any] = {}
+        for group in getattr(self.optimizer, "param_groups", ()):
+            by_id |= dict.fromkeys(map(id, group["params"]), group)
         groups = {}
-        for index, found in zip(self.indices, self.find(self.indices), strict=True):
-            if id(found) in by_id:
-                groups[index] = by_id[id(found)]
+        for index, param in zip(self.indices, self.find(self.indices), strict=True):
+            if id(param) in by_id:
+                groups[index] = by_id[id(param)]
         return groups
 
     def state_of(self, index: int) -> Mapping[str, Any]:
         """Return what the optimizer keeps for a parameter."""
-        (param,) = self.find((index,))
-        if self.optimizer is None or param is None:
-            return {}
-        state: Mapping[str, Any] = self.optimizer.state.get(param, {})
-        return state
+        states: Mapping[Any, Mapping[str, Any]] = getattr(self.optimizer, "state", {})
+        return states.get(self.originals.get(index), {})
 
     @cached_property
     def replicas(self) -> Sequence[Replicas]:
@@ -260,6 +321,13 @@ class Check:
 
     Each runs under `torch.no_grad()`.
     """
+
+    # A check that compares ranks has nothing to look at in one process.
+    compares_ranks = False
+
+    def rests(self, method: str) -> bool:  # noqa: ARG002 # of derived checks
+        """Return whether a method before a pass or an update would see nothing now."""
+        return False
 
     def before_pass(self, starting: Pass) -> Iterable[Finding]:  # noqa: ARG002 # of derived checks
         """Look at gradients and weights right before a backward pass."""
@@ -293,9 +361,14 @@ class Check:
         return ()
 
 
-def owned_ids(optimizer: Optimizer) -> set[int]:
+def owned_ids(optimizer: Optimizer | None) -> set[int]:
     """Return the ids of the parameters of an optimizer."""
     ids: set[int] = set()
     for group in getattr(optimizer, "param_groups", ()):
         ids.update(map(id, group["params"]))
     return ids
+
+
+def param_ids(module: nn.Module) -> set[int]:
+    """Return the ids of the parameters of a module."""
+    return set(map(id, module.parameters()))

@@ -51,12 +51,22 @@ class MovedCheck(Check):
         for index in update.indices:
             if index in self._first and index in update.params:
                 new[index] = self._values(update.params[index])
-                self._updates[index] += update.took_place
         for indices in by_device(new, new):
             first = [self._first[index][0] for index in indices]
             now = [new[index] for index in indices]
-            update.later(differing(first, now), partial(self._judge, update, indices))
+            update.when_known(partial(self._count, update, indices, differing(first, now)))
         return ()
+
+    def _count(
+        self,
+        update: Update,
+        indices: Sequence[int],
+        shares: Tensor,
+        took_place: bool,  # noqa: FBT001 # a callback
+    ) -> None:
+        for index in indices:
+            self._updates[index] += took_place
+        update.later(shares, partial(self._judge, update, indices))
 
     def _judge(self, update: Update, indices: Sequence[int], seen: Tensor) -> Iterator[Finding]:
         wrong: dict[int, float] = {}

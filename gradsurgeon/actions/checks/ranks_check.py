@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Check, Finding, Replicas, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Pass, Replicas, Update
 from gradsurgeon.actions.checks.replica_comparison import RankNumbers, ReplicaComparison
+from gradsurgeon.actions.checks.same_data import SameData, numbers_of
 from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors._channel import Channel, numbered
 from gradsurgeon.tensors.sampling import by_device, norms_and_sums, sample
@@ -30,12 +31,18 @@ def topic_of(rule: str, names: Sequence[str]) -> str:
 
 
 class RanksCheck(Check):
+    compares_ranks = True
+
     def __init__(self) -> None:
         self._series: dict[str, _Series] = {}
+        # The numbers of the data of the last pass.
+        self._data: Tensor | None = None
+
+    def after_pass(self, done: Pass) -> Iterable[Finding]:
+        self._data = numbers_of(done)
+        return ()
 
     def before_edits(self, update: Update) -> Iterable[Finding]:
-        if not update.topic:
-            return ()
         for replicas in update.replicas:
             # A closure may be evaluated away from the weights that ranks have in common.
             if update.has_moved or not _is_compared(replicas):
@@ -43,7 +50,7 @@ class RanksCheck(Check):
             if replicas.key not in self._series:
                 self._series[replicas.key] = _Series(replicas, update.topic)
             series = self._series[replicas.key]
-            values = _measured(update, replicas.indices)
+            values = _measured(update, replicas.indices, self._data)
             update.later(values, partial(series.add, replicas, update.step))
         return ()
 
@@ -64,14 +71,15 @@ class _Series:
         # Maps each other rank to the passes of its last row.
         self._last = dict.fromkeys(self._others, (-1, -1))
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
+        self._same_data = SameData(replicas.ranks)
 
     def add(self, replicas: Replicas, step: int, values: Tensor) -> Iterator[Finding]:
         """Add the row of an update of this rank."""
-        row = RankNumbers(replicas.passes, step, values.T.contiguous())
+        row = _row(replicas.passes, step, values.T)
         # Without a store the ranks cannot be compared.
         with suppress(RuntimeError):
             if not self._is_first:
-                content = _numbers.to_bytes(row.numbers)
+                content = _numbers.to_bytes(values.T)
                 self._channel.post(self._first, (row.passes, row.step, content))
                 return
             self._keep(self._first, row)
@@ -110,7 +118,7 @@ class _Series:
             return False
         for rank, (passes, step, content) in zip(ranks, messages, strict=True):
             numbers = torch.frombuffer(bytearray(content), dtype=torch.float32)
-            self._keep(rank, RankNumbers(passes, step, numbers.view(4, -1)))
+            self._keep(rank, _row(passes, step, numbers.view(4, -1)))
             self._last[rank] = passes
         return True
 
@@ -121,8 +129,17 @@ class _Series:
                 break
             rows = self._rows.pop(passes)
             own = rows.pop(self._first, None)
-            if own is not None:
-                yield from self._comparison.compare(own, rows, self._replicas.pop(passes))
+            if own is None:
+                continue
+            replicas = self._replicas.pop(passes)
+            if replicas.promised and len(rows) == len(self._others):
+                data = [row.data for row in rows.values()]
+                yield from self._same_data.compare(own.step, own.data, data)
+            yield from self._comparison.compare(own, rows, replicas)
+
+
+def _row(passes: _Passes, step: int, numbers: Tensor) -> RankNumbers:
+    return RankNumbers(passes, step, numbers[:, :-1], numbers[:, -1])
 
 
 def _is_compared(replicas: Replicas) -> bool:
@@ -133,8 +150,8 @@ def _is_compared(replicas: Replicas) -> bool:
     return zlib.crc32(repr(replicas.passes).encode()) % _ONE_IN == 0
 
 
-def _measured(update: Update, indices: Sequence[int]) -> Tensor:
-    """Return the numbers of a row by parameter. Shape ``[parameters, 4]``."""
+def _measured(update: Update, indices: Sequence[int], data: Tensor | None) -> Tensor:
+    """Return the numbers of a row by parameter, and those of the data. Shape ``[parameters + 1, 4]``."""
     device = update.params[indices[0]].device
     # A missing gradient counts as zero.
     zero = torch.zeros((), device=device)
@@ -150,4 +167,7 @@ def _measured(update: Update, indices: Sequence[int]) -> Tensor:
             grad = zero  # Its norm is compared.
         grads.append(sample(grad).to(device))
         weights.append(sample(update.params[index]).to(device))
-    return torch.cat([column, norms_and_sums(grads)[:, 1:], norms_and_sums(weights)], 1)
+    rows = torch.cat([column, norms_and_sums(grads)[:, 1:], norms_and_sums(weights)], 1)
+    if data is None:
+        data = torch.full((4,), torch.nan)
+    return torch.cat([rows, data.to(device).unsqueeze(0)])

@@ -1,6 +1,6 @@
 """Compares the numbers that ranks with the same parameters have measured at the same update."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -34,6 +34,10 @@ _REMEDIES: dict[Missed, str] = {
         "The last backward pass before the update ran under `no_sync`, so each rank updated alone: leave `no_sync` "
         "before the last pass of each update"
     ),
+    "alone at last": (
+        "DistributedDataParallel averaged an earlier backward pass of each update, and the last one ran under `no_sync`, so each "
+        "rank updates by a gradient of its own: run all passes but the last under `no_sync`"
+    ),
     "unknown": (
         "DistributedDataParallel does not average {it}, because the script unfroze or replaced {it} after the wrapper was "
         "made: make the wrapper afterwards"
@@ -64,11 +68,13 @@ class RankNumbers:
         step: the number of the update on this rank.
         numbers: by parameter the norm and a signed sum of the gradient, and the norm and a signed sum of the weight.
             Shape ``[4, parameters]``.
+        data: four numbers of the last batch.
     """
 
     passes: tuple[int, int]
     step: int
     numbers: Tensor
+    data: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,8 @@ class ReplicaComparison:
         self._equal = torch.zeros(len(self._others), len(indices))
         # Likewise: whether the weights were ever alike.
         self._met = torch.zeros(len(self._others), len(indices), dtype=torch.bool)
+        # Likewise: in which weights and gradients differ, and the last pass was not averaged after an earlier one was.
+        self._alone_at_last = torch.zeros(len(self._others), len(indices))
         # The last norms of gradients.
         self._norms = torch.zeros(len(indices))
         # Maps each rank to how many updates more than the first rank it had made at its first row.
@@ -104,7 +112,7 @@ class ReplicaComparison:
         # Differences of gradients that are a fault only if weights prove to differ, by rank and place.
         self._pending: dict[tuple[int, int], _Difference] = {}
         # The parameters whose gradients, or weights, need no further finding.
-        self._reported: dict[str, Tensor] = {}
+        self._reported = {}
         for cause in ("gradients", "weights"):
             self._reported[cause] = torch.zeros(len(indices), dtype=torch.bool)
 
@@ -114,8 +122,10 @@ class ReplicaComparison:
         """Compare the rows of some other ranks at one update with the row of the first rank."""
         skipped = self._ranks_that_skipped(own, others)
         unknown = torch.full_like(own.numbers, torch.nan)
-        rows = {rank: row.numbers for rank, row in others.items()}
-        theirs = torch.stack([rows.get(rank, unknown) for rank in self._others])
+        rows = dict.fromkeys(self._others, unknown)
+        for rank in rows.keys() & others.keys():
+            rows[rank] = others[rank].numbers
+        theirs = torch.stack([*rows.values()])
         gradients_apart = _differs(own.numbers[:2], theirs[:, :2])
         was_proven = self._equal >= _PROOF
         self._equal[gradients_apart] = 0
@@ -126,42 +136,47 @@ class ReplicaComparison:
         if not replicas.promised:
             averaged = self._equal >= _PROOF
             least = _UNSEEN * float(own.numbers[2].nan_to_num().max())
-        weights_apart = self._weights_apart(own.numbers[2:], theirs[:, 2:], least, skipped)
-        are_finite = (own.numbers[2:] + theirs[:, 2:]).isfinite().all(1)
-        weights_alike = are_finite & ~weights_apart
+        distances = theirs[:, 2:] - own.numbers[2:]
+        weights_apart = _differs(own.numbers[2:], theirs[:, 2:], least)
+        # An update less shows in any digit, however small the learning rate is.
+        weights_apart |= skipped.unsqueeze(1) & (distances.abs() > 0).any(1)
+        weights_alike = distances.isfinite().all(1) & ~weights_apart
         self._met |= weights_alike
-        unreported = gradients_apart & ~self._reported["gradients"]
-        if not replicas.promised:
-            unreported &= was_proven
-        differences = self._differences_of_gradients(own, theirs, unreported, replicas)
-        if not replicas.promised:
-            for difference in differences:
+        apart = gradients_apart & ~self._reported["gradients"]
+        if replicas.promised:
+            differences = self._differences_of_gradients(own, theirs, apart, replicas)
+        else:
+            proven = apart & was_proven
+            for difference in self._differences_of_gradients(own, theirs, proven, replicas):
                 self._pending[difference.rank, difference.place] = difference
             differences = self._settled(averaged & weights_apart, averaged & weights_alike)
+            kinds = [replicas.missed.get(index) == "alone at last" for index in self._indices]
+            self._alone_at_last += 1
+            self._alone_at_last *= gradients_apart & weights_apart & torch.tensor(kinds)
+            lost = apart & (self._alone_at_last == _PROOF)
+            differences += self._differences_of_gradients(own, theirs, lost, replicas)
         yield from self._findings("gradients", differences)
         unreported = averaged & weights_apart & ~self._reported["weights"]
-        differences = self._differences_of_weights(own, others, unreported, replicas, skipped)
+        differences = []
+        for position, place in unreported.nonzero().tolist():
+            remedy = _FROM_THE_START
+            if skipped[position]:
+                remedy = _SKIPPED
+            elif replicas.promised or self._met[position, place]:
+                remedy = _SINCE_THEN
+            rank = self._others[position]
+            steps = {"ours": own.step, "theirs": others[rank].step}
+            text = remedy.format(first=self._first, other=rank, **steps)
+            differences.append(_Difference(place, rank, own.step, text))
         yield from self._findings("weights", differences)
 
-    def _ranks_that_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers]) -> set[int]:
-        """Return the ranks that, unlike the first rank, have left out or made an update since their first rows."""
-        skipped = set()
-        for rank, row in others.items():
-            lead = row.step - own.step
-            if lead != self._leads.setdefault(rank, lead):
-                skipped.add(rank)
-        return skipped
-
-    def _weights_apart(
-        self, ours: Tensor, theirs: Tensor, least: float, skipped: Collection[int]
-    ) -> Tensor:
-        """Return by other rank and parameter whether the weights differ by more than rounding."""
-        are_apart = _differs(ours, theirs, least)
-        # An update less shows in any digit, however small the learning rate is.
-        for rank in skipped:
-            position = self._others.index(rank)
-            are_apart[position] |= (theirs[position] - ours).abs().gt(0).any(0)
-        return are_apart
+    def _ranks_that_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers]) -> Tensor:
+        """Return which other ranks have, unlike the first rank, left out or made an update since their first rows."""
+        skipped = []
+        for rank in self._others:
+            lead = others[rank].step - own.step if rank in others else None
+            skipped.append(lead is not None and lead != self._leads.setdefault(rank, lead))
+        return torch.tensor(skipped)
 
     def _note_equal(self, ours: Tensor, theirs: Tensor) -> None:
         """Count the gradients that show, by being equal, that ranks averaged them."""
@@ -175,27 +190,22 @@ class ReplicaComparison:
         self._norms = norms
 
     def _differences_of_gradients(
-        self, own: RankNumbers, theirs: Tensor, unreported: Tensor, replicas: Replicas
+        self, own: RankNumbers, theirs: Tensor, apart: Tensor, replicas: Replicas
     ) -> list[_Difference]:
         differences: list[_Difference] = []
         norms = own.numbers[0]
-        for position in unreported.any(1).nonzero().flatten().tolist():
+        for position, place in apart.nonzero().tolist():
             rank = self._others[position]
             norms_there = theirs[position, 0]
-            places = unreported[position].nonzero().flatten().tolist()
-            general_remedy = _LOST
-            if replicas.promised:
-                general_remedy = _MOVED
-            factor = _common_factor(norms[places], norms_there[places])
-            if factor is not None:
-                general_remedy = _SCALED.format(other=rank, factor=factor, first=self._first)
-            for place in places:
-                remedy = general_remedy
-                missed = replicas.missed.get(self._indices[place])
-                if missed is not None:
-                    remedy = _REMEDIES[missed]
-                numbers = self._norms_of(rank, norms[place].item(), norms_there[place].item())
-                differences.append(_Difference(place, rank, own.step, remedy, numbers))
+            factor = _common_factor(norms[apart[position]], norms_there[apart[position]])
+            missed = replicas.missed.get(self._indices[place])
+            remedy = _MOVED if replicas.promised else _LOST
+            if missed is not None:
+                remedy = _REMEDIES[missed]
+            elif factor is not None:
+                remedy = _SCALED.format(other=rank, factor=factor, first=self._first)
+            numbers = self._norms_of(rank, norms[place].item(), norms_there[place].item())
+            differences.append(_Difference(place, rank, own.step, remedy, numbers))
         return differences
 
     def _settled(self, weights_apart: Tensor, weights_alike: Tensor) -> list[_Difference]:
@@ -209,27 +219,6 @@ class ReplicaComparison:
                 del self._pending[rank, place]
         return faults
 
-    def _differences_of_weights(
-        self,
-        own: RankNumbers,
-        others: Mapping[int, RankNumbers],
-        unreported: Tensor,
-        replicas: Replicas,
-        skipped: Collection[int],
-    ) -> list[_Difference]:
-        differences: list[_Difference] = []
-        for position, place in unreported.nonzero().tolist():
-            rank = self._others[position]
-            remedy = _FROM_THE_START
-            if rank in skipped:
-                remedy = _SKIPPED
-            elif replicas.promised or self._met[position, place]:
-                remedy = _SINCE_THEN
-            theirs = others[rank].step
-            text = remedy.format(first=self._first, other=rank, ours=own.step, theirs=theirs)
-            differences.append(_Difference(place, rank, own.step, text))
-        return differences
-
     def _findings(self, cause: str, differences: Iterable[_Difference]) -> Iterator[Finding]:
         """Yield one finding for all differences that have a remedy in common."""
         by_remedy: dict[tuple[int, str], list[_Difference]] = {}
@@ -238,13 +227,16 @@ class ReplicaComparison:
             by_remedy.setdefault((difference.step, difference.remedy), []).append(difference)
         for (step, remedy), group in by_remedy.items():
             group.sort(key=attrgetter("place"))
-            ranks = _dist.named(sorted({self._first, *(each.rank for each in group)}))
+            members = {self._first}
+            indices: dict[int, None] = {}
+            for each in group:
+                members.add(each.rank)
+                indices[self._indices[each.place]] = None
+            ranks = _dist.named(sorted(members))
             text = _WEIGHTS.format(ranks=ranks, remedy=remedy)
             if cause == "gradients":
                 text = _GRADIENTS.format(ranks=ranks, numbers=group[0].numbers, remedy=remedy)
-            places = dict.fromkeys(each.place for each in group)
-            indices = tuple(self._indices[place] for place in places)
-            yield Finding(cause, text, indices, step=step)
+            yield Finding(cause, text, tuple(indices), step=step)
 
     def _norms_of(self, rank: int, ours: float, theirs: float) -> str:
         text = _NORMS

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Check, Finding, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.actions.checks.idle_settings import idle_attributes, idle_loads
+from gradsurgeon.actions.checks.loss_graph import LossGraph
+from gradsurgeon.actions.checks.structure_facts import StructureFacts
 from gradsurgeon.tensors.sampling import sample
 
 _UNTIED = (
@@ -33,8 +36,21 @@ class StructureCheck(Check):
         self._seen: set[int] = set()
         # Weights whose rows are equal, and have been in each update that was looked at.
         self._equal: set[int] = set()
+        self._loss = LossGraph()
+        self._facts = StructureFacts()
+
+    def rests(self, method: str) -> bool:
+        return method == "before_pass" and self._loss.is_over and self._facts.is_over
+
+    def before_pass(self, starting: Pass) -> Iterator[Finding]:
+        yield from self._loss.before_pass(starting)
+        yield from self._facts.before_pass(starting)
 
     def before_update(self, update: Update) -> Iterator[Finding]:
+        yield from self._loss.before_update(update)
+        root = update.model.root()
+        if root is not None:
+            yield from idle_loads(root, has_updated=bool(self._seen))
         if self._seen and update.step > _UPDATES and update.step % _LATER:
             return
         new = []
@@ -47,9 +63,10 @@ class StructureCheck(Check):
         self._equal.update(index for index in new if _is_layer(update, index))
         for units, indices in self._copies(update).items():
             yield Finding("copies", _COPIES.format(units=units), tuple(indices))
-        if new and not update.model.is_configured_untied():
-            for pair in _untied(update, new):
-                yield Finding("untied", _UNTIED, pair)
+        for pair in _untied(update, new):
+            yield Finding("untied", _UNTIED, pair)
+        if root is not None:
+            yield from idle_attributes(root, update)
 
     def _copies(self, update: Update) -> dict[int, list[int]]:
         """Return, by number of units, the weights whose units are copies; forget those, and weights whose rows differ."""
@@ -91,6 +108,16 @@ def _untied(update: Update, indices: list[int]) -> Iterator[tuple[int, int]]:
     """Yield pairs of an embedding and another weight that are equal in every element."""
     kinds = update.model.kinds
     embeddings = [index for index in indices if kinds.get(index, "").startswith("Embedding")]
+    root = update.model.root()
+    if not embeddings or root is None:
+        return
+    # Models of Hugging Face have a configuration, which may say that they are not meant to be tied.
+    ties = []
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        ties.append(getattr(config, "tie_word_embeddings", None))
+    if False in ties:
+        return
     others = [index for index in indices if index not in embeddings]
     for embedding in embeddings:
         table = update.params[embedding].detach()

@@ -1,16 +1,17 @@
 """Finds parameters that do not move, and updates that make a weight non-finite."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Finding, Update
 from gradsurgeon.actions.checks.dead_params import DeadParams
+from gradsurgeon.actions.checks.optimizer_checks import Checks, OptimizerCheck
 from gradsurgeon.actions.checks.outside_leaves import OutsideLeaves
+from gradsurgeon.actions.checks.zero_gradients import ZeroGradients
 from gradsurgeon.tensors import _numbers
 from gradsurgeon.tensors.sampling import by_device, differing, largest, sample
 
@@ -50,117 +51,146 @@ _BROKEN_BETWEEN = (
 )
 
 
-@dataclass(slots=True)
-class _OptimizerUpdates:
-    """The updates of one optimizer since the check began, and the last samples of its parameters."""
-
-    updates: int = 0
-    performed: int = 0
-    samples: dict[int, Tensor] = field(default_factory=dict)
-    # The update after which the samples were taken.
-    sampled: int = 1
-    # Parameters whose sample did not move, and the number of updates since it last did.
-    suspects: dict[int, int] = field(default_factory=dict)
-    # Parameters that have moved: a schedule, or a minimum, may bring them to rest.
-    moved: set[int] = field(default_factory=set)
-    # The largest usual size of a gradient so far.
-    usual: float = 0.0
-    dead: DeadParams = field(default_factory=DeadParams)
-    # Where the gradient of a suspect is largest, its values there right before this update, and the updates without a move.
-    tests: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
-
-
-class UpdateCheck(Check):
+class UpdateCheck(Checks):
     """Looks at weights right after an update: whether they moved, and whether they are finite."""
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, _OptimizerUpdates] = {}
-        self._outside = OutsideLeaves()
-        # The parameters that backward passes have reached.
-        self._reached: set[int] = set()
+        super().__init__([OutsideLeaves()], Unmoved, DeadParams, ZeroGradients)
 
-    def after_pass(self, done: Pass) -> Iterator[Finding]:
-        self._reached.update(done.reached)
-        yield from self._outside.after_pass(done)
+    def rests(self, method: str) -> bool:
+        for owner in self.owners.values():
+            for check in owner.checks:
+                if check.waits_for == method:
+                    return False
+        return True
 
-    def close(self) -> None:
-        for owner in self._owners.values():
-            owner.dead.close()
+
+class Unmoved(OptimizerCheck):
+    """Looks for weights that do not move although gradients come, and for those that become non-finite."""
+
+    def __init__(self) -> None:
+        # The updates that took place.
+        self._performed = 0
+        # The last samples of weights, and the number of the update after which they were taken.
+        self._samples: dict[int, Tensor] = {}
+        self._sampled = 1
+        # Parameters whose sample did not move, and the number of updates since it last did.
+        self._suspects: dict[int, int] = {}
+        # Where the gradient of a suspect is largest, its values there right before this update, and the updates without a move.
+        self._tests: dict[int, tuple[Tensor, Tensor, int]] = {}
+        # The largest usual size of a gradient so far.
+        self._usual = 0.0
+
+    @property
+    def waits_for(self) -> str:
+        return "before_update" if self._suspects else ""
 
     def before_update(self, update: Update) -> Iterable[Finding]:
-        owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
-        for index in list(owner.suspects):
-            param = update.params.get(index)
-            grad = update.grads.get(index)
-            if param is not None and grad is not None:
-                places = largest(grad)
-                values = torch.take(param, places)
-                owner.tests[index] = (places, values, owner.suspects.pop(index))
+        for index in self._suspects.keys() & update.params.keys() & update.grads.keys():
+            places = largest(update.grads[index])
+            values = torch.take(update.params[index], places)
+            self._tests[index] = (places, values, self._suspects.pop(index))
         return ()
 
-    def after_update(self, update: Update) -> Iterable[Finding]:
-        owner = self._owners.setdefault(update.owner, _OptimizerUpdates())
-        owner.updates += 1
-        owner.performed += update.took_place
-        if owner.tests:
-            yield from _causes(owner, update)
-            owner.tests = {}
-        yield from owner.dead.after_update(update, owner.updates, owner.moved, self._reached)
-        if owner.updates == 1:
-            owner.usual = _usual_gradient(update)
-        ends_window = _ends_window(owner.updates)
-        if ends_window or owner.updates <= _FIRST:
-            self._sample(owner, update, ends_window=ends_window)
+    def after_update(self, update: Update) -> Iterator[Finding]:
+        number = self.owner.updates + 1
+        update.when_known(self._count)
+        if self._tests:
+            yield from self._causes(update)
+            self._tests = {}
+        if number == 1:
+            self._usual = _usual_gradient(update)
+        ends_window = _ends_window(number)
+        if ends_window or number <= _FIRST:
+            self._sample(update, number, ends_window=ends_window)
 
-    def _sample(self, owner: _OptimizerUpdates, update: Update, *, ends_window: bool) -> None:
-        members = [index for index in update.indices if index in update.grads]
-        new = {
-            index: sample(update.params[index]) for index in members if update.params[index].numel()
-        }
+    def _count(self, took_place: bool) -> None:  # noqa: FBT001 # a callback
+        self._performed += took_place
+
+    def _sample(self, update: Update, number: int, *, ends_window: bool) -> None:
+        new = {}
+        for index in update.indices:
+            if index in update.grads and update.params[index].numel():
+                new[index] = sample(update.params[index])
         span = 0
         broken = _BROKEN
         if ends_window:
-            span = owner.updates - owner.sampled
-            unseen = owner.updates - max(owner.sampled, _FIRST)
-            broken = _BROKEN_BETWEEN.format(updates=unseen)
-            owner.sampled = owner.updates
+            span = number - self._sampled
+            broken = _BROKEN_BETWEEN.format(updates=number - max(self._sampled, _FIRST))
+            self._sampled = number
         for indices in by_device(new, new):
-            before = [owner.samples.get(index, new[index]) for index in indices]
+            before = [self._samples.get(index, new[index]) for index in indices]
             after = [new[index] for index in indices]
             finite = torch.stack([values.isfinite().all() for values in after])
-            judge = partial(self._judge, owner, update, indices, span, broken=broken)
-            update.later(torch.stack([differing(before, after), finite.float()]), judge)
-        if not ends_window:
-            new |= owner.samples
-        owner.samples |= new
+            seen = torch.stack([differing(before, after), finite.float()])
+            update.later(seen, partial(self._judge, update, indices, span, broken))
+        # Within a window the first samples count.
+        self._samples = self._samples | new if ends_window else new | self._samples
 
     def _judge(
-        self,
-        owner: _OptimizerUpdates,
-        update: Update,
-        indices: Sequence[int],
-        span: int,
-        seen: Tensor,
-        *,
-        broken: str,
+        self, update: Update, indices: Sequence[int], span: int, broken: str, seen: Tensor
     ) -> Iterator[Finding]:
-        """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any.
-
-        ``broken`` is the sentence on non-finite weights.
-        """
+        """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
         nonfinite = []
         for index, share, is_finite in zip(indices, *seen.tolist(), strict=True):
-            if not is_finite:
+            if not is_finite and index in update.grads and update.has_finite_grad(index):
                 nonfinite.append(index)
             if share:
-                owner.moved.add(index)
-                owner.suspects.pop(index, None)
+                self.owner.moved.add(index)
+                self._suspects.pop(index, None)
             elif span:
-                owner.suspects[index] = owner.suspects.get(index, 0) + span
-        with_grad = [index for index in nonfinite if index in update.grads]
-        finite_grads = [index for index in with_grad if update.has_finite_grad(index)]
-        if finite_grads:
-            yield Finding("non-finite", broken, tuple(finite_grads))
+                self._suspects[index] = self._suspects.get(index, 0) + span
+        if nonfinite:
+            yield Finding("non-finite", broken, tuple(nonfinite))
+
+    def _causes(self, update: Update) -> Iterator[Finding]:
+        """Yield one finding for each cause for which parameters that should have moved did not."""
+        waited = {}
+        for index, (places, before, updates) in sorted(self._tests.items()):
+            now = torch.take(update.params[index], places)
+            if not bool(differing([before], [now])):
+                waited[index] = updates
+        if not waited:
+            return
+        # Compared with earlier ones also: near a minimum all gradients are rounding noise.
+        self._usual = max(self._usual, _usual_gradient(update))
+        by_cause: dict[str, list[int]] = {}
+        for index, updates in waited.items():
+            grad = update.grads.get(index)
+            if grad is None or not _rms(grad) > _NOISE * self._usual:
+                continue
+            cause = self._cause(update, index)
+            if cause and updates < _patience(cause, update, index):
+                self._suspects[index] = updates
+            elif cause:
+                by_cause.setdefault(cause, []).append(index)
+        for cause, indices in by_cause.items():
+            first = indices[0]
+            text = _STILL.format(updates=waited[first]) + _consequence(cause, update, first)
+            yield Finding(cause, text, tuple(indices))
+
+    def _cause(self, update: Update, index: int) -> str:
+        """Return why a parameter did not move, a key of `_CAUSES`; an empty string if it need not move."""
+        if index in update.frozen:
+            return "frozen"
+        group = update.groups.get(index)
+        if group is None:
+            # A part in evaluation mode, such as a network inside the loss, is not meant to train.
+            return "" if update.model.is_resting(index) else "unowned"
+        return self._cause_of_owned(update, index, group) if self._performed else "skipped"
+
+    def _cause_of_owned(self, update: Update, index: int, group: Mapping[str, Any]) -> str:
+        # An optimizer that stops at a tolerance, or a proximal step that holds a weight at 0.
+        if "tolerance_grad" in group or not bool(update.params[index].detach().any()):
+            return ""
+        return self._cause_with_group(update, index, _learning_rate(group))
+
+    def _cause_with_group(self, update: Update, index: int, lr: float) -> str:
+        if lr and _should_move(update, index, lr):
+            return "unwritten"
+        cause = "rounded" if lr else "lr"
+        # A schedule may end, and a training come to its minimum.
+        return "" if index in self.owner.moved else cause
 
 
 def _ends_window(number: int) -> bool:
@@ -171,87 +201,16 @@ def _ends_window(number: int) -> bool:
     return number > 1 and number % window == 1
 
 
-def _causes(owner: _OptimizerUpdates, update: Update) -> Iterator[Finding]:
-    """Yield one finding for each cause for which parameters that should have moved did not."""
-    waited = {}
-    for index, (places, before, updates) in sorted(owner.tests.items()):
-        now = torch.take(update.params[index], places)
-        if not bool(differing([before], [now])):
-            waited[index] = updates
-    if not waited:
-        return
-    # Compared with earlier ones also: near a minimum all gradients are rounding noise.
-    owner.usual = max(owner.usual, _usual_gradient(update))
-    by_cause: dict[str, list[int]] = {}
-    for index, updates in waited.items():
-        grad = update.grads.get(index)
-        if grad is None or not _rms(grad) > _NOISE * owner.usual:
-            continue
-        cause = _cause(update, index, owner)
-        if cause and updates < _patience(cause, update, index):
-            owner.suspects[index] = updates
-        elif cause:
-            by_cause.setdefault(cause, []).append(index)
-    for cause, indices in by_cause.items():
-        first = indices[0]
-        text = _STILL.format(updates=waited[first]) + _consequence(cause, update, first)
-        if cause == "lr":
-            indices = _without_rate(owner, update)  # noqa: PLW2901 # those with small gradients too
-        yield Finding(cause, text, tuple(indices))
-
-
-def _without_rate(owner: _OptimizerUpdates, update: Update) -> list[int]:
-    """Return the parameters that never moved and whose learning rate is 0, also those with too small a gradient."""
-    still = [index for index in update.groups if index not in owner.moved]
-    return [index for index in still if not _learning_rate(update.groups[index])]
-
-
-def _cause(update: Update, index: int, owner: _OptimizerUpdates) -> str:
-    """Return why a parameter did not move, a key of `_CAUSES`; an empty string if it need not move."""
-    if index in update.frozen:
-        return "frozen"
-    if index in update.groups:
-        return _cause_of_owned(update, index, owner)
-    # A part in evaluation mode, such as a network inside the loss, is not meant to train.
-    if update.model.is_resting(index):
-        return ""
-    return "unowned"
-
-
-def _cause_of_owned(update: Update, index: int, owner: _OptimizerUpdates) -> str:
-    group = update.groups[index]
-    if not owner.performed:
-        return "skipped"
-    # An optimizer that stops at a tolerance, or a proximal step that holds a weight at 0.
-    if "tolerance_grad" in group or not bool(update.params[index].detach().any()):
-        return ""
-    lr = _learning_rate(group)
-    if lr and _should_move(update, index, lr):
-        return "unwritten"
-    # A schedule may end, and a training come to its minimum.
-    if index in owner.moved:
-        return ""
-    if not lr:
-        return "lr"
-    return "rounded"
-
-
 def _patience(cause: str, update: Update, index: int) -> int:
     """Return how many updates a parameter may rest for a cause that may pass."""
-    is_half = update.params[index].dtype in _numbers.HALF
-    if cause == "lr":
-        return PATIENCE
-    if is_half and (cause == "unowned" or _has_float32_copy(update, index)):
+    param = update.params[index]
+    is_kept_elsewhere = cause == "unowned"
+    for value in update.state_of(index).values():
+        if isinstance(value, Tensor) and value.numel() == param.numel():
+            is_kept_elsewhere |= value.dtype == torch.float32
+    if cause == "lr" or (param.dtype in _numbers.HALF and is_kept_elsewhere):
         return PATIENCE
     return WINDOW
-
-
-def _has_float32_copy(update: Update, index: int) -> bool:
-    numel = update.params[index].numel()
-    for value in update.state_of(index).values():
-        if isinstance(value, Tensor) and value.numel() == numel and value.dtype == torch.float32:
-            return True
-    return False
 
 
 def _consequence(cause: str, update: Update, index: int) -> str:

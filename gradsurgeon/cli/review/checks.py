@@ -5,25 +5,28 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradsurgeon.actions import Rule, Steps, TrapRule, Where, in_order
-from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, ClipNorm
-from gradsurgeon.actions.scale import Scale
+from gradsurgeon.actions import Rule, TrapRule, Where, in_order
+from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, clips_by_themselves
+from gradsurgeon.actions.scale import CANCELLED, IN_ITS_PLACE, Scale
 from gradsurgeon.common.match import contains
 from gradsurgeon.errors import Severity, shorten_names
 from gradsurgeon.language.schema import RuleSet
 
 # The checks that run while a rule file is read, with the sentence that `explain` and SARIF show.
 READING_CHECKS: Mapping[str, str] = {
-    "bad-include": "An entry of `include` names nothing that can be included.",
+    "bad-include": "An entry of `include`, or the `file` of a rule, names nothing that can be read.",
     "bad-pattern": "A pattern cannot be read. It may have `*`, `?`, `[0-9]`, `{a,b}` and `{0..11}`, or begin with `re:`.",
     "bad-value": "The value of an option is not allowed: `gradsurgeon explain ACTION` lists the values.",
+    "cannot-act": "With `--params`: a rule matches parameters on which it cannot act.",
     "bad-version": "The file is written for an unknown version of the rule language.",
     "duplicate-key": "A mapping holds a key twice.",
     "duplicate-rule-id": "Two rules have the same id.",
     "empty-file": "The file holds no rules.",
+    "expect": "With `--params`: a rule matches another number of parameters than it says.",
     "key-type": "A key is not text.",
     "merge-key": "The merge key `<<` is not allowed.",
     "missing-key": "A key that must be given is missing.",
+    "no-match": "With `--params`: a rule matches nothing in the model.",
     "no-rules": "The list of rules is empty.",
     "not-a-mapping": "The file is not a mapping with `version` and `rules`.",
     "several-documents": "The file holds more than one YAML document.",
@@ -44,45 +47,38 @@ MAX_COMPARED = 400
 class LintContext:
     def __init__(self, rules: RuleSet) -> None:
         self.rules = rules.rules
-        self._place = {rule.id: place for place, rule in enumerate(in_order(self.rules))}
+        self._order = [rule.id for rule in in_order(self.rules)]
         # The rules that are compared with each other: all of them, except in a huge file.
-        self.compared: list[Rule] = []
-        pattern_count = 0
-        for rule in self.rules:
-            pattern_count += len(rule.patterns) + len(rule.exclude)
-            if pattern_count > MAX_COMPARED:
-                break
-            self.compared.append(rule)
+        self.compared = self.rules
+        if sum(len(rule.patterns) + len(rule.exclude) for rule in self.rules) > MAX_COMPARED:
+            self.compared = ()
 
     def acts_before(self, first: Rule, second: Rule) -> bool:
-        return self._place[first.id] < self._place[second.id]
+        return self._order.index(first.id) < self._order.index(second.id)
 
     def overlap(self, first: Rule, second: Rule) -> bool:
         """Tell whether both rules certainly act on a common tensor in a common step."""
-        if not first.steps.meets(second.steps):
-            return False
-        if any(_covered_patterns(first, second)):
-            return True
-        return any(_covered_patterns(second, first))
+        covered = [*_covered_patterns(first, second), *_covered_patterns(second, first)]
+        return bool(covered) and first.steps.meets(second.steps)
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether ``wide`` certainly acts on every tensor of ``narrow``, in every step of ``narrow``."""
-        if wide.when not in (None, narrow.when) or wide.steps not in (Steps(), narrow.steps):
+        if wide.when not in (None, narrow.when) or not wide.steps.covers(narrow.steps):
             return False
         return list(_covered_patterns(wide, narrow)) == list(narrow.patterns)
 
 
 def _covered_patterns(wide: Rule, narrow: Rule) -> Iterator[str]:
     """Yield the patterns of ``narrow`` by which it selects only names that ``wide`` certainly selects too."""
-    if (wide.target, wide.ref) != (narrow.target, narrow.ref):
-        return
     # Each condition of the wide rule must also be a condition of the narrow one.
-    if wide.where not in (Where(), narrow.where) or wide.model not in (None, narrow.model):
-        return
-    if not set(wide.exclude) <= set(narrow.exclude):
-        return
+    is_narrower = (
+        (wide.target, wide.ref) == (narrow.target, narrow.ref)
+        and wide.where in (Where(), narrow.where)
+        and wide.model in (None, narrow.model)
+        and set(wide.exclude) <= set(narrow.exclude)
+    )
     for text in narrow.patterns:
-        if any(contains(pattern, text) for pattern in wide.patterns):
+        if is_narrower and any(contains(pattern, text) for pattern in wide.patterns):
             yield text
 
 
@@ -195,14 +191,10 @@ def clip_of_each(context: LintContext) -> Iterator[LintFinding]:
     bounds the norm of each gradient, so the norm of all can be much larger, and their proportions change.
 
     Write `per: rule` for one common norm, or `per: parameter` if each gradient shall have its own. In a file in which some
-    clip has a `per`, the others mean what they say.
+    clip has a `per`, the others mean what they say. A clip of a single parameter, named without `*`, has nothing to choose.
     """
-    clips = [rule for rule in context.rules if isinstance(rule, ClipNorm)]
-    if any("per" in rule.model_fields_set for rule in clips):
-        return  # whoever has written one `per` knows the others
-    for rule in clips:
-        if rule.target == "params" and rule.point == "step":
-            yield LintFinding(rule, ("action",), BY_ITSELF, BOTH_FORMS)
+    for rule in clips_by_themselves(context.rules):
+        yield LintFinding(rule, ("action",), BY_ITSELF, BOTH_FORMS)
 
 
 @_check(
@@ -245,15 +237,17 @@ def judged_before_edits(context: LintContext) -> Iterator[LintFinding]:
     Put the trap above these edits: then it clips the gradient that it judged, and the edits see the result.
     Edits at `backward` act before the trap judges, wherever they are in the file.
     """
+    edits = [rule for rule in context.compared if rule.edits and not rule.judges_first]
     for trap in context.compared:
-        if not trap.judges_first:
+        if not trap.judges_first or trap.point == "updated":
             continue
-        above = []
-        for edit in context.compared:
-            if not edit.edits or edit.judges_first or edit.point != trap.point:
-                continue
-            if context.acts_before(edit, trap) and context.overlap(edit, trap):
-                above.append(edit)
+        above = [
+            edit
+            for edit in edits
+            if edit.point == trap.point
+            and context.acts_before(edit, trap)
+            and context.overlap(edit, trap)
+        ]
         if above:
             message = f"`{trap.id[:60]}` judges the gradient before the edits of {_listed(above)} above it"
             hint = f"put the {trap.name()} first"
@@ -301,6 +295,21 @@ def zero_is_not_freeze(context: LintContext) -> Iterator[LintFinding]:
     for rule in context.rules:
         if rule.action == "zero" and rule.target == "params":
             yield LintFinding(rule, ("action",), message, hint)
+
+
+@_check('{id: slow-embedding, action: scale, params: "embed.*", factor: 0.1}', severity="note")
+def scale_under_adam(context: LintContext) -> Iterator[LintFinding]:
+    """A constant factor on gradients changes next to nothing under Adam.
+
+    Adam, AdamW, RMSprop, Adagrad and others divide each gradient by its running size, in which the factor cancels, unless
+    weight decay is a part of the gradient. Under SGD the factor is a learning rate of its own. Lint does not know the
+    optimizer; `gradsurgeon run --dry-run` does, and names it.
+
+    Use `tensor: update` without `at`, which multiplies what the optimizer did to the weight, under any optimizer.
+    """
+    for rule in context.rules:
+        if isinstance(rule, Scale) and rule.may_be_cancelled:
+            yield LintFinding(rule, ("factor",), CANCELLED, IN_ITS_PLACE)
 
 
 def _listed(rules: Sequence[Rule]) -> str:

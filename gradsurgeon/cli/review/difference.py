@@ -1,37 +1,65 @@
 """Compare two rule sets on the names of a model: the effect of the change. Pure."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
+from gradsurgeon.cli.review import on_run
+from gradsurgeon.cli.review.effects import (
+    Change,
+    Meaning,
+    OrderChange,
+    meaning_of,
+    order_changes,
+)
 from gradsurgeon.language.planning import Manifest, Match, MatchedRules, Matcher, Obstacle
 from gradsurgeon.language.schema import RuleSet
 
-Ids = tuple[str, ...]
+if TYPE_CHECKING:
+    from gradsurgeon.report.evidence.run_norms import RunNorms
+    from gradsurgeon.report.evidence.told import Told
 
 
-class OptionChange(NamedTuple):
-    name: str  # with dots into mappings: ``where.ndim``
-    before: Any  # the value as in a rule file, ``None`` if it is not given
-    after: Any
+Sign = Literal["+", "-", "~"]  # added, removed, changed
+SIGNS: Mapping[Sign, str] = {"+": "added", "-": "removed", "~": "changed"}
 
 
 @dataclass(frozen=True, slots=True)
 class RuleChange:
-    id: str
-    action: str
-    target: str
+    sign: Sign
+    rule: Rule  # as it is now; a removed one as it was
+    old_id: str  # another one for a renamed rule
     # The changed options; for an added or removed rule, the given ones.
-    options: tuple[OptionChange, ...]
+    options: tuple[Change, ...]
     before: Match  # no match for an added rule
     after: Match  # no match for a removed rule
+    effects: tuple[Meaning, ...] = ()
 
+    @property
+    def id(self) -> str:
+        return self.rule.id
 
-class ChainChange(NamedTuple):
-    name: str
-    before: Ids
-    after: Ids
+    def to_dict(self) -> dict[str, Any]:
+        target = self.rule.target
+        form: dict[str, Any] = {"id": self.id, "action": self.rule.action, "target": target}
+        if self.sign == "~":
+            form["fields"] = [option._asdict() for option in self.options]
+            form["effect"] = [effect._asdict() for effect in self.effects]
+            form["params_before"] = self.before.names
+            form["params_after"] = self.after.names
+            form["elements_before"] = self.before.elements
+            form["elements_after"] = self.after.elements
+            return form
+        match = self.after if self.sign == "+" else self.before
+        form |= {"params": (), "modules": (), "elements": match.elements}
+        if target != "tensors":
+            form[target] = match.names
+        return form
 
 
 @dataclass(frozen=True)
@@ -39,166 +67,210 @@ class Difference:
     old: RuleSet
     new: RuleSet
     manifest: Manifest
-    added: tuple[RuleChange, ...]
-    removed: tuple[RuleChange, ...]
-    changed: tuple[RuleChange, ...]  # rules with other options
-    order_changed: bool  # of the rules of both sides, in the file
-    params: tuple[ChainChange, ...]  # in model order
-    tensors: tuple[ChainChange, ...]  # of modules and tags, such as ``conv1 output.grad``
+    rules: tuple[RuleChange, ...]  # added, then removed, then changed
+    orders: tuple[OrderChange, ...]  # pairs of rules that act in another order on some tensor
+    # Parameters come in model order, then modules and tags, such as ``conv1 output.grad``.
+    chains: tuple[Change, ...]
     covered: tuple[int, int]  # number of parameters with rules, before and after
     # Parameters that a rule edited, trapped or froze before, and no rule does now.
     lost: tuple[str, ...]
     # Further parameters for which a trap stopped or skipped steps before, and no trap does now.
     untrapped: tuple[str, ...]
+    # The same for traps that stay, and look in fewer steps: what the trap did and does, and on which parameters.
+    disarmed: tuple[tuple[RuleChange, tuple[str, ...]], ...]
     # Why training newly ends before its first step, with the rule.
     obstacles: tuple[tuple[str, Obstacle], ...]
+    # The rules of each side, by the new ids, and what they would have done in a recorded run, if one was named.
+    told: tuple[Mapping[str, Told], Mapping[str, Told]]
 
     @property
     def in_effect(self) -> bool:
-        return any((self.added, self.removed, self.changed, self.params, self.tensors))
+        return bool(self.rules or self.chains)
+
+    def on(self, rule: str) -> tuple[Told | None, Told | None]:
+        """Return what a rule would have done before and after; ``None`` for a side that lacks it."""
+        before, after = self.told
+        return before.get(rule), after.get(rule)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form, version 1."""
-        covered_before, covered_after = self.covered
-        warnings = []
-        for rule_id, obstacle in self.obstacles:
-            warning = {"kind": obstacle.kind, "rule": rule_id, "detail": obstacle.text}
-            warnings.append(warning)
-        return {
-            "version": 1,
-            "added": [_one_side(change, change.after) for change in self.added],
-            "removed": [_one_side(change, change.before) for change in self.removed],
-            "changed": [_both_sides(change) for change in self.changed],
-            "order_changed": self.order_changed,
-            "params": [chain._asdict() for chain in self.params],
-            "tensors": [chain._asdict() for chain in self.tensors],
-            "lost_protection": self.lost,
-            "lost_trap": self.untrapped,
-            "covered": {"before": covered_before, "after": covered_after},
-            "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
-            "warnings": warnings,
-            "in_effect": self.in_effect,
-        }
+        form: dict[str, Any] = {"version": 1}
+        form |= {key: [] for key in SIGNS.values()}
+        for change in self.rules:
+            entry = change.to_dict()
+            before, after = self.on(change.id)
+            if before or after:
+                entry["on"] = {
+                    "before": before and before.to_dict(),
+                    "after": after and after.to_dict(),
+                }
+            form[SIGNS[change.sign]].append(entry)
+        form["order"] = [order._asdict() for order in self.orders]
+        params = {param.name for param in self.manifest.params}
+        form["params"] = [chain._asdict() for chain in self.chains if chain.name in params]
+        form["tensors"] = [chain._asdict() for chain in self.chains if chain.name not in params]
+        form["lost_protection"] = self.lost
+        form["lost_trap"] = self.untrapped
+        form["less_often_trapped"] = [
+            {"rule": change.id, "params": names} for change, names in self.disarmed
+        ]
+        form["covered"] = dict(zip(("before", "after"), self.covered, strict=True))
+        form["model"] = {"params": len(params), "elements": self.manifest.elements}
+        form["warnings"] = [
+            {"kind": obstacle.kind, "rule": rule, "detail": obstacle.text}
+            for rule, obstacle in self.obstacles
+        ]
+        form["in_effect"] = self.in_effect
+        return form
 
 
-def _scope(change: RuleChange) -> dict[str, Any]:
-    return {"id": change.id, "action": change.action, "target": change.target}
-
-
-def _one_side(change: RuleChange, match: Match) -> dict[str, Any]:
-    side = _scope(change)
-    side["params"] = ()
-    side["modules"] = ()
-    if change.target != "tensors":
-        side[change.target] = match.names
-    side["elements"] = match.elements
-    return side
-
-
-def _both_sides(change: RuleChange) -> dict[str, Any]:
-    return {
-        **_scope(change),
-        "fields": [option._asdict() for option in change.options],
-        "params_before": change.before.names,
-        "params_after": change.after.names,
-        "elements_before": change.before.elements,
-        "elements_after": change.after.elements,
-    }
-
-
-def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
+def compare(
+    old: RuleSet, new: RuleSet, manifest: Manifest, run: RunNorms | None = None
+) -> Difference:
+    """Return the difference of two rule sets, with ``run`` also what their rules would have done there."""
+    new_ids = _renamed(old.rules, new.rules)
+    old_ids = {new_id: old_id for old_id, new_id in new_ids.items()}
+    # Both sides have the new ids from here on.
+    kept = [rule.model_copy(update={"id": new_ids.get(rule.id, rule.id)}) for rule in old.rules]
     matcher = Matcher(manifest)
-    before = MatchedRules(old, matcher)
+    before = MatchedRules(replace(old, rules=tuple(kept)), matcher)
     after = MatchedRules(new, matcher)
-    added = []
-    removed = []
-    changed = []
+    params = [param.name for param in manifest.params]
+    chains = list(_chain_changes(before, after, params))
+    orders = order_changes(chains)
+    changes = []
     for rule_id in after.rules | before.rules:
-        change = _rule_change(before, after, rule_id)
-        if rule_id not in before.rules:
-            added.append(change)
-        elif rule_id not in after.rules:
-            removed.append(change)
-        elif change.options:
-            changed.append(change)
-    order_before = [rule_id for rule_id in before.rules if rule_id in after.rules]
-    order_after = [rule_id for rule_id in after.rules if rule_id in before.rules]
-    param_names = [param.name for param in manifest.params]
-    tensor_names = dict.fromkeys((*before.chains, *after.chains))
-    for name in param_names:
-        tensor_names.pop(name, None)
-    lost = _params_under(before, protects) - _params_under(after, protects)
-    untrapped = _params_under(before, stops) - _params_under(after, stops) - lost
+        change = _rule_change(before, after, rule_id, old_ids.get(rule_id, rule_id), orders)
+        if change.sign != "~" or change.effects:
+            changes.append(change)
+    lost = _lost(before, after, params, protects)
+    untrapped = [name for name in _lost(before, after, params, stops) if name not in lost]
     return Difference(
         old=old,
         new=new,
         manifest=manifest,
-        added=tuple(added),
-        removed=tuple(removed),
-        changed=tuple(changed),
-        order_changed=order_before != order_after,
-        params=tuple(_chain_changes(before, after, param_names)),
-        tensors=tuple(_chain_changes(before, after, tensor_names)),
-        covered=(len(_params_under(before)), len(_params_under(after))),
-        lost=tuple(name for name in param_names if name in lost),
-        untrapped=tuple(name for name in param_names if name in untrapped),
+        rules=tuple(sorted(changes, key=lambda change: "+-~".index(change.sign))),
+        orders=tuple(orders),
+        chains=tuple(chains),
+        covered=(
+            len(before.chains.keys() & params),
+            len(after.chains.keys() & params),
+        ),
+        lost=tuple(lost),
+        untrapped=tuple(untrapped),
+        disarmed=tuple(_disarmed(before, after, changes, {*lost, *untrapped})),
         obstacles=tuple(_new_obstacles(before, after)),
+        told=(on_run.tried(before, run), on_run.tried(after, run)),
     )
 
 
+def _renamed(old: Sequence[Rule], new: Sequence[Rule]) -> dict[str, str]:
+    """Return the new id of each rule that has another one: the same action on the same tensors."""
+    by_selection = []
+    for rules, others in ((old, new), (new, old)):
+        known = {rule.id for rule in others}
+        ids: dict[str, list[str]] = defaultdict(list)
+        for rule in rules:
+            if rule.id not in known:
+                ids[_selection(rule)].append(rule.id)
+        by_selection.append(ids)
+    gone, come = by_selection
+    new_ids: dict[str, str] = {}
+    # A file may have thousands of rules, so they are not compared in pairs.
+    for selection, old_ids in gone.items():
+        new_ids |= zip(old_ids, come[selection], strict=False)
+    return new_ids
+
+
+def _selection(rule: Rule) -> str:
+    options = _given_options(rule)
+    keys = (rule.target, "tensor", "exclude", "where", "model")
+    selecting = [_unordered(options.get(key)) for key in keys]
+    return json.dumps([rule.action, rule.target, *selecting], sort_keys=True)
+
+
 def _chain_changes(
-    before: MatchedRules, after: MatchedRules, names: Iterable[str]
-) -> Iterator[ChainChange]:
-    for name in names:
+    before: MatchedRules, after: MatchedRules, params: Iterable[str]
+) -> Iterator[Change]:
+    for name in dict.fromkeys((*params, *before.chains, *after.chains)):
         old = before.chains.get(name, ())
         new = after.chains.get(name, ())
         if old != new:
-            yield ChainChange(name, old, new)
+            yield Change(name, old, new)
 
 
-def _params_under(
-    side: MatchedRules, is_wanted: Callable[[Rule], bool] | None = None
-) -> frozenset[str]:
-    """Return the parameters that any rule matches, or any wanted one."""
-    matched = []
-    for rule in side.rules.values():
-        if rule.target != "params":
+def _lost(
+    before: MatchedRules,
+    after: MatchedRules,
+    params: Iterable[str],
+    is_wanted: Callable[[Rule], bool],
+) -> list[str]:
+    """Return the parameters on which a wanted rule acted before, and none does now."""
+    names = []
+    for side in (before, after):
+        wanted = [rule for rule in side.rules.values() if is_wanted(rule)]
+        names.append(set().union(*(side.matches[rule.id].members for rule in wanted)))
+    gone = names[0] - names[1]
+    return [name for name in params if name in gone]
+
+
+def _disarmed(
+    before: MatchedRules, after: MatchedRules, changes: Iterable[RuleChange], known: set[str]
+) -> Iterator[tuple[RuleChange, tuple[str, ...]]]:
+    """Yield the traps that look in fewer steps, with the parameters for which no other trap looks in all of them."""
+    for change in changes:
+        old = before.rules.get(change.id)
+        if change.sign != "~" or old is None or old.target != "params" or not stops(old):
             continue
-        if is_wanted is None or is_wanted(rule):
-            matched.append(side.matches[rule.id].members)
-    return frozenset().union(*matched)
+        covering = set(known)
+        for rule in after.rules.values():
+            if stops(rule) and rule.steps.covers(old.steps):
+                covering |= after.matches[rule.id].members
+        names = tuple(name for name in change.before.names if name not in covering)
+        if names:
+            yield change, names
 
 
-def _rule_change(before: MatchedRules, after: MatchedRules, rule_id: str) -> RuleChange:
+def _rule_change(
+    before: MatchedRules,
+    after: MatchedRules,
+    rule_id: str,
+    old_id: str,
+    orders: Iterable[OrderChange],
+) -> RuleChange:
     old = before.rules.get(rule_id)
     new = after.rules.get(rule_id)
-    rule = after.rules.get(rule_id, old)
-    assert rule is not None  # noqa: S101 # the id is from one of the sides
+    options = changed_options(old, new)
+    sign: Sign = "+" if old is None else "-"
+    effects: list[Meaning] = []
+    if old is not None and new is not None:
+        sign = "~"
+        if old_id != rule_id:
+            effects.append(Meaning("renamed", "id", None, f"renamed from {old_id}"))
+        effects += [meaning_of(old, new, option) for option in options]
+    if effects:
+        own = [order for order in orders if rule_id in order[:2]]
+        effects += [Meaning("order", "", None, order.text) for order in own]
     return RuleChange(
-        id=rule_id,
-        action=rule.action,
-        target=rule.target,
-        options=changed_options(old, new),
+        sign=sign,
+        rule=new or before.rules[rule_id],
+        old_id=old_id,
+        options=options,
         before=before.matches.get(rule_id, Match()),
         after=after.matches.get(rule_id, Match()),
+        effects=tuple(effects),
     )
 
 
 def _new_obstacles(before: MatchedRules, after: MatchedRules) -> Iterator[tuple[str, Obstacle]]:
+    """Yield why training ends early, of rules for which it did not end early for a reason of that kind before."""
     for rule_id in after.rules:
-        known: set[tuple[str, str]] = set()
+        known = []
         if rule_id in before.rules:
-            known.update(map(_obstacle_key, before.obstacles(rule_id)))
+            known = [obstacle.kind for obstacle in before.obstacles(rule_id)]
         for obstacle in after.obstacles(rule_id):
-            if _obstacle_key(obstacle) not in known:
+            if obstacle.kind not in known:
                 yield rule_id, obstacle
-
-
-def _obstacle_key(obstacle: Obstacle) -> tuple[str, str]:
-    if obstacle.kind == "no-match":
-        # A rule that matched nothing before is no news, whatever its pattern.
-        return obstacle.kind, ""
-    return obstacle.kind, obstacle.text
 
 
 def protects(rule: Rule) -> bool:
@@ -206,28 +278,29 @@ def protects(rule: Rule) -> bool:
 
 
 def stops(rule: Rule) -> bool:
-    return isinstance(rule, TrapRule) and getattr(rule, "then", "") != "warn"
+    return isinstance(rule, TrapRule) and rule.then != "warn"
 
 
-def changed_options(old: Rule | None, new: Rule | None) -> tuple[OptionChange, ...]:
+def changed_options(old: Rule | None, new: Rule | None) -> tuple[Change, ...]:
     """Return the options that differ, or the given options of a rule that only one side has."""
     before = _given_options(old)
     after = _given_options(new)
-    changes = []
     if old is not None and new is not None and old.action != new.action:
-        changes.append(OptionChange("action", old.action, new.action))
+        before = {"action": old.action, **before}
+        after["action"] = new.action
+    changes = []
     for name in before | after:
         value_before = before.get(name, _default(old, name))
         value_after = after.get(name, _default(new, name))
         if _unordered(value_before) != _unordered(value_after):
-            changes.append(OptionChange(name, value_before, value_after))
+            changes.append(Change(name, value_before, value_after))
     return tuple(changes)
 
 
 def _unordered(value: object) -> object:
     # The order of a list has no effect on what the rule selects.
     if isinstance(value, list):
-        return sorted(value)
+        return sorted(set(value))
     return value
 
 
@@ -242,11 +315,10 @@ def _given_options(rule: Rule | None) -> dict[str, Any]:
     if rule is None:
         return {}
     options = rule.model_dump(
-        mode="json", by_alias=True, exclude_defaults=True, exclude={"id", "at", "tensor"}
+        mode="json", by_alias=True, exclude_defaults=True, exclude={"id", "action", "at", "tensor"}
     )
-    for key, value in options.items():
-        if isinstance(value, list):
-            options[key] = list(dict.fromkeys(value))
+    for name, value in options.pop("above", {}).items():
+        options[f"above.{name}"] = value
     if rule.target != "params" or not rule.ref.grad:
         options["tensor"] = str(rule.ref)
     elif rule.takes_at:

@@ -1,45 +1,54 @@
 """Find the problems of rule files, except those that ``# gradsurgeon: ignore[check-id]`` suppresses in their line."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from gradsurgeon.cli.review.checks import CHECKS, MAX_COMPARED, LintContext
 from gradsurgeon.errors import Problem, RuleFileError
 from gradsurgeon.language import schema, source
 from gradsurgeon.language.packs import PREFIX
-from gradsurgeon.language.schema import Inspection, Located, bounded
+from gradsurgeon.language.planning import Manifest, MatchedRules, Matcher
+from gradsurgeon.language.schema import Inspection, RuleSet, bounded
 
 _COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\[([^\]\n]*)\]")
 
 
-def lint(path: str) -> list[Problem]:
+def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
+    """Return the problems of a file; with the names of a model also what would keep its rules from binding."""
     try:
         document = source.read(path)
     except RuleFileError as error:
         return list(error.problems)
-    return lint_rules(schema.inspect(document))
+    inspected = schema.inspect(document)
+    problems = lint_rules(inspected)
+    if manifest is not None and inspected.rules is not None:
+        problems += _unbound(inspected.rules, manifest)
+    return problems
+
+
+def _unbound(rules: RuleSet, manifest: Manifest) -> Iterator[Problem]:
+    matched = MatchedRules(rules, Matcher(manifest))
+    for rule_id in matched.rules:
+        for obstacle in matched.obstacles(rule_id):
+            place = rules.place_to_correct(rule_id, *obstacle.at)
+            yield Problem(place, obstacle.kind, obstacle.text)
 
 
 def lint_rules(inspected: Inspection) -> list[Problem]:
+    rules = inspected.rules
+    if rules is None:
+        return list(inspected.problems)
     order = {located.file: index for index, located in enumerate(inspected.sources)}
 
     def position(problem: Problem) -> tuple[int, int, int]:
         place = problem.place
-        return order.get(place.file, len(order)), place.line, place.col
+        return order[place.file], place.line, place.col
 
-    suppressed = set(_suppressed(inspected.sources))
-    kept = []
-    for problem in sorted(_problems_of_rules(inspected), key=position):
-        place = problem.place
-        if (place.file, place.line, problem.check) not in suppressed:
-            kept.append(problem)
-    return sorted(dict.fromkeys([*inspected.problems, *bounded(kept)]), key=position)
+    kept = [problem for problem in _problems_of_rules(rules) if not _is_suppressed(problem)]
+    return bounded(sorted(dict.fromkeys(kept), key=position))
 
 
-def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
-    rules = inspected.rules
-    if rules is None:
-        return
+def _problems_of_rules(rules: RuleSet) -> Iterator[Problem]:
     context = LintContext(rules)
     for check in CHECKS.values():
         for finding in check.find(context):
@@ -55,21 +64,11 @@ def _problems_of_rules(inspected: Inspection) -> Iterator[Problem]:
                 place = rules.place_to_correct(finding.rule.id)
                 message = f"in this pack, {message}"
             yield Problem(place, check.id, message, finding.hint, check.severity)
-    if len(context.compared) < len(context.rules):
-        first = context.rules[len(context.compared)]
-        message = f"over {MAX_COMPARED} patterns: the rules from here on are not compared"
-        yield Problem(rules.place(first.id), "too-large", message, "", "warning")
+    if not context.compared:
+        message = f"over {MAX_COMPARED} patterns: the rules are not compared with each other"
+        yield Problem(rules.place(context.rules[0].id), "too-large", message, "", "warning")
 
 
-def _suppressed(sources: Iterable[Located]) -> Iterator[tuple[str, int, str]]:
-    """Yield file, line and check of each suppression; a pack cannot suppress anything."""
-    for located in sources:
-        if located.file.startswith(PREFIX):
-            continue
-        lines = located.text.removeprefix("\ufeff").split("\n")
-        for number, line in enumerate(lines, 1):
-            comment = _COMMENT.search(line)
-            if comment is None:
-                continue
-            for check in re.findall(r"[^,\s]+", comment[1]):
-                yield located.file, number, check
+def _is_suppressed(problem: Problem) -> bool:
+    comment = _COMMENT.search(problem.place.line_text)
+    return comment is not None and problem.check in re.findall(r"[^,\s]+", comment[1])

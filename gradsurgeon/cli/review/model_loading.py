@@ -20,13 +20,10 @@ def load_model(spec: str, *, with_values: bool = False) -> Any:
         )
         with _failing(needed):
             torch = importlib.import_module("torch")
-        target = _target(spec)
-        if isinstance(target, torch.nn.Module):
-            return target
-        model = target
-        if callable(target):
+        model = _target(spec)
+        if callable(model) and not isinstance(model, torch.nn.Module):
             with _failing(f"cannot build `{printable(spec)}`"):
-                model = target() if with_values else _built_without_values(torch, target)
+                model = model() if with_values else _built_without_values(torch, model)
     if not isinstance(model, torch.nn.Module):
         message = f"`{printable(spec)}` must be or give a torch.nn.Module, it gives"
         raise ModelError(f"{message} a value of the type {type(model).__name__}")

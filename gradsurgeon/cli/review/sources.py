@@ -1,5 +1,7 @@
 """Read rules and names for a review; git is asked for objects only, as its configuration may run commands."""
 
+from __future__ import annotations
+
 import os
 import pathlib
 import posixpath
@@ -7,12 +9,17 @@ import re
 import shutil
 import subprocess
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gradsurgeon.cli.review import model_loading
-from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.errors import GradSurgeonError, Place, Problem, RuleFileError
 from gradsurgeon.language import packs, planning, schema, source
 from gradsurgeon.language.planning import Manifest, manifest_file
 from gradsurgeon.language.schema import RuleSet
+from gradsurgeon.language.yaml_hints import OPEN_BOUND
+
+if TYPE_CHECKING:
+    from gradsurgeon.report.evidence.run_norms import RunNorms
 
 _SECONDS = 60
 # Users may set these for discovery. All other GIT_ variables could lead git to another repository.
@@ -36,17 +43,27 @@ _HINT = (
     "write REF:PATH with a path from the top of the repository; fetch the commit first, "
     "because nothing is fetched here; write `./` before the name of a file on disk that holds a colon"
 )
+_NO_NAMES = "name the model: `--model MODULE:NAME`, `--params FILE`, or `--on RUN` for the names of a recorded run"
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
-def manifest_of(params: str | None = None, model: str | None = None) -> Manifest:
+def manifest_of(
+    params: str | None = None, model: str | None = None, run: RunNorms | None = None
+) -> Manifest:
+    """Return the names to bind rules to: those that were asked for, or those of a recorded run."""
     if params is not None:
         return manifest_file.read(params)
-    return planning.from_model(model_loading.load_model(model or ""))
+    if model is not None:
+        return planning.from_model(model_loading.load_model(model))
+    if run is None:
+        raise GradSurgeonError(_NO_NAMES)
+    return run.manifest
 
 
 def rules_at(spec: str) -> RuleSet:
-    """Return the rules of a file such as ``rules.yaml``, or of ``origin/main:rules.yaml`` in a commit."""
+    """Return the rules of a file such as ``rules.yaml``, of ``origin/main:rules.yaml`` in a commit, or of a pack."""
+    if spec.startswith(packs.PREFIX):
+        return schema.validate(schema.pack(spec))
     ref, path = split(spec)
     if ref is None:
         return schema.validate(source.read(path))
@@ -55,6 +72,20 @@ def rules_at(spec: str) -> RuleSet:
     file = pathlib.Path(path)
     top = packs.Included(f"{ref}:{path}", file, file.parent)
     return schema.validate(_read(top), schema.Files(partial(_find, ref), _read))
+
+
+def rules_with_open_bounds(path: str) -> tuple[RuleSet, frozenset[str]]:
+    """Return rules as `rules_at`, and those whose bound is ``?``, which is allowed in a file on disk."""
+    if split(path)[0] is not None:
+        return rules_at(path), frozenset()
+    text = source.read(path).text
+    sides = []
+    for digit in "12":
+        # One character for another: every place stays as it is.
+        closed = OPEN_BOUND.sub(digit, text).encode()
+        sides.append(schema.validate(source.read(path, raw=closed)))
+    rules, others = sides
+    return rules, frozenset(rule.id for rule in rules.rules if rule not in others.rules)
 
 
 def split(spec: str) -> tuple[str | None, str]:
@@ -95,11 +126,11 @@ def _ask(spec: str, *arguments: str) -> bytes:
     git = shutil.which("git", path=os.pathsep.join(filter(os.path.isabs, folders)))
     if git is None:
         raise _unreadable(spec, "git is not installed", _HINT)
-    variables = {}
-    for key, value in os.environ.items():
-        if key.startswith("GIT_") and not key.startswith(_KEPT_VARIABLES):
-            continue
-        variables[key] = value
+    variables = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("GIT_") or key.startswith(_KEPT_VARIABLES)
+    }
     variables |= _VARIABLES
     try:
         done = subprocess.run(  # noqa: S603 # no shell, and no argument of a user begins with a dash

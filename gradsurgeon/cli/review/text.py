@@ -1,29 +1,34 @@
 """A difference in words: as text for the terminal, and as the same text in a comment on a pull request."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gradsurgeon.actions import written
-from gradsurgeon.cli.review.difference import Difference, Ids, OptionChange, RuleChange
+from gradsurgeon.cli.review.difference import SIGNS, Difference, RuleChange
+from gradsurgeon.cli.review.effects import Ids
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import NOUNS, abridged, count
+from gradsurgeon.language.schema import RuleSet
 
 _CHAINS = 20
+_NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
 _ENDS = "training with these rules ends with an error before its first step"
 
 
 def render(difference: Difference) -> str:
+    """Return a difference as text."""
     return "\n".join(_lines(difference))
 
 
 def markdown(difference: Difference) -> str:
-    """Return a difference as Markdown, in a fence that no text of a user can close."""
+    """Return the same as Markdown, in a fence that no text of a user can close."""
     text = render(difference)
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     # A line that begins with `!` is coloured, too.
-    text = re.sub("^(?:~ |(?=warning:))", "! ", text, flags=re.MULTILINE)
+    text = re.sub("^(?:~ |(?=warning:|order:))", "! ", text, flags=re.MULTILINE)
     return f"**Effect of the change: {_summary(difference)}.**\n\n{fence}diff\n{text}\n{fence}\n"
 
 
@@ -33,14 +38,39 @@ def _lines(difference: Difference) -> Iterator[str]:
     files = f"{_shown(difference.old.file)} -> {_shown(difference.new.file)}"
     yield f"diff: {files} on {_shown(manifest.origin)}: {size}"
     yield _summary(difference)
-    if difference.obstacles or difference.lost or difference.untrapped:
+    warnings = list(_warnings(difference))
+    if warnings:
         yield ""
+        yield from warnings
+    for order in difference.orders:
+        yield order.text
+        for rule in order[:2]:
+            for line in _on_run(difference, rule):
+                yield f"      {_shown(rule)} {line}"
+    for note in manifest.notes:
+        yield f"note: {_shown(note)}"
+    if difference.rules:
+        yield ""
+    for change in difference.rules:
+        yield from _rule(difference, change)
+    yield from _chains(difference)
+
+
+def _on_run(difference: Difference, rule: str) -> Iterator[str]:
+    """Yield what the change of a rule would have done in a run, if one was named."""
+    sides = difference.on(rule)
+    if any(sides):
+        from gradsurgeon.report.evidence import words  # noqa: PLC0415 # imported with numpy
+
+        yield _shown(words.change(*sides))
+
+
+def _warnings(difference: Difference) -> Iterator[str]:
     for rule, obstacle in difference.obstacles:
         yield f"warning: {_shown(rule)}: {_ENDS}. {_shown(obstacle.text)}"
     if difference.lost:
-        lost = count(len(difference.lost), "parameter")
         yield (
-            f"warning: {lost} lost all protection: no rule edits, freezes or traps "
+            f"warning: {count(len(difference.lost), 'parameter')} lost all protection: no rule edits, freezes or traps "
             f"the gradient now: {_names(difference.lost)}."
         )
     if difference.untrapped:
@@ -49,58 +79,71 @@ def _lines(difference: Difference) -> Iterator[str]:
             f"warning: no trap stops or skips a step of {untrapped} any more: {_names(difference.untrapped)}. "
             "A non-finite gradient or a spike reaches the weights."
         )
-    if difference.order_changed:
-        yield "note: the rules are in another order in the file"
-    for note in manifest.notes:
-        yield f"note: {_shown(note)}"
-    if difference.in_effect:
-        yield ""
-        yield from _rules(difference)
-        yield from _chains(difference)
+    for change, names in difference.disarmed:
+        # A trap may also match fewer parameters, or stop no step any more.
+        schedule = "changed"
+        for effect in change.effects:
+            if effect.field == "steps":
+                schedule = effect.text
+        yield (
+            f"warning: {_shown(change.id)} {schedule}, and no other trap fills the gap for {count(len(names), 'parameter')}: "
+            f"{_names(names)}. In the gap a non-finite gradient or a spike reaches the weights."
+        )
 
 
 def _summary(difference: Difference) -> str:
     if not difference.in_effect:
         return "no difference in effect"
-    rules = f"{len(difference.added)} added, {len(difference.removed)} removed, {len(difference.changed)} changed"
-    covered = f"{_from_to(*difference.covered)} of {len(difference.manifest.params):,}"
-    summary = f"{rules}; {covered} parameters under rules"
+    numbers = Counter(change.sign for change in difference.rules)
+    rules = ", ".join(f"{numbers[sign]} {word}" for sign, word in SIGNS.items())
+    total = count(len(difference.manifest.params), "parameter")
+    summary = f"{rules}; {_from_to(*difference.covered)} of {total} under rules"
+    if difference.orders:
+        summary += "; order changed"
     if difference.lost:
         summary += f"; {len(difference.lost):,} lost all protection"
     return summary
 
 
-def _rules(difference: Difference) -> Iterator[str]:
-    by_sign = {"+": difference.added, "-": difference.removed, "~": difference.changed}
-    for sign, changes in by_sign.items():
-        for change in changes:
-            yield f"{sign} {change.id}  {change.action} on {_binds(change)}"
-            for option in change.options:
-                yield f"      {option.name}: {_values(option, sign)}"
+def _rule(difference: Difference, change: RuleChange) -> Iterator[str]:
+    yield f"{change.sign} {change.id}  {change.rule.action} on {_binds(change)}"
+    for effect in change.effects:
+        if effect.kind == "renamed":
+            yield f"      {_shown(effect.text)}"
+    for name, before, after in change.options:
+        texts = []
+        if change.sign != "+":
+            texts.append(_as_written(difference.old, change.old_id, name, before))
+        if change.sign != "-":
+            texts.append(_as_written(difference.new, change.id, name, after))
+        line = f"      {name}: {' -> '.join(texts)}"
+        for effect in change.effects:
+            if effect.field == name and effect.kind != "other":
+                line += f"  ({effect.text})"
+        yield line
+    for line in _on_run(difference, change.id):
+        yield f"      {line}"
 
 
 def _binds(change: RuleChange) -> str:
     before = change.before
     after = change.after
-    text = f"{_from_to(len(before.names), len(after.names))} {NOUNS[change.target]}s"
-    if change.target == "params":
-        text += f" ({_from_to(before.elements, after.elements)} elements)"
+    target = change.rule.target
+    text = _counted(len(before.names), len(after.names), NOUNS[target])
+    if target == "params":
+        text += f" ({_counted(before.elements, after.elements, 'element')})"
     return text
 
 
-def _values(option: OptionChange, sign: str) -> str:
-    before = _value(option.name, option.before)
-    after = _value(option.name, option.after)
-    if sign == "+":
-        return after
-    if sign == "-":
-        return before
-    return f"{before} -> {after}"
-
-
-def _value(option: str, value: Any) -> str:
+def _as_written(rules: RuleSet, rule: str, option: str, value: Any) -> str:
+    """Return a number as the file has it, such as ``1e9``, and any other value as files have such values."""
+    if isinstance(value, float):
+        place = rules.place(rule, *option.split("."))
+        number = _NUMBER.match(place.line_text, max(0, place.col - 1))
+        if number is not None and float(number[0]) == value:
+            return number[0]
     if value is None:
-        return "always" if option in {"steps", "optional"} else "not given"
+        return "always" if option == "steps" else "not given"
     if isinstance(value, list) and len(value) == 1:
         # A list of one pattern is a pattern.
         value = value[0]
@@ -109,13 +152,13 @@ def _value(option: str, value: Any) -> str:
 
 def _chains(difference: Difference) -> Iterator[str]:
     groups: dict[tuple[Ids, Ids], list[str]] = {}
-    changes = (*difference.params, *difference.tensors)
-    for change in changes:
+    for change in difference.chains:
         groups.setdefault((change.before, change.after), []).append(change.name)
     if not groups:
         return
     yield ""
-    yield f"tensors under other rules than before, in order of effect: {len(changes):,}"
+    number = len(difference.chains)
+    yield f"tensors under other rules than before, in order of effect: {number:,}"
     for (before, after), names in list(groups.items())[:_CHAINS]:
         yield f"  {_names(names)}"
         yield f"      before: {_chain(before)}"
@@ -133,9 +176,12 @@ def _chain(ids: Sequence[str]) -> str:
 
 
 def _from_to(before: int, after: int) -> str:
-    if before == after:
-        return f"{before:,}"
-    return f"{before:,} -> {after:,}"
+    return f"{after:,}" if before == after else f"{before:,} -> {after:,}"
+
+
+def _counted(before: int, after: int, noun: str) -> str:
+    text = count(after, noun)
+    return text if before == after else f"{before:,} -> {text}"
 
 
 def _shown(text: str) -> str:

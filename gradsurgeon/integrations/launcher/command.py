@@ -7,8 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import ManifestError, printable
 from gradsurgeon.integrations.launcher import messages
 from gradsurgeon.integrations.launcher.settings import Settings, is_off
 from gradsurgeon.language import packs
@@ -18,22 +19,11 @@ from gradsurgeon.sinks.sink import FORMS, absolute, why_no_sink
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 # Rules that only look, for a script without rules of its own.
 DEFAULT_RULES = "gradsurgeon:debug@1"
-_WITH_VALUE = (
-    "--rules",
-    "--record",
-    "--resume",
-    "--start-step",
-    "--sink",
-    "--on-event",
-    "--import",
-    "--perturb",
-    "--seed",
-)
 
 
 def main(argv: Sequence[str]) -> int:
-    options, target = split(argv)
-    given = vars(_parser().parse_args(options))
+    given = parsed(argv)
+    target = given.pop("target")
     if not target:
         return _fail(f"no script is given\nusage: {_USAGE}")
     if is_off(os.environ):
@@ -41,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     problem = next(_problems(**given), None)
     if problem is not None:
         return _fail(problem)
-    for name in ("rules", "record", "resume", "dry_run"):
+    for name in ("rules", "record", "resume", "params", "dry_run"):
         if given[name] and not given[name].startswith(packs.PREFIX):
             given[name] = str(Path(given[name]).absolute())
     given["sinks"] = tuple(absolute(sink) for sink in given["sinks"])
@@ -50,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _problems(
-    rules: str, record: str, resume: str, sinks: Sequence[str], **_: object
+    rules: str, record: str, resume: str, params: str, sinks: Sequence[str], **_: object
 ) -> Iterator[str]:
     if rules.startswith(packs.PREFIX):
         try:
@@ -68,24 +58,30 @@ def _problems(
             f"--resume: {printable(resume)} holds no state to resume from: it is no run directory, or the run was killed "
             "within its first minute; pass `--start-step N` instead"
         )
+    if params:
+        yield from _unreadable_names(params)
     for sink in sinks:
         reason = why_no_sink(sink)
         if reason:
             yield f"--sink: {reason}"
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of the launcher, and the script with its arguments: from the first other word on."""
-    words = list(argv)
-    script = 0
-    while script < len(words):
-        word = words[script]
-        if word in ("--", "-m") or not word.startswith("-") or word == "-":
-            break
-        script += 1
-        if word in _WITH_VALUE:
-            script += 1
-    return words[:script], words[script:]
+def _unreadable_names(params: str) -> Iterator[str]:
+    from gradsurgeon.language.planning import manifest_file  # noqa: PLC0415 # the launcher alone needs no pydantic
+
+    try:
+        manifest_file.read(params)
+    except ManifestError as error:
+        yield f"--params: {error}"
+
+
+def parsed(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the launcher, and as `target` the script with its arguments: from the first other word on."""
+    given = vars(_parser().parse_args(argv))
+    module = given.pop("module")
+    if module:
+        given["target"] = ["-m", *module]
+    return given
 
 
 def script_command(target: Sequence[str]) -> list[str]:
@@ -109,9 +105,6 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
     environment |= messages.variables(program)
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.name == "nt":
-        # On Windows, `execve` starts another process and ends this one first.
-        return subprocess.run(command, env=environment, check=False).returncode  # noqa: S603
     try:
         os.execve(program, command, environment)  # noqa: S606 # the user asked for this command
     except OSError as error:
@@ -165,6 +158,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     resume = "load what the rules of this run had learnt, and continue its step count"
     add("--resume", metavar="RUN", default="", help=resume)
+    params = "refuse a model whose names, shapes or ties differ from those in this file, with which the rules were reviewed"
+    add("--params", metavar="FILE", default="", help=params)
     start_step = "number of the first update, also with --resume if the checkpoint is older"
     add("--start-step", metavar="N", type=_step, help=start_step)
     perturb = "add noise of this size, such as 1e-6: a run for `gradsurgeon compare --noise`"
@@ -176,6 +171,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_const", const="params.json", default="", help=dry_run)
     debugger = "open the debugger where the NaN was made, then at the update that a trap stopped"
     add("--pdb", action="store_true", help=debugger)
+    probe = "stop at the first update, and ask the batch what the training does not show: `gradsurgeon probe`"
+    add("--probe", action="store_true", help=probe)
+    add("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     quiet = "print no header and no summary: only errors, warnings, traps and skips"
     add("--quiet", action="store_true", help=quiet)
     return parser

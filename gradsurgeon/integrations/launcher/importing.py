@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradsurgeon.common import _live
-from gradsurgeon.integrations.launcher import messages
+from gradsurgeon.integrations.launcher import messages, probing
 from gradsurgeon.integrations.launcher.settings import Settings, from_environment
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def start() -> None:
     settings = from_environment(os.environ)
     if settings is None:
         return
+    if settings.probe:
+        probing.tell_writes()
     messages.start(dry_run=bool(settings.dry_run))
     sys.meta_path.insert(0, _Finder("torch", partial(_activate, settings)))
 

@@ -12,18 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gradsurgeon.errors import to_stderr
+
 # The path of the file; its name holds the id of the launched process.
 STATUS_FILE = "GRADSURGEON_STATUS_FILE"
-
-
-def to_stderr(text: str) -> None:
-    """Write to stderr, or to Python's original stderr if the script has closed, removed or replaced its own."""
-    for stream in (sys.stderr, sys.__stderr__):
-        with suppress(Exception):
-            # `print` would write to stdout for None. A tee need not have `closed`.
-            if stream is not None and not getattr(stream, "closed", False):
-                print(text, file=stream, flush=True)  # the launcher has no other channel
-                return
 
 
 def say(text: str) -> None:

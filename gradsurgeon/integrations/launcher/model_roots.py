@@ -72,7 +72,10 @@ def _parents_by_child(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]
 
 def _is_loss(module: nn.Module) -> bool:
     losses = nn.modules.loss._Loss  # noqa: SLF001 # the base of all of torch's
-    return isinstance(module, losses) or type(module).__name__.endswith(("Loss", "Criterion"))
+    name = type(module).__name__
+    if name.endswith("WithLoss"):
+        return False  # a model that computes its loss itself
+    return isinstance(module, losses) or name.endswith(("Loss", "Criterion"))
 
 
 def _owns_any(module: nn.Module, ids: set[int]) -> bool:
@@ -134,13 +137,15 @@ def _equal(copy: nn.Module, model: nn.Module) -> bool:
 def _without_repetition(roots: list[nn.Module], trained: set[int]) -> list[nn.Module]:
     """Drop roots whose trained parameters all belong to other roots: no gradient is edited twice."""
 
-    def most_trained_then_smallest(root: nn.Module) -> tuple[int, int]:
+    def most_trained_then_of_script(root: nn.Module) -> tuple[int, bool, int]:
         params = param_ids(root)
-        return -len(params & trained), len(params)
+        # Beside the script's own model, torch's containers and compiled parts hold some of it for other uses.
+        is_of_torch = type(planning.unwrapped(root)).__module__.startswith("torch.")
+        return -len(params & trained), is_of_torch, len(params)
 
     chosen: list[nn.Module] = []
     covered: set[int] = set()
-    for root in sorted(roots, key=most_trained_then_smallest):
+    for root in sorted(roots, key=most_trained_then_of_script):
         params = param_ids(root)
         if not (params & trained) <= covered:
             chosen.append(root)

@@ -2,17 +2,17 @@
 
 import os
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import api
-from gradsurgeon.common.diagnosis import BUILD
+from gradsurgeon.common.events import TRIPS, Event
 from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable, reason_of
 from gradsurgeon.integrations.launcher.event_command import EventCommand
@@ -43,8 +43,6 @@ class AttachedModel:
     start: int
     # The ids of its parameters when the rules were bound. Between passes a sharded model may show other parameters.
     owned: frozenset[int]
-    # The value of `--model` that builds the model anew.
-    spec: str
     begun: bool = False
     replaced: bool = False
 
@@ -63,6 +61,9 @@ class AttachedModel:
         if module is None:
             return []
         return list(module.parameters())
+
+    def param_ids(self) -> set[int]:
+        return {id(param) for param in self.params()}
 
     def bound_ids(self) -> set[int]:
         """Return the ids of the parameters that now have the names that rules were bound to."""
@@ -93,10 +94,12 @@ class Models:
         self.event_command = EventCommand(settings, say_from_rank)
         # Whether the script has ended. Then the summary reports the events.
         self.at_end = False
+        # The titles of the models in which a rule tripped, in the order of their first trips.
+        self._tripped: list[str] = []
         # The run directory of the first model of this process.
         self._folder: Path | None = None
-        # The class of the optimizer of each parameter that belongs to no module, by the id of the parameter.
-        self._outside_modules: dict[int, str] = {}
+        # The ids of the parameters that an optimizer updates and no module holds.
+        self._outside_modules: set[int] = set()
 
     def have_bound(self, params: Iterable[Tensor]) -> bool:
         """Tell whether rules were bound to all these parameters. Rules are not bound to a parameter that is newer."""
@@ -117,12 +120,19 @@ class Models:
         in_modules: set[int] = set()
         for root in roots:
             in_modules |= param_ids(root)
-        for param in params:
-            if id(param) not in in_modules:
-                self._outside_modules[id(param)] = type(optimizer).__name__
+        self._outside_modules |= {id(param) for param in params} - in_modules
         for root in roots:
             with self.guard:
-                self._attach_rules(root, [optimizer])
+                self._attach_rules(self._with_rules(root), [optimizer])
+
+    def _with_rules(self, root: nn.Module) -> nn.Module:
+        """Return the model that already has rules if a root only wraps it, without parameters of its own: names stay."""
+        inside = module_ids(root)
+        whole = param_ids(root)
+        for model in self._alive():
+            if id(model.module()) in inside and model.param_ids() == whole:
+                return model.module() or root
+        return root
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Write the headers, because training begins. First bind models again that were incomplete before."""
@@ -146,7 +156,8 @@ class Models:
             params += model.params()
         if not params:
             return
-        for root in roots_of(params):
+        for found in roots_of(params):
+            root = self._with_rules(found)
             inside = module_ids(root)
             parts = [model for model in waiting if id(model.module()) in inside]
             # A later wrapper without parameters of its own changes nothing: the wrapped model keeps the rules.
@@ -155,17 +166,15 @@ class Models:
                 with self.guard:
                     self._attach_rules(root, None)
 
-    def _report(self, text: str, spec: str = BUILD) -> None:
+    def _report(self, text: str) -> None:
         if not self.at_end:
-            say_from_rank(text.replace(BUILD, spec))
+            say_from_rank(text)
 
     def without_module(self) -> Iterator[str]:
         """Yield a line about the parameters that optimizers update and no module holds, if there are any."""
         if not self._outside_modules:
             return
-        numbers = Counter(self._outside_modules.values())
-        groups = [f"{count(number, 'parameter')} of {kind}" for kind, number in numbers.items()]
-        where = f"{' and '.join(groups)} in no module"
+        where = f"{count(len(self._outside_modules), 'trained parameter')} in no module"
         explain()
         if self.attached:
             yield f"gradsurgeon: {where}: no rule acted there"
@@ -173,24 +182,16 @@ class Models:
             yield f"gradsurgeon: no rule acted: {where}; rules act on the parameters of a torch.nn.Module"
 
     def _header(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> list[str]:
-        params = model.owned | {id(param) for param in model.params()}
-        owners: list[str] = []
-        owned: set[int] = set()
+        params = model.owned | model.param_ids()
+        owners: dict[str, None] = {}
         for optimizer in optimizers:
-            name = type(optimizer).__name__
-            held = params.intersection(map(id, params_of(optimizer)))
-            owned |= held
-            if held and name not in owners:
-                owners.append(name)
-        lines = list(header(model.attachment.plan, owners, len(owned), model.start))
+            if not params.isdisjoint(map(id, params_of(optimizer))):
+                owners[type(optimizer).__name__] = None
+        lines = list(header(model.attachment.plan, list(owners), model.start))
         if self.settings.observe:
             lines.append("  observing only: nothing is edited")
         if model.record is not None:
             lines.append(f"  records: {printable(str(model.record))}")
-        if self._sinks:
-            lines.append(f"  sinks: {printable(', '.join(self._sinks))}")
-        if self.settings.on_event:
-            lines.append(f"  events go to: {printable(self.settings.on_event)}")
         return lines
 
     def _replace_parts(self, root: nn.Module) -> int:
@@ -210,14 +211,13 @@ class Models:
 
     def _attach_rules(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
         explain()
-        spec = model_spec(root)
         options = SessionOptions(
             optimizers,
             start_step=self._replace_parts(root),
             beside=True,
             lenient=self.guard.lenient,
-            say=partial(self._report, spec=spec),
-            on_event=self.event_command.event,
+            say=self._report,
+            build=model_spec(root),
         )
         if self.settings.observe:
             options = options._replace(mode="observe")
@@ -226,17 +226,17 @@ class Models:
         manifest = planning.from_model(root)
         plan = planning.bind(self.rules, manifest, alone=False, lenient=self.guard.lenient)
         plan = replace(plan, title=self._title(name_of(root) or plan.manifest.origin))
+        options = options._replace(on_event=partial(self._note, plan.title))
         attachment, record = self._attach(root, plan, options)
         self._resume(attachment, plan.title)
         self.rank = _dist.rank()
         owned = frozenset(param_ids(root))
-        self.attached.append(
-            AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned, spec)
-        )
+        model = AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned)
+        self.attached.append(model)
         if len(self.attached) > 1:
             # Models of one script often have parameters of the same names.
-            for model in self.attached:
-                model.attachment.context.title = model.title
+            for attached in self.attached:
+                attached.attachment.context.title = attached.title
 
     def _attach(
         self, root: nn.Module, plan: Plan, options: SessionOptions
@@ -267,18 +267,19 @@ class Models:
         if self.attached:
             folder /= title
         shown = printable(str(folder))
+        reason = "it has no state of this model, or of this rank"
         try:
             end = session_state.resume(folder, attachment.controller, step=settings.start_step)
+        except GradSurgeonError as error:
+            reason = str(error)
+        else:
             if end is not None:
                 if not settings.quiet and _dist.rank() == 0:
                     say(f"the rules go on from {shown}, saved before step {end:,}")
                 return
-            say(f"{shown} cannot be resumed: it has no state of this model, or of this rank")
-        except GradSurgeonError as error:
-            say(str(error))
         say(
-            f"the rules start without what they had learnt, at step {settings.first_step}: pass --start-step N if the "
-            "script continues a training"
+            f"{shown} cannot be resumed: {reason}; the rules start without what they had learnt, at step "
+            f"{settings.first_step}: pass --start-step N if the script continues a training"
         )
 
     @cached_property
@@ -292,6 +293,16 @@ class Models:
             except Exception as error:  # noqa: BLE001 # no error of a client stops the script
                 say(f"the script runs without the sink {printable(text)}: {reason_of(error)}")
         return sinks
+
+    def _note(self, title: str, event: Event) -> None:
+        if event.kind in TRIPS and title not in self._tripped:
+            self._tripped.append(title)
+        self.event_command.event(event)
+
+    def by_first_trip(self) -> list[AttachedModel]:
+        """Return the models in the order of their first trips, then the models in which no rule tripped."""
+        places = {title: place for place, title in enumerate(self._tripped)}
+        return sorted(self.attached, key=lambda model: places.get(model.title, len(places)))
 
     def _title(self, origin: str) -> str:
         title = origin
@@ -331,6 +342,20 @@ class Models:
             if complaints:
                 raise BindError(complaints)
         self.checked = True
+
+    def unlike_reviewed(self) -> list[str]:
+        """Return complaints if no model has the reviewed names; report the models without them if another one has."""
+        file = self.settings.params
+        if not file or not self.attached:
+            return []
+        models = {title: plan.manifest for title, plan in self._plans().items()}
+        complaints = planning.complaints_of(models, file)
+        texts = list(chain.from_iterable(complaints.values()))
+        if len(complaints) == len(models):
+            return texts
+        for text in texts:
+            self._report(text)
+        return []
 
     def shortfalls(self) -> list[str]:
         models = {title: plan.manifest for title, plan in self._plans().items()}

@@ -1,10 +1,12 @@
 """Write the summary and complete the records at the end of a launched script, unless a signal kills it."""
 
 import atexit
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from gradsurgeon.integrations.launcher import debugger
 from gradsurgeon.integrations.launcher.messages import say, write
 from gradsurgeon.integrations.launcher.models import Models
 from gradsurgeon.integrations.launcher.next_commands import with_records
+from gradsurgeon.integrations.launcher.probing import probe
 from gradsurgeon.integrations.launcher.summary import prepare, summary
 from gradsurgeon.language.planning import manifest_file
+from gradsurgeon.runtime.attachment import Attachment
 
 
 class ScriptEnd:
@@ -29,6 +33,12 @@ class ScriptEnd:
         # The exit of the script, and the number of steps before it.
         self._exit: SystemExit | None = None
         self._steps_at_exit = 0
+        # Whether no model is the one that was reviewed.
+        self._refused = False
+        # Whether a trap has stopped the last update, which only the end of the process can tell.
+        self._stopped = False
+        # Registered before functions of the script, so it runs after them.
+        atexit.register(self._fail)
 
     def prepare(self) -> None:
         # Registered last, so it runs first: sessions write before their records are closed at exit.
@@ -57,7 +67,15 @@ class ScriptEnd:
         return sum(model.attachment.step for model in self._models.attached)
 
     def first_step(self) -> None:
+        unlike = self._models.unlike_reviewed()
+        if unlike:
+            self._refused = True
+            say(str(BindError(unlike)))
+            sys.exit(2)
         self._models.check()
+        if self._settings.probe:
+            self._pid = 0
+            sys.exit(probe(self._models.attached))
         if not self._settings.dry_run or not self._models.attached:
             return
         self._pid = 0
@@ -94,7 +112,7 @@ class ScriptEnd:
         # A script that has caught the exit and trained on has not ended by it.
         if ended_by is None and self._exit is not None and self._steps_at_exit == self._steps():
             ended_by = self._exit
-        refused = isinstance(ended_by, BindError) and not models.checked
+        refused = self._refused or (isinstance(ended_by, BindError) and not models.checked)
         models.at_end = True
         with models.guard:
             self._note_failures()
@@ -107,6 +125,7 @@ class ScriptEnd:
                     model.attachment.remove(ended_by)
                     # A session that ended with its model may not have heard the last of other ranks.
                     model.attachment.controller.effects.conclude()
+                    self._tell_last(model.attachment, ended_by)
         if not refused:  # a refusal has a traceback
             with models.guard:
                 write(models.without_module(), models.rank)
@@ -116,6 +135,22 @@ class ScriptEnd:
         with models.guard:
             last = max((model.attachment.step for model in models.attached), default=0)
             models.event_command.end(last, models.rank, ended_by)
+
+    def _fail(self) -> None:
+        """End the process with 1 if a trap stopped the last update: functions at exit cannot change the status otherwise."""
+        if self._stopped:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+            os._exit(1)
+
+    def _tell_last(self, attachment: Attachment, ended_by: BaseException | None) -> None:
+        """Write what a trap says of the last update of a script, which no later step could raise."""
+        error = attachment.context.event_log.last_trap
+        if error is not None:
+            say(f"error: {error}")
+            self._stopped = ended_by is None
 
     def _note_failures(self) -> None:
         """Record what went wrong with the command that gets events, while records are open."""
@@ -133,11 +168,13 @@ class ScriptEnd:
         problems = []
         if settings.dry_run:
             problems.append("dry run: no optimizer took a step, so there is no plan")
+        if settings.probe:
+            problems.append("probe: no optimizer took a step, so nothing was asked")
         if not models.checked:
             problems += models.shortfalls()
         if not settings.quiet and not settings.dry_run:
-            for model in models.attached:
-                lines = summary(model.attachment, model.start, model.record, model.spec)
+            for model in models.by_first_trip():
+                lines = summary(model.attachment, model.start, model.record)
                 write(lines, models.rank)
             command = with_records(settings)
             if command:

@@ -26,7 +26,9 @@ class Settings:
     observe: bool = False
     pdb: bool = False
     quiet: bool = False
+    probe: bool = False  # ask the first batch questions, and stop at the first step
     modules: tuple[str, ...] = ()  # imported before the rules are read, for actions of the user
+    params: str = ""  # the names of the model with which the rules were reviewed
     on_event: str = ""  # a command of the shell that gets each event
 
     @property

@@ -2,22 +2,24 @@
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from gradsurgeon.actions import CheckRule, Rule, TrapRule
+from gradsurgeon.actions.scale import CANCELLED
 from gradsurgeon.common._libraries import is_installed
-from gradsurgeon.common.events import Event, RuleStatus, is_trip, settled
+from gradsurgeon.common.events import Event
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.integrations.launcher.next_commands import after_records
-from gradsurgeon.language.planning import NO_MATCH, Plan, from_model
-from gradsurgeon.language.planning.plan import steps_text
-from gradsurgeon.language.planning.table import NOUNS, count, grid
+from gradsurgeon.language.planning import Plan, from_model
+from gradsurgeon.language.planning.plan import rule_rows
+from gradsurgeon.language.planning.table import count, grid
 from gradsurgeon.records.store.recorded import RankEnd
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import EventGroup, shown_groups, trap_words
+from gradsurgeon.report.rules_and_events import EventGroup, shown_groups
 from gradsurgeon.report.run import open_run
 from gradsurgeon.report.sources import unread
 from gradsurgeon.runtime import Attachment
@@ -30,70 +32,50 @@ def prepare() -> None:
     if is_installed("numpy"):
         importlib.import_module("gradsurgeon.report.callouts")
         importlib.import_module("gradsurgeon.report.norms")
+        importlib.import_module("gradsurgeon.report.rate_facts")
 
 
-def header(plan: Plan, optimizers: Sequence[str], owned: int, start: int) -> Iterator[str]:
-    """Yield the lines on a model and its rules; optimizers hold so many `owned` parameters of it."""
+def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
+    """Yield the lines on a model and its rules."""
     path = os.path.relpath(plan.rules.file)
     facts = [
         count(len(plan.manifest.params), "parameter"),
         count(plan.manifest.elements, "element"),
     ]
     if optimizers:
-        text = f"updated by {' and '.join(optimizers)}"
-        if owned < len(plan.manifest.params):
-            text = f"{owned:,} of {len(plan.manifest.params):,} {text}"
-        facts.append(text)
+        facts.append(f"updated by {' and '.join(optimizers)}")
     if start:
         facts.append(f"from step {start}")
     yield f"gradsurgeon: {printable(path)} on {plan.subject} ({', '.join(facts)})"
-    yield from grid([_row_of(rule, plan) for rule in plan.rules.rules])
+    rows = []
+    for rule, row in zip(plan.rules.rules, rule_rows(plan), strict=True):
+        binds = row.binds
+        if row.rule in plan.refused:
+            binds = "rests"
+        schedule = ""
+        if row.steps != "all":
+            schedule = f"steps {row.steps}"
+        rows.append((printable(row.rule), row.action, _moment(rule), binds, schedule))
+    yield from grid(rows)
     for text in plan.warnings:
         yield f"  note: {printable(text)}"
     for rule_id, texts in plan.rule_warnings.items():
         for text in texts:
-            if text != NO_MATCH:  # the row of the rule says so
+            # The optimizer is known, and a line names it.
+            if text != CANCELLED:
                 yield f"  note: {printable(f'{rule_id}: {text}')}"
 
 
-def _row_of(rule: Rule, plan: Plan) -> tuple[str, str, str, str, str]:
-    matched = "nothing in this model"
-    bound = len(plan.of(rule.id))
-    if rule.id in plan.refused:
-        matched = "rests"
-    elif bound:
-        matched = count(bound, NOUNS[rule.target])
-    schedule = ""
-    if not rule.steps.always:
-        schedule = f"steps {steps_text(rule.steps)}"
-    return printable(rule.id), rule.action, _moment(rule), matched, schedule
-
-
 def _moment(rule: Rule) -> str:
-    if isinstance(rule, TrapRule):
+    if isinstance(rule, TrapRule) and rule.point != "updated":
         return "before each update"
     if isinstance(rule, CheckRule):
         return "around updates"
     return f"at {rule.point}"
 
 
-def _work_of(
-    rule: Rule, status: RuleStatus, events: Sequence[Event], updates: int
-) -> tuple[str, str, str]:
-    if isinstance(rule, TrapRule) and not rule.edits:
-        trips = [event for event in events if is_trip(event) and event.rule == rule.id]
-        return trap_words(status, trips, updates), "", ""
-    changed = ""
-    if rule.edits and status.changed is not None:
-        changed = f"changed {status.changed:.0%}"
-    last = ""
-    if status.last_step is not None:
-        last = f"last at step {status.last_step}"
-    return f"fired {status.fired:,}", changed, last
-
-
-def summary(attachment: Attachment, start: int, record: Path | None, spec: str) -> Iterator[str]:
-    """Yield the lines on what rules did to a model. `spec` is what `--model` needs to build it anew."""
+def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator[str]:
+    """Yield the lines on what rules did to a model."""
     plan = attachment.plan
     statuses = attachment.status()
     fired = {rule_id for rule_id, status in statuses.items() if status.fired}
@@ -111,8 +93,7 @@ def summary(attachment: Attachment, start: int, record: Path | None, spec: str) 
     outcome = report.outcome
     for line in outcome.top:
         yield f"  {line}"
-    rules = [rule for rule in plan.rules.rules if not isinstance(rule, CheckRule)]
-    yield from grid(list(_rows_of_work(rules, statuses, attachment, updates)))
+    yield from _work(attachment, report, fired)
     checks = [
         printable(rule.id)
         for rule in plan.rules.rules
@@ -123,7 +104,7 @@ def summary(attachment: Attachment, start: int, record: Path | None, spec: str) 
     for line in outcome.callout_lines:
         yield f"  {line}"
     yield from _event_lines(report.events, outcome.band.sentence)
-    for command in after_records(record, report.events, spec):
+    for command in after_records(record, report.events, attachment.context.build):
         yield f"  next: {printable(command)}"
 
 
@@ -146,20 +127,20 @@ def _report(attachment: Attachment, record: Path | None) -> Report:
     return replace(report, frozen=frozen)
 
 
-def _rows_of_work(
-    rules: Sequence[Rule],
-    statuses: Mapping[str, RuleStatus],
-    attachment: Attachment,
-    updates: int,
-) -> Iterator[tuple[str, ...]]:
-    pending = attachment.pending_steps()
-    resting = attachment.context.schedule.resting
-    for rule in rules:
-        status = statuses[rule.id]
-        rests = rule.id in resting and not status.fired
-        if attachment.plan.of(rule.id) and not rests:
-            work = _work_of(rule, settled(status, pending), attachment.events, updates)
-            yield (printable(rule.id), rule.action, *work)
+def _work(attachment: Attachment, report: Report, fired: AbstractSet[str]) -> Iterator[str]:
+    """Yield the table of the rules that could act, without checks."""
+    resting = attachment.context.schedule.resting - fired
+    acted = {}
+    for rule in attachment.plan.rules.rules:
+        if (
+            not isinstance(rule, CheckRule)
+            and attachment.plan.of(rule.id)
+            and rule.id not in resting
+        ):
+            acted[rule.id] = report.statuses[rule.id]
+    if acted:
+        table = replace(report, statuses=acted).rule_table
+        yield from grid([table.head, *table.rows], right=table.right)
 
 
 def _event_lines(events: Sequence[Event], sentence: str) -> Iterator[str]:
@@ -167,7 +148,7 @@ def _event_lines(events: Sequence[Event], sentence: str) -> Iterator[str]:
     shown = []
     for event in events:
         is_told = event.message.partition("\n")[0] in sentence
-        if event.kind != "notice" and not is_told:
+        if event.kind not in ("fact", "notice") and not is_told:
             shown.append(event)
     first, left_out, last = shown_groups(shown)
     for group in first:
@@ -189,4 +170,6 @@ def _line(group: EventGroup) -> str:
         text = f"{where}: {text}"
     if group.repeated:
         text += f" ({group.repeated})"
+    if group.on_ranks:
+        text = f"{group.on_ranks}: {text}"
     return f"  {event.kind}: {text}"

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsurgeon import api
+from gradsurgeon.actions.checks.idle_settings import watch_loads
 from gradsurgeon.cli.review.model_loading import import_module
 from gradsurgeon.common import _live
 from gradsurgeon.common._patching import Patch
+from gradsurgeon.distributed.deepspeed_engine import is_inside_engine
 from gradsurgeon.errors import ModelError, RuleFileError
 from gradsurgeon.integrations.launcher.messages import explain
 from gradsurgeon.integrations.launcher.model_roots import roots_of
@@ -109,6 +111,7 @@ class TrainingDetector:
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         registry.watch_steps()
         self._undo.callback(registry.unwatch_steps)
+        self._undo.callback(watch_loads())
         distributed: Any = torch.distributed
         if distributed.is_available():
             # Early: a script that imports the function by name gets the patched one.
@@ -164,6 +167,8 @@ class TrainingDetector:
         for group in getattr(optimizer, "param_groups", ()):
             params += group["params"]
         if self._sizes.get(optimizer) == len(params):
+            return
+        if optimizer in self._sizes and is_inside_engine(optimizer):
             return
         # Lazy parameters have a shape by the first backward pass.
         if any(is_lazy(param) for param in params):

@@ -3,6 +3,7 @@
 from gradsurgeon.language.planning.binding import NO_MATCH as NO_MATCH
 from gradsurgeon.language.planning.binding import bind as bind
 from gradsurgeon.language.planning.binding import curves_of_nothing as curves_of_nothing
+from gradsurgeon.language.planning.manifest import ENGINE_NOTE as ENGINE_NOTE
 from gradsurgeon.language.planning.manifest import ROOT as ROOT
 from gradsurgeon.language.planning.manifest import Manifest as Manifest
 from gradsurgeon.language.planning.manifest import ModuleEntry as ModuleEntry
@@ -22,3 +23,5 @@ from gradsurgeon.language.planning.obstacles import Obstacle as Obstacle
 from gradsurgeon.language.planning.obstacles import shortfalls as shortfalls
 from gradsurgeon.language.planning.plan import Binding as Binding
 from gradsurgeon.language.planning.plan import Plan as Plan
+from gradsurgeon.language.planning.reviewed import check_reviewed as check_reviewed
+from gradsurgeon.language.planning.reviewed import complaints_of as complaints_of

@@ -1,11 +1,11 @@
 """RuleSet + names -> Plan. Pure: it reads a manifest and touches nothing."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
+from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, clips_by_themselves
 from gradsurgeon.common import _live
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import BindError, printable
@@ -35,6 +35,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: boo
             refused[rule.id] = tuple(complaints)
     if refused and not lenient:
         raise BindError(list(chain.from_iterable(refused.values())))
+    by_themselves = clips_by_themselves(rules.rules)
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
@@ -42,6 +43,8 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: boo
             match = matched.matches[rule.id]
             bindings += _bindings(rule, match)
             warnings[rule.id] = tuple(_warnings_on(rule, match, matcher))
+            if match.things and rule in by_themselves:
+                warnings[rule.id] += (f"{BY_ITSELF}: {BOTH_FORMS}",)
     plan = Plan(rules, manifest, tuple(bindings), warnings, refused=refused)
     notes = [printable(note) for note in manifest.notes]
     return replace(plan, warnings=(*_cost(plan), *_graph_breaks(plan), *notes))
@@ -68,6 +71,8 @@ def _bindings(rule: Rule, match: Match) -> Iterator[Binding]:
 def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
     if not match.is_for:
         yield f"is for a model of the class {rule.model}, this one is {matcher.manifest.origin}"
+    elif rule.judges_losses:
+        yield "judges the losses of updates that have such a name; each rank judges its own"
     elif rule.target == "tensors":
         yield from rule.notes
         yield "takes effect when the script tags a tensor with such a name"
@@ -83,18 +88,11 @@ def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
             yield NO_MATCH
 
 
-def _bytes(param: Param) -> int:
-    bits = re.search(r"\d+", param.dtype)
-    if bits is None:
-        return param.numel
-    return param.numel * int(bits[0]) // 8
-
-
 def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
-    if params and isinstance(rule, EditRule) and rule.tensor == "update":
-        size = sum([_bytes(param) for param in params])
-        yield f"keeps a copy of the matched weights during each update, {size:,} bytes in all"
+    if params and not isinstance(rule, ObserverRule) and rule.tensor == "update":
+        size = sum(param.numel for param in params)
+        yield f"keeps a copy of the matched weights during each update, {count(size, 'element')} in all"
     if params and not any(param.requires_grad for param in params):
         yield "all matched parameters have `requires_grad` off: the rule acts once it is on"
     if rule.target != "modules":
@@ -106,7 +104,8 @@ def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
 
 
 def _graph_breaks(plan: Plan) -> Iterator[str]:
-    if any(rule.target != "params" and plan.of(rule.id) for rule in plan.rules.rules):
+    rules = [rule for rule in plan.rules.rules if not rule.judges_losses]
+    if any(rule.target != "params" and plan.of(rule.id) for rule in rules):
         yield (
             "under torch.compile no call of gradsurgeon.tag(), of a module with rules, or around one, is part "
             "of a graph: numerics may differ"
@@ -135,6 +134,7 @@ def _cost(plan: Plan) -> Iterator[str]:
 def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
     """Return a warning about patterns of curves that match no recorded tensor."""
     rules = [rule for rule in plan.rules.rules if isinstance(rule, ObserverRule)]
+    # Tensors of modules and of tags have names that only the training knows.
     if any(rule.target != "params" for rule in rules):
         return ""
     names: list[str] = []

@@ -19,10 +19,17 @@ _WRAPPERS = {
     "FullyShardedDataParallel": {"_fsdp_wrapped_module"},
     "OptimizedModule": {"_orig_mod"},
     "ActivationWrapper": {"_checkpoint_wrapped_module"},
+    "DeepSpeedEngine": {"module"},
     # Fabric holds the wrapped module twice, with and without the wrapper of its strategy.
     "_FabricModule": {"_forward_module", "_original_module"},
 }
-_THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
+_THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric", "deepspeed"}
+# Wrappers that hold nothing of their own, and may be exchanged.
+_EXCHANGEABLE = {"DistributedDataParallel", "DeepSpeedEngine"}
+ENGINE_NOTE = (
+    "DeepSpeed averages gradients: `accumulated` and `step` are the average right before its update, from ZeRO 1 on and in half "
+    "precision before its clipping; in ZeRO 0 with float32 `step` is after it"
+)
 
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
@@ -167,8 +174,8 @@ def _prefix(path: str) -> str:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the module inside `DistributedDataParallel`: the wrapper holds nothing of its own, and may be exchanged."""
-    while "DistributedDataParallel" in class_names(model):
+    """Return the module inside `DistributedDataParallel` or an engine of DeepSpeed."""
+    while not _EXCHANGEABLE.isdisjoint(class_names(model)):
         kind: Any = type(model)
         if "module" not in _transparent(kind):
             break
@@ -203,11 +210,15 @@ def from_model(model: Any) -> Manifest:
     names = _by_name(tree)
     root = names[ROOT]
     managed = _managed(tree)
+    notes: tuple[str, ...] = ()
+    if "DeepSpeedEngine" in class_names(model):
+        notes = (ENGINE_NOTE,)
     return Manifest(
         origin=type(root).__name__,
         params=tuple(_param(group, managed) for group in groups.values()),
         modules=tuple(_modules(names)),
         model_type=class_names(root),
+        notes=notes,
     )
 
 
@@ -257,16 +268,14 @@ def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
 def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
     first = group[0]
     tensor = first.owner._parameters[first.key]  # noqa: SLF001
-    # Dictionaries, because they keep the order and drop repeated names.
-    names: dict[str, None] = {}
+    name, *aliases = dict.fromkeys([slot.name for slot in group])
     types: dict[str, None] = {}
     for slot in group:
-        names[slot.name] = None
         types |= dict.fromkeys(class_names(slot.owner))
-    name, *aliases = names
     shape: tuple[int, ...] | None = None
     if "UninitializedTensorMixin" not in class_names(tensor):
-        shape = tuple(tensor.shape)
+        # ZeRO 3 leaves an empty tensor in the place of a parameter.
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     return Param(
         name=name,
         aliases=tuple(aliases),

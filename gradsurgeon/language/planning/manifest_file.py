@@ -3,30 +3,26 @@
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from gradsurgeon.actions import described
-from gradsurgeon.errors import ManifestError, Place, Problem, cause_of, shorten_names
-from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Name, Param, Shape
+from gradsurgeon.common.tensor_file import tensors_of
+from gradsurgeon.errors import ManifestError, Place, Problem, reason_of
+from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Name, Param
 from gradsurgeon.language.schema import Built
 from gradsurgeon.records.store.files import check_replaceable, replacing
 
 VERSION = 1
 # A model of 100,000 tensors needs 40 MB.
 MAX_BYTES = 100_000_000
-# One byte of JSON can become many bytes of memory: this many values need half a gigabyte.
-_MAX_VALUES = 6_000_000
-_KINDS = "names come from params.json or from *.safetensors"
 _WRITE_AGAIN = "write the file again: `gradsurgeon params`"
 
-_LEAD = 8  # bytes of a safetensors file that hold the length of its header
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -51,17 +47,6 @@ class _File:
     hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
     params: Annotated[tuple[Param, ...], FailFast()]
     modules: Annotated[tuple[ModuleEntry, ...], FailFast()]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor in the header of a safetensors file."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    dtype: Annotated[str, Field(max_length=40)]
-    shape: Shape
-    data_offsets: Any = None
 
 
 def to_dict(manifest: Manifest) -> dict[str, Any]:
@@ -110,48 +95,27 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 
 
 def from_dict(data: object, file: str = "<dict>") -> Manifest:
-    """Return the manifest that `to_dict` has written; a wrong hash becomes a note of the manifest."""
+    """Return the manifest that `to_dict` has written."""
     top = _checked(_File, data, file)
-    _refuse_repetition("parameter", top.params, file)
-    _refuse_repetition("module", top.modules, file)
     model_type: tuple[str, ...] = ()
     for module in top.modules:
         if module.name == ROOT:
             model_type = module.module_type
-    manifest = Manifest(top.origin, top.params, top.modules, model_type)
-    if to_dict(manifest)["hash"] == top.hash:
-        return manifest
-    note = (
-        f"{file} was edited by hand, or merged: its hash does not fit its content; write it again "
-        "with `gradsurgeon params`"
-    )
-    return replace(manifest, notes=(note,))
-
-
-def _refuse_repetition(noun: str, things: Sequence[Param | ModuleEntry], file: str) -> None:
-    names: Counter[str] = Counter()
-    for thing in things:
-        names.update(thing.names)
-    for name, times in names.items():
-        if times > 1:
-            _refuse(file, f"the {noun} `{name[:60]}` is listed twice", _WRITE_AGAIN)
+    return Manifest(top.origin, top.params, top.modules, model_type)
 
 
 def _from_weights(file: str) -> Manifest:
-    entries = _read_json(file, header=True)
-    if not isinstance(entries, dict):
-        _refuse(file, "its header is no JSON object: this is no safetensors file")
-    entries.pop("__metadata__", None)
-    tensors = _checked(dict[Name, _Tensor], entries, file)
+    try:
+        tensors = tensors_of(Path(file))
+    except (OSError, ValueError) as error:
+        _refuse(file, f"cannot read the file: {reason_of(error)}", "unreadable-file")
     params = []
-    left_out = []
     # The modules: every prefix of the names, each before the modules inside it.
     paths = {ROOT: None}
     for name in sorted(tensors):
         dtype = tensors[name].dtype
         shape = tensors[name].shape
         if dtype.startswith(_WITHOUT_GRADIENT):
-            left_out.append(name)
             continue
         dtype = _DTYPES.get(dtype, dtype.lower())
         params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
@@ -160,43 +124,27 @@ def _from_weights(file: str) -> Manifest:
             path += segment
             paths[path] = None
             path += "."
-    notes = [
+    note = (
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
-        "tied, and it lacks modules without parameters"
-    ]
-    if left_out:
-        notes.append(f"tensors of whole numbers are left out: {shorten_names(left_out)}")
+        "tied, and it lacks modules without parameters; tensors of whole numbers are left out"
+    )
     modules = tuple(ModuleEntry(path, (), ()) for path in paths if path)
-    return Manifest(file, tuple(params), modules, notes=tuple(notes))
+    return Manifest(file, tuple(params), modules, notes=(note,))
 
 
-def _read_json(file: str, *, header: bool = False) -> object:
+def _read_json(file: str) -> object:
     try:
         with Path(file).open("rb") as stream:
             # A bounded read, because the path may be a device. One byte more tells that there is more.
-            length = MAX_BYTES + 1
-            if header:
-                length = min(length, _header_length(stream, file))
-            raw = stream.read(length)
+            raw = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        _refuse(file, f"cannot read the file: {cause_of(error)}", _KINDS, "unreadable-file")
+        _refuse(file, f"cannot read the file: {reason_of(error)}", "unreadable-file")
     if len(raw) > MAX_BYTES:
-        _refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read", _KINDS)
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > _MAX_VALUES:
-        _refuse(file, f"more than {_MAX_VALUES:,} values are not read", _KINDS)
+        _refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read")
     try:
         return from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
     except ValueError as error:
-        _refuse(file, f"not JSON: {error}", _KINDS)
-
-
-def _header_length(stream: BinaryIO, file: str) -> int:
-    lead = stream.read(_LEAD)
-    length = int.from_bytes(lead, "little")
-    if len(lead) < _LEAD or length > os.fstat(stream.fileno()).st_size - _LEAD:
-        message = "no safetensors file, or one that is cut off"
-        _refuse(file, message, "save it again, or download it, as by `git lfs pull`")
-    return length
+        _refuse(file, f"not JSON: {error}")
 
 
 def _checked(kind: type[_Value], value: object, file: str) -> _Value:
@@ -204,22 +152,14 @@ def _checked(kind: type[_Value], value: object, file: str) -> _Value:
         valid: _Value = TypeAdapter(kind).validate_python(value)
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
-        path = tuple(_shortened(step) for step in first["loc"])
-        text = first["msg"].replace("Input should be", "expected").replace("valid tuple", "list")
-        message = f"{text}, found {described(first['input'])}"
+        place = Built(None, file=file).place(first["loc"])
+        message = f"{first['msg']}, found {described(first['input'])}"
         if first["type"] == "missing":
-            message = f"missing key `{path[-1]}`"
-            path = path[:-1]
-        place = Built(None, file=file).place(path)
+            message = "the key is missing"
         raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
     return valid
 
 
-def _shortened(step: str | int) -> str | int:
-    if isinstance(step, str):
-        return step[:60]
-    return step
-
-
-def _refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest") -> NoReturn:
+def _refuse(file: str, message: str, check: str = "bad-manifest") -> NoReturn:
+    hint = "names come from params.json or from *.safetensors"
     raise ManifestError([Problem(Place(file, 0, 0), check, message, hint)])

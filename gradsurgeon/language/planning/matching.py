@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 from gradsurgeon.actions import Rule, Where, in_order
-from gradsurgeon.common.match import compile_pattern, segments, select, suggest, without_zeros
+from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Param
 
 Thing = Param | ModuleEntry
 _MAX_DOUBTS = 20  # on one rule
+# Each hint compares its pattern with all names, so one model has few of them to give.
+_MAX_HINTS = 20
 _MAX_HINTED = 3  # patterns of a rule that get a hint
-_MAX_COMPARED = 100_000  # names that are compared for all hints
 
 
 class NameIndex:
@@ -22,7 +23,6 @@ class NameIndex:
         self,
         noun: str,
         things: Sequence[Thing],
-        subject: str = "the model",
         owners: frozenset[str] = frozenset(),
     ) -> None:
         self.noun = noun
@@ -30,14 +30,11 @@ class NameIndex:
         self._owners = owners
         # Returns the matched things by the name that a pattern matched. Only the name "." matches the root.
         self.hits = cache(self._hits)
-        # Each hint compares its pattern with all names, so a big model has few hints to give.
-        self._hints = max(_MAX_HINTED, _MAX_COMPARED // (len(things) + 1))
-        self._subject = subject
+        self._hints = _MAX_HINTS
+        self._things = things
         self._names: list[str] = []
         self._named: dict[str, Thing] = {}
-        self._place: dict[str, int] = {}
-        for place, thing in enumerate(things):
-            self._place[thing.name] = place
+        for thing in things:
             for name in thing.names:
                 self._named[name] = thing
                 if name != ROOT:
@@ -49,31 +46,11 @@ class NameIndex:
             if text not in self._named:
                 return {}
             return {text: self._named[text]}
-        # If a segment of the pattern is known, only the names that have it are compared.
-        names = self._names
-        candidates = []
-        for choice in segments(text, len(names)):
-            places: list[int] = []
-            for segment in choice:
-                places += self._having.get(segment, ())
-            candidates.append(places)
-        if candidates:
-            fewest = min(candidates, key=len)
-            names = [names[place] for place in sorted(set(fewest))]
         hits = {}
-        for place in select([pattern], names):
-            name = names[place]
+        for place in select([pattern], self._names):
+            name = self._names[place]
             hits[name] = self._named[name]
         return hits
-
-    @cached_property
-    def _having(self) -> dict[str, list[int]]:
-        """By segment, the places of the names that have it."""
-        having: dict[str, list[int]] = {}
-        for place, name in enumerate(self._names):
-            for segment in name.split("."):
-                having.setdefault(without_zeros(segment), []).append(place)
-        return having
 
     def _matched(self, texts: Sequence[str]) -> dict[str, Thing]:
         """Return the things that patterns match, by canonical name."""
@@ -93,12 +70,11 @@ class NameIndex:
         matched = self._matched(rule.patterns)
         for name in self._matched(rule.exclude):
             matched.pop(name, None)
-        # Each of many rules may match few of many names, so only the matches are looked at.
-        names = sorted(matched, key=self._place.__getitem__)
-        things = [matched[name] for name in names]
-        if rule.where == Where():
-            return things
-        return [thing for thing in things if not self._failed(rule.where, thing)]
+        return [
+            thing
+            for thing in self._things
+            if thing.name in matched and self._meets(rule.where, thing)
+        ]
 
     def doubts(self, rule: Rule) -> list[str]:
         doubts = []
@@ -135,39 +111,29 @@ class NameIndex:
         if not matched:
             texts = shorten_names([f'"{text}"' for text in rule.patterns])
             hints = dict.fromkeys([self._hint(text) for text in rule.patterns[:_MAX_HINTED]])
-            return f"no {self.noun} of {self._subject} matches {texts}; {'; '.join(hints)}"
-        plural = f"{len(matched)} {self.noun}s match"
-        # Dictionaries, because they keep the order and drop repeated reasons and names.
-        failed: dict[str, None] = {}
-        classes: dict[str, None] = {}
-        for thing in matched:
-            condition = self._failed(rule.where, thing)
-            if condition:
-                failed[f"`{condition}`"] = None
-            classes.update(dict.fromkeys(thing.module_type[:1]))
-        if not failed:
-            return f"{plural}, but `exclude` removes all of them"
-        causes = ", ".join(failed)
-        if "`module_type`" in failed:
-            causes += f"; the classes are {shorten_names(list(classes))}"
-        return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}"
+            return f"no {self.noun} of the model matches {texts}; {'; '.join(hints)}"
+        text = (
+            f"{len(matched)} {self.noun}s match{examples(matched)}, but `exclude` and `where` keep "
+            "none of them"
+        )
+        if rule.where.module_type is not None:
+            classes = dict.fromkeys([thing.module_type[0] for thing in matched])
+            text += f"; the classes are {shorten_names(list(classes))}"
+        return text
 
-    def _failed(self, where: Where, thing: Thing) -> str:
-        """Return the condition that a thing does not meet, empty if it meets all of them."""
+    def _meets(self, where: Where, thing: Thing) -> bool:
         if where.module_type is not None:
             pattern = compile_pattern(where.module_type)
-            if not any(pattern.matches(name) for name in thing.module_type):
-                return "module_type"
+            if not any(map(pattern.matches, thing.module_type)):
+                return False
         if isinstance(thing, Param):
-            return _failed_of_param(where, thing)
-        if where.owns_params is not None:
-            owns_params = not self._owners.isdisjoint(thing.names)
-            if owns_params != where.owns_params:
-                return "owns_params"
-        return ""
+            return _param_meets(where, thing)
+        if where.owns_params is None:
+            return True
+        return where.owns_params is not self._owners.isdisjoint(thing.names)
 
 
-def name_indexes(manifest: Manifest, subject: str = "the model") -> dict[str, NameIndex]:
+def name_indexes(manifest: Manifest) -> dict[str, NameIndex]:
     owners: set[str] = set()
     for param in manifest.params:
         for name in param.names:
@@ -176,26 +142,27 @@ def name_indexes(manifest: Manifest, subject: str = "the model") -> dict[str, Na
                 owner = ROOT
             owners.add(owner)
     return {
-        "params": NameIndex("parameter", manifest.params, subject),
-        "modules": NameIndex("module", manifest.modules, subject, frozenset(owners)),
+        "params": NameIndex("parameter", manifest.params),
+        "modules": NameIndex("module", manifest.modules, frozenset(owners)),
     }
 
 
-def _failed_of_param(where: Where, param: Param) -> str:
-    if where.ndim is not None and (param.shape is None or len(param.shape) != where.ndim):
-        return "ndim"
-    if where.dtype is not None and param.dtype != where.dtype:
-        return "dtype"
-    if where.requires_grad is not None and param.requires_grad != where.requires_grad:
-        return "requires_grad"
-    if where.numel is not None:
-        low = where.numel.min
-        high = where.numel.max
-        if low is not None and param.numel < low:
-            return "numel"
-        if high is not None and param.numel > high:
-            return "numel"
-    return ""
+def _param_meets(where: Where, param: Param) -> bool:
+    ndim = None
+    if param.shape is not None:
+        ndim = len(param.shape)
+    pairs = (
+        (where.ndim, ndim),
+        (where.dtype, param.dtype),
+        (where.requires_grad, param.requires_grad),
+    )
+    if any(wanted not in (None, value) for wanted, value in pairs):
+        return False
+    if where.numel is None:
+        return True
+    low = where.numel.min
+    high = where.numel.max
+    return (low is None or low <= param.numel) and (high is None or param.numel <= high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +172,7 @@ class Match:
     members: frozenset[str] = frozenset()  # the same names
     elements: int = 0  # of the parameters
     is_for: bool = True  # False if `model` names another class
-    undecided: tuple[str, ...] = ()  # conditions that the names cannot decide; then nothing matches
+    undecided: str = ""  # why the names cannot decide on it; then nothing matches
 
 
 class Matcher:
@@ -225,7 +192,7 @@ class Matcher:
     def _match(self, rule: Rule) -> Match:
         undecided = _undecided(rule, self.manifest)
         if undecided:
-            return Match(undecided=tuple(undecided))
+            return Match(undecided=undecided)
         if not is_for(rule, self.manifest):
             return Match(is_for=False)
         if rule.target == "tensors":
@@ -246,21 +213,19 @@ def is_for(rule: Rule, manifest: Manifest) -> bool:
     if rule.model is None:
         return True
     pattern = compile_pattern(rule.model)
-    if not manifest.model_type:
-        return pattern.matches(manifest.origin)
     return any(pattern.matches(name) for name in manifest.model_type)
 
 
-def _undecided(rule: Rule, manifest: Manifest) -> list[str]:
-    """Return complaints about conditions on facts that the source of the names lacks."""
+def _undecided(rule: Rule, manifest: Manifest) -> str:
+    """Return a complaint about conditions on facts that the source of the names lacks, empty if there are none."""
     where = rule.where
     asked = {rule.model, where.module_type, where.requires_grad} - {None}
     if not asked or not manifest.lacks_classes:
-        return []
-    return [
+        return ""
+    return (
         f"`model`, `module_type` and `requires_grad` cannot be decided: {printable(manifest.origin)} lacks these "
         "facts; plan with `--model`, or with the params.json that `gradsurgeon params` writes"
-    ]
+    )
 
 
 def chains_of(
@@ -277,14 +242,11 @@ def chains_of(
     return {key: tuple(chain) for key, chain in chains.items()}
 
 
-def examples(things: Sequence[Thing], owners: Sequence[str] = ()) -> str:
-    """Return the first names in parentheses, each behind its owner if owners are given."""
+def examples(things: Sequence[Thing]) -> str:
+    """Return the first names in parentheses."""
     if not things:
         return ""
-    names = [thing.name for thing in things]
-    if owners:
-        names = [f"{owner}: {name}" for owner, name in zip(owners, names, strict=True)]
-    return f" ({shorten_names(names)})"
+    return f" ({shorten_names([thing.name for thing in things])})"
 
 
 def quoted(text: str) -> str:

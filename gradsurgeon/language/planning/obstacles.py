@@ -14,11 +14,13 @@ from gradsurgeon.language.planning.matching import (
     Thing,
     chains_of,
     examples,
-    name_indexes,
+    is_for,
 )
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.language.schema import RuleSet
 
+# Parameters of one rule that are named by a problem of their own.
+_NAMED = 8
 _ON_MODULES = "the form on modules (`modules`, such as the heads, with `tensor: input.grad`)"
 
 _SPREAD = {
@@ -54,7 +56,7 @@ class MatchedRules:
         rule = self.rules[rule_id]
         match = self.matches[rule_id]
         if match.undecided:
-            texts = list(match.undecided)
+            texts = [match.undecided]
         elif match.is_for and rule.target != "tensors":
             if alone:
                 yield from _shortfalls(rule, match.things, self.matcher.names[rule.target])
@@ -108,68 +110,34 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
     """Return complaints about rules that match too little in all the models together."""
     complaints: list[str] = []
     matchers = {title: Matcher(manifest) for title, manifest in models.items()}
-    indexes: dict[tuple[str, ...], dict[str, NameIndex]] = {}
     for rule in rules.rules:
-        if rule.target == "tensors":
+        if rule.target == "tensors" or not models:
             continue
-        titles: list[str] = []
+        titles = [title for title, manifest in models.items() if is_for(rule, manifest)]
         things: list[Thing] = []
-        owners: list[str] = []
-        for title, matcher in matchers.items():
-            match = matcher.match(rule)
-            if match.is_for:
-                titles.append(title)
-                things += match.things
-                owners += [title] * len(match.things)
-        if len(titles) == 1:
-            owners = []
-        key = tuple(titles)
-        if key not in indexes:
-            indexes[key] = _joint_indexes(titles, models)
-        short = _shortfalls(rule, things, indexes[key][rule.target], owners)
+        for title in titles:
+            things += matchers[title].match(rule).things
+        # The names of one model are enough for a hint.
+        first = next(iter([*titles, *models]))
+        short = _shortfalls(rule, things, matchers[first].names[rule.target])
         complaints += [complaint(rules, rule, shortfall) for shortfall in short]
     return complaints
 
 
-def _joint_indexes(titles: Sequence[str], models: Mapping[str, Manifest]) -> dict[str, NameIndex]:
-    params: list[Param] = []
-    modules: list[ModuleEntry] = []
-    for title in titles:
-        params += models[title].params
-        modules += models[title].modules
-    origin = ", ".join(titles)
-    subject = "the model"
-    if len(titles) > 1:
-        subject = f"the models {printable(origin)}"
-    return name_indexes(Manifest(origin, tuple(params), tuple(modules)), subject)
-
-
-def _shortfalls(
-    rule: Rule, matched: Sequence[Thing], names: NameIndex, owners: Sequence[str] = ()
-) -> Iterator[Obstacle]:
+def _shortfalls(rule: Rule, matched: Sequence[Thing], names: NameIndex) -> Iterator[Obstacle]:
     if not matched and not rule.optional:
         yield Obstacle("no-match", (rule.target,), names.no_match(rule))
     if rule.expect is not None and rule.expect.params != len(matched):
         expected = count(rule.expect.params, "parameter")
-        text = f"expected {expected}, matched {len(matched)}{examples(matched, owners)}"
+        text = f"expected {expected}, matched {len(matched)}{examples(matched)}"
         yield Obstacle("expect", ("expect", "params"), text)
 
 
 def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
-    params: list[Param] = []
-    lazy: list[Param] = []
-    complex_params: list[Param] = []
-    sparse: list[Param] = []
-    for thing in match.things:
-        if isinstance(thing, ModuleEntry):
-            continue
-        params.append(thing)
-        if thing.shape is None:
-            lazy.append(thing)
-        if thing.dtype.startswith("complex"):
-            complex_params.append(thing)
-        if thing.sparse:
-            sparse.append(thing)
+    params = [thing for thing in match.things if isinstance(thing, Param)]
+    lazy = [param for param in params if param.shape is None]
+    sparse = [param for param in params if param.sparse]
+    complex_params = [param for param in params if param.dtype.startswith("complex")]
     if lazy:
         yield (
             f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "
@@ -188,15 +156,6 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
     yield from _scripted(match)
 
 
-def _misshapen(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
-    for param in params:
-        if param.shape is None:
-            continue
-        problem = rule.param_problem(param.name, param.shape)
-        if problem:
-            yield f"{printable(param.name)} {problem}; leave it out by `exclude`"
-
-
 def _scripted(match: Match) -> Iterator[str]:
     scripted = [
         thing
@@ -209,6 +168,19 @@ def _scripted(match: Match) -> Iterator[str]:
             "module around them, leave them out by `exclude`, or train the model without torch.jit; rules on "
             "parameters (`params`) do act there"
         )
+
+
+def _misshapen(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
+    problems = []
+    for param in params:
+        if param.shape is not None:
+            problem = rule.param_problem(param.names, param.shape)
+            if problem:
+                problems.append(f"{printable(param.name)} {problem}; leave it out by `exclude`")
+    yield from problems[:_NAMED]
+    others = len(problems) - _NAMED
+    if others > 0:
+        yield f"{count(others, 'more parameter')} cannot have the rule for such reasons"
 
 
 def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Iterator[str]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from gradsurgeon.actions import CheckRule, LossRule, Moment, Rule, Steps, TrapRule
+from gradsurgeon.actions import CheckRule, LossRule, Moment, Rule, TrapRule
 from gradsurgeon.common import _html, _live
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.manifest import Manifest
 from gradsurgeon.language.planning.matching import chains_of
-from gradsurgeon.language.planning.table import NOUNS, abridged, count, grid
+from gradsurgeon.language.planning.table import abridged, count, grid, noun_of
 from gradsurgeon.language.schema import RuleSet
 
 _HOOKS: dict[Moment, str] = {
@@ -22,8 +21,6 @@ _HOOKS: dict[Moment, str] = {
     "step": "step pre-hook",
     "updated": "step post-hook",
 }
-
-_MAX_CHAINS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,8 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
-        lines = [_head(self), "", *_rules(self), "", *_chains(self)]
+        rows = grid([RuleRow._fields, *rule_rows(self)], right=frozenset({4, 5}))
+        lines = [_head(self), "", *rows, "", *_chains(self)]
         doubts = list(_doubts(self))
         if doubts:
             lines += ["", "to know", *doubts]
@@ -172,14 +170,14 @@ def hook_of(rule: Rule) -> str:
         return "fork of the input"
     if isinstance(rule, CheckRule):
         return "around passes and updates"
-    if rule.target == "params":
+    if rule.target == "params" or rule.judges_losses:
         hook = _HOOKS[rule.point]
     elif rule.target == "tensors":
         hook = "tag"
     else:
         hook = _MODULE_HOOKS[rule.ref.side, rule.ref.grad]
     before_update = _HOOKS["step"]
-    if isinstance(rule, TrapRule) and hook != before_update:
+    if isinstance(rule, TrapRule) and rule.point not in ("step", "updated"):
         hook += f", {before_update}"
     return hook
 
@@ -193,43 +191,33 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _rules(plan: Plan) -> Iterator[str]:
-    rows = [("rule", "action", "at", "hook", "binds", "elements", "steps")]
+class RuleRow(NamedTuple):
+    """A rule in a table for people."""
+
+    rule: str
+    action: str
+    at: str
+    hook: str
+    binds: str
+    elements: str
+    steps: str
+
+
+def rule_rows(plan: Plan) -> Iterator[RuleRow]:
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
         hook = "-"
         if bound:
             hook = bound[0].hook
-        binds = count(len(bound), NOUNS[rule.target])
-        elements = 0
-        dormant = 0
-        for binding in bound:
-            elements += binding.numel
-            if binding.dormant:
-                dormant += 1
+        binds = count(len(bound), noun_of(rule))
+        dormant = sum(binding.dormant for binding in bound)
         if dormant:
             # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
             binds += f" ({dormant} without requires_grad)"
         size = "-"
         if rule.target == "params":
-            size = f"{elements:,}"
-        steps = steps_text(rule.steps)
-        rows.append((rule.id, rule.action, rule.point, hook, binds, size, steps))
-    yield from grid(rows, right=frozenset({4, 5}))
-
-
-def steps_text(steps: Steps) -> str:
-    """Return the steps of a rule: ``all``, or such as ``100..199 every 10``."""
-    parts = []
-    if steps.to is not None:
-        parts.append(f"{steps.from_}..{steps.to - 1}")  # a range names its last number everywhere
-    elif steps.from_:
-        parts.append(f"{steps.from_}..")
-    if steps.every > 1:
-        parts.append(f"every {steps.every}")
-    if not parts:
-        return "all"
-    return " ".join(parts)
+            size = f"{sum(binding.numel for binding in bound):,}"
+        yield RuleRow(rule.id, rule.action, rule.point, hook, binds, size, rule.steps.text)
 
 
 def _chains(plan: Plan) -> Iterator[str]:
@@ -247,15 +235,12 @@ def _chains(plan: Plan) -> Iterator[str]:
         if param.name not in plan.chains:
             untouched += 1
     yield "effects per tensor, in order of effect"
-    for chain, names in islice(groups.items(), _MAX_CHAINS):
+    for chain, names in groups.items():
         yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
         noun = "tensor"
         if names[0] in aliases:
             noun = "parameter"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
-    if len(groups) > _MAX_CHAINS:
-        more = len(groups) - _MAX_CHAINS
-        yield f"  and {more} more chains: `plan --format json` lists all"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
 

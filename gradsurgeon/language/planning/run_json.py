@@ -4,6 +4,7 @@ import platform
 from datetime import UTC, datetime
 from typing import Any
 
+from gradsurgeon.language.planning import manifest_file
 from gradsurgeon.language.planning.manifest import Param
 from gradsurgeon.language.planning.plan import Plan
 from gradsurgeon.language.schema import VERSION
@@ -60,16 +61,18 @@ def about(plan: Plan) -> dict[str, Any]:
             "params": [_param_entry(param) for param in plan.manifest.params],
             "aliases": aliases,
         },
+        # The content of params.json: rules can be bound to the names of a run.
+        "manifest": manifest_file.to_dict(plan.manifest),
         "plan": plan.to_dict(),
         "roles": roles,
     }
 
 
 def _param_entry(param: Param) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": param.name, "aliases": list(param.aliases)}
-    if param.dtype != "float32":
-        entry["dtype"] = param.dtype
-    if not param.requires_grad:
-        entry["requires_grad"] = False
-        entry["numel"] = param.numel
-    return entry
+    return {
+        "name": param.name,
+        "aliases": list(param.aliases),
+        "dtype": param.dtype,
+        "requires_grad": param.requires_grad,
+        "numel": param.numel,
+    }

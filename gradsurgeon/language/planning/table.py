@@ -4,13 +4,20 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable, shorten_names
 
 _SHOWN = 6
 NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 _NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
-_MAX_PIECES = 6  # of a list of numbers with gaps
+
+
+def noun_of(rule: Rule) -> str:
+    """Return the noun for what a rule binds."""
+    if rule.judges_losses:
+        return "loss name"
+    return NOUNS[rule.target]
 
 
 def count(number: int, noun: str) -> str:
@@ -20,14 +27,12 @@ def count(number: int, noun: str) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> Iterator[str]:
-    columns = []
-    for number, column in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, column))
-        justify = str.ljust
-        if number in right:
-            justify = str.rjust
-        columns.append([justify(cell, width) for cell in column])
-    for cells in zip(*columns, strict=True):
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = []
+        for number, cell in enumerate(row):
+            align = ">" if number in right else "<"
+            cells.append(f"{cell:{align}{widths[number]}}")
         yield "  " + "  ".join(cells).rstrip()
 
 
@@ -90,6 +95,4 @@ def _range(texts: Sequence[str]) -> str:
     first = int(pieces[0])
     if pieces == [str(first + place) for place in range(len(pieces))]:
         return f"{{{pieces[0]}..{pieces[-1]}}}"
-    if len(pieces) > _MAX_PIECES:
-        pieces[_MAX_PIECES:] = ["..."]
     return f"{{{','.join(pieces)}}}"

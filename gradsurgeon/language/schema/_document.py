@@ -4,7 +4,6 @@ import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import eq, ge, gt, le, lt, ne
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, Field
@@ -27,9 +26,7 @@ from gradsurgeon.language.source import Document, Path
 VERSION = "0.1.0"
 FORMAT = 1
 
-_COMPARISONS = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
-# Python refuses to read numbers of thousands of digits.
-_CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d{1,9}(?:\.\d{1,9}){0,3})")
+_LEAST = re.compile(r">=\s*(\d{1,9}(?:\.\d{1,9}){0,2})")
 MAX_PROBLEMS = 100  # no reader needs more, and the log of a job stays short
 
 
@@ -67,7 +64,7 @@ def no_mapping(source: Located) -> list[Problem]:
 def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
     version = data.get("version")
     requires = data.get("requires")
-    if isinstance(requires, str) and meets(VERSION, requires) is False:
+    if isinstance(requires, str) and _release(VERSION) < _least_release(requires):
         message = f"these rules require gradsurgeon {requires[:60]}, this is {VERSION}"
         hint = "install a gradsurgeon that meets it"
         return Problem(source.place(("requires",)), "unmet-requirement", message, hint)
@@ -78,27 +75,22 @@ def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
     return None
 
 
-def meets(version: str, requirement: str) -> bool | None:
-    """Tell whether a version meets a requirement such as ``>=0.1, <0.3``; ``None`` for any other text."""
-    clauses = []
-    for text in requirement.split(","):
-        clause = _CLAUSE.fullmatch(text.strip())
-        if clause is None:
-            return None
-        clauses.append(clause)
-    have = _release(version)
-    return all(_COMPARISONS[clause[1]](have, _release(clause[2])) for clause in clauses)
+def _least_release(requirement: str) -> list[int]:
+    """Return the least version of a requirement such as ``>=0.1``, nothing for any other text."""
+    least = _LEAST.fullmatch(requirement.strip())
+    if least is None:
+        return []
+    return _release(least[1])
 
 
 def _release(version: str) -> list[int]:
-    numbers = [int(part) for part in version.split(".")]
-    return numbers + [0] * (4 - len(numbers))
+    return [int(part) for part in version.split(".")]
 
 
 def _requirement(text: str) -> str:
-    if meets(VERSION, text) is None:
-        message = f"`requires` must be comparisons of versions, found {described(text)}"
-        raise flawed(Flaw("", message, 'such as ">=0.1" or ">=0.1, <0.3"'))
+    if not _least_release(text):
+        message = f"`requires` must be a least version, found {described(text)}"
+        raise flawed(Flaw("", message, 'such as ">=0.1"'))
     return text
 
 
@@ -131,21 +123,13 @@ class _RuleFile(Options):
 def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
     _, flaws = read_options(_RuleFile, data)
     for flaw in flaws:
-        yield _problem(source, (), flaw)
+        yield problem_of(source, (), flaw)
 
 
-def duplicate_ids(
-    source: Located, ids: Sequence[tuple[int, object]], first: dict[str, Place]
-) -> Iterator[Problem]:
-    for index, rule_id in ids:
-        if not isinstance(rule_id, str):
-            continue
-        place = source.place(("rules", index, "id"))
-        where = first.setdefault(rule_id, place)
-        if where is not place:
-            message = f"the id `{rule_id[:60]}` is used twice, first at {where}"
-            hint = "reviews and diffs identify rules by id: rename one of the two rules"
-            yield Problem(place, "duplicate-rule-id", message, hint)
+def duplicate_id(rule_id: str, place: Place, first: Place) -> Problem:
+    message = f"the id `{rule_id[:60]}` is used twice, first at {first}"
+    hint = "reviews and diffs identify rules by id: rename one of the two rules"
+    return Problem(place, "duplicate-rule-id", message, hint)
 
 
 def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, list[Problem]]:
@@ -155,10 +139,11 @@ def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, li
         hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
         return None, [Problem(source.place(at), "wrong-type", message, hint)]
     rule, flaws = check_rule(entry)
-    return rule, [_problem(source, at, flaw) for flaw in flaws]
+    return rule, [problem_of(source, at, flaw) for flaw in flaws]
 
 
-def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
+def problem_of(source: Located, at: Path, flaw: Flaw) -> Problem:
+    """Return a flaw of the mapping at a path, with its place."""
     path: Path = (*at, *flaw.path)
     if flaw.is_missing:
         place = source.missing_place(path[:-1])

@@ -7,6 +7,7 @@ import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from gradsurgeon.actions import Rule, described
@@ -17,7 +18,7 @@ from gradsurgeon.language.schema._document import (
     Built,
     Located,
     bounded,
-    duplicate_ids,
+    duplicate_id,
     no_mapping,
     refusal,
     rule_at,
@@ -85,15 +86,12 @@ class RuleSet:
 
     @property
     def sha256(self) -> str:
-        """Hash of the text, of the hashes of all texts if files are included, or of rules from Python."""
-        if not self.text:
-            return _sha256("\n".join(rule.model_dump_json() for rule in self.rules))
-        hashes = [_sha256(text) for _, text in self.files]
-        if not hashes:
-            return _sha256(self.text)
-        if len(hashes) == 1:
-            return hashes[0]
-        return _sha256("\n".join(hashes))
+        """Hash of all texts, or of rules from Python, and of the files that rules name."""
+        texts = [text for _, text in self.files]
+        if not texts:
+            texts = [rule.model_dump_json() for rule in self.rules]
+        texts += [rule.file_sha256 for rule in self.rules if rule.file_sha256]
+        return _sha256("\n".join(texts))
 
 
 def _sha256(text: str) -> str:
@@ -102,12 +100,13 @@ def _sha256(text: str) -> str:
 
 def from_rules(rules: Sequence[Rule]) -> RuleSet:
     source = Built(None, file="<python>")
-    ids = []
+    problems = []
     written: dict[str, tuple[Located, int]] = {}
     for index, rule in enumerate(rules):
-        ids.append((index, rule.id))
-        written[rule.id] = (source, index)
-    problems = list(duplicate_ids(source, ids, {}))
+        if rule.id in written:
+            first = source.place(("rules", written[rule.id][1], "id"))
+            problems.append(duplicate_id(rule.id, source.place(("rules", index, "id")), first))
+        written.setdefault(rule.id, (source, index))
     if not rules:
         problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
     if problems:
@@ -118,48 +117,30 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
 def validate(source: Located, files: Files = DISK) -> RuleSet:
     inspection = inspect(source, files)
     if inspection.rules is None:
-        raise RuleFileError(list(inspection.problems))
+        raise RuleFileError(inspection.problems)
     return inspection.rules
 
 
-class Inspection(NamedTuple):
-    """A rule file with its includes, and all their problems."""
-
-    rules: RuleSet | None  # ``None`` if there are problems
-    problems: tuple[Problem, ...]  # file by file
-    sources: tuple[Located, ...]  # in the same order, packs too
-
-
 def inspect(source: Located, files: Files = DISK) -> Inspection:
-    tree = _Tree(source, files)
-    collected: list[Problem] = []
-    # The problems of a file come before the problems of its included files.
-    for problems_of_file in tree.problems:
-        collected += problems_of_file
-    problems = tuple(bounded(collected))
-    sources = tuple(tree.sources)
-    if problems:
-        return Inspection(None, problems, sources)
-    rules = RuleSet(
-        rules=tuple(tree.rules),
-        file=source.file,
-        text=source.text,
-        files=tuple((document.file, document.text) for document in sources if document.text),
-        _written=tree.written,
-        _entries=tree.entries,
-    )
-    return Inspection(rules, (), sources)
+    return Inspection(source, files)
 
 
-class _Tree:
+class Inspection:
+    """A rule file with its includes.
+
+    Attributes:
+        rules: all rules; ``None`` if there are problems.
+        problems: the problems, file by file.
+        sources: the files in the same order, packs too.
+    """
+
     def __init__(self, source: Located, files: Files) -> None:
         self._files = files
-        self.rules: list[Rule] = []
         self.sources: list[Located] = []
-        self.entries: dict[str, Place] = {}
-        self.written: dict[str, tuple[Located, int]] = {}
-        self.problems: list[list[Problem]] = []  # one list per file
-        self._ids: dict[str, Place] = {}
+        self._rules: list[Rule] = []
+        self._entries: dict[str, Place] = {}
+        self._written: dict[str, tuple[Located, int]] = {}
+        self._problems: list[list[Problem]] = []  # one list per file
         self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
         if source.folder is not None:
@@ -167,10 +148,22 @@ class _Tree:
             own = source.folder / re.split("[/:]", source.file)[-1]
             self._reached = dict.fromkeys((own, own.resolve()), source.place(()))
         self._add_file(source, source.folder)
+        # The problems of a file come before the problems of its included files.
+        self.problems = bounded(list(chain.from_iterable(self._problems)))
+        self.rules: RuleSet | None = None
+        if not self.problems:
+            self.rules = RuleSet(
+                rules=tuple(self._rules),
+                file=source.file,
+                text=source.text,
+                files=tuple((each.file, each.text) for each in self.sources if each.text),
+                _written=self._written,
+                _entries=self._entries,
+            )
 
     def _add_file(self, source: Located, folder: pathlib.Path | None) -> None:
         problems_of_file: list[Problem] = []
-        self.problems.append(problems_of_file)
+        self._problems.append(problems_of_file)
         self.sources.append(source)
         data = source.data
         if not isinstance(data, dict):
@@ -190,10 +183,12 @@ class _Tree:
                 message = f"expected a pack or the path of a file, found {described(entry)}"
                 hint = f'such as "{packs.PREFIX}nan-trap@1"'
                 problems.append(Problem(place, "wrong-type", message, hint))
-        problems += self._add_rules(source, _items(data, "rules"))
+        problems += self._add_rules(source, _items(data, "rules"), folder)
         problems_of_file += tidy(problems)
 
-    def _add_rules(self, source: Located, entries: Sequence[object]) -> Iterator[Problem]:
+    def _add_rules(
+        self, source: Located, entries: Sequence[object], folder: pathlib.Path | None
+    ) -> Iterator[Problem]:
         flaw_count = 0
         for index, entry in enumerate(entries):
             if flaw_count > MAX_PROBLEMS:
@@ -203,14 +198,23 @@ class _Tree:
             rule, flaws = rule_at(source, index, entry)
             flaw_count += len(flaws)
             yield from flaws
+            # Rules of a commit of git are compared, and never applied.
+            if rule is not None and self._files is DISK:
+                yield from _read_file(rule, source.place(("rules", index, "file")), folder)
             if rule is not None:
-                self.written.setdefault(rule.id, (source, index))
-                self.rules.append(rule)
-        ids = []
-        for index, entry in enumerate(entries):
-            if isinstance(entry, dict):
-                ids.append((index, entry.get("id")))
-        yield from duplicate_ids(source, ids, self._ids)
+                self._rules.append(rule)
+            yield from self._note_id(source, index, entry)
+
+    def _note_id(self, source: Located, index: int, entry: object) -> Iterator[Problem]:
+        rule_id = None
+        if isinstance(entry, dict):
+            rule_id = entry.get("id")
+        if not isinstance(rule_id, str):
+            return
+        first, first_index = self._written.setdefault(rule_id, (source, index))
+        if (first, first_index) != (source, index):
+            place = source.place(("rules", index, "id"))
+            yield duplicate_id(rule_id, place, first.place(("rules", first_index, "id")))
 
     def _follow(self, entry: str, place: Place, folder: pathlib.Path | None) -> Iterator[Problem]:
         # Entries without a file count too, because their hints take time.
@@ -233,7 +237,7 @@ class _Tree:
                 files = DISK
             document = files.read(target)
             target.check(document.text)
-            self.entries[document.file] = place
+            self._entries[document.file] = place
         except packs.IncludeError as error:
             yield Problem(place, "bad-include", error.message, error.hint)
         except RuleFileError as error:
@@ -241,6 +245,18 @@ class _Tree:
             yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
         else:
             self._add_file(document, target.folder)
+
+
+def _read_file(rule: Rule, place: Place, folder: pathlib.Path | None) -> Iterator[Problem]:
+    try:
+        rule.read_file(lambda entry: packs.locate(entry, folder, packs.file_on_disk).path)
+    except packs.IncludeError as error:
+        yield Problem(place, "bad-include", error.message, error.hint)
+    except (OSError, ValueError):
+        message = "this is no safetensors file, or one that is cut off"
+        yield Problem(
+            place, "bad-include", message, "write it again by `safetensors.torch.save_file`"
+        )
 
 
 def _items(data: Mapping[str, object], key: str) -> Sequence[object]:

@@ -61,6 +61,14 @@ def created(path: Path) -> sqlite3.Connection:
 
 
 def _laid_out(path: Path, mode: str) -> sqlite3.Connection:
+    statements = (
+        "PRAGMA synchronous=NORMAL",
+        "BEGIN",
+        f"PRAGMA application_id={layout.APPLICATION}",
+        f"PRAGMA user_version={layout.FORMAT}",
+        *layout.TABLES.values(),
+        "COMMIT",
+    )
     with ExitStack() as undo:
         connection = connect(path, _PATIENCE)
         undo.callback(connection.close)
@@ -68,13 +76,8 @@ def _laid_out(path: Path, mode: str) -> sqlite3.Connection:
         (agreed,) = connection.execute(f"PRAGMA journal_mode={mode}").fetchone()
         if agreed != mode:
             raise sqlite3.OperationalError(f"the file system does not support the journal `{mode}`")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute("BEGIN")
-        connection.execute(f"PRAGMA application_id={layout.APPLICATION}")
-        connection.execute(f"PRAGMA user_version={layout.FORMAT}")
-        for table in layout.TABLES.values():
-            connection.execute(table)
-        connection.execute("COMMIT")
+        for statement in statements:
+            connection.execute(statement)
         undo.pop_all()
     return connection
 
@@ -103,13 +106,11 @@ def _on_network(path: Path) -> bool:
     if not _MOUNTS.exists():
         return False
     real = f"{os.path.realpath(path)}/"
-    nearest = ""
-    kind = ""
+    # A longer point is nearer, and a later mount on the same point hides the earlier one.
+    kinds = {-1: ""}
     for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        _, escaped, type_, *_ = line.split(" ")
+        _, escaped, kind, *_ = line.split(" ")
         point = escaped.replace("\\040", " ").rstrip("/")
-        # A later mount on the same point hides the earlier one.
-        if real.startswith(f"{point}/") and len(point) >= len(nearest):
-            nearest = point
-            kind = type_
-    return _NETWORK.fullmatch(kind) is not None
+        if real.startswith(f"{point}/"):
+            kinds[len(point)] = kind
+    return _NETWORK.fullmatch(kinds[max(kinds)]) is not None

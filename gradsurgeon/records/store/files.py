@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradsurgeon.errors import RecordError, printable
-from gradsurgeon.records.store.memory import Destination
 
 
 @contextmanager
@@ -55,7 +54,7 @@ def check_replaceable(path: Path, what: str, *marks: bytes) -> None:
         )
 
 
-class Outlet(Destination):
+class Outlet:
     """Where records go besides memory. It is due every so many seconds."""
 
     def __init__(self, seconds: float) -> None:

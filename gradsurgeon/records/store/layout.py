@@ -23,6 +23,8 @@ SERIES_BITS = 32
 PAGE = 16384
 # JSON has no numbers for these. Protocol Buffers spell them so.
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+# Lists of names in the entries of rules and parameters in `run.json`.
+_NAME_LISTS = ("aliases", "params", "modules", "stats")
 
 TABLES = {
     "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
@@ -54,7 +56,7 @@ def state_name(rank: int | str) -> str:
 
 
 def row_id(series: int, number: int) -> int:
-    return series << SERIES_BITS | number
+    return (series << SERIES_BITS) + number
 
 
 def pack_absent(absent: Collection[int], width: int) -> bytes | None:
@@ -83,8 +85,23 @@ def clean(text: str) -> str:
 
 def section(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return a mapping inside a mapping that was read from a file, empty if there is none."""
-    inner: dict[str, Any] = meta.get(key, {})
-    return inner
+    return dict(meta.get(key, {}))
+
+
+def has_types(meta: Mapping[str, Any]) -> bool:
+    """Tell whether the entries of `run.json` that readers look into have their types."""
+    try:
+        params = section(meta, "model").get("params", [])
+        rules = section(meta, "plan").get("rules", [])
+        entries = params + rules + [*section(meta, "roles").values()]
+        names = [entry["name"] for entry in params]
+        for entry in entries:
+            for key in _NAME_LISTS:
+                names += entry.get(key, [])
+        are_named = all({"id", "action"} <= rule.keys() for rule in rules)
+        return are_named and all(isinstance(name, str) for name in names)
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:

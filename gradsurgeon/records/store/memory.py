@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from gradsurgeon.errors import RecordError
-from gradsurgeon.records.store.layout import Stored, is_present, pack_absent
+from gradsurgeon.records.store.layout import Stored, is_present
 from gradsurgeon.tensors.statistics import HISTOGRAM, columns_of
 
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
@@ -28,6 +28,8 @@ _FLOAT = struct.Struct("f").unpack_from
 # Python needs so many bytes for a row besides its values.
 _ROW_BYTES = 160
 Answer = TypeVar("Answer")
+# Pairs of a step and a value, oldest first.
+Points = list[tuple[int, float]]
 _NEAREST = 3
 # Statistics of an update as a whole, which rules record beside norms: its loss, and the learning rates of its optimizer.
 LOSS = "loss"
@@ -51,27 +53,6 @@ class RecordedRow(NamedTuple):
     replace: bool = False
 
 
-class Destination(ABC):
-    """Where rows go: memory, a file, or a tracker."""
-
-    @abstractmethod
-    def add_row(self, row: RecordedRow) -> None:
-        """Take a row."""
-
-    def add(
-        self,
-        key: Key,
-        step: int,
-        values: bytes,
-        absent: Collection[int] = (),
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Append a row of float32, one value per name of the key, or replace the last row of the same step."""
-        bits = pack_absent(absent, len(key.names))
-        self.add_row(RecordedRow(key, step, values, bits, replace))
-
-
 class WholeSeries(ABC):
     rank = 0  # the rank that recorded it
 
@@ -90,32 +71,25 @@ class WholeSeries(ABC):
     def ends(self) -> tuple[int, ...]:
         """Return the steps of the first and of the last row, nothing if there are no rows."""
         last = max(0, len(self) - 1)
-        rows = [*self.stored(0, 1), *self.stored(last, last + 1)]
+        rows = [*self.stored(0, 1), *self.stored(last)]
         return tuple(step for step, _, _ in rows)
 
-    def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor in some rows."""
+    def values_of(self, name: str, start: int = 0) -> Points:
+        """Return ``(step, value)`` of one tensor in all rows from ``start`` on, oldest first."""
         column = self.columns[name]
         return [
             (step, _FLOAT(values, 4 * column)[0])
-            for step, values, absent in self.stored(start, stop)
+            for step, values, absent in self.stored(start)
             if is_present(absent, column)
         ]
 
-    def values_of(self, name: str) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first."""
-        return self.between(name, 0, len(self))
-
-    def last(self, name: str) -> tuple[int, float] | None:
-        """Return ``(step, value)`` of the newest row with a value of one tensor."""
-        end = len(self)
+    def last(self, name: str) -> Points:
+        """Return ``(step, value)`` of the newest row with a value of one tensor, nothing if there is none."""
         # The last row most often has a value, and callers ask again and again.
-        pairs = self.between(name, max(0, end - 1), end)
-        if not pairs:
-            pairs = self.between(name, 0, end)
-        if not pairs:
-            return None
-        return pairs[-1]
+        newest = self.values_of(name, max(0, len(self) - 1))
+        if not newest:
+            newest = self.values_of(name)
+        return newest[-1:]
 
 
 class Part(WholeSeries):
@@ -168,7 +142,7 @@ def matching(
 class Series(WholeSeries):
     def __init__(self, key: Key) -> None:
         super().__init__(key)
-        self.rows: deque[Stored] = deque()
+        self.rows = deque[Stored]()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -178,14 +152,14 @@ class Series(WholeSeries):
         return islice(list(self.rows), start, stop)
 
 
-class Records(Destination):
+class Records:
     """All series of one session in bounded memory: the oldest rows make room for new rows."""
 
     def __init__(self, limit_bytes: int = MEMORY_LIMIT) -> None:
         self._limit = limit_bytes
         self._series: dict[Key, Series] = {}
         # The series of each row, by age.
-        self._order: deque[Series] = deque()
+        self._order = deque[Series]()
         self._bytes = 0
         self.dropped = 0
 
@@ -216,14 +190,14 @@ class Records(Destination):
         return len(self._order)
 
 
-def merged(series: Sequence[WholeSeries], name: str) -> list[tuple[int, float]]:
+def merged(series: Sequence[WholeSeries], name: str) -> Points:
     """Return ``(step, value)`` over several series of one rule, in order of step.
 
     A tensor moves to a new series when another optimizer claims it, or its module is called more often than others.
     """
     if len(series) == 1:
         return series[0].values_of(name)
-    pairs: list[tuple[int, float]] = []
+    pairs = []
     for part in series:
         pairs += part.values_of(name)
     pairs.sort(key=itemgetter(0))
@@ -257,7 +231,12 @@ class RecordQueries(ABC):
             KeyError: there is no such name; the text gives the nearest names.
             RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
         """
-        return self._asked(name, stat, lambda: self._lookup().history(name, stat, rule))
+
+        def answer() -> Points:
+            canonical, series = self._lookup().series_of(name, stat, rule)
+            return merged(series, canonical)
+
+        return self._asked(name, stat, answer)
 
     def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
         """Return the newest value of `history`, under the same conditions and without reading the rest.
@@ -272,7 +251,22 @@ class RecordQueries(ABC):
             RecordError: no rule, or several rules, record it; nothing is recorded yet; or another rank did not call
                 within 10 s.
         """
-        return self._asked(name, stat, lambda: self._lookup().latest(name, stat, rule))
+
+        def answer() -> float:
+            canonical, series = self._lookup().series_of(name, stat, rule)
+            newest = []
+            for recorded in series:
+                newest += recorded.last(canonical)
+            if not newest:
+                raise RecordError(
+                    f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
+                )
+            # If two series have the same step, the later series wins, as in `merged`.
+            newest.sort(key=itemgetter(0))
+            _, value = newest[-1]
+            return value
+
+        return self._asked(name, stat, answer)
 
     def histograms(
         self, name: str, *, rule: str | None = None
@@ -291,11 +285,11 @@ class RecordQueries(ABC):
             RecordError: no rule, or several rules, record it; or another rank did not call within 10 s.
         """
         # By step, and by call within the step.
-        rows: dict[tuple[int, int], list[float]] = {}
+        rows = defaultdict(list)
         for column in HISTOGRAM:
-            calls: Counter[int] = Counter()
+            calls = Counter[int]()
             for step, number in self.history(name, column, rule=rule):
-                rows.setdefault((step, calls[step]), []).append(number)
+                rows[step, calls[step]].append(number)
                 calls[step] += 1
         # A row of some columns may be gone, as memory is bounded, or has just come.
         return [
@@ -317,25 +311,9 @@ class Lookup:
     # Returns the series of a tensor, a statistic, and a rule or all rules.
     find: Callable[[str, str, str | None], Sequence[WholeSeries]]
 
-    def history(self, name: str, stat: str, rule: str | None) -> list[tuple[int, float]]:
-        canonical, series = self._series(name, stat, rule)
-        return merged(series, canonical)
-
-    def latest(self, name: str, stat: str, rule: str | None) -> float:
-        canonical, series = self._series(name, stat, rule)
-        newest = None
-        for recorded in series:
-            last = recorded.last(canonical)
-            # If two series have the same step, the later series wins, as in `merged`.
-            if last is not None and (newest is None or last[0] >= newest[0]):
-                newest = last
-        if newest is None:
-            raise RecordError(
-                f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
-            )
-        return newest[1]
-
-    def _series(self, name: str, stat: str, rule: str | None) -> tuple[str, Sequence[WholeSeries]]:
+    def series_of(
+        self, name: str, stat: str, rule: str | None
+    ) -> tuple[str, Sequence[WholeSeries]]:
         """Return the canonical name and the series of one rule, possibly none yet."""
         columns = columns_of(stat)
         if len(columns) > 1:
@@ -348,6 +326,9 @@ class Lookup:
             listed = ", ".join(near) or "none"
             raise KeyError(f"no parameter {name!r} in the model; nearest: {listed}")
         series = self.find(canonical, stat, rule)
+        if not series and stat in (LOSS, RATE) and rule in self.logged:
+            # They belong to the training, and are recorded under one rule.
+            series = self.find(canonical, stat, None)
         rules = sorted({recorded.key.rule for recorded in series})
         if len(rules) > 1:
             raise RecordError(

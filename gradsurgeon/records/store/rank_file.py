@@ -41,6 +41,7 @@ class _More:
 
     diagnosis: dict[str, Any] | None = None
     sample_ids: tuple[int, ...] = ()
+    told_at: int | None = None
 
 
 # Not the parser of pydantic: a name may have lone surrogates.
@@ -69,14 +70,14 @@ class RankFile:
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         self.query("PRAGMA cell_size_check=ON")
         tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        ((application,),) = self.query("PRAGMA application_id")
-        ((form,),) = self.query("PRAGMA user_version")
         tables_of_file = dict(tables)
+        (application,) = self.query("PRAGMA application_id")
+        (form,) = self.query("PRAGMA user_version")
         self._keys_of_event = "coalesce(more, '{}')"
         if tables_of_file.get("events") == layout.EVENTS_WITHOUT_MORE:
             tables_of_file["events"] = layout.TABLES["events"]
             self._keys_of_event = "'{}'"
-        format_of_file = (application, form, tables_of_file)
+        format_of_file = (*application, *form, tables_of_file)
         if format_of_file != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
             raise self.damaged("its tables are not those of a run, or have yet to be written")
 
@@ -137,8 +138,8 @@ class RankFile:
         columns = f"time, kind, rule, step, rank, name, message, {self._keys_of_event}"
         sql = f"SELECT {columns} FROM events ORDER BY id"  # noqa: S608 # of this file
         for time, kind, rule, step, rank, name, message, more in self._checked(_EVENTS, sql):
-            event = Event(kind, rule, step, rank, name, message, more.diagnosis, more.sample_ids)
-            yield time, event
+            keys = (more.diagnosis, more.sample_ids, more.told_at)
+            yield time, Event(kind, rule, step, rank, name, message, *keys)
 
     def statuses(self) -> dict[str, RuleStatus]:
         statuses = self._checked(_STATUSES, "SELECT rule, state FROM statuses ORDER BY rowid")
@@ -153,32 +154,29 @@ class StoredSeries(WholeSeries):
         self.rank = file.rank
         self._file = file
         self._width = len(key.names)
-        fitting = _BATCH_BYTES // max(1, _FLOAT * self._width)
-        self._batch = max(1, min(_BATCH_ROWS, fitting))
         # The ids that rows of the series have.
         self._low = row_id(number, 0)
-        self._high = row_id(number + 1, 0) - 1
+        self._end = row_id(number + 1, 0)
 
     def __len__(self) -> int:
-        ((newest,),) = self._file.query(
-            "SELECT max(id) FROM rows WHERE id BETWEEN ? AND ?", self._low, self._high
-        )
-        if newest is None:
-            return 0
-        return int(newest) - self._low + 1
+        newest = "SELECT coalesce(max(id) + 1, ?) FROM rows WHERE id >= ? AND id < ?"
+        ((end,),) = self._file.query(newest, self._low, self._low, self._end)
+        return int(end) - self._low
 
     def damaged(self) -> RecordError:
         return self._file.damaged("it lacks rows")
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        sizes = (_FLOAT * self._width, layout.absent_size(self._width))
+        size = _FLOAT * self._width
         if stop is None:
             stop = len(self)
-        for first in range(start, stop, self._batch):
-            last = min(stop, first + self._batch) - 1
-            bounds = (self._low + first, self._low + last)
-            rows = self._file.query(_ROWS, *bounds, *sizes)
-            if len(rows) <= last - first:
+        # At least one row, whatever its size.
+        batch = min(_BATCH_ROWS, _BATCH_BYTES // (size + 1) + 1)
+        for first in range(start, stop, batch):
+            end = min(stop, first + batch)
+            ids = (self._low + first, self._low + end - 1)
+            rows = self._file.query(_ROWS, *ids, size, layout.absent_size(self._width))
+            if len(rows) < end - first:
                 raise self._file.damaged()
             yield from rows
 

@@ -32,6 +32,7 @@ class Recorded:
         next_step: the number of the next update; `None` if nothing but the records tells it.
         ends: how each rank ended; nothing of a session.
         missing_ranks: ranks of the job that have no file.
+        changed_by_script: whether the script changed gradients between backward and the update; `None` if no trap saw them.
     """
 
     meta: Mapping[str, Any]
@@ -44,6 +45,7 @@ class Recorded:
     next_step: int | None = None
     ends: Mapping[int, RankEnd] = field(default_factory=dict)
     missing_ranks: Sequence[int] = ()
+    changed_by_script: bool | None = None
 
 
 class RecordSource(Protocol):

@@ -6,15 +6,16 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gradsurgeon.common._libraries import library
-from gradsurgeon.common.events import Event, RuleStatus
+from gradsurgeon.common.events import TRIPS, Event, RuleStatus
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import RecordError, printable, shorten_names
-from gradsurgeon.records.store.layout import FORMAT, RUN_FILE, database_name, section
+from gradsurgeon.records.store.layout import FORMAT, RUN_FILE, database_name, has_types, section
 from gradsurgeon.records.store.memory import Lookup, RecordQueries, matching
 from gradsurgeon.records.store.rank_file import Chosen, RankFile, StoredSeries
 from gradsurgeon.records.store.recorded import Recorded
@@ -42,7 +43,7 @@ class StoredRun(RecordQueries):
         self.meta = meta
         self._files = list(files)
         model = section(meta, "model")
-        self._aliases = {**section(model, "aliases")}
+        self._aliases = section(model, "aliases")
         names = []
         for param in model.get("params", ()):
             names.append(param["name"])
@@ -78,12 +79,17 @@ class StoredRun(RecordQueries):
     @property
     def events(self) -> list[Event]:
         """The events so far of all ranks, oldest first."""
-        timed: list[tuple[float, Event]] = []
-        for file in self._files:
-            timed += file.events()
         # The sort is stable: of events at one time, the lower rank comes first.
-        timed.sort(key=itemgetter(0))
-        return [event for _, event in timed]
+        return [event for _, event in sorted(self._timed(), key=itemgetter(0))]
+
+    def _timed(self) -> Iterator[tuple[float, Event]]:
+        for file in self._files:
+            yield from file.events()
+
+    @property
+    def first_trip(self) -> float | None:
+        """The time of the first event by which a rule said that an update is not as it should be, in seconds since 1970."""
+        return min([time for time, event in self._timed() if event.kind in TRIPS], default=None)
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done. The firings of all ranks are added up."""
@@ -104,6 +110,7 @@ class StoredRun(RecordQueries):
             statuses=self.status(),
             ends={file.rank: file.end() for file in self._files},
             missing_ranks=missing_ranks(self),
+            changed_by_script=self._files[0].left().get("changed_by_script"),
         )
 
     @property
@@ -149,7 +156,7 @@ class StoredRun(RecordQueries):
         return tables.data_frame(fitting)
 
     def _lookup(self) -> Lookup:
-        logged: dict[str, tuple[set[str], set[str]]] = {}
+        logged = {}
         for rule, role in section(self.meta, "roles").items():
             stats = role.get("stats")
             if stats:
@@ -188,7 +195,7 @@ def chosen(run: StoredRun, name: str | None, stat: str | None, rule: str | None)
 
 
 def nothing_fits(run: StoredRun) -> RecordError:
-    stats = {f"{printable(series.key.rule)} {printable(series.key.stat)}" for series in run}
+    stats = {printable(f"{series.key.rule} {series.key.stat}") for series in run}
     if not stats:
         return RecordError(f"{printable(str(run.path))}: nothing was recorded")
     return RecordError(
@@ -211,7 +218,26 @@ def open_run(path: str | os.PathLike[str]) -> StoredRun:
 
 def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
     folder = Path(path)
-    meta = _read_meta(folder / RUN_FILE)
+    meta = None
+    try:
+        meta = json.loads((folder / RUN_FILE).read_bytes())
+    except OSError as error:
+        message = (
+            f"{printable(str(folder))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
+            "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
+        )
+        # Models and processes of one script have runs of their own.
+        inside = sorted(str(file.parent) for file in folder.glob(f"*/{RUN_FILE}"))
+        if inside:
+            message += f"; runs inside: {shorten_names(inside)}"
+        raise RecordError(message) from None
+    except (ValueError, RecursionError):
+        pass  # refused below
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT or not has_types(meta):
+        raise RecordError(
+            f"{printable(str(folder / RUN_FILE))}: is damaged, or was not written by this version of gradsurgeon: "
+            f"no JSON with format {FORMAT}; restore it, or record the run again"
+        )
     ranks = []
     for entry in folder.iterdir():
         match = _FILE.fullmatch(entry.name)
@@ -225,44 +251,15 @@ def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
     return kind(folder, meta, files)
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
-    meta: object = None
-    try:
-        meta = json.loads(path.read_bytes())
-    except OSError as error:
-        message = (
-            f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
-            "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
-        )
-        # Models and processes of one script have runs of their own.
-        inside = sorted(str(file.parent) for file in path.parent.glob(f"*/{RUN_FILE}"))
-        if inside:
-            message += f"; runs inside: {shorten_names(inside)}"
-        raise RecordError(message) from None
-    except (ValueError, RecursionError):
-        pass  # refused below
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise RecordError(
-            f"{printable(str(path))}: is damaged, or was not written by this version of gradsurgeon: no JSON "
-            f"with format {FORMAT}; restore it, or record the run again"
-        )
-    return meta
-
-
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
     steps = [status.last_step for status in ranks if status.last_step is not None]
     counts = [status.altered for status in ranks if status.altered is not None]
-    altered = None
-    if counts:
-        altered = sum(counts)
-    warnings: dict[str, None] = {}
-    for status in ranks:
-        warnings |= dict.fromkeys(status.warnings)
+    warnings = chain.from_iterable([status.warnings for status in ranks])
     return RuleStatus(
         # Each rank has all the parameters, or a part of each.
         matched=max(status.matched for status in ranks),
         fired=sum(status.fired for status in ranks),
-        altered=altered,
+        altered=sum(counts) if counts else None,
         last_step=max(steps, default=None),
-        warnings=tuple(warnings),
+        warnings=tuple(dict.fromkeys(warnings)),
     )

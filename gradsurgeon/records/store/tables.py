@@ -20,30 +20,6 @@ _BLOCK = 2**18  # so many values are converted at a time
 _TEXTS = ("rule", "point", "stat", "name")
 
 
-def _blocks(chosen: Chosen) -> Iterator[dict[str, Any]]:
-    """Yield the chosen series as blocks of columns, in the order of `gradsurgeon export`; texts as codes and texts."""
-    for series, columns in chosen:
-        key = series.key
-        wanted = np.array(columns)
-        # Arrow, by which pandas writes Parquet, refuses lone surrogates, which odd file names contain.
-        names = [clean(key.names[column]) for column in columns]
-        texts = list(dict.fromkeys(names))
-        code_of = {name: code for code, name in enumerate(texts)}
-        codes = np.array([code_of[name] for name in names], np.int32)
-        for steps, values, present in blocks(series):
-            rows, places = np.nonzero(present[:, wanted])
-            only = np.zeros(len(rows), np.int32)
-            yield {
-                "step": steps[rows],
-                "rank": np.full(len(rows), series.rank, np.int32),
-                "rule": (only, [clean(key.rule)]),
-                "point": (only, [clean(key.point)]),
-                "stat": (only, [clean(key.stat)]),
-                "name": (codes[places], texts),
-                "value": values[rows, wanted[places]],
-            }
-
-
 def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
     """Return steps, values (rows x columns, float32), and which of the values are present."""
     steps, floats, masks = zip(*rows, strict=True)
@@ -71,16 +47,21 @@ def blocks(series: WholeSeries, start: int = 0, every: int = 1) -> Iterator[tupl
 
 
 def data_frame(chosen: Chosen) -> pd.DataFrame:
+    """Return the chosen series in the order of `gradsurgeon export`."""
     pandas = import_module("pandas")
-    blocks = list(_blocks(chosen))
-    if not blocks:
+    frames = []
+    for series, columns in chosen:
+        wanted = np.array(columns)
+        # Arrow, by which pandas writes Parquet, refuses lone surrogates, which odd file names contain.
+        rule, stat, point, names = series.key
+        texts = {"rule": clean(rule), "point": clean(point), "stat": clean(stat)}
+        clean_names = np.array([clean(names[column]) for column in columns], object)
+        for steps, values, present in blocks(series):
+            rows, places = np.nonzero(present[:, wanted])
+            numbers = values[rows, wanted[places]]
+            frame = {"step": steps[rows], "name": clean_names[places], "value": numbers}
+            frames.append(pandas.DataFrame({**frame, **texts, "rank": np.int32(series.rank)}))
+    if not frames:
         raise chosen[0][0].damaged()
-    columns: dict[str, Any] = {}
-    for column in COLUMNS:
-        parts = [block[column] for block in blocks]
-        if column in _TEXTS:
-            texts = [pandas.Categorical.from_codes(*part) for part in parts]
-            columns[column] = pandas.api.types.union_categoricals(texts)
-        else:
-            columns[column] = np.concatenate(parts)
-    return pandas.DataFrame(columns)
+    table = pandas.concat(frames, ignore_index=True)[list(COLUMNS)]
+    return table.astype(dict.fromkeys(_TEXTS, "category"))

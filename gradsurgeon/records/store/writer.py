@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -23,15 +23,6 @@ from gradsurgeon.records.store.memory import Key, RecordedRow
 _INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then so many rows wait.
 _MOST_WAITING = 20_000
-
-
-@dataclass(slots=True)
-class _Written:
-    """One series in the file: its id, and the number and last step of its rows."""
-
-    id: int
-    rows: int = 0
-    step: int | None = None
 
 
 class RunWriter(Outlet):
@@ -77,10 +68,11 @@ class RunWriter(Outlet):
                     "that can be made and written, if need be on another file system"
                 ) from None
             self._undo = undo.pop_all()
-        self._identity = self._file_identity()
-        self._series: dict[Key, _Written] = {}
+        self._file = self._database.stat()
+        # The series in the file by key: the id of the last row of each, and its step.
+        self._series: dict[Key, tuple[int, int | None]] = {}
         # The rows of the next transaction, by table and by id: a later row replaces an earlier one.
-        self._batch: defaultdict[str, dict[object, tuple[Any, ...]]] = defaultdict(dict)
+        self._batch = defaultdict[str, dict[object, tuple[Any, ...]]](dict)
         self._event_ids = count(1)
         self._lock = RLock()
 
@@ -90,23 +82,26 @@ class RunWriter(Outlet):
         if self.closed:
             return
         with self._lock:
-            series = self._series.get(key)
-            if series is None:
-                series = self._series[key] = _Written(len(self._series) + 1)
-                entry = (series.id, *key[:3], json.dumps(key.names))
-                self._batch["series"][series.id] = entry
-            if not row.replace or series.step != row.step:
-                series.rows += 1
-                series.step = row.step
-            row_id = layout.row_id(series.id, series.rows - 1)
+            if key not in self._series:
+                number = len(self._series) + 1
+                self._series[key] = (layout.row_id(number, -1), None)
+                self._batch["series"][number] = (number, *key[:3], json.dumps(key.names))
+            row_id, step = self._series[key]
+            if not row.replace or step != row.step:
+                row_id += 1
+                self._series[key] = (row_id, row.step)
             self._batch["rows"][row_id] = (row_id, row.step, row.values, row.absent)
 
     def event(self, event: Event) -> None:
         with self._lock:
             if not self.closed:
                 more = None
-                if event.diagnosis is not None or event.sample_ids:
-                    keys = {"diagnosis": event.diagnosis, "sample_ids": event.sample_ids}
+                keys: dict[str, Any] = {
+                    "diagnosis": event.diagnosis,
+                    "sample_ids": event.sample_ids,
+                    "told_at": event.told_at,
+                }
+                if any(keys.values()):
                     # No value of a script's tensors may raise here.
                     more = json.dumps(keys, default=str)
                 number = next(self._event_ids)
@@ -150,7 +145,7 @@ class RunWriter(Outlet):
             return
         try:
             # A removed file can be written for ever, and nobody will see it.
-            if self._file_identity() != self._identity:
+            if not os.path.samestat(self._database.stat(), self._file):
                 raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
             self._connection.execute("BEGIN IMMEDIATE")
             for table, rows in self._batch.items():
@@ -160,7 +155,17 @@ class RunWriter(Outlet):
             self._connection.execute("COMMIT")
             self._batch.clear()
         except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
-            self._failed(error)
+            with suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            if is_busy(error) and len(self._batch["rows"]) < _MOST_WAITING:
+                return  # tried again in a second
+            self.failed = (
+                f"records are no longer written to {printable(str(self._database))}: "
+                f"{reason_of(error)}; training goes on, and records go on in memory"
+            )
+            self._note(self.failed)
+            self._batch.clear()
+            self._held.close()
 
     def close(self, left: Mapping[str, object] | None = None) -> None:
         """Write the rest, and what is ``left`` to say of the run. May be called twice."""
@@ -185,24 +190,6 @@ class RunWriter(Outlet):
                 self._ended = True
                 self._undo.close()
 
-    def _file_identity(self) -> tuple[int, int]:
-        stat = self._database.stat()
-        return stat.st_dev, stat.st_ino
-
-    def _failed(self, error: Exception) -> None:
-        with suppress(sqlite3.Error):
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-        if is_busy(error) and len(self._batch["rows"]) < _MOST_WAITING:
-            return  # tried again in a second
-        self.failed = (
-            f"records are no longer written to {printable(str(self._database))}: "
-            f"{reason_of(error)}; training goes on, and records go on in memory"
-        )
-        self._note(self.failed)
-        self._batch.clear()
-        self._held.close()
-
 
 def _remove(remove: Callable[[], None]) -> None:
     with suppress(OSError, sqlite3.Error):
@@ -212,9 +199,9 @@ def _remove(remove: Callable[[], None]) -> None:
 def _file_of_other_run(database: Path, rank: int) -> str:
     """Return the file of a run that rank 0 of this run did not begin, empty if there is none."""
     folder = database.parent
+    if is_live(database):
+        return f"{database.name}, which is being recorded right now"
     if database.exists():
-        if is_live(database):
-            return f"{database.name}, which is being recorded right now"
         return database.name
     if not (folder / layout.RUN_FILE).exists():
         return ""

@@ -73,21 +73,25 @@ function logTicks(min, max, most) {
   const stepOf = (width) => range(0, 1).flatMap((at) => [1, 2, 5].map((times) => times * 10 ** (at - 50))).find((one) => width / one <= most);
   let ticks = range(10 ** min, stepOf(10 ** max - 10 ** min)).map(Math.log10);
   if (span > 0.6) ticks = range(min, 1).flatMap((at) => [at, at + Math.log10(2), at + Math.log10(5)]);
-  if (span >= 1.7) ticks = range(min, [1, 2, 3, 5, 10, 20].find((one) => span / one <= most));
+  if (span > 1.4) ticks = range(min, 1).flatMap((at) => [at, at + Math.log10(3)]);
+  if (span >= 2.4) ticks = range(min, [1, 2, 3, 5, 10, 20].find((one) => span / one <= most));
   return ticks.filter((at) => at >= min && at <= max);
 }
 
 function tickText(at, digits) {
   const exponent = Math.round(at);
-  if (Math.abs(at - exponent) > 1e-9 || (exponent >= -2 && exponent <= 3)) return shown(10 ** at, digits);
+  if (Math.abs(at - exponent) > 1e-9 || (exponent >= -3 && exponent <= 3)) return shown(10 ** at, digits);
   return "10" + String(exponent).replace(/./g, (digit) => (digit === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]));
 }
 
-/** Returns the texts of ticks, with so many digits that no two are alike. */
+/** Returns the texts of ticks, with so many digits that no two are alike, and in one notation. */
 function tickTexts(ticks, text) {
   const texts = (digits) => ticks.map((at) => text(at, digits));
   const digits = [3, 4, 5, 6, 7, 8].find((some) => new Set(texts(some)).size === ticks.length);
-  return texts(digits ?? 8);
+  const result = texts(digits ?? 8), isShort = (one) => /^-?[\d.]+e/.test(one);
+  // Beside "0.0011", "9e-4" would not look like the next number.
+  const isMixed = result.some(isShort) && result.some((one) => one !== "0" && /^-?[\d.]+$/.test(one));
+  return isMixed ? result.map((one) => (isShort(one) ? String(Number(one)) : one)) : result;
 }
 
 /** A chart beside its legend. A line has label, steps and values, and maybe a colour, a width, digits, and whether it is quiet. */

@@ -82,7 +82,7 @@ function eventEntry(event) {
   const text = element("pre", {}, (isLong ? [start, ...rest] : rest).join("\n"));
   // A diagnosis that blames something says more than the gradients that it explains.
   if (!event.diagnosis?.where) return fold(line, text);
-  return fold(line, element("p", {}, element("strong", {}, short(event.diagnosis.headline, 300))), diagnosisOf(event.diagnosis), fold("the message as in the terminal", text));
+  return fold(line, element("p", {}, element("strong", {}, short(event.diagnosis.headline, 300))), diagnosisOf(event.diagnosis, event.message), fold("the message as in the terminal", text));
 }
 
 /** Draws lines in one chart, if there are any. */
@@ -93,9 +93,12 @@ function chart(part, axis, title, lines, marks, log) {
 
 function happened(run, axis) {
   const part = section(data.runs.length > 1 ? `What happened in ${short(nameOfRun(run))}` : "What happened", HINT), wholes = wholesOf(run), values = run.losses.flatMap((line) => line.values).map(number).filter(Number.isFinite);
-  chart(part, axis, "loss", run.losses, run.marks, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
-  chart(part, axis, "learning rate", run.rates, run.marks, false);
-  chart(part, axis, "norm of the gradient", wholes, run.marks, true);
+  // Of several runs they are drawn above, beside one another.
+  if (data.runs.length === 1) {
+    chart(part, axis, "loss", run.losses, run.marks, Math.min(...values) > 0 && Math.max(...values) > 30 * Math.min(...values));
+    chart(part, axis, "learning rate", run.rates, run.marks, false);
+    chart(part, axis, "norm of the gradient", wholes, run.marks, true);
+  }
   if (!wholes.length) part.append(note(`${run.nothing || "No norms of parameters were recorded"}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
   if (!run.losses.length) part.append(fold("no loss was recorded", note(NO_LOSS)));
   if (!run.events.length) part.append(element("p", {}, "No trap has tripped, and there were no other events."));

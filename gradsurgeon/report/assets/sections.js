@@ -27,7 +27,9 @@ function tensorOf({ name, shape, dtype, low, high, nan, inf, minus_inf: minus, n
 }
 
 /** Lays out a diagnosis by its keys: where, which rows, what to try, why, and the numbers that say so. */
-function diagnosisOf(found) {
+function diagnosisOf(found, message) {
+  // The message names the model of the script.
+  const [, again] = message.match(/to run the step again: (.*)/) || [null, found.bundle && `gradsurgeon replay ${found.bundle} --model MODULE:BUILD`];
   // Runs of earlier states have fewer keys.
   const { evidence = [], reasons = [], inputs = [], outputs = [], history = [] } = found;
   const rows = [
@@ -40,7 +42,7 @@ function diagnosisOf(found) {
     ...outputs.map((tensor) => [found.op ? "out" : "is", tensorOf(tensor)]),
     ["largest before", history.map(([label, value]) => `${label} ${shown(value)}`).join(" → ")],
     ["before", found.before],
-    ["again", found.bundle && `gradsurgeon replay ${found.bundle} --model MODULE:BUILD`],
+    ["again", again],
   ].filter(([, content]) => content);
   return element("dl", { class: "diagnosis" }, ...rows.flatMap(([word, content]) => [element("dt", {}, word), element("dd", {}, typeof content === "string" ? short(content, 600) : content)]));
 }

@@ -40,17 +40,14 @@ def compare(
     """
     library("numpy", "report", "compare")
     from gradsurgeon.report.comparison.comparison import compared, of_models  # noqa: PLC0415 # needs numpy
-    from gradsurgeon.report.comparison.reading import Words, names_in, read, renaming  # noqa: PLC0415 # the same
+    from gradsurgeon.report.comparison.reading import names_in, read, renaming  # noqa: PLC0415 # the same
 
     if isinstance(noise, str | os.PathLike | StoredRun):
         noise = [noise]
     with ExitStack() as stack:
-        models = models_of(run, stack)
-        references = models_of(reference, stack)
-        noise_models = []
-        for repetition in noise:
-            opened = models_of(repetition, stack)
-            noise_models.append(counterparts(references, opened))
+        models, references, *noise_models = [
+            models_of(source, stack) for source in (run, reference, *noise)
+        ]
         rename: Callable[[str], str] = str
         if renamed is not None:
             old = names_in(references.values())
@@ -58,12 +55,11 @@ def compare(
         same = counterparts(references, models)
         comparisons = []
         for name, model in same.items():
-            words = Words()
-            # The reference comes first: its names make the order.
-            of_reference = read(references[name], words, rename)
-            of_run = read(model, words, str)
-            of_noise = [read(named[name], words, rename) for named in noise_models if name in named]
-            comparison = compared(of_run, of_reference, of_noise, words)
+            of_run = read(model, str)
+            of_reference = read(references[name], rename)
+            named = [counterparts(references, repetition) for repetition in noise_models]
+            of_noise = [read(noisy[name], rename) for noisy in named if name in noisy]
+            comparison = compared(of_run, of_reference, of_noise)
             comparisons.append(replace(comparison, model=name))
         only_run = [name for name, model in models.items() if model not in same.values()]
         only_reference = [name for name in references if name not in same]

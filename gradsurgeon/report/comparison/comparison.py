@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import numpy as np
-
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.language.planning.table import abridged, count
-from gradsurgeon.report.comparison import findings, limits
-from gradsurgeon.report.comparison.alignment import Pairs, align
-from gradsurgeon.report.comparison.reading import Reading, Words
+from gradsurgeon.report.comparison import findings
+from gradsurgeon.report.comparison.alignment import align
+from gradsurgeon.report.comparison.limits import carry_on
+from gradsurgeon.report.comparison.pairs import Pair, texts_of
+from gradsurgeon.report.comparison.reading import Reading
 from gradsurgeon.report.comparison.tolerance import AUTOCAST, BOUND, Tolerance
 from gradsurgeon.report.tables import Table
 
@@ -24,6 +24,19 @@ _STEPS = 8
 _MAY_BE_ROUNDING = "; this may be rounding, which noise runs would tell"
 # What the JSON has in another form than the attribute.
 _APART = ("pairs", "alike", "others")
+_OF_A_TENSOR = [
+    "name",
+    "tensor",
+    "step",
+    "phase",
+    "micro_batch",
+    "call",
+    "rank",
+    "distance",
+    "tolerance",
+    "why",
+    "text",
+]
 
 
 @dataclass(frozen=True)
@@ -58,18 +71,18 @@ class Comparison:
     step: int | None
     phase: str
     inside: str
-    last: tuple[findings.TensorDifference, ...]
-    first: tuple[findings.TensorDifference, ...]
+    last: tuple[Pair, ...]
+    first: tuple[Pair, ...]
     modules: tuple[findings.ModuleDifference, ...]
     steps: tuple[findings.StepDifference, ...]
     growth: str
-    largest: findings.TensorDifference | None
+    largest: Pair | None
     only_run: tuple[str, ...]
     only_reference: tuple[str, ...]
     undecided: tuple[str, ...]
     tolerance: Tolerance
     notes: tuple[str, ...]
-    pairs: Pairs = field(repr=False, compare=False)
+    pairs: tuple[Pair, ...] = field(repr=False, compare=False)
     model: str = ""
     others: tuple[Comparison, ...] = ()
 
@@ -92,6 +105,8 @@ def _plain(value: Any) -> Any:
     """Return a value of a comparison as JSON has it."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, Pair):
+        return {key: _plain(getattr(value, key)) for key in _OF_A_TENSOR}
     if not isinstance(value, tuple):
         return value
     elements = list(map(_plain, value))
@@ -100,44 +115,33 @@ def _plain(value: Any) -> Any:
     return elements
 
 
-def compared(
-    run: Reading, reference: Reading, noise: Sequence[Reading], words: Words
-) -> Comparison:
-    pairs, tolerance, notes = align(run, reference, noise, words)
-    notes += limits.raise_limits(pairs, tolerance)
-    only_run = _only(run, reference, pairs)
-    only_reference = _only(reference, run, pairs)
+def compared(run: Reading, reference: Reading, noise: Sequence[Reading]) -> Comparison:
+    pairs, tolerance, notes = align(run, reference, noise)
+    carry_on(pairs, tolerance)
+    only_run = _only(run, reference)
+    only_reference = _only(reference, run)
     has_other_params = any({**only_run, **only_reference}.values())
-    at = findings.largest_of(pairs)
-    largest = findings.tensor_of(pairs, at) if at >= 0 else None
-    last_places, first_places = findings.border_of(pairs)
-    last = [findings.tensor_of(pairs, place) for place in last_places]
-    first = [findings.tensor_of(pairs, place) for place in first_places]
-    step = None
-    phase = ""
+    largest = findings.largest_of(pairs)
+    last, first = findings.border_of(pairs)
     inside = ""
     modules: list[findings.ModuleDifference] = []
-    if first:
-        border = first_places[0]
-        step = first[0].step
-        phase = first[0].phase
-        inside = findings.inside_of(pairs, border)
-        if phase == "forward":
-            modules = findings.modules_of(pairs, border)
-    all_steps = run.steps
-    for other in (reference, *noise):
-        all_steps = np.union1d(all_steps, other.steps)
-    lost = len(all_steps) - len(np.unique(pairs.cells["step"]))
+    if first and first[0].phase == "forward":
+        inside = findings.inside_of(pairs, first[0])
+        modules = findings.modules_of(pairs, first[0])
+    all_steps = run.steps.union(reference.steps, *[other.steps for other in noise])
+    steps = tuple(findings.steps_of(pairs))
+    lost = len(all_steps) - len(steps)
     if lost:
         notes.append(f"{lost} of {len(all_steps)} steps are not in all runs")
-    undecided = np.flatnonzero(pairs.cells["undecided"])
-    steps = tuple(findings.steps_of(pairs))
+    undecided = texts_of(pair for pair in pairs if pair.is_undecided)
+    for pair in (*last, *first, *filter(None, [largest])):
+        pair.text = findings.text_of(pairs, pair)
     return Comparison(
         alike=not first and largest is not None and not has_other_params,
         run=run.path,
         reference=reference.path,
-        step=step,
-        phase=phase,
+        step=first[0].step if first else None,
+        phase=first[0].phase if first else "",
         inside=inside,
         last=tuple(last),
         first=tuple(first),
@@ -147,10 +151,10 @@ def compared(
         largest=largest,
         only_run=tuple(only_run),
         only_reference=tuple(only_reference),
-        undecided=tuple(pairs.texts(undecided)),
+        undecided=tuple(undecided),
         tolerance=tolerance,
         notes=tuple(notes),
-        pairs=pairs,
+        pairs=tuple(pairs),
     )
 
 
@@ -178,32 +182,26 @@ def _begins(comparison: Comparison) -> tuple[float, ...]:
     """Return a key by which the model that parts first comes first, and models that agree last.
 
     In one step, a difference that begins with a gradient or an update is the model's own. A difference that begins with
-    the first input or the last output gradient came from elsewhere, such as another model, and has become smaller.
+    the first input or an output gradient came from elsewhere, such as another model, and has become smaller.
     """
     if not comparison.first:
-        if comparison.alike:
-            return math.inf, 2.0
-        is_undecided = comparison.largest is None
-        return math.inf, float(is_undecided)
+        return math.inf, float(comparison.alike)
     first = comparison.first[0]
+    is_first_input = first.tensor.startswith("input") and not comparison.inside
     doubt = 0
-    if comparison.phase == "forward":
-        is_first_input = first.tensor.startswith("input") and not comparison.inside
-        doubt = 3 if is_first_input else 1
-    elif comparison.phase == "backward":
-        doubt = 3
-        if comparison.last and comparison.last[-1].phase == "backward":
-            doubt = 2
+    if comparison.phase == "backward" or is_first_input:
+        doubt = 2
+    elif comparison.phase == "forward":
+        doubt = 1
     return first.step, doubt, -first.distance
 
 
-def _only(run: Reading, other: Reading, pairs: Pairs) -> dict[str, bool]:
+def _only(run: Reading, other: Reading) -> dict[str, bool]:
     """Return the names that one run alone has, and whether they are of parameters."""
     are_params: dict[str, bool] = {}
     for kind in run.bound.keys() & other.bound.keys():
-        is_param = not pairs.kinds[kind].of_modules
-        for name in sorted(run.bound[kind] - other.bound[kind]):
-            are_params[pairs.names[name]] = is_param
+        for name in sorted(run.bound[kind].keys() - other.bound[kind].keys()):
+            are_params[name] = not kind.of_modules
     return are_params
 
 
@@ -229,7 +227,7 @@ def _sentence(comparison: Comparison) -> str:
     where = f"in {count(tensors, 'tensor')} of {count(len(comparison.steps), 'step')}"
     end = "." if comparison.alike else ", but have other parameters."
     is_measured = comparison.tolerance.kind != "rounding"
-    if not is_measured and not comparison.pairs.cells["distance"].any():
+    if not is_measured and not any(pair.distance for pair in comparison.pairs):
         return f"They are equal bit for bit {where}{end}"
     share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
     place = f"{printable(largest.text)}, step {largest.step}"
@@ -243,7 +241,7 @@ def _doubt(comparison: Comparison, distance: float) -> str:
         return _MAY_BE_ROUNDING
     if kind != "rounding":
         return ""
-    bound = max(BOUND, float(comparison.pairs.cells["floor"].max()))
+    bound = max(BOUND, *[pair.floor for pair in comparison.pairs])
     if distance <= bound:
         return _MAY_BE_ROUNDING
     if distance <= AUTOCAST:
@@ -275,7 +273,7 @@ def _lines(comparison: Comparison) -> Iterator[str]:
         yield textwrap.fill(text, _COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def _border(comparison: Comparison, first: findings.TensorDifference) -> str:
+def _border(comparison: Comparison, first: Pair) -> str:
     """Return the sentence on the border: what agrees, what does not, and how far it is apart."""
     agrees = ""
     if comparison.inside:

@@ -1,10 +1,6 @@
 """The order in which the tensors of a step came about: forward, backward, gradients, update."""
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 
 # Whether it is the output of a module, and not its input; the name of the module; the call within a pass.
 Event = tuple[bool, str, int]
@@ -27,34 +23,20 @@ def parent_of(name: str, known: Mapping[str, object]) -> str:
 
 
 def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
-    """Return the names in an order that respects all chains and nesting; the model's order breaks ties.
+    """Return the names in the order of the chains, and others after those that are before them in the model.
 
     Chains may have other names, which count for nothing.
     """
-    places = {name: place for place, name in enumerate(names)}
-    sorter: TopologicalSorter[str] = TopologicalSorter()
-    for name in names:
-        sorter.add(name)
-        above = parent_of(name, places)
-        if above:
-            sorter.add(name, above)
-    for chain in chains:
-        known = [name for name in chain if name in places]
-        for first, second in pairwise(known):
-            sorter.add(second, first)
-    with suppress(CycleError):
-        sorter.prepare()
-    ordered: dict[str, None] = {}
-    ready: list[int] = []
-    while sorter.is_active():
-        for name in sorter.get_ready():
-            heapq.heappush(ready, places[name])
-        name = names[heapq.heappop(ready)]
-        ordered[name] = None
-        sorter.done(name)
-    # Chains of different steps can contradict each other: the names in a circle come last.
-    ordered.update(dict.fromkeys(names))
-    return list(ordered)
+    ordered: list[str] = []
+    for chain in [*sorted(chains, key=len, reverse=True), names]:
+        place = 0
+        for name in chain:
+            if name in ordered:
+                place = ordered.index(name) + 1
+            elif name in names:
+                ordered.insert(place, name)
+                place += 1
+    return ordered
 
 
 def _walk(names: Sequence[str]) -> Iterator[tuple[bool, str]]:

@@ -1,10 +1,12 @@
-"""The fingerprints of runs as arrays, by kinds and names that the runs share. Needs numpy."""
+"""The fingerprints of runs, by step, kind and name. Needs numpy."""
 
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -17,15 +19,12 @@ from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.run import StoredRun
 from gradsurgeon.records.store.tables import arrays
 from gradsurgeon.report.comparison.order import is_inside
-from gradsurgeon.report.spikes import Flags, Ints
 
 # What makes a fingerprint; the number of elements is welcome, not needed.
 STATS = ("l2", "projection_1", "projection_2", "numel")
 _NEEDED = frozenset(STATS[:3])
-# Step, kind and name of a tensor, the rank, and the number of the row among those of the same tensor and step.
-KEYS = ("step", "kind", "rank", "name", "row")
-KEY_FIELDS = [(key, np.int64) for key in KEYS]
-_CELL = np.dtype([*KEY_FIELDS, ("values", np.float64, len(STATS))])
+# The values of `STATS`, NaN where one is not known.
+Numbers = Sequence[float]
 _WORDS = {
     "output.grad": "output gradient of {}",
     "input.grad": "input gradient of {}",
@@ -38,6 +37,12 @@ _HINT = (
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
+@cache
+def _base_of(tensor: str) -> str:
+    """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
+    return re.sub(r"^(input|output)\b.*?(\.grad)?$", r"\1\2", tensor)
+
+
 class Kind(NamedTuple):
     """A kind of tensor, such as the output of modules, and the point at which it was measured."""
 
@@ -46,13 +51,7 @@ class Kind(NamedTuple):
 
     @property
     def base(self) -> str:
-        """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
-        match = re.match(r"(input|output)\b", self.tensor)
-        if match is None:
-            return self.tensor
-        if self.tensor.endswith(".grad"):
-            return f"{match[0]}.grad"
-        return match[0]
+        return _base_of(self.tensor)
 
     @property
     def of_modules(self) -> bool:
@@ -80,37 +79,33 @@ class Kind(NamedTuple):
         return f"final {text}" if self.is_final else text
 
 
-class Words:
-    """The kinds and names of all runs, with a number each."""
+class TensorOfStep(NamedTuple):
+    """One tensor of one step; a gradient that ranks share is of rank 0."""
 
-    def __init__(self) -> None:
-        self.kinds: dict[Kind, int] = {}
-        self.names: dict[str, int] = {}
-
-    def of_kind(self, kind: Kind) -> int:
-        return self.kinds.setdefault(kind, len(self.kinds))
-
-    def of_name(self, name: str) -> int:
-        return self.names.setdefault(name, len(self.names))
+    step: int
+    kind: Kind
+    rank: int
+    name: str
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The fingerprints of one run: cells sorted by `KEYS`, and numbers of names by kind. Chains are in the order of calls.
+    """The fingerprints of one run.
 
-    Dtypes are those of parameters, by name.
+    Each tensor has as many numbers as it was there in its step. `bound` has the names of each kind, in the order of the
+    model; chains are names in the order of calls; dtypes are those of parameters, by name.
     """
 
     path: str
     meta: Mapping[str, Any]
-    cells: Any
-    bound: Mapping[int, set[int]]
+    rows: Mapping[TensorOfStep, list[Numbers]]
+    bound: Mapping[Kind, dict[str, None]]
     chains: list[list[str]]
     dtypes: Mapping[str, str]
 
     @property
-    def steps(self) -> Ints:
-        return np.unique(self.cells["step"])
+    def steps(self) -> set[int]:
+        return {tensor.step for tensor in self.rows}
 
 
 def stripped(name: str) -> str:
@@ -122,54 +117,51 @@ def stripped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def read(run: StoredRun, words: Words, rename: Callable[[str], str]) -> Reading:
-    """Return the fingerprints of a run, by other names; `words` gets its kinds and names. Raises `RecordError` without any."""
+def read(run: StoredRun, rename: Callable[[str], str]) -> Reading:
+    """Return the fingerprints of a run, by other names. Raises `RecordError` without any."""
     groups = _groups(run)
     lowest = dict(of_lowest_ranks(run))
-    bound: dict[int, set[int]] = {}
-    parts = [np.empty(0, _CELL)]
+    rows: defaultdict[TensorOfStep, list[Numbers]] = defaultdict(list)
+    bound: dict[Kind, dict[str, None]] = {}
     chains: list[list[str]] = []
     for rule in run.rules:
         kind = Kind(str(rule.get("tensor") or "grad"), str(rule.get("point") or ""))
-        number = words.of_kind(kind)
-        groups_of_rule = groups.get(rule["id"])
-        if groups_of_rule is None or number in bound:
+        if rule["id"] not in groups or kind in bound:
             continue
         names = _compared(run.names_of(rule["id"]), rename)
-        bound[number] = set(map(words.of_name, names.values()))
-        for group in groups_of_rule:
+        bound[kind] = dict.fromkeys(names.values())
+        for group in groups[rule["id"]]:
             first = group["l2"]
-            columns = range(len(first.key.names))
-            rank = first.rank
-            repeated: Collection[int] = ()
-            if not kind.of_modules:  # each rank has the same gradient, or a part of it
-                rank = 0
-                repeated = lowest.get(first, columns)
-            chain: dict[str, None] = {}
-            kinds = np.zeros(len(columns), np.int64)
-            numbers = np.full(len(columns), -1)
-            for column in columns:
-                name = first.key.names[column]
-                owner = _owner(name, names) if kind.of_modules else name
-                if owner not in names or column in repeated:
-                    continue
-                inner_kind = words.of_kind(kind.at(name[len(owner) :]))
-                owner_number = words.of_name(names[owner])
-                kinds[column] = inner_kind
-                numbers[column] = owner_number
-                bound.setdefault(inner_kind, set()).add(owner_number)
-                chain[names[owner]] = None
+            rank = 0  # each rank has the same gradient, or a part of it
+            repeated: Collection[int] = lowest.get(first, range(len(first.key.names)))
+            if kind.of_modules:
+                rank = first.rank
+                repeated = ()
+            columns = _columns(first.key.names, kind, names, repeated)
+            for inner, name in columns.values():
+                bound.setdefault(inner, {})[name] = None
             if kind.base == "input":
-                chains.append(list(chain))
-            parts.append(_cells(group, kinds, numbers, rank))
-    cells = np.concatenate(parts)
-    if not len(cells):
+                chains.append(list(dict.fromkeys(name for _, name in columns.values())))
+            for tensor, numbers in _rows(group, columns, rank):
+                rows[tensor].append(numbers)
+    if not rows:
         raise RecordError(
             f"{printable(str(run.path))}: has no fingerprints to compare, which are `l2` and `projection` of one rule; "
             "record it with the rules `gradsurgeon:fingerprint@1`"
         )
-    _sort(cells)
-    return Reading(str(run.path), run.meta, cells, bound, chains, _dtypes(run, rename))
+    return Reading(str(run.path), run.meta, rows, bound, chains, _dtypes(run, rename))
+
+
+def _columns(
+    recorded: Sequence[str], kind: Kind, names: Mapping[str, str], repeated: Collection[int]
+) -> dict[int, tuple[Kind, str]]:
+    """Return kind and name of each column that is compared."""
+    columns = {}
+    for column, name in enumerate(recorded):
+        owner = _owner(name, names) if kind.of_modules else name
+        if owner in names and column not in repeated:
+            columns[column] = kind.at(name[len(owner) :]), names[owner]
+    return columns
 
 
 def _groups(run: StoredRun) -> dict[str, list[dict[str, StoredSeries]]]:
@@ -184,15 +176,6 @@ def _groups(run: StoredRun) -> dict[str, list[dict[str, StoredSeries]]]:
         if group.keys() >= _NEEDED:
             by_rule.setdefault(rule, []).append(group)
     return by_rule
-
-
-def _sort(cells: Any) -> None:
-    """Sort cells by `KEYS`, and number the rows of one tensor and step."""
-    order = np.lexsort([cells["name"], cells["rank"], cells["kind"], cells["step"]])
-    cells[:] = cells[order]
-    places = np.arange(len(cells))
-    first = np.where(starts(cells), places, 0)
-    cells["row"] = places - np.maximum.accumulate(first)
 
 
 def _owner(name: str, modules: Mapping[str, str]) -> str:
@@ -270,15 +253,6 @@ def _refuse(place: Place, message: str, hint: str) -> NoReturn:
     raise RuleFileError([Problem(place, "bad-map", message, hint)])
 
 
-def starts(cells: Any) -> Flags:
-    """Tell which cells are the first of a tensor and step."""
-    is_first = np.zeros(len(cells), bool)
-    is_first[:1] = True
-    for key in KEYS[:-1]:
-        is_first[1:] |= np.diff(cells[key]) != 0
-    return is_first
-
-
 def _compared(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
     """Return the name under which each tensor is compared; a wrapper stands for the module inside it."""
     compared: dict[str, str] = {}
@@ -291,28 +265,22 @@ def _compared(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, s
     return compared
 
 
-def _cells(group: Mapping[str, StoredSeries], kinds: Ints, names: Ints, rank: int) -> Any:
-    """Return the rows of a group, given kind and name of each column, -1 for columns that are not compared."""
+def _rows(
+    group: Mapping[str, StoredSeries], columns: Mapping[int, tuple[Kind, str]], rank: int
+) -> Iterator[tuple[TensorOfStep, Numbers]]:
+    """Yield the numbers of some columns of a group, in the order of steps."""
     # A run that is still being written may have one more row of one statistic.
-    rows = min(len(group[stat]) for stat in _NEEDED)
-    if not rows:
-        return np.empty(0, _CELL)
-    read = {}
-    for stat, series in group.items():
-        read[stat] = arrays(list(series.stored(0, rows)), len(names))
-    steps, _, present = read["l2"]
-    lines, columns = np.nonzero(present & (names >= 0))
-    cells = np.zeros(len(lines), _CELL)
-    cells["step"] = steps[lines]
-    cells["kind"] = kinds[columns]
-    cells["rank"] = rank
-    cells["name"] = names[columns]
-    values = cells["values"]
-    values[:] = np.nan
+    length = min(len(group[stat]) for stat in _NEEDED)
+    if not length:
+        return
+    width = len(group["l2"].key.names)
+    numbers = np.full((length, width, len(STATS)), np.nan)
     for place, stat in enumerate(STATS):
-        if stat not in read:
-            continue
-        of_steps, numbers, _ = read[stat]
-        if len(of_steps) == rows:
-            values[:, place] = numbers[lines, columns]
-    return cells
+        stored = list(group[stat].stored(0, length)) if stat in group else []
+        if len(stored) == length:
+            steps, numbers[:, :, place], present = arrays(stored, width)
+    lists = zip(steps.tolist(), numbers.tolist(), present.tolist(), strict=True)
+    for step, of_columns, are_there in lists:
+        for column, (kind, name) in columns.items():
+            if are_there[column]:
+                yield TensorOfStep(step, kind, rank, name), of_columns[column]

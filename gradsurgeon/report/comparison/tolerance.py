@@ -4,17 +4,19 @@ A projection is a signed sum, so the difference of two projections is a sample o
 its expected square is the squared norm.
 """
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.layout import section
-from gradsurgeon.report.comparison.reading import Reading
-from gradsurgeon.report.spikes import Flags, Floats, Ints
+from gradsurgeon.report.comparison.pairs import Pair, values_of
+from gradsurgeon.report.comparison.reading import Kind, Reading
+from gradsurgeon.report.spikes import Floats
 
 _TIMES = 10.0
 _EPS = 8
@@ -29,6 +31,9 @@ _MOST = 0.5
 # A gradient so many times smaller than the median seems to be what rounding leaves of a sum.
 _VANISHING = 1e-5
 _VANISHING_EPS = 4
+# Half precision decides the signs of elements of a gradient that are near 0: of two, and of this share of many.
+_SIGNS = 2.0
+_SHARE_OF_SIGNS = 0.02
 # Distances that rounding can reach, of float32 and of bfloat16, which autocast uses and no run tells.
 BOUND = 1e-3
 AUTOCAST = 2.0**-7
@@ -45,7 +50,7 @@ _FAR = 0.01
 # Runs that rounding parts are not nearer to each other than by so many times.
 _ALIKE = 10.0
 # In later steps the weights of a noise run differ by more than rounding.
-EARLY = 10
+_EARLY = 10
 
 
 class Tolerance(NamedTuple):
@@ -85,35 +90,95 @@ def noise_of(noise: Floats, reference: Floats) -> Floats:
     return np.asarray(np.maximum(np.sqrt(mean_squares), of_norms))
 
 
-def vanishing(norms: Floats, groups: Ints, dtype: str) -> Floats:
+def set_limits(pairs: Sequence[Pair], readings: Sequence[Reading]) -> Tolerance:
+    """Set how far apart each tensor is and may be, in the order of execution, and return the rule."""
+    run, reference, *noise = readings
+    values = values_of(pairs, len(readings))
+    ours = values[:, 0]
+    theirs = values[:, 1]
+    far = distances(ours, theirs).tolist()
+    shifts = distances(ours[:, :1], theirs[:, :1]).tolist()
+    for pair, distance, shift in zip(pairs, far, shifts, strict=True):
+        pair.shift = shift
+        pair.distance = distance
+        if pair.state:
+            # A missing gradient is like a gradient of zeros.
+            pair.distance = math.inf if pair.norm else 0.0
+    _set_floors(pairs, (run.dtypes, reference.dtypes))
+    dtype = coarsest([*run.dtypes.values(), *reference.dtypes.values()])
+    if noise:
+        drift = noise_of(values[:, 2:], theirs)
+        begin = (pairs[0].step, pairs[0].phase)
+        shown = [(pair.step, pair.phase) == begin for pair in pairs]
+        rule = by_noise(drift[shown], dtype)
+    else:
+        drift = vanishing(pairs, dtype)
+        rule = by_rounding(dtype)
+    drift = lifted(pairs, drift)
+    for pair, of_noise in zip(pairs, drift.tolist(), strict=True):
+        pair.is_undecided = of_noise > DECIDED_BY_ROUNDING
+        pair.tolerance = rule.times * of_noise + max(rule.least, pair.floor)
+        if rule.kind == "gross-noise":
+            pair.tolerance = max(pair.tolerance, of_signs(pair))
+    if not noise:
+        _grow(pairs)
+    return rule
+
+
+def _groups_of(pairs: Sequence[Pair]) -> list[list[int]]:
+    """Return the places of tensors of one kind in one step."""
+    groups: dict[tuple[int, Kind], list[int]] = {}
+    for place, pair in enumerate(pairs):
+        groups.setdefault((pair.step, pair.kind), []).append(place)
+    return list(groups.values())
+
+
+def vanishing(pairs: Sequence[Pair], dtype: str) -> Floats:
     """Return 1 for gradients that seem to be rounding alone, by the norms of their group, and 0 for others."""
     share = max(_VANISHING, _VANISHING_EPS * eps_of(dtype))
-    drift = np.zeros(len(norms))
-    for group in np.unique(groups):
-        is_in_group = groups == group
-        of_group = norms[is_in_group]
-        drift[is_in_group] = of_group < share * np.median(of_group)
+    drift = np.zeros(len(pairs))
+    for places in _groups_of(pairs):
+        if pairs[places[0]].phase == "gradient":
+            norms = np.array([pairs[place].norm for place in places])
+            drift[places] = norms < share * np.median(norms)
     return drift
 
 
-def lifted(drift: Floats, groups: Ints, tensors: Ints, gradient: Flags, update: Flags) -> Floats:
+def lifted(pairs: Sequence[Pair], drift: Floats) -> Floats:
     """Return drifts that are at least the median of their group; rounding decides the update if it decides the gradient.
 
     Adam divides a gradient by its size, so it makes a full step of a gradient that is rounding alone.
     """
-    lifted_drift = drift.copy()
-    unique, numbers = np.unique(tensors, return_inverse=True)
-    of_gradients = np.zeros(len(unique))
-    decided = gradient & (drift > DECIDED_BY_ROUNDING)
-    # A tensor has an accumulated and a final gradient.
-    np.fmax.at(of_gradients, numbers[decided], drift[decided])
-    lifted_drift[update] = np.fmax(drift[update], of_gradients[numbers[update]])
-    for group in np.unique(groups):
-        is_in_group = groups == group
-        of_group = drift[is_in_group]
-        if np.isfinite(of_group).any():
-            lifted_drift[is_in_group] = np.fmax(lifted_drift[is_in_group], np.nanmedian(of_group))
-    return np.nan_to_num(lifted_drift)
+    result = drift.copy()
+    for places in _groups_of(pairs):
+        known = drift[places]
+        known = known[np.isfinite(known)]
+        if len(known):
+            result[places] = np.fmax(result[places], np.median(known))
+    # A tensor has an accumulated and a final gradient, which come before its update.
+    of_gradients: dict[tuple[int, str], float] = {}
+    for place, pair in enumerate(pairs):
+        tensor = pair.step, pair.name
+        before = of_gradients.get(tensor, 0.0)
+        if pair.phase == "update":
+            result[place] = np.fmax(result[place], before)
+        elif pair.phase == "gradient" and drift[place] > DECIDED_BY_ROUNDING:
+            of_gradients[tensor] = max(before, drift[place])
+    return np.nan_to_num(result)
+
+
+def of_signs(pair: Pair) -> float:
+    """Return how far other signs of a few elements of its gradient take a weight, 0 for other tensors.
+
+    Adam makes a full step of each element, however small. Such a step keeps the norm of a weight; a factor does not.
+    """
+    keeps_norm = 2 * pair.shift <= pair.distance
+    if pair.phase != "update" or not keeps_norm:
+        return 0.0
+    share = _SHARE_OF_SIGNS
+    if pair.numel > 0:
+        share += _SIGNS / pair.numel
+    return 2 * math.sqrt(share)
 
 
 def coarsest(dtypes: Iterable[str]) -> str:
@@ -129,16 +194,17 @@ def eps_of(dtype: str) -> float:
     return _COARSE.get(dtype, 2.0**-23)
 
 
-def floors(names: Iterable[str], of_modules: Flags, dtypes: Sequence[Mapping[str, str]]) -> Floats:
-    """Return how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
+def _set_floors(pairs: Sequence[Pair], dtypes: Sequence[Mapping[str, str]]) -> None:
+    """Set how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
     eps_of_names: dict[str, float] = {}
     for dtype_of in dtypes:
         for name, dtype in dtype_of.items():
             eps_of_names[name] = max(eps_of(dtype), eps_of_names.get(name, 0.0))
-    eps = eps_of("float32")
-    widest = max(eps_of_names.values(), default=eps)
-    own = np.array([eps_of_names.get(name, eps) for name in names])
-    return _EPS * np.where(of_modules, widest, own)
+    finest = eps_of("float32")
+    coarse = max(eps_of_names.values(), default=finest)
+    for pair in pairs:
+        eps = coarse if pair.kind.of_modules else eps_of_names.get(pair.name, finest)
+        pair.floor = _EPS * eps
 
 
 def remedy_for(dtype: str) -> str:
@@ -148,7 +214,7 @@ def remedy_for(dtype: str) -> str:
 
 
 def by_noise(drift: Floats, dtype: str = "float32") -> Tolerance:
-    """Return the rule, by how far noise takes inputs and outputs in the first step of a model of some dtype."""
+    """Return the rule, by how far noise takes the first tensors of a model of some dtype."""
     drift = drift[np.isfinite(drift)]
     equal = 1.0
     low = 0.0
@@ -180,19 +246,19 @@ def by_rounding(dtype: str = "float32") -> Tolerance:
     return Tolerance("rounding", CARRIED, least, text)
 
 
-def grown(steps: Ints, phases: Any, floors: Floats) -> Floats:
-    """Return the limits of tensors in order without noise runs: rounding adds up like a random walk."""
-    limits = np.maximum(_ULPS * eps_of("float32"), floors / _EPS)
-    is_gradient = phases == "gradient"
-    for step in np.unique(steps):
-        places = np.flatnonzero(steps == step)
-        depths = 1.0 + np.arange(len(places))
-        # A gradient has the rounding of the whole step, an update no more than its gradient.
-        depths[is_gradient[places]] = len(places)
-        depths[phases[places] == "update"] = 1.0
-        limits[places] *= np.sqrt(depths)
-    limits[is_gradient] *= _CANCELLED
-    return limits
+def _grow(pairs: Sequence[Pair]) -> None:
+    """Set the limits of tensors in order without noise runs: rounding adds up like a random walk."""
+    sizes = Counter([pair.step for pair in pairs])
+    depths: Counter[int] = Counter()
+    for pair in pairs:
+        depths[pair.step] += 1
+        limit = max(_ULPS * eps_of("float32"), pair.floor / _EPS)
+        if pair.phase == "gradient":
+            # A gradient has the rounding of the whole step, an update no more than its gradient.
+            limit *= _CANCELLED * math.sqrt(sizes[pair.step])
+        elif pair.phase != "update":
+            limit *= math.sqrt(depths[pair.step])
+        pair.tolerance = limit
 
 
 def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) -> None:
@@ -206,50 +272,37 @@ def refuse_repeated(run: Reading, reference: Reading, noise: Sequence[Reading]) 
         known.add(path)
 
 
-def refuse_unlike(
-    noise: Sequence[Reading], cells: Any, forward: Flags, text_of: Callable[[int], str]
-) -> None:
-    """Refuse noise runs that differ from the reference by more than rounding can in the first forward pass.
-
-    No tensor is of the forward pass if the first step is late, as weights differ there.
-    """
-    first = cells[forward]
-    values = first["values"][:, :, :3]
-    reference = values[:, 1]
-    is_finite = np.isfinite(reference).all(axis=1)
-    spread = _spread(values, len(noise))
+def refuse_unlike(noise: Sequence[Reading], pairs: Sequence[Pair], reference: Reading) -> None:
+    """Refuse noise runs that differ from the reference by more than rounding can in the first forward pass."""
+    first = pairs[0].step
+    start = reference.meta.get("start_step") or 0
+    if first > start + _EARLY:
+        return  # the weights differ as well
+    forward = [pair for pair in pairs if pair.step == first and pair.phase == "forward"]
+    values = values_of(forward, 2 + len(noise))
+    reference_values = values[:, 1]
+    is_finite = np.asarray(np.isfinite(reference_values).all(axis=1))
+    # Where rounding decides, noise runs differ from each other; another script differs alike in all.
+    spread = distances(values[:, 2], values[:, -1])
     for number, repetition in enumerate(noise, 2):
-        places = np.flatnonzero(first["found"][:, number] & is_finite)
-        far = distances(values[places, number], reference[places])
-        before = np.maximum.accumulate(far)
-        before = np.concatenate([[0.0], before])[: len(far)]
-        # The first tensor that noise moves shows how large the noise is.
-        begin = _FAR
+        far = distances(values[:, number], reference_values)
+        # The first tensor that noise moves shows how large the noise was.
+        limit = _FAR
         rules = section(repetition.meta, "plan").get("rules", ())
         if any(rule["action"] == "perturb" for rule in rules):
-            begin = DECIDED_BY_ROUNDING
-        limit = np.where(before == 0, begin, np.maximum(_FAR, _JUMP * before))
-        is_apart_from_noise = _ALIKE * spread[places] < far
-        strange = np.flatnonzero((far > limit) & is_apart_from_noise)
-        if len(strange):
-            at = strange[0]
-            place = text_of(np.flatnonzero(forward)[places[at]])
-            moved = f"differs from the reference by {far[at]:.2g} at the {place}"
-            rounding = f"by at most {before[at]:.2g} before, so by more than rounding"
-            remedy = "make noise runs by the script of the reference"
-            _refuse(repetition, f"{moved}, {rounding}", remedy)
-
-
-def _spread(values: Floats, noise_runs: int) -> Floats:
-    """Return the least distance between any two of the reference and its noise runs; 0 with one noise run.
-
-    Where rounding decides, noise runs differ from each other; another script differs alike in all.
-    """
-    if noise_runs == 1:
-        return np.zeros(len(values))
-    pairs = combinations(range(1, 2 + noise_runs), 2)
-    apart = [distances(values[:, one], values[:, other]) for one, other in pairs]
-    return np.asarray(np.min(apart, axis=0))
+            limit = DECIDED_BY_ROUNDING
+        before = 0.0
+        for place, pair in enumerate(forward):
+            if pair.numbers[number] is None or not is_finite[place]:
+                continue
+            if far[place] > max(limit, _ALIKE * spread[place]):
+                moved = f"differs from the reference by {far[place]:.2g} at the {printable(pair.text)} in step {first}"
+                rounding = f"by at most {before:.2g} before, so by more than rounding"
+                remedy = "make noise runs by the script of the reference"
+                _refuse(repetition, f"{moved}, {rounding}", remedy)
+            before = max(before, far[place])
+            if before:
+                limit = max(_FAR, _JUMP * before)
 
 
 def _refuse(repetition: Reading, what: str, remedy: str) -> None:

@@ -6,7 +6,7 @@ A training is a function that trains, and returns the modules that it has traine
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 STEPS = 24
 
@@ -48,6 +48,10 @@ def train(model, optimizer=None, loss_of=loss_of, steps=STEPS, before_update=lam
         optimizer.step()
         tell(loss)
     return model
+
+
+def train_by_sgd(model, lr=0.1, **more):
+    return train(model, SGD(model.parameters(), lr), **more)
 
 
 def tell(loss):

@@ -2,12 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from common import STEPS, loss_of, mlp, sow, tell, train, training
+from common import STEPS, mlp, tell, train, train_by_sgd, training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
-    Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
@@ -22,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam
 
 
@@ -39,26 +37,7 @@ def parallel(plan, model=None):
 
 @training(1, 2)
 def parallel_layers():
-    model = parallel({"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return train(model)
-
-
-@training(1, 2)
-def parallel_layers_with_a_distributed_loss():
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    model = parallel({"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False)}, model)
-
-    def of(model):
-        return model(torch.randn(8, 8)).square().mean()
-
-    optimizer = SGD(model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = of(model)
-        loss.backward()
-        optimizer.step()
-        tell(loss.full_tensor())
-    return model
+    return train(parallel({"0": ColwiseParallel(), "2": RowwiseParallel()}))
 
 
 @training(1, 2)
@@ -112,16 +91,7 @@ def parallel_sequences():
     def of(model):
         return model(torch.randn(2, 4, 8)).square().mean()
 
-    return train(model, SGD(model.parameters(), 0.1), of)
-
-
-@training(1, 2)
-def parallel_layers_with_clipped_gradients():
-    model = parallel({"0": ColwiseParallel(), "2": RowwiseParallel()})
-    sharded = [*model[0].parameters(), model[2].weight]
-    return train(
-        model, SGD(model.parameters(), 0.1), before_update=lambda: clip_grad_norm_(sharded, 0.1)
-    )
+    return train_by_sgd(model, loss_of=of)
 
 
 @training(1, 2)
@@ -198,11 +168,6 @@ def pipeline(schedule, stages_per_rank=1, micro_batches=4):
 @training(1, 2)
 def a_pipeline():
     return pipeline(ScheduleGPipe)
-
-
-@training(2)
-def a_pipeline_with_passes_in_turn():
-    return pipeline(Schedule1F1B)
 
 
 @training(2)

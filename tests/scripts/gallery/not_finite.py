@@ -4,7 +4,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from common import STEPS, loss_of, mlp, sow, tell, training
+from common import loss_of, mlp, sow, train, training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -32,65 +32,35 @@ class Rooted(nn.Module):
         return self.inner(x) + ((used * 0).sqrt() if is_bad else used * 0)
 
 
-def train(model, params, loss_of=loss_of):
-    optimizer = SGD(params, 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        tell(loss)
+def fit(model, params, loss_of=loss_of):
+    return train(model, SGD(params, 0.1), loss_of)
 
 
 @training(healthy=False)
 def a_nan():
     model = Rooted(mlp())
-    train(model, model.parameters())
-    return model
+    return fit(model, model.parameters())
 
 
 @training(healthy=False)
 def a_nan_where_warnings_are_errors():
     warnings.simplefilter("error")
     model = Rooted(mlp())
-    train(model, model.parameters())
-    return model
-
-
-@training(healthy=False)
-def a_nan_in_the_loss():
-    model = mlp()
-    scale = nn.Parameter(torch.ones(4))
-    head = nn.ParameterList([scale])
-    calls = []
-
-    def of(model):
-        calls.append(1)
-        x = torch.randn(8, 8)
-        out = model(x)
-        used = scale.nan_to_num(1.0)
-        return (out - x[:, :4]).square().mean() + (
-            (used * 0).sqrt() if len(calls) == 6 else used * 0
-        ).sum()
-
-    train(model, [*model.parameters(), scale], of)
-    return model, head
+    return fit(model, model.parameters())
 
 
 @training(1, 2, healthy=False)
 def a_nan_under_ddp():
     model = DDP(Rooted(mlp()))
     sow()
-    train(model, model.parameters())
-    return model
+    return fit(model, model.parameters())
 
 
 @training(1, 2, healthy=False)
 def a_nan_on_a_rank_of_its_own():
     model = Rooted(mlp())
     sow()
-    train(model, model.parameters())
-    return model
+    return fit(model, model.parameters())
 
 
 @training(1, 2, healthy=False)
@@ -98,36 +68,13 @@ def a_nan_in_shards():
     model = Rooted(fully_shard(mlp()), rank=None)
     fully_shard(model)
     sow()
-    train(model, model.parameters())
-    return model
+    return fit(model, model.parameters())
 
 
 @training(1, 2, healthy=False)
 def a_nan_above_shards():
     encoder, head = fully_shard(mlp()), Rooted(nn.Linear(4, 4))
-    train(lambda x: head(encoder(x)), [*encoder.parameters(), *head.parameters()])
-    return encoder, head
-
-
-class Tied(nn.Module):
-    """A head that is given the weight that it multiplies by."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = Rooted(nn.Linear(4, 4), rank=None)
-
-    def forward(self, x, weight):
-        return self.last(functional.linear(x, weight))
-
-
-@training(1, 2, healthy=False)
-def a_nan_above_shards_that_are_an_argument():
-    encoder, head = fully_shard(mlp(), reshard_after_forward=False), Tied()
-
-    def whole(x):
-        return head(encoder(x), encoder[4].weight[:, :4])
-
-    train(whole, [*encoder.parameters(), *head.parameters()])
+    fit(lambda x: head(encoder(x)), [*encoder.parameters(), *head.parameters()])
     return encoder, head
 
 
@@ -135,7 +82,7 @@ def a_nan_above_shards_that_are_an_argument():
 def a_nan_below_shards():
     head, decoder = Rooted(nn.Linear(8, 8)), fully_shard(mlp())
     head.extra = nn.Parameter(torch.ones(8))
-    train(lambda x: decoder(head(x)), [*head.parameters(), *decoder.parameters()])
+    fit(lambda x: decoder(head(x)), [*head.parameters(), *decoder.parameters()])
     return head, decoder
 
 
@@ -146,5 +93,4 @@ def a_nan_in_parallel_layers():
         Rooted(mlp(), rank=None), init_device_mesh("cpu", (dist.get_world_size(),)), plan
     )
     torch.manual_seed(100)
-    train(model, model.parameters())
-    return model
+    return fit(model, model.parameters())

@@ -1,6 +1,5 @@
 """Train as one function of the gallery does, and print a checksum of the weights: `train.py MODULE FUNCTION [RANKS]`."""
 
-import hashlib
 import importlib
 import sys
 import time
@@ -8,6 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+sys.path.append("..")
+from weights import digest
 
 SLEEP = time.sleep
 
@@ -17,18 +19,6 @@ def sleep(seconds):
     if sys._getframe(1).f_globals.get("__name__", "").startswith("gradsurgeon"):
         print("gradsurgeon waits")
     SLEEP(seconds)
-
-
-def digest(modules):
-    """Return a checksum of the parts of parameters and buffers that this rank has, by their bytes: NaN differs from itself."""
-    whole = hashlib.sha256()
-    for module in modules:
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            part = part.detach().contiguous().flatten()
-            whole.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
-            whole.update(bytes(part.view(torch.uint8).tolist()))
-    return whole.hexdigest()
 
 
 module, name, *ranks = sys.argv[1:]
@@ -42,7 +32,9 @@ torch.manual_seed(0)
 time.sleep = sleep
 modules = function()
 time.sleep = SLEEP
-print("weights", digest(modules if isinstance(modules, (list, tuple)) else [modules]), flush=True)
+print(
+    "weights", digest(*(modules if isinstance(modules, (list, tuple)) else [modules])), flush=True
+)
 if ranks:
     dist.barrier()
     dist.destroy_process_group()

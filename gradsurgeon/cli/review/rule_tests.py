@@ -1,0 +1,200 @@
+"""Tests of rules, ``NAME.test.yaml`` beside a rule file: read, with every problem at its place, and run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import eq, ge, gt, le, lt
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field
+
+from gradsurgeon.actions import (
+    FROM_LIST,
+    Flaw,
+    LossRule,
+    Options,
+    described,
+    flawed,
+    read_options,
+    written,
+)
+from gradsurgeon.cli.review import on_run
+from gradsurgeon.common._libraries import is_installed
+from gradsurgeon.errors import ManifestError, Place, Problem, RuleFileError
+from gradsurgeon.language import packs, schema, source
+from gradsurgeon.language.planning import Manifest, MatchedRules, Matcher, manifest_file
+from gradsurgeon.language.schema import RuleSet, problem_of
+
+if TYPE_CHECKING:
+    from gradsurgeon.report.evidence.told import Told
+
+SUFFIX = ".test.yaml"
+_Content = TypeVar("_Content")
+_NO_TORCH = "it needs torch, which is not installed here"
+_COMPARISON = re.compile(r"(<=|>=|==|<|>|)\s*([0-9]+(?:\.[0-9]+)?)\s*(%?)")
+_COMPARISONS = {">=": ge, "<=": le, "==": eq, ">": gt, "<": lt}
+_FORMS = ({"matches"}, {"gradient", "expect"}, {"on", "acts"})
+
+
+def _comparison(value: object) -> object:
+    if _COMPARISON.fullmatch(str(value)) is None:
+        message = f"`acts` must be a count, or a comparison, found {described(value)}"
+        raise flawed(Flaw("", message, 'such as `acts: 0`, `acts: "< 5%"` or `acts: ">= 3"`'))
+    return value
+
+
+_Numbers = Annotated[
+    tuple[Annotated[float, Field(allow_inf_nan=True)], ...], FROM_LIST, Field(min_length=1)
+]
+
+
+class RuleTest(Options):
+    """One expectation on one rule."""
+
+    rule: Annotated[str, Field(description="The id of a rule.")]
+    # How many parameters or modules the rule matches.
+    matches: Annotated[int, Field(ge=0)] | None = None
+    # One gradient that passes through the rule, and what the optimizer gets of it.
+    gradient: _Numbers | None = None
+    expect: _Numbers | None = None
+    # A recorded run, or an export of its norms, and in how many of its updates the rule would have acted.
+    on: str | None = None
+    acts: Annotated[Any, AfterValidator(_comparison)] = None
+
+    def flaws(self) -> Iterator[Flaw]:
+        if self.model_fields_set - {"rule"} not in _FORMS:
+            message = (
+                "a test says one thing: `matches`, `gradient` with `expect`, or `on` with `acts`"
+            )
+            yield Flaw("", message, "write one test for each")
+        elif len(self.expect or ()) != len(self.gradient or ()):
+            message = "`expect` and `gradient` differ in the number of elements"
+            yield Flaw("expect", message, "give one for each element")
+
+    @property
+    def name(self) -> str:
+        says = self.model_dump(exclude_unset=True, exclude={"rule"})
+        return f"{self.rule} {written(says)}"
+
+
+class _TestFile(Options):
+    version: Annotated[Literal[1], Field(description="Version of the format, 1.")]
+    tests: Annotated[tuple[RuleTest, ...], FROM_LIST, Field(min_length=1, description="The tests.")]
+    rules: Annotated[str | None, Field(description="The rule file.")] = None
+    params: Annotated[str | None, Field(description="The names that `matches` counts.")] = None
+
+
+@dataclass(frozen=True)
+class TestFile:
+    """The tests of one file that has no problems."""
+
+    document: source.Document
+    rules: RuleSet
+    manifest: Manifest | None
+    tests: tuple[RuleTest, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one test ended: ``failure`` is empty if it passed, and ``skipped`` says why it was not run."""
+
+    name: str
+    place: Place
+    failure: str = ""
+    skipped: str = ""
+
+
+def read(path: str) -> TestFile:
+    """Return the tests of a file, or raise `RuleFileError` with all problems of the file and its rules."""
+    document = source.read(path)
+    data = document.data if isinstance(document.data, dict) else {}
+    top, flaws = read_options(_TestFile, data)
+    problems = [*document.problems, *(problem_of(document, (), flaw) for flaw in flaws)]
+    beside = Path(document.file).name.removesuffix(SUFFIX) + ".yaml"
+    rules = _file(document, ("rules",), data.get("rules", beside), _rules, problems)
+    manifest = _file(document, ("params",), data.get("params"), manifest_file.read, problems)
+    tests = top.tests if top is not None else ()
+    for index, test in enumerate(tests):
+        _file(document, ("tests", index, "on"), test.on, str, problems)
+    if problems or rules is None:
+        raise RuleFileError(schema.tidy(problems))
+    return TestFile(document, rules, manifest, tests)
+
+
+def _rules(path: Path) -> RuleSet:
+    return schema.validate(source.read(path))
+
+
+def _file(
+    document: source.Document,
+    at: source.Path,
+    entry: object,
+    read_file: Callable[[Path], _Content],
+    problems: list[Problem],
+) -> _Content | None:
+    """Return what is in a file in the folder of the tests, or below; nothing if none is named."""
+    if not isinstance(entry, str):
+        return None
+    try:
+        return read_file(packs.inside(entry, Path(document.file).parent))
+    except packs.IncludeError as error:
+        problems.append(Problem(document.place(at), "bad-include", error.message, error.hint))
+    except (RuleFileError, ManifestError) as error:
+        problems += error.problems
+    return None
+
+
+def run(file: TestFile) -> Iterator[Result]:
+    """Run each test."""
+    # Several tests may ask of one run.
+    told_on = cache(partial(_told, file))
+    for index, test in enumerate(file.tests):
+        name = f"{index + 1}: {test.name}"
+        place = file.document.place(("tests", index))
+        if test.gradient is not None and not is_installed("torch"):
+            yield Result(name, place, skipped=_NO_TORCH)
+            continue
+        yield Result(name, place, _failure(file, test, told_on))
+
+
+def _failure(file: TestFile, test: RuleTest, told_on: Callable[[str], dict[str, Told]]) -> str:
+    """Return why a test fails, empty if it passes."""
+    rules = {rule.id: rule for rule in file.rules.rules}
+    rule = rules.get(test.rule)
+    if rule is None:
+        return f"{file.rules.file} has no such rule; its rules: {', '.join(rules)[:200]}"
+    if test.on is not None:
+        return _failure_on_run(test, told_on(test.on).get(rule.id))
+    if test.gradient is not None and test.expect is not None:
+        if rule.target != "params" or not rule.ref.grad or isinstance(rule, LossRule):
+            return "it does not act on the gradient of a parameter: use `on`"
+        from gradsurgeon.cli.review import one_gradient  # noqa: PLC0415 # needs torch
+
+        return one_gradient.failure(rule, test.gradient, test.expect)
+    if file.manifest is None:
+        return "`matches` needs the names of the model: add `params: params.json`, above `tests`"
+    number = len(Matcher(file.manifest).match(rule).names)
+    return "" if number == test.matches else f"it matches {number:,}, not {test.matches:,}"
+
+
+def _told(file: TestFile, entry: str) -> dict[str, Told]:
+    """Return by rule what it would have done in a run."""
+    norms = on_run.run_at(str(Path(file.document.file).parent / entry))
+    assert norms is not None  # noqa: S101 # a path was given
+    return on_run.tried(MatchedRules(file.rules, Matcher(file.manifest or norms.manifest)), norms)
+
+
+def _failure_on_run(test: RuleTest, told: Told | None) -> str:
+    if told is None:
+        return "it changes nothing and stops nothing, so it never acts"
+    if told.missing:
+        return f"not told by these records: {told.missing}"
+    ((sign, number, percent),) = _COMPARISON.findall(str(test.acts))
+    value = 100 * told.share if percent else told.acts
+    if _COMPARISONS[sign or "=="](value, float(number)):
+        return ""
+    return f"it would have acted in {told.acts:,} of {told.steps:,} recorded updates"

@@ -1,0 +1,1 @@
+"""What rules would have done in a recorded run. Needs numpy."""

@@ -1,0 +1,202 @@
+"""The recorded norms of a run, as rules are tried on them. Needs numpy."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from io import BytesIO
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator
+
+from gradsurgeon.language.planning import Manifest, manifest_file
+from gradsurgeon.records.store.layout import RUN_FILE, section
+from gradsurgeon.records.store.memory import LOSS, Part
+from gradsurgeon.records.store.recorded import Recorded, of_lowest_ranks
+from gradsurgeon.records.store.run import open_run
+from gradsurgeon.records.store.tables import arrays
+
+# The statistics of a gradient that tell what a rule would have done.
+STATS = ("l2", "linf")
+# Far more than an export of norms holds: no file makes more memory of one array.
+_MOST_BYTES = 50_000_000
+
+
+def _packed(array: NDArray[Any]) -> str:
+    """Return an array as a text of JSON."""
+    file = BytesIO()
+    np.save(file, array)
+    return b64encode(zlib.compress(file.getvalue(), 9)).decode()
+
+
+def _unpacked(text: str) -> NDArray[Any]:
+    raw = zlib.decompressobj().decompress(b64decode(text), _MOST_BYTES)
+    array: NDArray[Any] = np.load(BytesIO(raw))
+    if array.dtype.kind not in "bif":
+        raise ValueError(text[:20])
+    return array
+
+
+Array = Annotated[NDArray[Any], PlainValidator(_unpacked), PlainSerializer(_packed)]
+_Manifest = Annotated[
+    Manifest,
+    PlainValidator(partial(manifest_file.from_dict, file="the export of norms")),
+    PlainSerializer(manifest_file.to_dict),
+]
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedTable:
+    """The rows of gradients, or of losses, that share a counter of updates.
+
+    Attributes:
+        rule: the rule that recorded them.
+        point: the moment at which they were measured, or `LOSS`.
+        names: the names of the columns.
+        steps: the update of each row, int64 ``[n]``.
+        weights: the number of rows that each stands for, int64 ``[n]``.
+        present: which gradients were there, ``[n, names]``.
+        stats: each statistic, float32 ``[n, names]``; losses are called ``l2``, as the norms that rules judge.
+    """
+
+    rule: str
+    point: str
+    names: tuple[str, ...]
+    steps: Array
+    weights: Array
+    present: Array
+    stats: dict[str, Array]
+
+    def __post_init__(self) -> None:
+        shapes = {array.shape for array in (self.present, *self.stats.values())}
+        if shapes != {(len(self.steps), len(self.names))} or len(self.weights) != len(self.steps):
+            raise ValueError("a part is gone")
+
+    def rows(self, rows: NDArray[Any]) -> RecordedTable:
+        """Return some rows."""
+        return replace(
+            self,
+            steps=self.steps[rows],
+            weights=self.weights[rows],
+            present=self.present[rows],
+            stats={stat: values[rows] for stat, values in self.stats.items()},
+        )
+
+    def without_overflows(self, skipped: Sequence[int]) -> RecordedTable:
+        """Leave out updates that a scaler skipped, which rules do not see."""
+        is_finite = np.isfinite(list(self.stats.values())).all(axis=0)
+        overflowed = np.any(self.present & ~is_finite, axis=1)
+        return self.rows(~(overflowed & np.isin(self.steps, skipped)))
+
+    def updates(self, rows: Array) -> int:
+        """Return the number of updates that some rows are of. Each pass of an update may have a row."""
+        is_first = np.diff(self.steps[rows], prepend=-1) != 0
+        return int(self.weights[rows][is_first].sum())
+
+
+@dataclass(frozen=True)
+class RunNorms:
+    """What a run tells of rules that it did not have. An export of norms has this form as JSON.
+
+    Attributes:
+        name: the run.
+        manifest: the names of its model.
+        tables: the records; each name once for each point.
+        ranks: the number of ranks.
+        edited_at_backward: a rule that changed what backward passes contribute; empty if there is none.
+        changed_by_script: whether the script changed gradients between backward and update, ``None`` if that is not known.
+        is_rounded: whether its rows stand for several.
+    """
+
+    name: str
+    manifest: _Manifest
+    tables: tuple[RecordedTable, ...]
+    ranks: int = 1
+    edited_at_backward: str = ""
+    changed_by_script: bool | None = None
+    is_rounded: bool = False
+
+    def at(self, point: str) -> list[RecordedTable]:
+        """Return the tables of a point. Gradients that no rule recorded right before the update are those after backward."""
+        tables = [table for table in self.tables if table.point == point]
+        if not tables and point == "step":
+            return self.at("accumulated")
+        return tables
+
+
+def read(path: str | os.PathLike[str]) -> RunNorms:
+    """Return the norms of a run directory.
+
+    Raises:
+        RecordError: the run cannot be read.
+        ManifestError: the run does not have the shapes of its parameters.
+    """
+    name = os.fspath(path)
+    recorded = open_run(path).recorded()
+    edits: dict[str, str] = {}
+    recorders = set()
+    roles = section(recorded.meta, "roles")
+    for rule in section(recorded.meta, "plan").get("rules", ()):
+        role = roles.get(rule["id"], {})
+        if not rule["params"] or rule["tensor"] != "grad":
+            continue
+        if role.get("role") in ("edit", "freeze") and recorded.meta.get("mode") != "observe":
+            edits.setdefault(rule["point"], rule["id"])
+        if role.get("per") != "rule":
+            recorders.add(rule["id"])
+    tables = [table for table in _tables(recorded, recorders) if len(table.steps)]
+    if edits.keys() - {"backward"}:
+        # These rules may have come before the records at their point.
+        tables = [table for table in tables if table.point != "step"]
+    return RunNorms(
+        name=name,
+        manifest=manifest_file.from_dict(recorded.meta.get("manifest"), f"{name}/{RUN_FILE}"),
+        tables=tuple(_each_once(tables)),
+        ranks=recorded.meta.get("ranks", 1),
+        edited_at_backward=edits.get("backward", ""),
+        changed_by_script=recorded.changed_by_script,
+    )
+
+
+def _tables(recorded: Recorded, recorders: Container[str]) -> Iterator[RecordedTable]:
+    """Yield what rules recorded of gradients, and losses: for each rule, point and counter with all statistics."""
+    parts: dict[tuple[str, str, tuple[str, ...]], dict[str, Part]] = {}
+    for series, repeated in of_lowest_ranks(recorded.series):
+        rule_id, stat, point, names = series.key
+        # A column that a lower rank has is a replica, or a part of a whole that all of them recorded.
+        if repeated:
+            continue
+        if stat == LOSS:
+            point = LOSS
+            stat = "l2"
+        elif stat not in STATS or rule_id not in recorders:
+            continue
+        part = Part(series, recorded.pending)
+        if len(part):
+            parts.setdefault((rule_id, point, names), {})[stat] = part
+    skipped = [event.step for event in recorded.events if event.kind == "scaler-skip"]
+    for (rule_id, point, names), by_stat in parts.items():
+        # A run that is read while it is written may have a row more of one statistic.
+        length = min(map(len, by_stat.values()))
+        stats = {}
+        for stat, part in by_stat.items():
+            rows = list(part.stored(0, length))
+            steps, stats[stat], present = arrays(rows, len(names))
+        table = RecordedTable(rule_id, point, names, steps, np.ones_like(steps), present, stats)
+        yield table if point == "backward" else table.without_overflows(skipped)
+
+
+def _each_once(tables: Sequence[RecordedTable]) -> Iterator[RecordedTable]:
+    """Yield, of a point, the tables with most names, and further ones that have none of the names that another rule recorded."""
+    owners: dict[tuple[str, str], str] = {}
+    for table in sorted(tables, key=lambda table: -len(table.names)):
+        own = dict.fromkeys([(table.point, name) for name in table.names], table.rule)
+        if own == own | {key: owners[key] for key in own.keys() & owners.keys()}:
+            owners |= own
+            yield table

@@ -1,0 +1,45 @@
+"""What a tool can leave behind on models, on optimizers and in torch."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+
+def global_hooks() -> list[object]:
+    optim = sys.modules["torch.optim.optimizer"]
+    module = sys.modules["torch.nn.modules.module"]
+    return [
+        *optim._global_optimizer_pre_hooks.values(),
+        *optim._global_optimizer_post_hooks.values(),
+        *module._global_forward_hooks.values(),
+        *module._global_forward_pre_hooks.values(),
+        *module._global_backward_hooks.values(),
+        torch.autograd.graph.log,
+        torch.autograd.graph._register_logging_hooks_on_whole_graph,
+    ]
+
+
+def trace(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[object]:
+    """Everything that a tool could leave on a model and its optimizers."""
+    found: list[object] = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        hooks = (param._backward_hooks, param._post_accumulate_grad_hooks)
+        found.append((name, id(param), param.requires_grad, hooks, sorted(vars(param))))
+    for name, module in model.named_modules():
+        tables = [
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ]
+        found.append((name, id(module), [(dict(t), vars(t)) for t in tables], sorted(vars(module))))
+    for optimizer in optimizers:
+        found.append(dict(optimizer._optimizer_step_pre_hooks))
+        found.append(dict(optimizer._optimizer_step_post_hooks))
+    found.append(global_hooks())
+    return found
