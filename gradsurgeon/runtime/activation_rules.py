@@ -1,6 +1,5 @@
 """Runs rules on activations, which are module tensors and tagged tensors: on their values and on their gradients."""
 
-import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from threading import RLock
@@ -18,10 +17,10 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.origin import Origin
+from gradsurgeon.runtime.refusals import Hook
 from gradsurgeon.runtime.running_passes import is_taken
 from gradsurgeon.runtime.step_counters import ModuleCounters, StepCounter
 from gradsurgeon.tensors import _torch
-from gradsurgeon.tensors._torch import uncompiled
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (a transform of torch.func, is_grads_batched, the meta device, "
@@ -259,11 +258,8 @@ class ActivationRules:
                     del self._hooks[tensor]
 
 
-class GradHook:
+class GradHook(Hook):
     """Hook on an activation: runs rules on its gradient. It does not keep the activation alive."""
-
-    __slots__ = ("_activations", "arrived", "effects", "owner", "version")
-    __torch_unserializable__ = True
 
     def __init__(
         self,
@@ -272,7 +268,7 @@ class GradHook:
         owner: str,
         tensor: Tensor,
     ) -> None:
-        self._activations = weakref.ref(activations)
+        super().__init__(activations)
         self.effects = effects
         self.owner = owner
         self.version = tensor._version  # noqa: SLF001 # counts writes
@@ -282,20 +278,12 @@ class GradHook:
         """Return whether an in-place write has come between the tensor and its gradient."""
         return not self.arrived and tensor._version != self.version  # noqa: SLF001 # as above
 
-    @uncompiled
-    def __call__(self, grad: Tensor | None) -> Tensor | None:
+    def run(self, activations: ActivationRules, grad: Tensor | None) -> Tensor | None:
         self.arrived = True
-        activations = self._activations()
-        if grad is None or activations is None:
+        if grad is None or activations.context.paused:
             return None
-        try:
-            if not activations.context.paused:
-                out = activations.on_gradient(self.effects, grad, self.owner)
-                return None if out is grad else out
-        except Exception as error:
-            if not activations.context.refusals.goes_on_after(error):
-                raise
-        return None
+        out = activations.on_gradient(self.effects, grad, self.owner)
+        return None if out is grad else out
 
 
 def matches(rule: Rule, name: str) -> bool:

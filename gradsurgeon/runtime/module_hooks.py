@@ -15,9 +15,9 @@ from gradsurgeon.language.planning import class_names, is_scripted
 from gradsurgeon.runtime.activation_rules import ActivationRules, DueOnTensor, NamedEffect, Site
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import ModuleEffects
+from gradsurgeon.runtime.refusals import Hook
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.tensors import _unsaved_hooks
-from gradsurgeon.tensors._torch import uncompiled
 from gradsurgeon.tensors.structure import (
     Arguments,
     Path,
@@ -32,8 +32,8 @@ from gradsurgeon.tensors.structure import (
 _Act = Callable[[DueOnTensor, Tensor], Tensor]
 
 
-class _ModuleHook:
-    """A hook on one side of a module. It reaches its session weakly."""
+class _ModuleHook(Hook):
+    """A hook on one side of a module."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class _ModuleHook:
         effects: Sequence[Effect],
         shared: SharedInputs | None = None,
     ) -> None:
-        self._activations = weakref.ref(activations)
+        super().__init__(activations)
         # Set if the rules compare this module's gradient with those of other modules.
         self._shared = None if shared is None else weakref.ref(shared)
         self._site = Site(effects, name, name, activations.counters)
@@ -104,32 +104,18 @@ class _ModuleHook:
     def _start(self, structure: Any, effect: Effect, path: Path) -> Path | None:
         """Return the path of a rule as the structure spells it; warn if it leads nowhere."""
         start = resolve(structure, path)
-        activations = self._activations()
-        if start is None and activations is not None:
+        if start is None:
             ref = effect.rule.ref
             text = f"{self._owner} has no {ref}: its {ref.side} is {describe(structure)}"
-            activations.warn("path", text, [NamedEffect(effect, self._owner)], self._owner)
+            named = [NamedEffect(effect, self._owner)]
+            self._target().warn("path", text, named, self._owner)
         return start
 
 
 class InputHook(_ModuleHook):
     """Forward pre-hook: runs rules on the input of a module."""
 
-    @uncompiled
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        activations = self._activations()
-        if activations is None:
-            return None
-        try:
-            return self._run(activations, module, args, kwargs)
-        except Exception as error:
-            if not activations.context.refusals.goes_on_after(error):
-                raise
-        return None
-
-    def _run(
+    def run(
         self,
         activations: ActivationRules,
         module: nn.Module,
@@ -166,21 +152,7 @@ class InputHook(_ModuleHook):
 class OutputHook(_ModuleHook):
     """Forward hook: runs rules on the output of a module."""
 
-    @uncompiled
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        activations = self._activations()
-        if activations is None:
-            return None
-        try:
-            return self._run(activations, module, args, kwargs, output)
-        except Exception as error:
-            if not activations.context.refusals.goes_on_after(error):
-                raise
-        return None
-
-    def _run(
+    def run(
         self,
         activations: ActivationRules,
         module: nn.Module,

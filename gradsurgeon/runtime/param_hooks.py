@@ -1,6 +1,5 @@
 """The hooks on parameters: all are installed or none. A post-accumulate hook must reach no parameter, even by the session."""
 
-import weakref
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -13,75 +12,44 @@ from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects, by_parameter
 from gradsurgeon.runtime.gradients import check_layout
 from gradsurgeon.runtime.origin import Origin
+from gradsurgeon.runtime.refusals import Hook
 from gradsurgeon.tensors import _dist, _numbers, _torch
-from gradsurgeon.tensors._torch import uncompiled
-
-
-class Hook:
-    """A hook on one tensor that reaches its session weakly and never travels with a copy."""
-
-    # torch warns when a script pickles a parameter with hooks for another process, unless this
-    # attribute marks the hook.
-    __torch_unserializable__ = True
-
-    def __init__(self, watch: BackwardWatch, index: int) -> None:
-        self._watch = weakref.ref(watch)
-        self.index = index
 
 
 class ArrivalHook(Hook):
     """Post-accumulate hook on several ranks: notes this rank's contribution before an average, and the order of arrival."""
 
     def __init__(self, watch: BackwardWatch, index: int, *, is_trapped: bool) -> None:
-        super().__init__(watch, index)
+        super().__init__(watch)
+        self._index = index
         self._is_trapped = is_trapped
 
-    @uncompiled
-    def __call__(self, param: Tensor) -> None:
-        # The hook runs during a pause also: other ranks may wait for a paused rank.
-        watch = self._watch()
-        if watch is None:
-            return
-        try:
-            self._note(watch, param)
-        except Exception as error:
-            if not watch.context.refusals.goes_on_after(error):
-                raise
-
-    def _note(self, watch: BackwardWatch, param: Tensor) -> None:
-        context = watch.context
-        watch.seen.order.append(self.index)
+    def run(self, watch: BackwardWatch, param: Tensor) -> None:
+        # During a pause also: other ranks may wait for a paused rank.
+        watch.seen.order.append(self._index)
         if not self._is_trapped or param.grad is None or _dist.is_sharded(param):
             return
-        if context.ranks.is_reducing:
-            watch.seen.contributed[self.index] = _numbers.norms([param.grad])[0]
+        if watch.context.ranks.is_reducing:
+            watch.seen.contributed[self._index] = _numbers.norms([param.grad])[0]
 
 
 class TensorHook(Hook):
     """Tensor hook: the rules at `backward` on one parameter, in file order."""
 
     def __init__(self, watch: BackwardWatch, index: int, effects: Sequence[Effect]) -> None:
-        super().__init__(watch, index)
+        super().__init__(watch)
+        self._index = index
         self._effects = effects
 
-    @uncompiled
-    def __call__(self, grad: Tensor | None) -> Tensor | None:
-        watch = self._watch()
+    def run(self, watch: BackwardWatch, grad: Tensor | None) -> Tensor | None:
         # A custom autograd function may return None for an input.
-        if watch is None or grad is None:
+        if grad is None:
             return None
-        try:
-            return self._run(watch, grad)
-        except Exception as error:
-            if not watch.context.refusals.goes_on_after(error):
-                raise
-        return None
-
-    def _run(self, watch: BackwardWatch, grad: Tensor) -> Tensor | None:
+        index = self._index
         context = watch.context
-        watch.seen.calls[self.index] += 1
-        param = context.parameters.param(self.index)
-        counter = context.counters[self.index]
+        watch.seen.calls[index] += 1
+        param = context.parameters.param(index)
+        counter = context.counters[index]
         due = [effect for effect in self._effects if context.is_due(effect.rule, counter)]
         if param is None or not due:
             return None
@@ -91,11 +59,11 @@ class TensorHook(Hook):
             return None
         context.refuse_graph_capture()
         origin = Origin(
-            context.names[self.index],
+            context.names[index],
             counter.step,
             lambda: counter,
             scale=context.scaling.scale,
-            index=self.index,
+            index=index,
             logged=watch.seen.logged,
         )
         out = grad

@@ -11,12 +11,14 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from gradsurgeon.common.events import NO_RULE_ACTS, OUR_FAULT
 from gradsurgeon.errors import BindError, GradSurgeonError, TrapError, printable, shorten_names
 from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.runtime.step_counters import Schedule, StepCounters
 from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors._torch import uncompiled
 
 _PACKAGE = Path(__file__).parents[1]
 # The place and the rule that begin a complaint.
@@ -59,6 +61,31 @@ class Guard:
         if text not in self._said:
             self._said.add(text)
             self._say(text)
+
+
+class Hook:
+    """A hook on a tensor or module. It reaches a part of its session weakly, and never travels with a copy."""
+
+    # torch warns when a script pickles a tensor with hooks for another process, unless this
+    # attribute marks the hook.
+    __torch_unserializable__ = True
+    # Does the work of the hook, given that part of the session and what torch passes.
+    run: Callable[..., Any]
+
+    def __init__(self, target: object) -> None:
+        self._target: weakref.ref[Any] = weakref.ref(target)
+
+    @uncompiled
+    def __call__(self, *args: Any) -> Any:
+        target = self._target()
+        if target is None:
+            return None
+        try:
+            return self.run(target, *args)
+        except Exception as error:
+            if not target.context.refusals.goes_on_after(error):
+                raise
+        return None
 
 
 def all_go_on_after(guards: Sequence[Guard], error: Exception) -> bool:

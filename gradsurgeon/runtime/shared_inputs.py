@@ -18,6 +18,7 @@ from gradsurgeon.runtime.activation_rules import ActivationRules, NamedEffect
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffect
+from gradsurgeon.runtime.refusals import Hook
 from gradsurgeon.runtime.running_passes import is_taken
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import is_only_grad
@@ -44,8 +45,7 @@ class SharedInputs:
 
     def __init__(self, activations: ActivationRules, effects: Effects) -> None:
         self._activations = activations
-        self._context = activations.context
-        self.refusals = self._context.refusals
+        self.context = activations.context
         # The modules of each effect, in the order of the model. The first one counts the steps.
         self._members: dict[Effect, list[str]] = {}
         for effect in effects.all:
@@ -87,7 +87,7 @@ class SharedInputs:
         """Compare or combine the gradients of modules; return the tensor that replaces their sum, if one does."""
         given = meeting.pop_grads()
         makes_graph = torch.is_grad_enabled()
-        if is_taken() or self._context.paused or not given:
+        if is_taken() or self.context.paused or not given:
             return None
         activations = self._activations
         with activations.lock, torch.no_grad():
@@ -95,7 +95,7 @@ class SharedInputs:
             if activations.is_unreadable(total, meeting.effects, next(iter(meeting.taken))):
                 return None
             self._check(meeting, given)
-            contributions = Contributions({id(total): given}, self._context.scaling.scale)
+            contributions = Contributions({id(total): given}, self.context.scaling.scale)
             weights: dict[str, float] = {}
             for effect, members in self._members.items():
                 assert isinstance(effect, LossEffect)  # noqa: S101 # as above
@@ -139,8 +139,8 @@ class SharedInputs:
         rule = effect.rule.id
         step = self._step(effect)
         if effect.combines:
-            raise GradSurgeonError(f"{self._context.place(step, rule)}: {text}")
-        self._context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
+            raise GradSurgeonError(f"{self.context.place(step, rule)}: {text}")
+        self.context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
 
 
 class _Fork:
@@ -179,13 +179,11 @@ class _Fork:
         self._common = None
 
 
-class _Meeting:
+class _Meeting(Hook):
     """Hook on a tensor that several modules take: when torch calls it, their gradients have come."""
 
-    __torch_unserializable__ = True
-
     def __init__(self, shared: SharedInputs, fork: _Fork, *, is_leaf: bool) -> None:
-        self._shared = weakref.ref(shared)
+        super().__init__(shared)
         self._fork = weakref.ref(fork)
         self.effects: list[NamedEffect] = []
         # The modules that have taken the tensor, by effect.
@@ -214,11 +212,10 @@ class _Meeting:
         return waiting
 
     def give(self, module: str, grad: Tensor) -> None:
-        shared = self._shared()
-        if shared is not None:
-            with shared.refusals:
-                if not is_taken():
-                    self._add(module, grad)
+        shared = self._target()
+        if shared is not None and not is_taken():
+            with shared.context.refusals:
+                self._add(module, grad)
 
     def _add(self, module: str, grad: Tensor) -> None:
         task = _torch.graph_task()
@@ -242,17 +239,13 @@ class _Meeting:
             return {}
         return given
 
-    @uncompiled
-    def __call__(self, total: Tensor | None) -> Tensor | None:
-        shared = self._shared()
-        if total is None or shared is None:
+    def run(self, shared: SharedInputs, total: Tensor | None) -> Tensor | None:
+        if total is None:
             return None
-        with shared.refusals:
-            fork = self._fork()
-            if fork is not None and not (is_taken() or is_only_grad()):
-                fork.close()
-            return shared.arrived(self, total)
-        return None
+        fork = self._fork()
+        if fork is not None and not (is_taken() or is_only_grad()):
+            fork.close()
+        return shared.arrived(self, total)
 
 
 def _listed(names: Iterable[str]) -> str:
