@@ -31,6 +31,8 @@ class StopReason:
     text: str
     diagnosis: Diagnosis | None = None
     kind: type[TrapError] = NonFiniteGradientError
+    # Whether the optimizer touches nothing; else the step raises.
+    skips: bool = False
 
     def error(self) -> TrapError:
         bundle = None

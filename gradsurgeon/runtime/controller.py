@@ -9,7 +9,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.actions import CheckRule
-from gradsurgeon.distributed.ranks import FINE
+from gradsurgeon.distributed.ranks import FINE, StopReason
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.language.planning import Plan, named_modules
@@ -35,7 +35,6 @@ from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.step_counters import ModuleCounters, StepCounter
 from gradsurgeon.runtime.training import Training
-from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.votes_heard import ALONE
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -176,7 +175,7 @@ class Controller:
         for bound in update.due.before_step:
             bound.effect.before_step(update, bound)
 
-    def step_starting(self, step: WeightUpdate) -> StepDecision:
+    def step_starting(self, step: WeightUpdate) -> StopReason | None:
         """Let the due effects act right before an update: traps decide, then rules at `step` edit."""
         context = self.context
         counter = step.counter
@@ -196,7 +195,7 @@ class Controller:
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
         if not needs_gradients and heard.severity <= FINE:
             self.training.before_edits(step, None)
-            return GOES_ON
+            return None
         if due is NOTHING_DUE and not step.inside:
             return self.training.traps.follow_others(step, heard)
         if context.ranks.are_several and not step.inside:

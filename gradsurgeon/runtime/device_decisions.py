@@ -11,6 +11,7 @@ from functools import partial
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.errors import to_stderr
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.forensics.written_since import Witness
@@ -22,7 +23,6 @@ from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.running_steps import RunningStep, lent_flags, params_of
 from gradsurgeon.runtime.scaler_skips import judge_skip
 from gradsurgeon.runtime.step_diagnosis import Tripped
-from gradsurgeon.runtime.training_events import StepDecision
 from gradsurgeon.runtime.traps import Look, Traps, on_host
 from gradsurgeon.runtime.update import JudgedUpdate, LateUpdate
 from gradsurgeon.tensors import _torch
@@ -182,14 +182,14 @@ class DeviceDecisions:
             pending.tripped, told_at=counter.step, written=partial(self._written, pending)
         )
         try:
-            decision = self._concluded(pending, tripped, limit)
+            cause = self._concluded(pending, tripped, limit)
         finally:
             self._kept.release()
         counter.end_row()
-        if decision.error is not None:
-            self.context.event_log.raise_later(decision.error())
+        if cause is not None and not cause.skips:
+            self.context.event_log.raise_later(cause.error())
 
-    def _concluded(self, pending: _Pending, tripped: Tripped, limit: float) -> StepDecision:
+    def _concluded(self, pending: _Pending, tripped: Tripped, limit: float) -> StopReason | None:
         update = pending.update
         outcome = pending.outcome
         flags, update.largest, *norms = pending.numbers.read()

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Literal
 
+from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context, SessionOptions
 from gradsurgeon.runtime.effect import Effect, WeightUpdate
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import BackwardPass
-from gradsurgeon.runtime.training_events import StepDecision, TrainingEvents
+from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import measure
 
 _TICK = "pass optimizer=[] to apply() and call session.tick()"
@@ -98,22 +99,21 @@ class ManualSteps:
             self._begin()
         if self.declared:
             return
-        decision = self._update()
-        if decision.skip and decision.cause is not None:
-            cause = decision.cause
+        cause = self._update()
+        if cause is not None:
             raise replace(cause, text=f"{cause.text}\n({_RAISES})").error()
 
-    def _update(self) -> StepDecision:
-        """Run the rules at `step` and count an update; return the decision on it."""
+    def _update(self) -> StopReason | None:
+        """Run the rules at `step` and count an update; return why a trap skips it, if one does."""
         step = WeightUpdate(self._context.counters.common)
-        decision = self._events.step_starting(step)
-        step.stopped = decision.stops
-        self._goes_on = not decision.stops
+        cause = self._events.step_starting(step)
+        step.stopped = cause is not None
+        self._goes_on = not step.stopped
         self._events.step_finished(step, took_place=True)
-        if decision.error is not None:
-            raise decision.error()
+        if cause is not None and not cause.skips:
+            raise cause.error()
         self._context.event_log.raise_raised()
-        return decision
+        return cause
 
     def withdraw(self) -> None:
         """Hand the counting to an optimizer. The counted steps stay counted: step numbers stay unique."""

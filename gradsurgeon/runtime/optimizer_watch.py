@@ -219,21 +219,22 @@ class OptimizerWatch:
             event_log.raise_raised()
         if self._device.begin(optimizer, update):
             return
-        decision = self._events.step_starting(update)
+        cause = self._events.step_starting(update)
         if update.overflowed is not None:
             return
         update.judged = True
-        update.stopped = decision.stops
-        if decision.error is not None:
+        update.stopped = cause is not None
+        if cause is not None and not cause.skips:
             self._end(update)
-            raise decision.error()
+            # A frame that held the error would keep the optimizer alive with its traceback.
+            raise cause.error()
         if event_log.raised:
             self._end(update, took_place=False)
             event_log.raise_raised()
-        if decision.skip:
+        if update.stopped:
             update.skip(optimizer)
-        elif decision.frozen:
-            update.hide(optimizer, self._context.parameters.params(decision.frozen))
+        elif update.hidden_by:
+            update.hide(optimizer, self._context.parameters.params(update.hidden_by))
         if update.outcome is not None and update.outcome.for_traps:
             update.flag = LentFlag(optimizer, update.outcome.left_out)
         update.witness = first_with_gradient(optimizer)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from gradsurgeon.actions import NEVER
+from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.runtime.effect import Due
 from gradsurgeon.runtime.step_diagnosis import Tripped
-from gradsurgeon.runtime.training_events import StepDecision
 from gradsurgeon.runtime.trap_effects import NonfiniteTrap, Trap
 from gradsurgeon.runtime.trap_message import event_keys, texts
 from gradsurgeon.runtime.trap_report import GradientEvidence, TrapReport
@@ -28,7 +28,7 @@ def judge_skip(
     due: Due,
     loss_scale: Tensor,
     late: Tripped | None = None,
-) -> StepDecision:
+) -> StopReason | None:
     """Note a step that a scaler skipped; with ``late`` the host hears of it before a later update."""
     context = conclusions.context
     counter = update.counter

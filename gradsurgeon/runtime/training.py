@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,6 +12,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.device_decisions import DeviceDecisions
@@ -22,7 +22,6 @@ from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.passes import BackwardPass, GradientSnapshot
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.runtime.update import JudgedUpdate
 from gradsurgeon.runtime.votes_heard import Heard
@@ -83,7 +82,9 @@ class Training:
         for bound in update.due.before_update:
             bound.effect.before_update(update, bound)
 
-    def act_at_step(self, update: WeightUpdate, heard: Heard, *, had_pass: bool) -> StepDecision:
+    def act_at_step(
+        self, update: WeightUpdate, heard: Heard, *, had_pass: bool
+    ) -> StopReason | None:
         """Ask traps for their judgement of an update, then run the effects at `step`."""
         due = update.due
         catches_up = update.inside or not had_pass
@@ -114,22 +115,20 @@ class Training:
             looks, is_overflowed = self.traps.read(looks, update.unread)
             if is_overflowed:
                 update.overflowed = update.unread.loss_scale
-                return GOES_ON
+                return None
             self.before_update(update)
         # A trap judges the gradients that the script hands over: a repair by a rule at `step` comes too late.
-        decision = GOES_ON
+        cause: StopReason | None = None
         if update.outcome is not None and update.outcome.for_traps:
             self.device.decide(judged, due, update.outcome, looks)
         else:
-            decision = self.traps.decide(judged, looks)
+            cause = self.traps.decide(judged, looks)
         self.before_edits(update, gradients)
-        edited = self._edit(gradients, due, acting=not decision.stops)
+        edited = self._edit(gradients, due, acting=cause is None)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
-        if due.judges_edits and not decision.stops:
-            decision = self.traps.decide_edited(judged, due, edited)
-        if update.hidden_by:
-            decision = replace(decision, frozen=tuple(sorted(update.hidden_by)))
-        return decision
+        if due.judges_edits and cause is None:
+            cause = self.traps.decide_edited(judged, due, edited)
+        return cause
 
     def before_edits(self, update: WeightUpdate, gradients: Gradients | None) -> None:
         for bound in update.due.before_edits:

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from gradsurgeon.distributed.ranks import StopReason
-from gradsurgeon.errors import TrapError
 from gradsurgeon.runtime.effect import WeightUpdate
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors.backward_graph import BackwardGraph
-
-
-@dataclass(frozen=True, slots=True)
-class StepDecision:
-    """The decision on one update."""
-
-    # Why weights stay as they are, if they do.
-    cause: StopReason | None = None
-    # Whether the optimizer must touch nothing; else the step raises.
-    skip: bool = False
-    # Parameters that a `freeze` rule hides from the optimizer in this step.
-    frozen: tuple[int, ...] = ()
-
-    @property
-    def stops(self) -> bool:
-        return self.cause is not None
-
-    @property
-    def error(self) -> Callable[[], TrapError] | None:
-        """Make the error that stops the step. A frame that held it would keep the optimizer alive with its traceback."""
-        if self.cause is None or self.skip:
-            return None
-        return self.cause.error
-
-
-# The optimizer does its update.
-GOES_ON = StepDecision()
 
 
 class TrainingEvents(Protocol):
@@ -61,8 +32,8 @@ class TrainingEvents(Protocol):
     def update_began(self, update: WeightUpdate) -> None:
         """Look at weights before an optimizer, whose closure comes later, can move them."""
 
-    def step_starting(self, step: WeightUpdate) -> StepDecision:
-        """Act right before an update; return the decision on it."""
+    def step_starting(self, step: WeightUpdate) -> StopReason | None:
+        """Act right before an update; return why weights stay as they are, if they do."""
 
     def step_finished(self, step: WeightUpdate, *, took_place: bool) -> None:
         """Count an attempted update; an update that raised has not taken place."""

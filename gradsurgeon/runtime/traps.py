@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradsurgeon.distributed.ranks import OVERFLOWED
+from gradsurgeon.distributed.ranks import OVERFLOWED, StopReason
 from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
@@ -22,7 +22,6 @@ from gradsurgeon.runtime.passes import BackwardPass, PassHistory
 from gradsurgeon.runtime.scaler_skips import judge_skip
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.step_diagnosis import Tripped
-from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_effects import NonfiniteTrap, Trap
 from gradsurgeon.runtime.trap_report import (
     GradientEvidence,
@@ -140,7 +139,7 @@ class Traps:
         outcome.tell(overflowed=overflowed, left_out=overflowed)
         return looks, overflowed
 
-    def decide(self, update: JudgedUpdate, looks: Sequence[Look]) -> StepDecision:
+    def decide(self, update: JudgedUpdate, looks: Sequence[Look]) -> StopReason | None:
         """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
         findings = self.judge(update, looks)
         for trap in self._effects.tensor_traps:
@@ -166,7 +165,7 @@ class Traps:
         # Modules that no optimizer owns use the common counter: the next update of any optimizer judges them.
         return (counter, self._context.counters.common)
 
-    def decide_edited(self, update: JudgedUpdate, due: Due, edited: set[int]) -> StepDecision:
+    def decide_edited(self, update: JudgedUpdate, due: Due, edited: set[int]) -> StopReason | None:
         """Judge gradients again that rules at `step` edited, alike on all ranks. A collective for sharded gradients."""
         context = self._context
         trapped = due.trapped
@@ -187,7 +186,7 @@ class Traps:
                 findings[bound.effect] = gradient_report(context.names, _EDITED, order, bad, {})
         return self._conclude(update, findings, alike=not context.ranks.own(bad))
 
-    def follow_others(self, update: WeightUpdate, heard: Heard) -> StepDecision:
+    def follow_others(self, update: WeightUpdate, heard: Heard) -> StopReason | None:
         """Judge nothing, and follow the other ranks. What tensors of modules showed is of an update that nobody judges."""
         counter = update.counter
         for trap in self._effects.tensor_traps:
@@ -196,11 +195,11 @@ class Traps:
 
     def _conclude(
         self, update: JudgedUpdate, findings: Findings, *, alike: bool = False
-    ) -> StepDecision:
+    ) -> StopReason | None:
         counter = update.counter
         rows = counter.trips or counter.trips_now
         if update.heard is ALONE and not rows and not any(findings.values()):
-            return GOES_ON
+            return None
         heard = self._agreed(update, findings, LIMIT)
         moved = update.has_moved
         return self.conclusions.conclude(counter, findings, heard, alike=alike, moved=moved)
@@ -223,7 +222,7 @@ class Traps:
 
     def conclude_late(
         self, update: LateUpdate, looks: Sequence[Look], late: Tripped, limit: float
-    ) -> StepDecision:
+    ) -> StopReason | None:
         """Judge an update that the device decided on, once its numbers are on the host."""
         counter = update.counter
         counter.scaler_skips = 0
@@ -239,6 +238,6 @@ class Traps:
         if not (passes and passes[-1].norms):
             having, grads = self._context.parameters.grads(due.trapped)
             update.norms_now = measure.norms(having, _dist.parts(grads))
-        decision = judge_skip(self.conclusions, update, due, loss_scale)
-        if decision.error is not None:
-            raise decision.error()
+        cause = judge_skip(self.conclusions, update, due, loss_scale)
+        if cause is not None and not cause.skips:
+            raise cause.error()

@@ -1,7 +1,7 @@
 """The outcome of an update after traps judged it: trips and rows of trips, reports, and the decision of all ranks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradsurgeon.common.diagnosis import Diagnosis
@@ -15,7 +15,6 @@ from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import PassHistory
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis, Tripped
-from gradsurgeon.runtime.training_events import GOES_ON, StepDecision
 from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_message import (
     diagnosis_lines,
@@ -145,7 +144,7 @@ class Conclusions:
         alike: bool = False,
         moved: bool = False,
         late: Tripped | None = None,
-    ) -> StepDecision:
+    ) -> StopReason | None:
         """Report the findings of this rank, ``alike`` if all ranks have equal ones, and return the decision of all ranks.
 
         An update whose optimizer may have ``moved`` weights already cannot be skipped. With ``late`` the device decided.
@@ -163,7 +162,7 @@ class Conclusions:
                 in_a_row = counter.trips_now[trap.rule.id]
                 trips.append(Trip(trap, in_a_row, report, unheard, moved, late))
         if not trips and not heard.objections:
-            return GOES_ON
+            return None
         tripped = late or self.tripped(counter)
         reports = {trip.rule: trip.report for trip in trips}
         diagnoses = self.diagnosis.diagnose_trips(reports, tripped, heard)
@@ -180,8 +179,8 @@ class Conclusions:
             objection = heard.worst
             return self._follow(tripped, objection, diagnoses.get(objection.rule), moved=moved)
         if worst == FINE or self.context.mode == "observe":
-            return GOES_ON
-        return StepDecision(causes[worst], skip=worst < RAISE)
+            return None
+        return replace(causes[worst], skips=worst < RAISE)
 
     def _count(self, counter: StepCounter, findings: Findings, heard: Heard) -> None:
         """Count the consecutive updates in which traps tripped on any rank; a trap that found nothing restarts at 0."""
@@ -197,7 +196,7 @@ class Conclusions:
 
     def _follow(
         self, tripped: Tripped, objection: Objection, diagnosis: Diagnosis | None, *, moved: bool
-    ) -> StepDecision:
+    ) -> StopReason | None:
         """Do what the objection of another rank demands."""
         stops = moved or objection.severity == RAISE
         kind: EventKind = "trap" if stops else "skipped-step"
@@ -212,8 +211,8 @@ class Conclusions:
         facts = event_keys(diagnosis, tripped)
         log.emit(kind, text, rule=rule, step=step, name=objection.name, quiet=stops, facts=facts)
         error = self._errors.get(rule, NonFiniteGradientError)
-        cause = StopReason(step, objection.rank, rule, objection.name, text, diagnosis, error)
-        return StepDecision(cause, skip=not stops)
+        rank = objection.rank
+        return StopReason(step, rank, rule, objection.name, text, diagnosis, error, not stops)
 
     def _emit(
         self,
