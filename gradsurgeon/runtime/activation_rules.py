@@ -19,7 +19,7 @@ from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.refusals import Hook
 from gradsurgeon.runtime.running_passes import is_taken
-from gradsurgeon.runtime.step_counters import ModuleCounters, StepCounter
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _torch
 
 _UNREADABLE = (
@@ -51,12 +51,9 @@ class DueOnTensor(NamedTuple):
 class Site:
     """The effects on one side of a module, or on a tag. The owner is the module whose step counter applies."""
 
-    def __init__(
-        self, effects: Sequence[Effect], owner: str, name: str, counters: ModuleCounters
-    ) -> None:
+    def __init__(self, effects: Sequence[Effect], owner: str, name: str, context: Context) -> None:
         self.owner = owner
-        self._schedule = counters.schedule
-        self._counters = counters
+        self._context = context
         # Whether a rule names one tensor of a structure.
         self.has_paths = False
         self._on_values: list[NamedEffect] = []
@@ -71,7 +68,7 @@ class Site:
 
     def now(self, *, training: bool) -> tuple[DueOnTensor | None, int]:
         """Return the due effects, or ``None``, and the step."""
-        step = self._counters.counter_of(self.owner).step
+        step = self._context.counters.of_module(self.owner).step
         values = self._due(self._on_values, step, training=training)
         grads = self._due(self._on_grads, step, training=training)
         if not values and not grads:
@@ -86,7 +83,7 @@ class Site:
             rule = named.effect.rule
             if not training and rule.when is not None:
                 continue
-            if self._schedule.due(rule, step):
+            if self._context.refusals.lets_act(rule, step):
                 due.append(named)
         return tuple(due)
 
@@ -94,12 +91,9 @@ class Site:
 class ActivationRules:
     """Runs the rules of a session on activations, and hooks activations for rules on their gradients."""
 
-    def __init__(
-        self, context: Context, passes: BackwardWatch, counters: ModuleCounters, effects: Effects
-    ) -> None:
+    def __init__(self, context: Context, passes: BackwardWatch, effects: Effects) -> None:
         self.context = context
         self.passes = passes
-        self.counters = counters
         self._effects = effects
         # Replicas of a model run in several threads, and autograd calls hooks in one thread per device.
         self.lock = RLock()
@@ -118,7 +112,7 @@ class ActivationRules:
             self.context.tag_watcher(name, tensor)
         if name not in self._tags:
             tagged = [effect for effect in self._effects.tags if matches(effect.rule, name)]
-            self._tags[name] = Site(tagged, ROOT, name, self.counters)
+            self._tags[name] = Site(tagged, ROOT, name, self.context)
         if not self.may_act():
             return tensor
         due, step = self._tags[name].now(training=True)
@@ -181,7 +175,7 @@ class ActivationRules:
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
-        counter = partial(self.counters.counter_of, owner)
+        counter = partial(self.context.counters.of_module, owner)
         named = partial(Origin, step=step, counter=counter, is_gradient=False, is_again=again)
         with self.lock:
             return self._run(effects, tensor, owner, named)
@@ -210,7 +204,7 @@ class ActivationRules:
             # Without rules on parameters, this flag is all that shows the session a backward pass.
             self.passes.seen.module |= not again
             scale = self.context.scaling.scale
-            counter = partial(self.counters.counter_of, owner)
+            counter = partial(self.context.counters.of_module, owner)
             step = counter().step
             named = partial(Origin, step=step, counter=counter, scale=scale, is_again=again)
             return self._run(effects, grad, owner, named)
@@ -237,7 +231,7 @@ class ActivationRules:
         return effect.takes_any or tensor.is_floating_point() or tensor.is_complex()
 
     def warn(self, topic: str, text: str, effects: Sequence[NamedEffect], owner: str) -> None:
-        step = self.counters.counter_of(owner).step
+        step = self.context.counters.of_module(owner).step
         for effect, _ in effects:
             rule = effect.rule.id
             self.context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
@@ -249,12 +243,12 @@ class ActivationRules:
                 for hook in hooks:
                     if (
                         hook.is_cut_off_from(tensor)
-                        and self.counters.counter_of(hook.owner) is counter
+                        and self.context.counters.of_module(hook.owner) is counter
                     ):
                         text = _WRITTEN.format(name=hook.effects[0].name)
                         self.warn("in-place", text, hook.effects, hook.owner)
                 waiting = [hook for hook in hooks if not hook.arrived]
-                if all(self.counters.counter_of(hook.owner) is counter for hook in waiting):
+                if all(self.context.counters.of_module(hook.owner) is counter for hook in waiting):
                     del self._hooks[tensor]
 
 

@@ -19,7 +19,7 @@ from gradsurgeon.records.recorder import Recorder
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.refusals import Refusals
 from gradsurgeon.runtime.scaler_watch import Scaling
-from gradsurgeon.runtime.step_counters import Schedule, StepCounter, StepCounters
+from gradsurgeon.runtime.step_counters import StepCounter, StepCounters
 from gradsurgeon.runtime.training_curves import TrainingCurves
 from gradsurgeon.tensors import _dist, _job_store, _torch
 
@@ -72,11 +72,10 @@ class Context:
         self.names = tuple([param.name for param in plan.manifest.params])
         self.index_of = {name: index for index, name in enumerate(self.names)}
         self.parameters = Parameters(model, self.names)
-        self.counters = StepCounters(len(self.names), options.start_step)
+        self.counters = StepCounters(self.names, options.start_step)
         # The launcher applied the rules: the script has no session.
         self.outside = options.beside
-        self.schedule = Schedule(self.rules)
-        self.refusals = Refusals(event_log, self.schedule, self.counters, lenient=options.lenient)
+        self.refusals = Refusals(event_log, self.rules, self.counters, lenient=options.lenient)
         # Whether the session was told to pause.
         self.is_paused = False
         # The name of the model, if the process has several.
@@ -118,7 +117,7 @@ class Context:
         return [self.names[index] for index in indices]
 
     def is_due(self, rule: Rule, counter: StepCounter) -> bool:
-        return not self.paused and self.schedule.due(rule, counter.step)
+        return not self.paused and self.refusals.lets_act(rule, counter.step)
 
     @contextmanager
     def resting(self) -> Iterator[None]:

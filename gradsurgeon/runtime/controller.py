@@ -33,7 +33,7 @@ from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
-from gradsurgeon.runtime.step_counters import ModuleCounters, StepCounter
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training import Training
 from gradsurgeon.runtime.votes_heard import ALONE
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -57,15 +57,14 @@ class Controller:
         self.backward = BackwardWatch(context, self, self.effects.watched)
         self.manual = ManualSteps(context, self, self.effects, options)
         self.param_hooks = ParamHooks(context, self.backward, self.effects)
-        counters = ModuleCounters(context.counters, context.names, context.schedule)
-        self.activations = ActivationRules(context, self.backward, counters, self.effects)
+        self.activations = ActivationRules(context, self.backward, self.effects)
         shared = SharedInputs(self.activations, self.effects)
         self._module_hooks = ModuleHooks(self.effects.modules, self.activations, shared)
         self.model = ModelChanges(model, plan, self.effects, self.param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(
             context, self, self.effects, self.model, self.manual, device=self.training.device
         )
-        self._notices = Notices(context, self.effects, counters.counter_of)
+        self._notices = Notices(context, self.effects)
         self._search_on = options.optimizers is None
         self._unstepped = False  # a backward pass came, and no update followed it yet
         self._steps = 0

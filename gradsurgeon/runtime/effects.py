@@ -111,12 +111,11 @@ class Effects:
         in_steps: tuple[bool, ...] = ()
         if self._schedules:
             in_steps = tuple([steps.includes(counter.step) for steps in self._schedules])
-        schedule = context.schedule
-        key = counter, len(schedule.resting), in_steps
+        key = counter, len(refusals.resting), in_steps
         if key not in self._due:
             step = counter.step
-            due = [bound for bound in self._bound_to(counter) if schedule.due(bound.rule, step)]
-            self._due[key] = Due(due)
+            bound = self._bound_to(counter)
+            self._due[key] = Due([each for each in bound if refusals.lets_act(each.rule, step)])
         return self._due[key]
 
     def _bound_to(self, counter: StepCounter) -> list[Bound]:

@@ -76,7 +76,7 @@ class ManualSteps:
         for effect in self._effects.on_params("step"):
             if not effect.edits and not effect.judges:
                 continue
-            if not self._context.schedule.rests(effect.rule):
+            if effect.rule.id not in self._context.refusals.resting:
                 editing.append(effect)
         return editing
 

@@ -45,7 +45,7 @@ class _ModuleHook(Hook):
         super().__init__(activations)
         # Set if the rules compare this module's gradient with those of other modules.
         self._shared = None if shared is None else weakref.ref(shared)
-        self._site = Site(effects, name, name, activations.counters)
+        self._site = Site(effects, name, name, activations.context)
         self._owner = name
 
     def _now(

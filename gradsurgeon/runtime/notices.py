@@ -1,7 +1,7 @@
 """Notices on gradients that rules do not see, or see only in part, and on rules that never fire."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -39,16 +39,13 @@ _CLEARED = "the script cleared the gradients between backward and the update: ca
 class Notices:
     """Knows which gradients came, and reports each rule that misses some of them once."""
 
-    def __init__(
-        self, context: Context, effects: Effects, counter_of: Callable[[str], StepCounter]
-    ) -> None:
+    def __init__(self, context: Context, effects: Effects) -> None:
         self._context = context
         self._effects = effects
         # Maps each parameter to the rules that edit or record the contribution of one pass, rules on losses first.
         combining = [effect for effect in effects.on_params("losses") if effect.rule.edits]
         self._contributing = by_parameter([*combining, *effects.on_params("backward")])
         self._log = context.event_log
-        self._counter_of = counter_of
         # The tensors that got gradients since their last update.
         self.arrived: set[int] = set()
         # The number of updates after which each parameter had a gradient and no owner.
@@ -147,7 +144,7 @@ class Notices:
             when_made(outcome, partial(self._log.note_due, bound.rule.id, counter.step, cause))
         for effect, owner in self._effects.sites.items():
             rule = effect.rule
-            if self._counter_of(owner) is counter and context.is_due(rule, counter):
+            if context.counters.of_module(owner) is counter and context.is_due(rule, counter):
                 cause = partial(_why_no_tensor, rule)
                 self._log.note_due(rule.id, counter.step, cause)
 

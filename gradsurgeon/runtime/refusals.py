@@ -13,10 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.common.events import NO_RULE_ACTS, OUR_FAULT
 from gradsurgeon.errors import BindError, GradSurgeonError, TrapError, printable, shorten_names
 from gradsurgeon.records.event_log import EventLog
-from gradsurgeon.runtime.step_counters import Schedule, StepCounters
+from gradsurgeon.runtime.step_counters import StepCounters
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
@@ -101,19 +102,24 @@ class Refusals(Guard):
     def __init__(
         self,
         event_log: EventLog,
-        schedule: Schedule,
+        rules: Iterable[Rule],
         counters: StepCounters,
         *,
         lenient: bool,
     ) -> None:
         super().__init__(event_log.warn, lenient=lenient)
         self._event_log = event_log
-        self._schedule = schedule
+        self._rules = [rule.id for rule in rules]
+        # The rules that never act again.
+        self.resting: set[str] = set()
         self._counters = counters
         self._last_acts: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._abstained = False
         # Whether all rules rest, so the session does nothing more.
         self.over = False
+
+    def lets_act(self, rule: Rule, step: int) -> bool:
+        return rule.id not in self.resting and rule.steps.includes(step)
 
     def at_last(self, act: Callable[[], None]) -> None:
         """Call a method once all rules rest. It is held weakly."""
@@ -148,14 +154,15 @@ class Refusals(Guard):
             self._emit(f"only warns: {why}", [rule])
 
     def report(self, error: Exception) -> None:
-        self._rest(error, self._schedule.rules)
+        self._rest(error, self._rules)
 
     def _rest(self, error: Exception, rules: Collection[str]) -> None:
-        news = self._schedule.rest(rules)
+        news = [rule for rule in rules if rule not in self.resting]
         if not news:
             return
+        self.resting.update(news)
         self._event_log.excuse(news)
-        self.over = self._schedule.resting.issuperset(self._schedule.rules)
+        self.over = self.resting.issuperset(self._rules)
         if not self.over:
             verb = "rests" if len(news) == 1 else "rest"
             self._emit(f"{verb}: {reason(error)}", news)

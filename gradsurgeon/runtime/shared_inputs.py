@@ -132,7 +132,7 @@ class SharedInputs:
                 self._refuse(effect, "apart", _REENTRANT.format(there=_listed(there)))
 
     def _step(self, effect: Effect) -> int:
-        return self._activations.counters.counter_of(self._members[effect][0]).step
+        return self.context.counters.of_module(self._members[effect][0]).step
 
     def _refuse(self, effect: Effect, topic: str, text: str) -> None:
         """Raise if a rule has to combine and cannot; warn if it only observes."""

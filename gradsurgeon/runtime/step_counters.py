@@ -1,29 +1,7 @@
-"""Step counters, one per optimizer, and the schedule of rules."""
+"""Step counters, one per optimizer."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from gradsurgeon.actions import Rule
-
-
-class Schedule:
-    """Decides which rules are due at a step. A rule that rests is never due."""
-
-    def __init__(self, rules: Sequence[Rule]) -> None:
-        self.rules = [rule.id for rule in rules]
-        self.resting: set[str] = set()
-
-    def rests(self, rule: Rule) -> bool:
-        return rule.id in self.resting
-
-    def rest(self, rules: Collection[str]) -> list[str]:
-        """Make rules rest for good; return the rules that did not rest before."""
-        news = [rule for rule in rules if rule not in self.resting]
-        self.resting.update(news)
-        return news
-
-    def due(self, rule: Rule, step: int) -> bool:
-        return rule.id not in self.resting and rule.steps.includes(step)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +47,8 @@ class StepCounter:
 class StepCounters:
     """The counter of every tensor. Tensors share a common counter until an optimizer claims them."""
 
-    def __init__(self, count: int, start: int) -> None:
+    def __init__(self, names: Sequence[str], start: int) -> None:
+        count = len(names)
         self.common = StepCounter(start, tuple(range(count)))
         # The start of an optimizer's counter that takes over from no other.
         self.start = start
@@ -80,6 +59,20 @@ class StepCounters:
         self.all = [self.common]
         # Restored step per tensor.
         self._resumed: dict[int, int] = {}
+        # The first parameter of each module.
+        self._first_params: dict[str, int] = {}
+        for index, name in enumerate(names):
+            module = name
+            while module:
+                module = module.rpartition(".")[0]
+                self._first_params.setdefault(module, index)
+
+    def of_module(self, module: str) -> StepCounter:
+        """Return the counter of the optimizer that owns the first parameter of a module."""
+        if not self._of:
+            return self.common
+        # A module without parameters uses the first parameter of the model.
+        return self._of[self._first_params.get(module, 0)]
 
     def __getitem__(self, index: int) -> StepCounter:
         return self._of[index]
@@ -138,25 +131,3 @@ class StepCounters:
     def _held_by(self, counter: StepCounter) -> tuple[int, ...]:
         held = [index for index, holder in enumerate(self._of) if holder is counter]
         return tuple(held)
-
-
-class ModuleCounters:
-    """Looks up the step counter of a module now: that of the optimizer that owns its first parameter."""
-
-    def __init__(
-        self, counters: StepCounters, param_names: Sequence[str], schedule: Schedule
-    ) -> None:
-        self.all = counters
-        self.schedule = schedule
-        self._first_params: dict[str, int] = {}
-        for index, name in enumerate(param_names):
-            module = name
-            while module:
-                module = module.rpartition(".")[0]
-                self._first_params.setdefault(module, index)
-
-    def counter_of(self, module: str) -> StepCounter:
-        if not self._first_params:
-            return self.all.common
-        # A module without parameters uses the first parameter of the model.
-        return self.all[self._first_params.get(module, 0)]

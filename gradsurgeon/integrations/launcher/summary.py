@@ -129,7 +129,7 @@ def _report(attachment: Attachment, record: Path | None) -> Report:
 
 def _work(attachment: Attachment, report: Report, fired: AbstractSet[str]) -> Iterator[str]:
     """Yield the table of the rules that could act, without checks."""
-    resting = attachment.context.schedule.resting - fired
+    resting = attachment.context.refusals.resting - fired
     acted = {}
     for rule in attachment.plan.rules.rules:
         if (
