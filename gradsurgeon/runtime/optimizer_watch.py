@@ -74,6 +74,16 @@ class OptimizerWatch:
         always_acts = self._effects.any_always
         if owner is None or always_acts or not self._effects.rests(owner.counter.step):
             self.meet(optimizer)
+        if owner is not None and owner.goes_last:
+            owner.goes_last = False
+            for handle in owner.handles:
+                handle.remove()
+            owner.handles = self._hooks_on(optimizer)
+
+    def go_last(self) -> None:
+        """Act after the sessions that exist now, from the next update of each optimizer on."""
+        for owner in self._owners.values():
+            owner.goes_last = True
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
         owner = self._owners.get(optimizer)
@@ -113,14 +123,6 @@ class OptimizerWatch:
             _torch.register_first_step_post_hook(optimizer, self._returned),
             optimizer.register_step_post_hook(self._after),
         )
-
-    def go_after(self, others: Iterable[OptimizerWatch], optimizer: Optimizer) -> None:
-        owner = self._owners.get(optimizer)
-        newest = max(watch._known_owners.newest_hook(optimizer) for watch in others)  # noqa: SLF001 # of its kind
-        if owner is not None and newest > owner.handles[-1].id:
-            for handle in owner.handles:
-                handle.remove()
-            owner.handles = self._hooks_on(optimizer)
 
     def end_failed(self) -> None:
         """End the steps of this thread that have raised, if torch did not show their end."""

@@ -28,6 +28,8 @@ class Owner:
     version: int = -1
     # Whether each step so far has cleared the gradients that it found; unknown before the first.
     clears: bool | None = None
+    # Whether the hooks are to be put on again, behind those of other sessions.
+    goes_last: bool = False
 
 
 class Owners:
@@ -69,11 +71,6 @@ class Owners:
         if owner.version != counters.version:
             counters.claim(owner.indices, owner.counter)
             owner.version = counters.version
-
-    def newest_hook(self, optimizer: Optimizer) -> int:
-        """Return the id of the last hook on an optimizer, -1 without one. Torch counts ids up."""
-        owner = self.by_optimizer.get(optimizer)
-        return -1 if owner is None else owner.handles[-1].id
 
     def let_go(self, optimizer: Optimizer | None) -> None:
         """Take the hooks off an optimizer, if it owns parameters."""

@@ -27,7 +27,6 @@ from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch, around_passes
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.engines import Engines
-from gradsurgeon.runtime.refusals import all_go_on_after
 from gradsurgeon.runtime.scaler_watch import watched
 from gradsurgeon.tensors import _backward_calls, _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -111,8 +110,10 @@ def enter(model: nn.Module, attachment: Attachment) -> None:
         # Replaced at once: another thread may be about to iterate over the sessions.
         _attached[:] = sorted([*_attached, attachment], key=attrgetter("options.beside"))
         for other in _attached:
-            if other.options.beside and not beside and other.model() is model:
-                other.controller.go_last()
+            if other.options.beside and not beside:
+                other.controller.steps.go_last()
+                if other.model() is model:
+                    other.controller.go_last()
         _sessions_changed()
         if not _watching:
             _watching.append(_watch())
@@ -198,29 +199,12 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     # Hooks registered on the optimizer here still run in this same step, after the hooks that the script
     # registered before.
     del args, kwargs
-    controllers = _controllers()
-    for controller in controllers:
+    for controller in _controllers():
         try:
             controller.steps.about_to_step(optimizer)
         except Exception as error:
             if not controller.context.refusals.goes_on_after(error):
                 raise
-    if len(controllers) > 1:
-        try:
-            _put_in_order(controllers, optimizer)
-        except Exception as error:
-            if not all_go_on_after([each.context.refusals for each in controllers], error):
-                raise
-
-
-def _put_in_order(controllers: Sequence[Controller], optimizer: Optimizer) -> None:
-    """Make the sessions of the launcher act after the sessions of the script."""
-    others = [each.steps for each in controllers if not each.context.outside]
-    if not others:
-        return
-    for controller in controllers:
-        if controller.context.outside:
-            controller.steps.go_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
