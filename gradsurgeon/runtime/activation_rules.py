@@ -36,10 +36,6 @@ class NamedEffect(NamedTuple):
     effect: Effect
     name: str
 
-    @property
-    def rule(self) -> Rule:
-        return self.effect.rule
-
 
 class DueOnTensor(NamedTuple):
     """The effects that act in one call, in file order: on the value of a tensor, and on its gradient."""

@@ -47,8 +47,6 @@ class Attachment:
         writer: RunWriter | None = None,
         sinks: Sequence[Delivery] = (),
     ) -> None:
-        # Optimizers and scaler are only held weakly once the hooks are on.
-        self.options = options._replace(optimizers=None, scaler=None)
         matched = [len(plan.of(rule.id)) for rule in plan.rules.rules]
         event_log = EventLog(plan.rules.rules, matched, options.on_event, options.say)
         recorder = Recorder(
@@ -220,7 +218,7 @@ class Attachment:
             words.append("removed")
         elif self.context.paused:
             words.append("paused")
-        if self.options.mode == "observe":
+        if self.context.mode == "observe":
             words.append("observing only")
         return words
 

@@ -60,7 +60,7 @@ def applied_to(model: nn.Module) -> list[Attachment]:
         attachments = list(_attached)
     applied = []
     for attachment in attachments:
-        if attachment.removed or attachment.options.beside:
+        if attachment.removed or attachment.context.outside:
             continue
         if attachment.model() is model or _has_outlived(attachment, model):
             applied.append(attachment)
@@ -90,7 +90,7 @@ def unwatch_steps() -> None:
 
 
 def enter(model: nn.Module, attachment: Attachment) -> None:
-    beside = attachment.options.beside
+    beside = attachment.context.outside
     replaced = [] if beside else applied_to(model)
     # The finalizer notices when a model dies; it must not keep the model alive.
     finalizer = weakref.finalize(model, attachment.model_gone)
@@ -108,9 +108,9 @@ def enter(model: nn.Module, attachment: Attachment) -> None:
         raise
     with _changing:
         # Replaced at once: another thread may be about to iterate over the sessions.
-        _attached[:] = sorted([*_attached, attachment], key=attrgetter("options.beside"))
+        _attached[:] = sorted([*_attached, attachment], key=attrgetter("context.outside"))
         for other in _attached:
-            if other.options.beside and not beside:
+            if other.context.outside and not beside:
                 other.controller.steps.go_last()
                 if other.model() is model:
                     other.controller.go_last()

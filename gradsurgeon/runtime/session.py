@@ -103,7 +103,7 @@ class Session(RecordQueries):
     def recorded(self) -> Recorded:
         """Return what has been recorded so far, as a report reads it. Waits for the device."""
         attachment = self._attachment
-        options = {"mode": attachment.options.mode, "start_step": attachment.context.counters.start}
+        options = {"mode": attachment.context.mode, "start_step": attachment.context.counters.start}
         # Passes that come later wait for updates that come later.
         pending = attachment.pending_steps()
         records = attachment.records
