@@ -23,8 +23,8 @@ from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.running_steps import RunningStep, lent_flags, params_of
 from gradsurgeon.runtime.scaler_skips import judge_skip
 from gradsurgeon.runtime.step_diagnosis import Tripped
-from gradsurgeon.runtime.traps import Look, Traps, on_host
-from gradsurgeon.runtime.update import JudgedUpdate, LateUpdate
+from gradsurgeon.runtime.traps import Looks, Traps
+from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.measure import as_dict
 from gradsurgeon.tensors.sent_norms import SentNorms, as_norms
@@ -34,9 +34,9 @@ from gradsurgeon.tensors.sent_norms import SentNorms, as_norms
 class _Pending:
     """One decision of the device that the host does not know yet."""
 
-    update: LateUpdate
+    update: Judged
     due: Due
-    looks: Sequence[Look]
+    looks: Looks
     outcome: DeviceOutcome
     tripped: Tripped
     numbers: SentNorms
@@ -92,7 +92,7 @@ class DeviceDecisions:
         else:
             # The optimizer checks the flag of the scaler itself, on the device.
             update.outcome = DeviceOutcome(overflow, loss_scale)
-            self._note(LateUpdate(update.counter), update.due, (), update.outcome)
+            self._note(Judged(update.counter), update.due, {}, update.outcome)
         return update.overflowed is not None
 
     def _decides(self, optimizer: Optimizer, update: RunningStep) -> bool:
@@ -112,17 +112,16 @@ class DeviceDecisions:
                 log.notice_once("waits", WAITS + reason, step=update.counter.step)
         return not reason
 
-    def decide(
-        self, update: JudgedUpdate, due: Due, outcome: DeviceOutcome, looks: Sequence[Look]
-    ) -> None:
+    def decide(self, update: JudgedUpdate, due: Due, outcome: DeviceOutcome, looks: Looks) -> None:
         """Let the device decide on an update in the place of traps. Does not wait for it."""
-        late_update = LateUpdate.of(update)
-        outcome.decide([look.trap.objection(late_update, look.bound, look.norms) for look in looks])
+        late_update = update.without_gradients()
+        objections = []
+        for bound, norms in looks.items():
+            objections.append(bound.effect.objection(late_update, bound, norms))
+        outcome.decide(objections)
         self._note(late_update, due, looks, outcome)
 
-    def _note(
-        self, update: LateUpdate, due: Due, looks: Sequence[Look], outcome: DeviceOutcome
-    ) -> None:
+    def _note(self, update: Judged, due: Due, looks: Looks, outcome: DeviceOutcome) -> None:
         # Another thread may have left a decision since this step began.
         self.settle()
         scale = self._traps.passes.scale(update.counter)
@@ -134,8 +133,7 @@ class DeviceDecisions:
         flags = [outcome.left_out]
         if outcome.overflow is not None:
             flags.append(outcome.overflow)
-        norms = [look.norms for look in looks]
-        numbers = SentNorms([as_norms(flags), update.largest, *norms])
+        numbers = SentNorms([as_norms(flags), update.largest, *looks.values()])
         self._pending = _Pending(update, due, looks, outcome, tripped, numbers)
         if self._at_exit is None and not self.context.outside:
             self._at_exit = atexit.register(partial(_end, weakref.ref(self)))
@@ -199,7 +197,7 @@ class DeviceDecisions:
         if outcome.loss_scale is not None and overflowed:
             scale = outcome.loss_scale
             return judge_skip(self._traps.conclusions, update, pending.due, scale, tripped)
-        looks = on_host(pending.looks, norms)
+        looks = dict(zip(pending.looks, norms, strict=True))
         return self._traps.conclude_late(update, looks, tripped, limit)
 
 

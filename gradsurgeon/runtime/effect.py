@@ -17,10 +17,11 @@ from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.trap_report import TrapReport
+from gradsurgeon.runtime.trap_report import GradientEvidence, TrapReport
 from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
+from gradsurgeon.tensors.sent_norms import is_any_nonfinite
 from gradsurgeon.tensors.statistics import columns_of
 
 
@@ -72,6 +73,7 @@ class Effect:
         takes_any: whether it takes tensors of any dtype and layout, not only numbers that arithmetic is for.
         judges: whether it looks at updates, and may object to them.
         searches: whether it searches gradients for non-finite elements.
+        defers: whether the device can decide, because what `look` returns tells by itself.
         votes: whether what it judges can differ between ranks, so they vote on it.
         measures: whether it needs numbers of whole gradients at the update, also where ranks hold shards.
         records: whether it records numbers, so that the loss and the learning rates are recorded with them, or needs the loss.
@@ -86,6 +88,7 @@ class Effect:
     takes_any = False
     judges = False
     searches = False
+    defers = False
     votes = False
     measures = False
     records = False
@@ -147,6 +150,16 @@ class Effect:
     def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
         """Report what must not reach a weight, given the parameters whose number is not finite; called if there are any."""
 
+    def foresee(self, bound: Bound, evidence: GradientEvidence) -> TrapReport | None:
+        """Report after a backward pass, for the vote of the ranks, what would be reported at the update."""
+        if evidence.concerns(bound.indices):
+            return evidence.report(self.context.names)
+        return None
+
+    def objection(self, update: Judged, bound: Bound, norms: Norms) -> Tensor:  # noqa: ARG002 # as above
+        """Return whether the update must not reach a weight, 0-dim and bool, given what `look` returned. Does not wait."""
+        return is_any_nonfinite(norms)
+
     def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
         """Look at gradients once they have been judged, before rules at `step` act."""
 
@@ -190,6 +203,10 @@ class Effect:
     def decides(self) -> bool:
         """Whether it stops or skips an update at once."""
         return self.then in ("raise", "skip-step")
+
+
+# Each effect that judged an update, with its report if it tripped.
+Findings = dict[Effect, TrapReport | None]
 
 
 class Due:

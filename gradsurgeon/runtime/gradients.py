@@ -22,7 +22,7 @@ class Gradients:
     """The gradients that a backward pass left, or that an update consumes; ``scale`` is that of a `GradScaler`."""
 
     def __init__(self, context: Context, indices: Sequence[int], scale: Tensor | None) -> None:
-        self._context = context
+        self.context = context
         # Whether no parameter of the session is left out.
         self._is_whole = len(indices) == len(context.names)
         # Those of the parameters that have a gradient.
@@ -115,7 +115,7 @@ class Gradients:
     def in_true_units(self, scale: Tensor, edited: Iterable[int]) -> Iterator[None]:
         """Unscale the gradients while rules edit, and rescale them after: a fused optimizer divides by the scale."""
         written: Sequence[int] = []
-        if self._context.mode == "act":
+        if self.context.mode == "act":
             written = self.having([*edited])
         scaled = dict(zip(written, self.writable(written), strict=True))
         # In float32: half precision cannot hold the scale, nor small unscaled gradients.
@@ -135,7 +135,7 @@ class Gradients:
         twice: Collection[int] = ()
         if fresh:
             twice = self._held_twice()
-        observing = self._context.mode == "observe"
+        observing = self.context.mode == "observe"
         sharded = self.are_sharded
         # A local shard always shares its storage with the DTensor, so the storage count proves nothing.
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
@@ -147,14 +147,14 @@ class Gradients:
             editable = self._editable(grad, is_shared=is_shared)
             if editable is not grad:
                 self._now[index] = editable
-                param = self._context.parameters.param(index)
+                param = self.context.parameters.param(index)
                 if param is not None and not observing:
                     param.grad = editable
         return self.grads_of(indices)
 
     def _editable(self, grad: Tensor, *, is_shared: bool) -> Tensor:
         editable = grad
-        if self._context.mode == "observe":
+        if self.context.mode == "observe":
             editable = grad.detach().clone()
         elif grad.requires_grad:
             # Under `create_graph=True` the graph still needs the value of the gradient. A second-order optimizer
@@ -177,7 +177,7 @@ class Gradients:
             indices = self.indices
             grads = self.grads_of(indices)
         else:
-            indices, grads = self._context.parameters.grads()
+            indices, grads = self.context.parameters.grads()
         identities = list(map(id, grads))
         if len(set(identities)) < len(grads):
             holders = Counter(identities)
@@ -189,7 +189,7 @@ class Gradients:
 
     def check_layouts(self, rule: Rule, indices: Iterable[int]) -> None:
         for index in indices:
-            check_layout(rule, self._now[index], self._context.names[index])
+            check_layout(rule, self._now[index], self.context.names[index])
 
     def shorten(self, rule: str, indices: Sequence[int], factors: Tensor) -> bool:
         """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
@@ -210,7 +210,7 @@ class Gradients:
                     for index, factor in zip(indices, numbers, strict=True):
                         if factor < 1.0:
                             clipped.append(index)
-            self._context.event_log.count_changed(rule, len(clipped))
+            self.context.event_log.count_changed(rule, len(clipped))
             if clipped:
                 shortening = [factor for factor in numbers if factor < 1.0]
                 _numbers.scale_(_dist.parts(self.writable(clipped)), shortening)

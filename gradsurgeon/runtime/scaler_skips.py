@@ -8,13 +8,13 @@ from torch import Tensor
 
 from gradsurgeon.actions import NEVER
 from gradsurgeon.distributed.ranks import StopReason
-from gradsurgeon.runtime.effect import Due
+from gradsurgeon.runtime.effect import Due, Findings
 from gradsurgeon.runtime.step_diagnosis import Tripped
 from gradsurgeon.runtime.trap_effects import NonfiniteTrap, Trap
 from gradsurgeon.runtime.trap_message import event_keys, texts
-from gradsurgeon.runtime.trap_report import GradientEvidence, TrapReport
+from gradsurgeon.runtime.trap_report import GradientEvidence
 from gradsurgeon.runtime.trips import Conclusions
-from gradsurgeon.runtime.update import LateUpdate
+from gradsurgeon.runtime.update import Judged
 from gradsurgeon.runtime.votes_heard import ALONE
 
 _NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
@@ -24,7 +24,7 @@ SCALER_SKIP = "{scaler} skipped step {step}: the scaled gradients were not finit
 
 def judge_skip(
     conclusions: Conclusions,
-    update: LateUpdate,
+    update: Judged,
     due: Due,
     loss_scale: Tensor,
     late: Tripped | None = None,
@@ -44,14 +44,14 @@ def judge_skip(
         trap = bound.effect
         if isinstance(trap, NonfiniteTrap) and evidence.concerns(bound.indices):
             traps.append(trap)
-    findings: dict[Trap, TrapReport | None] = {}
+    findings: Findings = {}
     if context.mode == "observe":
         traps = []
     is_low = float(loss_scale) < 1.0
     skips = counter.scaler_skips
     why = "its scale is below 1" if is_low else f"{skips} steps in a row"
     for trap in traps:
-        patience = trap.decision.patience
+        patience = trap.compiled.patience
         if not is_low and skips < patience:
             continue
         # This trip exceeds `give_up_after`, and so does each later trip until the trap finds nothing.

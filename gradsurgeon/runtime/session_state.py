@@ -75,7 +75,7 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     context = controller.context
     rows = {}
     for trap in _learning(controller):
-        bound = trap.decision.bound
+        bound = trap.compiled.bound
         rows[bound.name] = bound.rows
     try:
         sound = _FORM.validate_python(dict(state), context=rows)

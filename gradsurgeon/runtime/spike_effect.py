@@ -43,7 +43,7 @@ class SpikeEffect(Trap):
     measures = True
     defers = True
     noun = "gradient"
-    decision: Spikes
+    compiled: Spikes
 
     def __init__(
         self, rule: Rule, context: Context, indices: tuple[int, ...], spikes: Spikes
@@ -92,7 +92,7 @@ class SpikeEffect(Trap):
         self, members: tuple[int, ...], indices: Sequence[int], each: Tensor
     ) -> JudgedNorms:
         """Compare the norms of some of the members of a statistic with the bound."""
-        spikes = self.decision
+        spikes = self.compiled
         norms = each
         if spikes.over_rule:
             norms = torch.linalg.vector_norm(each, keepdim=True)
@@ -118,7 +118,7 @@ class SpikeEffect(Trap):
             if own:
                 statistic = own[0]
             else:
-                statistic = regrouped(self.decision, indices, earlier)
+                statistic = regrouped(self.compiled, indices, earlier)
                 self._keep(statistic)
         if statistic.kept.device != device:
             statistic.kept = statistic.kept.to(device)
@@ -197,7 +197,7 @@ class SpikeEffect(Trap):
         if update.outcome is not None:
             self._late[bound.counter] = judged
             left_out = update.outcome.left_out
-        learns_all = self.decision.bound.learns_all
+        learns_all = self.compiled.bound.learns_all
         if update.took_place or learns_all:
             judged.learn(None if learns_all else left_out)
 
@@ -212,7 +212,7 @@ class SpikeEffect(Trap):
             }
             parts.append(part)
         return {
-            "bound": self.decision.bound.name,
+            "bound": self.compiled.bound.name,
             "per": self.per,
             "params": self._judged_names(),
             "statistics": parts,
@@ -236,13 +236,13 @@ class SpikeEffect(Trap):
         if learnt is None:
             yield _NEW
             return
-        bound = self.decision.bound.name
+        bound = self.compiled.bound.name
         if (learnt.bound, learnt.per) != (bound, self.per):
             yield _UNLIKE.format(old=learnt.bound, old_per=learnt.per, new=bound, new_per=self.per)
             return
         params = set(self._judged_names())
         others = params.symmetric_difference(learnt.params) | params.intersection(reshaped)
-        restarts = self.decision.over_rule
+        restarts = self.compiled.over_rule
         if others:
             what = "the rule restarts" if restarts else "they restart"
             yield _OTHERS.format(names=shorten_names(sorted(others)), what=what)
@@ -260,5 +260,5 @@ class SpikeEffect(Trap):
             if name in index_of:
                 columns.append(column)
                 indices.append(index_of[name])
-        kept = part.kept.clone() if self.decision.over_rule else part.kept[:, columns]
+        kept = part.kept.clone() if self.compiled.over_rule else part.kept[:, columns]
         self._keep(RunningStatistic(tuple(indices), kept, part.usual[columns]))

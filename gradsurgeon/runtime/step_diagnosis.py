@@ -59,7 +59,7 @@ class StepDiagnosis:
         self._kept = kept
         self._effects = effects
         # The rules whose next trip is diagnosed.
-        self.pending = {trap.rule.id for trap in effects.traps if trap.decision.forensics}
+        self.pending = {trap.rule.id for trap in effects.traps if trap.compiled.forensics}
 
     def diagnose_trips(
         self,
@@ -186,6 +186,6 @@ class StepDiagnosis:
         if writer is not None and not writer.closed:
             return writer.path
         for trap in traps:
-            if trap.decision.bundle:
+            if trap.compiled.bundle:
                 return Path("gradsurgeon-traps")
         return None

@@ -107,8 +107,6 @@ class Training:
             outcome=update.outcome or update.unread,
             has_moved=update.has_moved,
             trapped=due.trapped,
-            script_edits=self.context.recorder.script_edits_of_run,
-            averaged=self.context.are_averaged,
         )
         looks = self.traps.look(judged, due.judges)
         if update.unread is not None:

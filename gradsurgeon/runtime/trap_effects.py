@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsurgeon.actions import Decision, Rule, Spikes
 from gradsurgeon.errors import BindError, shorten_names
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.effect import Bound, Effect
+from gradsurgeon.runtime.effect import Bound, Effect, Findings
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.scaler_watch import unscaled
@@ -23,7 +23,7 @@ from gradsurgeon.runtime.trap_report import (
     spelled,
     threshold_report,
 )
-from gradsurgeon.runtime.update import Judged, JudgedUpdate, LateUpdate
+from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.tensors import _dist, _nonfinite, measure
 from gradsurgeon.tensors.measure import Norms, read_marks
 from gradsurgeon.tensors.sent_norms import is_any_nonfinite
@@ -42,36 +42,15 @@ class Trap(Effect):
     """Decides on updates."""
 
     judges = True
-    # Whether the device can decide, because what `look` returns tells by itself.
-    defers = False
-
-    def __init__(
-        self,
-        rule: Rule,
-        context: Context,
-        indices: tuple[int, ...],
-        decision: Decision | Spikes,
-    ) -> None:
-        super().__init__(rule, context, indices, decision)
-        self.decision = decision
+    compiled: Decision | Spikes
 
     @property
     def then(self) -> str:  # type: ignore[override] # may change once: `soften`
-        return self.decision.then
-
-    def foresee(self, bound: Bound, evidence: GradientEvidence) -> TrapReport | None:
-        """Report after a backward pass, for the vote of the ranks, what would be reported at the update."""
-        if evidence.concerns(bound.indices):
-            return evidence.report(self.context.names)
-        return None
-
-    def objection(self, update: LateUpdate, bound: Bound, norms: Norms) -> Tensor:  # noqa: ARG002 # of derived traps
-        """Return whether the update must not reach a weight, 0-dim and bool, given what `look` returned. Does not wait."""
-        return is_any_nonfinite(norms)
+        return self.compiled.then
 
     def soften(self) -> None:
         """Only warn from now on."""
-        self.decision = replace(self.decision, then="warn", give_up_after="never")
+        self.compiled = replace(self.compiled, then="warn", give_up_after="never")
 
 
 class NonfiniteTrap(Trap):
@@ -86,7 +65,7 @@ class NonfiniteTrap(Trap):
             return ()
         return update.norms
 
-    def objection(self, update: LateUpdate, bound: Bound, norms: Norms) -> Tensor:  # noqa: ARG002 # they may overflow
+    def objection(self, update: Judged, bound: Bound, norms: Norms) -> Tensor:  # noqa: ARG002 # they may overflow
         return is_any_nonfinite(measure.among(update.largest, bound.indices))
 
     def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
@@ -114,20 +93,20 @@ class ThresholdTrap(Trap):
     """Objects to gradients by a statistic of each: the trap of an action that a user writes."""
 
     measures = True
-    decision: Decision
+    compiled: Decision
 
     def look(self, update: JudgedUpdate, bound: Bound) -> Norms:
         indices = update.gradients.having(bound.indices)
         if not indices:
             return ()
-        values = update.gradients.statistics(self.decision.statistic, indices)
+        values = update.gradients.statistics(self.compiled.statistic, indices)
         # A non-finite number marks a tensor that trips.
-        flags = values.new_zeros(len(values)).masked_fill(self.decision.trips(values), math.inf)
+        flags = values.new_zeros(len(values)).masked_fill(self.compiled.trips(values), math.inf)
         return ((tuple(indices), flags),)
 
     def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
         assert isinstance(update, JudgedUpdate)  # noqa: S101 # the host decides
-        statistic = self.decision.statistic
+        statistic = self.compiled.statistic
         indices = update.gradients.having(bound.indices)
         values = update.gradients.statistics(statistic, indices).tolist()
         names = self.context.names_of(indices)
@@ -195,7 +174,7 @@ class TensorTrap(Trap):
         flags = [flag for flag in self._flags if flag.fed and flag.counter() in counters]
         return activation_report(_counted(flags))
 
-    def findings(self, counters: Sequence[StepCounter]) -> dict[Trap, TrapReport | None]:
+    def findings(self, counters: Sequence[StepCounter]) -> Findings:
         """Judge the flags that feed an update, if there are any, and forget them. Reads the device once."""
         self._last.clear()
         counted = self._taken(lambda flag: flag.counter() in counters)

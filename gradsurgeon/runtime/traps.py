@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,21 +15,20 @@ from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.device_outcome import DeviceOutcome, when_judged
-from gradsurgeon.runtime.effect import Bound, Due, WeightUpdate
+from gradsurgeon.runtime.effect import Bound, Due, Findings, WeightUpdate
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import BackwardPass, PassHistory
 from gradsurgeon.runtime.scaler_skips import judge_skip
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.step_diagnosis import Tripped
-from gradsurgeon.runtime.trap_effects import NonfiniteTrap, Trap
+from gradsurgeon.runtime.trap_effects import NonfiniteTrap
 from gradsurgeon.runtime.trap_report import (
     GradientEvidence,
-    TrapReport,
     gradient_report,
     uncounted,
 )
-from gradsurgeon.runtime.trips import Conclusions, Findings, Trip
-from gradsurgeon.runtime.update import Judged, JudgedUpdate, LateUpdate
+from gradsurgeon.runtime.trips import Conclusions, Trip
+from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _dist, measure
 from gradsurgeon.tensors.measure import Norms
@@ -43,17 +41,8 @@ _OVERFLOW = (
 _EDITED = "right before the update, and finite before the rules at `step`"
 
 
-class Look(NamedTuple):
-    """What a trap has looked at: numbers of which a non-finite one may be an objection."""
-
-    trap: Trap
-    bound: Bound
-    norms: Norms
-
-
-def on_host(looks: Sequence[Look], norms: Sequence[Norms]) -> list[Look]:
-    """Return looks whose norms have arrived on the host."""
-    return [look._replace(norms=each) for look, each in zip(looks, norms, strict=True)]
+# What traps have looked at: numbers of which a non-finite one may be an objection.
+Looks = Mapping[Bound, Norms]
 
 
 class Traps:
@@ -88,9 +77,8 @@ class Traps:
             return [Objection(rank, "", OVERFLOWED, self._concerned(counter), "", text)]
         gradients = dict(zip(*self._context.parameters.grads(doubtful), strict=True))
         evidence = GradientEvidence(passes, (), measure.counts(gradients), norms)
-        findings: dict[Trap, TrapReport | None] = {}
+        findings: Findings = {}
         for bound in deciding:
-            assert isinstance(bound.effect, Trap)  # noqa: S101 # only traps judge
             findings[bound.effect] = bound.effect.foresee(bound, evidence)
         for trap in self._effects.tensor_traps:
             if trap.decides:
@@ -115,50 +103,48 @@ class Traps:
             objections.append(Objection(_dist.rank(), *where, text, bool(report.guilty)))
         return objections
 
-    def look(self, update: JudgedUpdate, judges: Sequence[Bound]) -> list[Look]:
+    def look(self, update: JudgedUpdate, judges: Sequence[Bound]) -> Looks:
         """Let traps look at an update, each at numbers that are still on the device."""
-        looks = []
+        looks = {}
         for bound in judges:
-            trap = bound.effect
-            assert isinstance(trap, Trap)  # noqa: S101 # only traps judge
-            norms = trap.look(update, bound)
+            norms = bound.effect.look(update, bound)
             if norms:
                 count = self._context.event_log.count_fired
-                when_judged(update.outcome, partial(count, bound.rule.id, update.step))
-                looks.append(Look(trap, bound, norms))
+                when_judged(update.outcome, partial(count, bound.effect.rule.id, update.step))
+                looks[bound] = norms
         return looks
 
-    def read(self, looks: list[Look], outcome: DeviceOutcome) -> tuple[list[Look], bool]:
+    def read(self, looks: Looks, outcome: DeviceOutcome) -> tuple[Looks, bool]:
         """Return what traps look at, on the host, and whether a scaler skips the update. Reads the device once."""
         flag = as_norms([outcome.left_out])
-        everything = [flag, *[look.norms for look in looks]]
+        everything = [flag, *looks.values()]
         if are_on_one_device(everything):
             flag, *norms = SentNorms(everything).read()
-            looks = on_host(looks, norms)
+            looks = dict(zip(looks, norms, strict=True))
         overflowed = any(measure.as_dict(flag).values())
         outcome.tell(overflowed=overflowed, left_out=overflowed)
         return looks, overflowed
 
-    def decide(self, update: JudgedUpdate, looks: Sequence[Look]) -> StopReason | None:
+    def decide(self, update: JudgedUpdate, looks: Looks) -> StopReason | None:
         """Judge the gradients that the optimizer is about to consume. Reads the device once, and again for a report."""
         findings = self.judge(update, looks)
         for trap in self._effects.tensor_traps:
             findings |= trap.findings(self._holders(update.counter))
         return self._conclude(update, findings)
 
-    def judge(self, update: Judged, looks: Sequence[Look]) -> dict[Trap, TrapReport | None]:
+    def judge(self, update: Judged, looks: Looks) -> Findings:
         """Return the report of each trap that objects to an update, ``None`` of the others. Reads the device once."""
         if not looks:
             return {}
         # Traps share some norms.
-        several = {id(look.norms): look.norms for look in looks}
+        several = {id(norms): norms for norms in looks.values()}
         doubtful = dict(zip(several, measure.nonfinite(*several.values()), strict=True))
-        findings: dict[Trap, TrapReport | None] = {}
-        for look in looks:
-            findings[look.trap] = None
-            suspects = doubtful[id(look.norms)]
+        findings: Findings = {}
+        for bound, norms in looks.items():
+            findings[bound.effect] = None
+            suspects = doubtful[id(norms)]
             if suspects:
-                findings[look.trap] = look.trap.judge(update, look.bound, suspects)
+                findings[bound.effect] = bound.effect.judge(update, bound, suspects)
         return findings
 
     def _holders(self, counter: StepCounter) -> Sequence[StepCounter]:
@@ -180,7 +166,7 @@ class Traps:
             if index in doubtful and _dist.is_sharded(suspects[index]):
                 bad.setdefault(index, uncounted(norm))
         order, _ = context.parameters.grads(trapped)
-        findings: dict[Trap, TrapReport | None] = {}
+        findings: Findings = {}
         for bound in due.judges:
             if isinstance(bound.effect, NonfiniteTrap) and not bad.keys().isdisjoint(bound.indices):
                 findings[bound.effect] = gradient_report(context.names, _EDITED, order, bad, {})
@@ -221,7 +207,7 @@ class Traps:
         return replace(heard, objections=tuple(of_all))
 
     def conclude_late(
-        self, update: LateUpdate, looks: Sequence[Look], late: Tripped, limit: float
+        self, update: Judged, looks: Looks, late: Tripped, limit: float
     ) -> StopReason | None:
         """Judge an update that the device decided on, once its numbers are on the host."""
         counter = update.counter
@@ -234,7 +220,7 @@ class Traps:
         """Note a step that a scaler skipped; raise if the cause is a persistent NaN rather than an overflow."""
         due = self._effects.due(counter)
         passes = self.passes.feeding(counter)
-        update = LateUpdate(counter, passes)
+        update = Judged(counter, passes)
         if not (passes and passes[-1].norms):
             having, grads = self._context.parameters.grads(due.trapped)
             update.norms_now = measure.norms(having, _dist.parts(grads))

@@ -1,6 +1,5 @@
 """The outcome of an update after traps judged it: trips and rows of trips, reports, and the decision of all ranks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +10,11 @@ from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context, Mode
+from gradsurgeon.runtime.effect import Effect, Findings
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import PassHistory
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis, Tripped
-from gradsurgeon.runtime.trap_effects import Trap
 from gradsurgeon.runtime.trap_message import (
     diagnosis_lines,
     event_keys,
@@ -41,8 +40,6 @@ _SINCE = (
 )
 _PARTED = "; other ranks may have made that update, so ranks may have parted in step {step}"
 _HELD_BACK = "another rule holds this update back"
-# Each trap that judged, with its report if it tripped.
-Findings = Mapping[Trap, TrapReport | None]
 _SEVERITIES = {"raise": RAISE, "skip-step": SKIP, "warn": FINE}
 
 
@@ -50,7 +47,7 @@ _SEVERITIES = {"raise": RAISE, "skip-step": SKIP, "warn": FINE}
 class Trip:
     """A tripped trap: its report, and the number of trips in a row."""
 
-    trap: Trap
+    trap: Effect
     in_a_row: int
     report: TrapReport
     # Whether the other ranks may not know of it.
@@ -72,7 +69,7 @@ class Trip:
 
     @property
     def _gives_up(self) -> bool:
-        return self.in_a_row >= self.trap.decision.patience
+        return self.in_a_row >= self.trap.compiled.patience
 
     @property
     def _is_forced(self) -> bool:
@@ -96,7 +93,7 @@ class Trip:
             return NOT_VOTED
         text = "stopped"
         if self._gives_up and own_then != "raise":
-            limit = f"(give_up_after: {self.trap.decision.give_up_after})"
+            limit = f"(give_up_after: {self.trap.compiled.give_up_after})"
             text = f"giving up: tripped {self.in_a_row} times in a row {limit}"
         elif self.late is None:
             text = _MOVED if self.moved else "stopped before the update: no weight was moved"
@@ -127,7 +124,7 @@ class Conclusions:
         self._kept = kept
         self._passes = passes
         self.diagnosis = StepDiagnosis(context, kept, effects)
-        self._errors = {trap.rule.id: trap.decision.error for trap in effects.traps}
+        self._errors = {trap.rule.id: trap.compiled.error for trap in effects.traps}
 
     def tripped(self, counter: StepCounter) -> Tripped:
         """Return the update that a counter is about to count, if the host decides on it."""
@@ -239,7 +236,7 @@ class Conclusions:
         log = context.event_log
         where: dict[str, Any] = {"rule": rule, "step": step, "name": report.name}
         log.count_changed(rule, 1)
-        decision = trip.trap.decision
+        decision = trip.trap.compiled
         where |= {"warn": then == "warn", "quiet": then == "raise"}
         log.emit(decision.kind, text, **where, facts=keys, shown=shown)
         if then == "skip-step" and is_decisive:

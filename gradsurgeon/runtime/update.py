@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
-from gradsurgeon.records.script_edits import ScriptEdits
 from gradsurgeon.runtime.device_outcome import DeviceOutcome
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.passes import GradientSnapshot
@@ -27,13 +25,14 @@ class Judged:
         heard: the votes of the ranks on it.
         searched: the parameters with a gradient that traps search for non-finite elements.
         norms_now: the norms of their gradients.
+        largest: the largest magnitude of each, once only the device may decide; the script may have cleared the gradients.
         has_moved: whether the optimizer may have moved weights in this step already.
     """
 
     has_moved = False
 
     def __init__(
-        self, counter: StepCounter, passes: Sequence[GradientSnapshot], heard: Heard
+        self, counter: StepCounter, passes: Sequence[GradientSnapshot] = (), heard: Heard = ALONE
     ) -> None:
         self.counter = counter
         self.step = counter.step
@@ -41,15 +40,25 @@ class Judged:
         self.heard = heard
         self.searched: Sequence[int] = ()
         self.norms_now: Norms = ()
+        self.largest: Norms = ()
 
     @property
     def is_known_to_all(self) -> bool:
         """Whether the last pass has left a non-finite gradient. Ranks that have averaged it all have it."""
         return not self.evidence(self.searched).before.isdisjoint(self.searched)
 
-    @abstractmethod
     def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
         """Return the evidence on the gradients, given the gradients with a doubtful norm. Waits for the device."""
+        bad = _nonfinite(measure.as_dict(self.largest), doubtful)
+        return GradientEvidence(self.passes, self.searched, bad, self.norms_now)
+
+    def evidence_of_skip(self) -> GradientEvidence:
+        """Return the evidence on an update that a `GradScaler` skipped, which looks before the script can repair or clip."""
+        norms = self.norms_now
+        if self.passes and self.passes[-1].norms:
+            norms = self.passes[-1].norms
+        by_index = measure.as_dict(norms)
+        return GradientEvidence(self.passes, list(by_index), _nonfinite(by_index, by_index))
 
 
 class JudgedUpdate(Judged):
@@ -73,14 +82,11 @@ class JudgedUpdate(Judged):
         outcome: DeviceOutcome | None,
         has_moved: bool,
         trapped: Sequence[int],
-        averaged: bool,
-        script_edits: ScriptEdits | None = None,
     ) -> None:
         super().__init__(counter, passes, heard)
         self.gradients = gradients
         self.outcome = outcome
         self.has_moved = has_moved
-        self._averaged = averaged
         self.norms: Norms = ()
         self._evidence: GradientEvidence | None = None
         if trapped:
@@ -88,13 +94,18 @@ class JudgedUpdate(Judged):
             # Traps read the same numbers: those after the last backward pass, and those now.
             before = passes[-1].norms if passes else ()
             self.norms = (*before, *self.norms_now)
+            script_edits = gradients.context.recorder.script_edits_of_run
             if script_edits is not None:
                 script_edits.compare(before, self.norms_now)
 
-    def largest(self) -> Norms:
-        """Measure the largest magnitude of each searched gradient, which is non-finite exactly if an element is."""
+    def without_gradients(self) -> Judged:
+        late = Judged(self.counter, self.passes, self.heard)
+        late.searched = self.searched
+        late.norms_now = self.norms_now
+        # It is non-finite exactly if an element is.
         grads = self.gradients.grads_of(self.searched)
-        return measure.norms(self.searched, grads, math.inf)
+        late.largest = measure.norms(self.searched, grads, math.inf)
+        return late
 
     def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
         if self._evidence is None:
@@ -108,47 +119,9 @@ class JudgedUpdate(Judged):
                 bad,
                 self.norms_now,
                 frozenset(divided),
-                self._averaged,
+                gradients.context.are_averaged,
             )
         return self._evidence
-
-
-class LateUpdate(Judged):
-    """An update that the device decided on, without its gradients, which the script may have cleared since.
-
-    Attributes:
-        largest: the largest magnitude of each gradient that traps search; on the host once it is read.
-    """
-
-    def __init__(
-        self,
-        counter: StepCounter,
-        passes: Sequence[GradientSnapshot] = (),
-        heard: Heard = ALONE,
-    ) -> None:
-        super().__init__(counter, passes, heard)
-        self.largest: Norms = ()
-
-    @classmethod
-    def of(cls, update: JudgedUpdate) -> LateUpdate:
-        """Return an update without its gradients, of which the largest magnitudes are measured now."""
-        late = cls(update.counter, update.passes, update.heard)
-        late.largest = update.largest()
-        late.searched = update.searched
-        late.norms_now = update.norms_now
-        return late
-
-    def evidence_of_skip(self) -> GradientEvidence:
-        """Return the evidence on an update that a `GradScaler` skipped, which looks before the script can repair or clip."""
-        norms = self.norms_now
-        if self.passes and self.passes[-1].norms:
-            norms = self.passes[-1].norms
-        by_index = measure.as_dict(norms)
-        return GradientEvidence(self.passes, list(by_index), _nonfinite(by_index, by_index))
-
-    def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
-        bad = _nonfinite(measure.as_dict(self.largest), doubtful)
-        return GradientEvidence(self.passes, self.searched, bad, self.norms_now)
 
 
 def _nonfinite(numbers: Mapping[int, float], indices: Collection[int]) -> dict[int, NonfiniteCount]:
