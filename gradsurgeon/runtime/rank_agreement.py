@@ -4,7 +4,6 @@ import hashlib
 import platform
 from collections.abc import Sequence
 
-from gradsurgeon.actions import FreezeRule, LossRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, largest
 from gradsurgeon.distributed.session_discovery import Meeting, Roll, SessionInfo
@@ -39,14 +38,19 @@ class RankAgreement:
     def __init__(self, context: Context, effects: Effects) -> None:
         self._context = context
         self._effects = effects
-        self._decides = False
-        self._votes = False
-        self._drifts = False
-        self._measures = False
-        # Rules that record shards.
-        self._records = False
-        for effect in effects.all:
-            self._note_needs(effect)
+        deciding: list[Effect] = []
+        drifting: list[Effect] = []
+        if context.mode == "act":
+            deciding = [effect for effect in effects.all if effect.decides]
+            drifting = [effect for effect in effects.all if _lets_drift(effect)]
+        on_params = [effect for effect in effects.all if effect.rule.target == "params"]
+        self._decides = bool(deciding)
+        # Decisions by norms that all ranks have need no vote.
+        self._votes = any(effect.votes for effect in deciding)
+        # In both modes ranks work together to average, and to measure and record shards.
+        self._drifts = bool(drifting) or any(_averages_losses(effect) for effect in on_params)
+        self._measures = any(effect.measures for effect in on_params)
+        self._records = any(effect.records for effect in on_params)
         # The roll of the ranks in some groups, by the names of these groups.
         self._rolls: dict[tuple[str, ...], Roll | None] = {}
         self._seeks = False
@@ -54,23 +58,6 @@ class RankAgreement:
         self._voted: list[VotedPass] = []
         # The rules, with their tensors, whose norms were checked.
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
-
-    def _note_needs(self, effect: Effect) -> None:
-        rule = effect.rule
-        if self._context.mode == "act":
-            if _decides(rule):
-                self._decides = True
-                # Decisions by norms that all ranks have need no vote.
-                self._votes |= effect.votes
-            if _lets_drift(rule):
-                self._drifts = True
-        # The other needs exist in both modes, because ranks work together to measure and to average.
-        if _averages_losses(rule):
-            self._drifts = True
-        if _measures_whole(effect):
-            self._measures = True
-        if _records(rule):
-            self._records = True
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together. Only rules that act wait for them."""
@@ -179,7 +166,7 @@ class RankAgreement:
             rule = bound.rule
             indices = bound.indices
             # A rule that stops or skips an update by norms at the update itself.
-            judges = _decides(rule)
+            judges = bound.effect.decides
             has_one_norm = rule.edits and rule.joins_norms
             is_concerned = judges or has_one_norm
             if rule.judges_losses or not is_concerned or (rule.id, indices) in self._asked:
@@ -263,9 +250,9 @@ class RankAgreement:
         lines: list[str] = [self._context.mode]
         for effect in self._effects.all:
             rule = effect.rule
-            is_common = _decides(rule) or _changes(rule) or _averages_losses(rule)
-            if shared and not is_common:
-                is_common = _measures_whole(effect) or _records(rule)
+            is_common = effect.decides or _changes(effect) or _averages_losses(effect)
+            if shared and rule.target == "params":
+                is_common = is_common or effect.measures or effect.records
             if is_common:
                 lines.append(rule.model_dump_json() + rule.file_sha256)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -275,29 +262,17 @@ def _names(groups: _dist.Groups) -> tuple[str, ...]:
     return tuple(group.group_name for group in groups)
 
 
-def _measures_whole(effect: Effect) -> bool:
-    """Return whether a rule takes norms or statistics over all shards of a gradient."""
-    return effect.rule.target == "params" and effect.measures
+def _changes(effect: Effect) -> bool:
+    return effect.rule.edits or effect.hides
 
 
-def _changes(rule: Rule) -> bool:
-    return rule.edits or isinstance(rule, FreezeRule)
+def _averages_losses(effect: Effect) -> bool:
+    return effect.moment == "losses" and effect.rule.target == "params"
 
 
-def _records(rule: Rule) -> bool:
-    return rule.target == "params" and isinstance(rule, ObserverRule)
-
-
-def _averages_losses(rule: Rule) -> bool:
-    return isinstance(rule, LossRule) and rule.target == "params"
-
-
-def _decides(rule: Rule) -> bool:
-    return isinstance(rule, TrapRule) and rule.then in ("raise", "skip-step")
-
-
-def _lets_drift(rule: Rule) -> bool:
+def _lets_drift(effect: Effect) -> bool:
     """Return whether weights drift apart if some ranks lack a rule. Edits before the average reach all ranks."""
-    if getattr(rule, "then", "") == "skip-step":
+    rule = effect.rule
+    if effect.then == "skip-step":
         return True
-    return _changes(rule) and rule.target == "params" and rule.point == "step"
+    return _changes(effect) and rule.target == "params" and rule.point == "step"
