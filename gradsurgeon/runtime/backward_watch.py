@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.passes import BackwardPass, Seen
 from gradsurgeon.runtime.refusals import all_go_on_after
 from gradsurgeon.runtime.running_passes import (
@@ -23,6 +22,7 @@ from gradsurgeon.runtime.running_passes import (
     taken_numbers,
     threads,
 )
+from gradsurgeon.runtime.training import Training
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall, End
@@ -41,11 +41,13 @@ class _Before:
 class BackwardWatch:
     """Watches the backward passes that reach the model of one session."""
 
-    def __init__(self, context: Context, events: TrainingEvents, watched: Sequence[int]) -> None:
+    def __init__(self, training: Training, events: TrainingEvents) -> None:
+        context = training.context
         self.context = context
+        self._training = training
         self._events = events
         self.scaling = context.scaling
-        self._watched = list(watched)
+        self._watched = list(training.effects.watched)
         # The shapes of all parameters, by which all ranks distinguish several models.
         params = context.parameters.params()
         self.shapes = [() if param is None else tuple(param.shape) for param in params]
@@ -58,7 +60,7 @@ class BackwardWatch:
         with lock:
             if len(threads) > 1 and not self._concerns(running):
                 return None
-            self._events.backward_started(running.graph)
+            self._training.backward_started(running.graph)
             if len(all_running) == 1:
                 # These facts are from an unwatched pass, for example if the session began inside the pass.
                 self.seen = Seen()
@@ -127,7 +129,8 @@ class BackwardWatch:
             with lock:
                 indices = self._changed(before).union(self.seen.order)
                 self.seen = Seen()
-            self._events.backward_failed(BackwardPass((*indices,), averaging=averaging))
+            done = BackwardPass((*indices,), averaging=averaging)
+            self._training.agreement.cast(done, ())
 
     def _concerns(self, running: RunningPass) -> bool:
         """Return whether a pass may reach the model, if other threads also run passes."""

@@ -3,13 +3,13 @@
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.actions import CheckRule
-from gradsurgeon.distributed.ranks import FINE, StopReason
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.language.planning import Plan, named_modules
@@ -18,9 +18,8 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.check_effects import ModelFacts
 from gradsurgeon.runtime.context import Context, SessionOptions
 from gradsurgeon.runtime.device_outcome import DeviceOutcome
-from gradsurgeon.runtime.effect import NOTHING_DUE, WeightUpdate
+from gradsurgeon.runtime.effect import WeightUpdate
 from gradsurgeon.runtime.effect_table import effects_of
-from gradsurgeon.runtime.final_gradients import FinalGradients
 from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -35,8 +34,6 @@ from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training import Training
-from gradsurgeon.runtime.votes_heard import ALONE
-from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 
 class Controller:
@@ -51,23 +48,22 @@ class Controller:
             self._facts = ModelFacts(context, model, self.kept)
         self.effects = effects_of(context, plan, self._facts)
         self._agreement = RankAgreement(context, self.effects)
-        self.training = Training(context, self.effects, self.kept)
-        self.finals = FinalGradients(context, self.training, self._agreement)
+        self.training = Training(context, self.effects, self.kept, self._agreement)
         self.losses = LossRules(context, self._agreement, self.effects)
-        self.backward = BackwardWatch(context, self, self.effects.watched)
-        self.manual = ManualSteps(context, self, self.effects, options)
+        self.backward = BackwardWatch(self.training, self)
+        self.manual = ManualSteps(self.training, self, options)
         self.param_hooks = ParamHooks(context, self.backward, self.effects)
         self.activations = ActivationRules(context, self.backward, self.effects)
         shared = SharedInputs(self.activations, self.effects)
         self._module_hooks = ModuleHooks(self.effects.modules, self.activations, shared)
         self.model = ModelChanges(model, plan, self.effects, self.param_hooks, self._module_hooks)
-        self.steps = OptimizerWatch(
-            context, self, self.effects, self.model, self.manual, device=self.training.device
-        )
+        self.steps = OptimizerWatch(self.training, self, self.model, self.manual)
         self._notices = Notices(context, self.effects)
         self._search_on = options.optimizers is None
         self._unstepped = False  # a backward pass came, and no update followed it yet
         self._steps = 0
+        # The last backward pass whose gradients an engine collects.
+        self._collected: BackwardPass | None = None
         self._given = list(options.optimizers or ())
         self.attached = False
         context.refusals.at_last(self.steps.end_all)
@@ -104,45 +100,51 @@ class Controller:
         self.context.parameters.forget()
         self.context.is_paused = True
 
-    def backward_started(self, graph: BackwardGraph) -> None:
-        """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
-        self.context.meet_ranks()
-        self.steps.end_failed()
-        self.training.before_pass(graph)
-        accumulates = False
-        if self.kept.reaching:
-            parameters = self.context.parameters
-            # An engine keeps gradients elsewhere.
-            accumulates = parameters.elsewhere is not None or bool(parameters.own_grads()[0])
-        self.kept.keep_loss(graph, accumulates=accumulates)
-
     def backward_finished(self, done: BackwardPass) -> None:
         if self.context.parameters.elsewhere is not None:
-            done = self.finals.collect(done)
+            # An engine adds the gradients to earlier ones, outside of `.grad`.
+            done = replace(done, had=frozenset(done.indices))
+            self._collected = done
             self._note_pass(done)
             self.training.note_pass(done)
             self._end_pass(done)
             return
-        if self.context.ranks.are_several:
-            with self.finals.votes_on(done) as objections:
-                by_hand = self._show_pass(done, objections)
-        else:
-            by_hand = self._show_pass(done, [])
+        objections: list[Objection] = []
+        try:
+            self._agreement.find_sessions(done)
+            by_hand = self._note_pass(done)
+            if by_hand:
+                self.manual.refuse_compounding(done)
+            self.training.note_pass(done)
+            self._show(done, objections)
+            self._end_pass(done)
+        finally:
+            # Other ranks may wait for the vote.
+            self._agreement.cast(done, objections)
         if by_hand:
             self.manual.after_pass()
 
-    def _show_pass(self, done: BackwardPass, objections: list[Objection]) -> bool:
-        """Show a pass whose gradients are there, and add this rank's objections; return whether it counts as a manual step."""
-        by_hand = self._note_pass(done)
-        if by_hand:
-            self.manual.refuse_compounding(done)
-        self.training.note_pass(done)
-        objections.extend(self.finals.show(done))
-        self._end_pass(done)
-        return by_hand
+    def _show(self, done: BackwardPass, objections: list[Objection]) -> None:
+        """Show the gradients that feed an update; add this rank's objections."""
+        self.training.act_after_pass(done)
+        if self._agreement.votes(done):
+            objections.extend(self.training.traps.objections(done))
 
-    def backward_failed(self, done: BackwardPass) -> None:
-        self._agreement.cast(done, ())
+    def show_collected(self, counter: StepCounter, scale: Tensor | None) -> None:
+        """Show the gradients that an engine has collected, right before its update."""
+        if self._collected is None:
+            return
+        reached = dict.fromkeys((*self._collected.indices, *counter.indices))
+        done = replace(self._collected, indices=tuple(reached), scale=scale)
+        self._collected = None
+        objections: list[Objection] = []
+        try:
+            self._agreement.find_sessions(done)
+            self._show(done, objections)
+        finally:
+            # On an overflow of scaled gradients, the engine itself agrees with all ranks.
+            if scale is None:
+                self._agreement.cast(done, objections)
 
     def _note_pass(self, done: BackwardPass) -> bool:
         """Note which gradients came; return whether the pass counts as a manual step."""
@@ -168,39 +170,6 @@ class Controller:
         if self.losses.effects:
             self.losses.passed(done.indices)
         self.kept.reaching += 1
-
-    def update_began(self, update: WeightUpdate) -> None:
-        update.due = self.effects.due(update.counter)
-        for bound in update.due.before_step:
-            bound.effect.before_step(update, bound)
-
-    def step_starting(self, step: WeightUpdate) -> StopReason | None:
-        """Let the due effects act right before an update: traps decide, then rules at `step` edit."""
-        context = self.context
-        counter = step.counter
-        if step.due is NOTHING_DUE or context.is_paused:
-            step.due = self.effects.due(counter)
-        due = step.due
-        if context.mode == "act":
-            step.hidden_by = due.hidden_by
-        if step.unread is None:
-            self.training.before_update(step)
-        heard = ALONE
-        if context.ranks.are_several and not step.inside:
-            heard = self._agreement.heard(counter, is_voted_on=step.is_voted_on)
-        # Without due rules, flags of modules or tags may remain to be judged.
-        may_have_flags = step.inside or self.effects.sites or counter is context.counters.common
-        needs_gradients = may_have_flags or due.watched or due.final
-        # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
-        if not needs_gradients and heard.severity <= FINE:
-            self.training.before_edits(step, None)
-            return None
-        if due is NOTHING_DUE and not step.inside:
-            return self.training.traps.follow_others(step, heard)
-        if context.ranks.are_several and not step.inside:
-            self._agreement.check_norms(counter, due)
-        had_pass = counter.passes > 0 or self.manual.active
-        return self.training.act_at_step(step, heard, had_pass=had_pass)
 
     def step_finished(self, step: WeightUpdate, *, took_place: bool) -> None:
         context = self.context

@@ -300,6 +300,8 @@ class WeightUpdate:
     overflowed: Tensor | None = None
     # The update takes place inside a backward pass, on the gradients so far.
     inside: bool = False
+    # The script updates weights itself.
+    by_hand: bool = False
     # A trap skips the update.
     skipped: bool = False
     # The optimizer may have moved weights in this step already: it evaluates its closure late, or several times.

@@ -57,7 +57,7 @@ class Engines:
                 counter = _meet(controller, engine)
                 if counter is not None:
                     scale = getattr(engine.optimizer, "grad_scale", None)
-                    controller.finals.show_collected(counter, scale)
+                    controller.show_collected(counter, scale)
 
 
 def _meet(controller: Controller, engine: Engine) -> StepCounter | None:

@@ -5,10 +5,10 @@ from typing import Literal
 
 from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.runtime.context import Context, SessionOptions
+from gradsurgeon.runtime.context import SessionOptions
 from gradsurgeon.runtime.effect import Effect, WeightUpdate
-from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import BackwardPass
+from gradsurgeon.runtime.training import Training
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import measure
 
@@ -31,13 +31,13 @@ _NO_EDIT = "weights are updated by hand, so no rule sees the end of an update; e
 class ManualSteps:
     def __init__(
         self,
-        context: Context,
+        training: Training,
         events: TrainingEvents,
-        effects: Effects,
         options: SessionOptions,
     ) -> None:
-        self._context = context
-        self._effects = effects
+        self._training = training
+        self._context = training.context
+        self._effects = training.effects
         self._events = events
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
@@ -105,8 +105,8 @@ class ManualSteps:
 
     def _update(self) -> StopReason | None:
         """Run the rules at `step` and count an update; return why a trap skips it, if one does."""
-        step = WeightUpdate(self._context.counters.common)
-        cause = self._events.step_starting(step)
+        step = WeightUpdate(self._context.counters.common, by_hand=True)
+        cause = self._training.step_starting(step)
         step.stopped = cause is not None
         self._goes_on = not step.stopped
         self._events.step_finished(step, took_place=True)

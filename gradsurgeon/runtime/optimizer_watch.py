@@ -6,7 +6,6 @@ Torch calls step hooks before the closure of an optimizer, so the watch wraps th
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -17,9 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.runtime import first_update
-from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.device_decisions import DeviceDecisions
-from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.optimizers import (
@@ -29,8 +25,9 @@ from gradsurgeon.runtime.optimizers import (
     versions,
 )
 from gradsurgeon.runtime.owners import Owner, Owners
-from gradsurgeon.runtime.running_steps import LentFlag, RunningStep, params_of, running
+from gradsurgeon.runtime.running_steps import LentFlag, RunningStep, end_failed, params_of, running
 from gradsurgeon.runtime.step_counters import StepCounter
+from gradsurgeon.runtime.training import Training
 from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
@@ -41,21 +38,18 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class OptimizerWatch:
     def __init__(
         self,
-        context: Context,
+        training: Training,
         events: TrainingEvents,
-        effects: Effects,
         model: ModelChanges,
         manual: ManualSteps,
-        *,
-        device: DeviceDecisions,
     ) -> None:
-        self._context = context
+        self._training = training
+        self._context = training.context
+        self._effects = training.effects
         self._events = events
-        self._effects = effects
         self._model = model
         self._manual = manual
-        self._device = device
-        self._known_owners = Owners(context, model)
+        self._known_owners = Owners(self._context, model)
         self._owners = self._known_owners.by_optimizer
         self._closed = False
 
@@ -124,37 +118,26 @@ class OptimizerWatch:
             optimizer.register_step_post_hook(self._after),
         )
 
-    def end_failed(self) -> None:
-        """End the steps of this thread that have raised, if torch did not show their end."""
-        if running:
-            self._under_way()
-
     def _under_way(self) -> list[RunningStep]:
-        """Return the steps that this thread is in the middle of; end the steps that have raised."""
-        thread = threading.get_ident()
-        under_way = [update for update in self._running() if update.thread == thread]
-        for update in list(under_way):
-            if not update.is_on_stack():
-                under_way.remove(update)
-                self._end(update, took_place=update.returned)
-        return under_way
+        """Return the steps that this thread is in the middle of."""
+        return self._own(end_failed())
 
-    def _running(self) -> list[RunningStep]:
+    def _own(self, updates: Iterable[RunningStep]) -> list[RunningStep]:
         # A bound method equals another one of the same object.
-        return [update for update in tuple(running) if update.on_raise == self._failed]
+        return [update for update in updates if update.on_raise == self._failed]
 
     def end_all(self) -> None:
         """Give hidden gradients back, and forget the steps under way."""
-        for update in self._running():
+        for update in self._own(tuple(running)):
             update.end()
 
     def close(self) -> None:
         """Take the hooks off; off an optimizer that is stepping once its step is over."""
         self._closed = True
-        for update in self._running():
+        for update in self._own(tuple(running)):
             if not update.is_on_stack():
                 update.end()
-        stepping = {id(update.optimizer()) for update in self._running()}
+        stepping = {id(update.optimizer()) for update in self._own(tuple(running))}
         for optimizer in list(self._owners):
             if id(optimizer) not in stepping:
                 self._known_owners.let_go(optimizer)
@@ -189,7 +172,9 @@ class OptimizerWatch:
         if update.inside:
             self._effects.refuse_inside_backward(owner.indices)
         running.append(update)
-        self._events.update_began(update)
+        update.due = self._effects.due(owner.counter)
+        for bound in update.due.before_step:
+            bound.effect.before_step(update, bound)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._act(optimizer, update)
@@ -215,13 +200,14 @@ class OptimizerWatch:
         if _torch.is_capturing():
             self._context.refuse_graph_capture()
         event_log = self._context.event_log
-        self._device.settle(limit=LIMIT)
+        device = self._training.device
+        device.settle(limit=LIMIT)
         if event_log.raised:
             self._end(update, took_place=False)
             event_log.raise_raised()
-        if self._device.begin(optimizer, update):
+        if device.begin(optimizer, update):
             return
-        cause = self._events.step_starting(update)
+        cause = self._training.step_starting(update)
         if update.overflowed is not None:
             return
         update.judged = True

@@ -61,8 +61,12 @@ class RankAgreement:
 
     def find_sessions(self, done: BackwardPass) -> None:
         """Find the other ranks after the first pass that all of them take together. Only rules that act wait for them."""
+        ranks = self._context.ranks
+        if not ranks.are_several:
+            return
+        ranks.refuse_uneven()
         if self._measures or self._records:
-            self._share_rows(self._context.ranks.shard_groups(done.indices))
+            self._share_rows(ranks.shard_groups(done.indices))
         if self._decides or self._drifts:
             self.roll(self._groups(done))
 

@@ -56,7 +56,6 @@ class RunningStep(WeightUpdate):
         # Whether traps have judged the gradients, and the last loss that a closure returned.
         self.judged = False
         self.loss: Any = None
-        self.skipped = False
         # Whether an engine has left the update out, because gradients were not finite.
         self.left_out = False
         # A parameter whose gradient the optimizer finds: it shows whether the step clears gradients.
@@ -267,6 +266,20 @@ def _leave(leave: Callable[..., Any], *args: Any) -> Any:
             for update in reversed(tuple(running)):
                 if update.frame is frame:
                     update.on_raise(update)
+
+
+def end_failed() -> list[RunningStep]:
+    """End the steps of this thread that have raised, if torch did not show their end; return those under way."""
+    under_way = []
+    thread = threading.get_ident()
+    for update in tuple(running):
+        if update.thread != thread:
+            continue
+        if update.is_on_stack():
+            under_way.append(update)
+        else:
+            update.on_raise(update)
+    return under_way
 
 
 def callers(frame: FrameType | None) -> list[FrameType]:

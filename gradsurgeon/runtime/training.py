@@ -12,19 +12,21 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradsurgeon.distributed.ranks import StopReason
+from gradsurgeon.distributed.ranks import FINE, StopReason
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.device_decisions import DeviceDecisions
 from gradsurgeon.runtime.device_outcome import when_judged
-from gradsurgeon.runtime.effect import Due, WeightUpdate
+from gradsurgeon.runtime.effect import NOTHING_DUE, Due, WeightUpdate
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.passes import BackwardPass, GradientSnapshot
+from gradsurgeon.runtime.rank_agreement import RankAgreement
+from gradsurgeon.runtime.running_steps import end_failed, running
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.runtime.update import JudgedUpdate
-from gradsurgeon.runtime.votes_heard import Heard
+from gradsurgeon.runtime.votes_heard import ALONE, Heard
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -32,14 +34,31 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 class Training:
     """Shows the effects of a session what happens."""
 
-    def __init__(self, context: Context, effects: Effects, kept: KeptCalls) -> None:
+    def __init__(
+        self, context: Context, effects: Effects, kept: KeptCalls, agreement: RankAgreement
+    ) -> None:
         self.context = context
         self.effects = effects
+        self.agreement = agreement
+        self._kept = kept
         self.traps = Traps(context, kept, effects)
         self.device = DeviceDecisions(context, effects, self.traps, kept)
 
+    def backward_started(self, graph: BackwardGraph) -> None:
+        """Prepare for a backward pass: gradients that a failed step hid come back, and its loss is kept."""
+        self.context.meet_ranks()
+        if running:
+            end_failed()
+        self._before_pass(graph)
+        accumulates = False
+        if self._kept.reaching:
+            parameters = self.context.parameters
+            # An engine keeps gradients elsewhere.
+            accumulates = parameters.elsewhere is not None or bool(parameters.own_grads()[0])
+        self._kept.keep_loss(graph, accumulates=accumulates)
+
     @_torch.without_grad
-    def before_pass(self, graph: BackwardGraph) -> None:
+    def _before_pass(self, graph: BackwardGraph) -> None:
         for counter in self.context.counters.all:
             due = self.effects.due(counter)
             if due.records:
@@ -71,8 +90,36 @@ class Training:
             for bound in due.before_unscaling:
                 bound.effect.before_unscaling(update, bound, scaler.get_scale())
 
+    def step_starting(self, update: WeightUpdate) -> StopReason | None:
+        """Act right before an update, with traps and then with rules at `step`; return why weights stay as they are, if they do."""
+        context = self.context
+        counter = update.counter
+        if update.due is NOTHING_DUE or context.is_paused:
+            update.due = self.effects.due(counter)
+        due = update.due
+        if context.mode == "act":
+            update.hidden_by = due.hidden_by
+        if update.unread is None:
+            self._before_update(update)
+        heard = ALONE
+        asks_ranks = context.ranks.are_several and not update.inside
+        if asks_ranks:
+            heard = self.agreement.heard(counter, is_voted_on=update.is_voted_on)
+        # Without due rules, flags of modules or tags may remain to be judged.
+        may_have_flags = update.inside or self.effects.sites or counter is context.counters.common
+        needs_gradients = may_have_flags or due.watched or due.final
+        # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
+        if not needs_gradients and heard.severity <= FINE:
+            self._before_edits(update, None)
+            return None
+        if due is NOTHING_DUE and not update.inside:
+            return self.traps.follow_others(update, heard)
+        if asks_ranks:
+            self.agreement.check_norms(counter, due)
+        return self._judge_and_edit(update, heard)
+
     @_torch.without_grad
-    def before_update(self, update: WeightUpdate) -> None:
+    def _before_update(self, update: WeightUpdate) -> None:
         context = self.context
         if update.due.records:
             context.curves.updating(update.counter, update.optimizer())
@@ -82,12 +129,10 @@ class Training:
         for bound in update.due.before_update:
             bound.effect.before_update(update, bound)
 
-    def act_at_step(
-        self, update: WeightUpdate, heard: Heard, *, had_pass: bool
-    ) -> StopReason | None:
+    def _judge_and_edit(self, update: WeightUpdate, heard: Heard) -> StopReason | None:
         """Ask traps for their judgement of an update, then run the effects at `step`."""
         due = update.due
-        catches_up = update.inside or not had_pass
+        catches_up = update.inside or not (update.counter.passes or update.by_hand)
         asked = due.final
         if catches_up:
             asked = tuple(sorted({*due.final, *due.watched}))
@@ -114,21 +159,21 @@ class Training:
             if is_overflowed:
                 update.overflowed = update.unread.loss_scale
                 return None
-            self.before_update(update)
+            self._before_update(update)
         # A trap judges the gradients that the script hands over: a repair by a rule at `step` comes too late.
         cause: StopReason | None = None
         if update.outcome is not None and update.outcome.for_traps:
             self.device.decide(judged, due, update.outcome, looks)
         else:
             cause = self.traps.decide(judged, looks)
-        self.before_edits(update, gradients)
+        self._before_edits(update, gradients)
         edited = self._edit(gradients, due, acting=cause is None)
         # The condition depends on the rules alone, and all ranks have equal rules: they decide together.
         if due.judges_edits and cause is None:
             cause = self.traps.decide_edited(judged, due, edited)
         return cause
 
-    def before_edits(self, update: WeightUpdate, gradients: Gradients | None) -> None:
+    def _before_edits(self, update: WeightUpdate, gradients: Gradients | None) -> None:
         for bound in update.due.before_edits:
             bound.effect.before_edits(update, bound, gradients)
 
