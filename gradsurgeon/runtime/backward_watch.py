@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime.passes import BackwardPass, Seen
@@ -103,9 +102,7 @@ class BackwardWatch:
             BackwardPass(
                 indices=(*order, *sorted(indices.difference(order))),
                 graph=graph,
-                calls=seen.calls,
-                logged=seen.logged,
-                contributed=seen.contributed,
+                seen=seen,
                 scale=self.scaling.pop_scale(running.tasks),
                 averaging=averaging,
                 held=held,
@@ -172,25 +169,49 @@ Begins = Callable[[BackwardGraph, Sequence[Any]], None]
 
 
 @dataclass(slots=True, eq=False)
-class _WatchedPass:
+class _WatchedPass(RunningPass):
     """A pass that gives parameters their gradients, and the watches that learn of it."""
 
-    running: RunningPass
-    watches: Sequence[BackwardWatch]
-    # The hook that reports its number.
-    numbering: RemovableHandle | None
+    watches: Sequence[BackwardWatch] = ()
+    # Takes the hook off that reports its number.
+    unnumber: End | None = None
     before: dict[BackwardWatch, _Before] = field(default_factory=dict)
+
+    def show_begin(self) -> None:
+        for watch in self.watches:
+            before = _guarded(watch, watch.begin, self)
+            if before is not None:
+                self.before[watch] = before
 
     def end(self, error: BaseException | None) -> None:
         try:
-            if self.numbering is not None:
-                self.numbering.remove()
-            if error is None:
-                _show_end(self)
-            else:
-                _show_failure(self)
+            if self.unnumber is not None:
+                self.unnumber(error)
+            self._show_end(has_failed=error is not None)
+        except Exception as fault:
+            if not _settle(self.watches, fault):
+                raise
         finally:
-            self.running.end()
+            self.unlist()
+
+    def _show_end(self, *, has_failed: bool) -> None:
+        averaging = data_parallel.ended(self.reaches, failed=has_failed)
+        if has_failed:
+            for watch in self.watches:
+                watch.failed(self, self.before.get(watch), averaging)
+            return
+        # Ranks may wait for each other here, and may have made their sessions in different orders.
+        for watch in sorted(self.before, key=attrgetter("shapes")):
+            _guarded(watch, watch.end, self, self.before[watch], averaging)
+
+
+def _guarded(watch: BackwardWatch, look: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return look(*args)
+    except Exception as error:
+        if not watch.context.refusals.goes_on_after(error):
+            raise
+    return None
 
 
 def around_passes(
@@ -201,31 +222,11 @@ def around_passes(
     def around(call: BackwardCall) -> End | None:
         known = watches()
         try:
-            training = _watched_pass(call, known)
+            return _begun(call, known, begins)
         except Exception as error:
             if not _settle(known, error):
                 raise
-            return None
-        if training is None:
-            return None
-        if isinstance(training, RemovableHandle):
-            handle = training
-            return lambda _: handle.remove()
-        running = training.running
-        # While the pass is listed, no other thread takes the gradients that hooks have seen.
-        running.begin()
-        try:
-            try:
-                begins(running.graph, running.inputs)
-            except Exception as error:
-                if not _settle(known, error):
-                    raise
-            for watch in known:
-                _show_begin(watch, training)
-        except BaseException as error:
-            training.end(error)
-            raise
-        return training.end
+        return None
 
     return around
 
@@ -234,16 +235,14 @@ def _settle(watches: Sequence[BackwardWatch], error: Exception) -> bool:
     return all_go_on_after([watch.context.refusals for watch in watches], error)
 
 
-def _watched_pass(
-    call: BackwardCall, watches: Sequence[BackwardWatch]
-) -> _WatchedPass | RemovableHandle | None:
-    """Return a pass that trains; of another one the hook that reports its number, if somebody needs it."""
+def _begun(call: BackwardCall, watches: Sequence[BackwardWatch], begins: Begins) -> End | None:
+    """Show the beginning of a pass that trains, and report the number of another one, if somebody needs it."""
     roots = roots_of(call.outputs)
+    scalings = [watch.scaling for watch in watches if watch.scaling.in_use]
     outer = _torch.graph_task()
     if outer != -1:
         # A pass inside another pass is a part of it.
         note_inner(roots)
-        scalings = [watch.scaling for watch in watches if watch.scaling.in_use]
         return report_number(roots, [partial(each.began_inside, outer=outer) for each in scalings])
     tasks = taken_numbers()
     if tasks is not None:
@@ -251,13 +250,18 @@ def _watched_pass(
     if not call.accumulates:
         return None
     graph = BackwardGraph(roots, losses=_losses_of(call.outputs))
-    running = RunningPass(graph, call.inputs)
-    numbering = None
-    for watch in watches:
-        if watch.scaling.in_use:
-            numbering = report_number(roots, [running.tasks.append])
-            break
-    return _WatchedPass(running, watches, numbering)
+    watched = _WatchedPass(graph, call.inputs, watches=watches)
+    if scalings:
+        watched.unnumber = report_number(roots, [watched.tasks.append])
+    # While the pass is listed, no other thread takes the gradients that hooks have seen.
+    watched.enlist()
+    try:
+        begins(graph, call.inputs)
+        watched.show_begin()
+    except BaseException as error:
+        watched.end(error)
+        raise
+    return watched.end
 
 
 def _losses_of(outputs: Sequence[Any]) -> list[Tensor]:
@@ -272,43 +276,3 @@ def _losses_of(outputs: Sequence[Any]) -> list[Tensor]:
             # A mean over the batch may have dimensions of size 1.
             losses.append(value.reshape(()))
     return losses
-
-
-def _show_begin(watch: BackwardWatch, training: _WatchedPass) -> None:
-    try:
-        before = watch.begin(training.running)
-        if before is not None:
-            training.before[watch] = before
-    except Exception as error:
-        if not watch.context.refusals.goes_on_after(error):
-            raise
-
-
-def _show_failure(training: _WatchedPass) -> None:
-    running = training.running
-    try:
-        averaging = data_parallel.ended(running.reaches, failed=True)
-        for watch in training.watches:
-            watch.failed(running, training.before.get(watch), averaging)
-    except Exception as error:
-        if not _settle(training.watches, error):
-            raise
-
-
-def _show_end(training: _WatchedPass) -> None:
-    running = training.running
-    try:
-        averaging = data_parallel.ended(running.reaches)
-        reached = list(training.before)
-        if len(reached) > 1:
-            # Ranks may wait for each other here, and may have made their sessions in different orders.
-            reached.sort(key=attrgetter("shapes"))
-        for watch in reached:
-            try:
-                watch.end(running, training.before[watch], averaging)
-            except Exception as error:
-                if not watch.context.refusals.goes_on_after(error):
-                    raise
-    except Exception as error:
-        if not _settle(training.watches, error):
-            raise

@@ -81,7 +81,7 @@ class Notices:
             param = context.parameters.param
             reduced = [index for index in done.indices if id(param(index)) in averaged]
             self._warn_rules("ranks", reduced, _RANKS)
-        for index, times in done.calls.items():
+        for index, times in done.seen.calls.items():
             if times > 1:
                 self._warn_rules("reentrant", [index], _REENTRANT)
 

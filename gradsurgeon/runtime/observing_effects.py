@@ -121,7 +121,7 @@ class RecordContributions(Record):
 
     def after_pass(self, done: BackwardPass, bound: Bound) -> None:
         """Record the contributions of a pass."""
-        rows = done.logged.get(self.rule.id, {})
+        rows = done.seen.logged.get(self.rule.id, {})
         if not rows:
             return
         indices = [index for index in bound.indices if index in rows]

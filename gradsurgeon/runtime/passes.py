@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,13 @@ Logged = dict[str, dict[int, Tensor | tuple[Tensor, ...]]]
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """Facts that hooks collected since the last pass; ``module`` if a gradient came to a module's tensor or a tag."""
+    """Facts that hooks collected since the last pass.
+
+    Attributes:
+        logged: by rule at `backward` and by tensor, the statistics of this pass's contribution, or a copy of it.
+        contributed: norms of this rank's own contributions, before an average.
+        module: whether a gradient came to a module's tensor or a tag.
+    """
 
     order: list[int] = field(default_factory=list)
     calls: dict[int, int] = field(default_factory=partial(defaultdict, int))
@@ -41,8 +47,7 @@ class BackwardPass:
     Attributes:
         indices: the parameters that got a gradient.
         graph: their order, if it differs from that of ``indices``.
-        logged: by rule at `backward` and by tensor, the statistics of this pass's contribution, or a copy of it.
-        contributed: norms of this rank's own contributions, before an average.
+        seen: what hooks collected.
         held: by tensor, whether its gradient was non-zero before, if a rule needs to know.
         had: the parameters that had a gradient before.
         is_part: whether the pass still runs, and an optimizer steps inside it.
@@ -50,9 +55,7 @@ class BackwardPass:
 
     indices: tuple[int, ...]
     graph: BackwardGraph | None = None
-    calls: Mapping[int, int] = field(default_factory=dict)
-    logged: Logged = field(default_factory=dict)
-    contributed: dict[int, Tensor] = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
     scale: Tensor | None = None
     averaging: Sequence[Any] = ()
     held: dict[int, Tensor] = field(default_factory=dict)

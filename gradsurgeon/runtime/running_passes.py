@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
-
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.tensors import _torch
+from gradsurgeon.tensors._backward_calls import End
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root
 
 _TOGETHER = (
@@ -36,7 +35,7 @@ class RunningPass:
                 return True
         return not self.inputs and self.graph.reaches(leaves)
 
-    def begin(self) -> None:
+    def enlist(self) -> None:
         with lock:
             if _alone:
                 self.refuse_other_threads(_alone)
@@ -45,7 +44,7 @@ class RunningPass:
                 threads.intersection_update(thread.ident for thread in threading.enumerate())
             all_running.append(self)
 
-    def end(self) -> None:
+    def unlist(self) -> None:
         with lock:
             all_running.remove(self)
 
@@ -118,10 +117,8 @@ def note_inner(roots: Sequence[Root]) -> None:
                 running.graph.inner.setdefault(node, []).append(roots)
 
 
-def report_number(
-    roots: Sequence[Root], tell: Sequence[Callable[[int], object]]
-) -> RemovableHandle | None:
-    """Report the number that autograd gives a pass: only the nodes of the pass learn it."""
+def report_number(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> End | None:
+    """Report the number that autograd gives a pass: only the nodes of the pass learn it. Return what ends this."""
     if not (tell and roots):
         return None
 
@@ -129,4 +126,5 @@ def report_number(
         for take in tell:
             take(_torch.graph_task())
 
-    return _torch.node_of(roots[0]).register_prehook(learn)
+    handle = _torch.node_of(roots[0]).register_prehook(learn)
+    return lambda _: handle.remove()

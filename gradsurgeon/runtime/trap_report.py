@@ -104,7 +104,7 @@ class GradientEvidence:
         # A rank that did not use its part of the model contributed nothing, and got these gradients from other ranks.
         for snapshot in self.snapshots:
             norms = as_dict(snapshot.norms)
-            own_norms = snapshot.done.contributed
+            own_norms = snapshot.done.seen.contributed
             is_guilty: bool | None = None
             for index in self.before.union(self.now) & snapshot.averaged:
                 if not math.isfinite(norms.get(index, 0.0)):
