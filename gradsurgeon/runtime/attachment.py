@@ -211,17 +211,6 @@ class Attachment:
     def step(self) -> int:
         return self.context.counters.latest
 
-    def limits(self) -> list[str]:
-        """Return in words why rules do not act now, or only observe."""
-        words = []
-        if self.removed:
-            words.append("removed")
-        elif self.context.paused:
-            words.append("paused")
-        if self.context.mode == "observe":
-            words.append("observing only")
-        return words
-
     @property
     def events(self) -> list[Event]:
         self.context.event_log.read_devices(wait=False)

@@ -70,7 +70,7 @@ class DeviceDecisions:
             loss_scale = self.context.scaling.scale_of_step(optimizer)
         if loss_scale is None:
             overflow = None
-        judges = _judges(update)
+        judges = update.due.keeps_passes
         decides = judges and self._decides(optimizer, update)
         if judges:
             update.is_voted_on = not (decides or update.due.is_left_to_device)
@@ -209,7 +209,3 @@ def _end(reference: weakref.ref[DeviceDecisions]) -> None:
     device.settle()
     for error in device.context.event_log.take_raised():
         to_stderr(str(error))
-
-
-def _judges(update: RunningStep) -> bool:
-    return any(not bound.effect.edits for bound in update.due.judges)

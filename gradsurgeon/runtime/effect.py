@@ -224,7 +224,7 @@ class Due:
         edited: the parameters whose gradients are edited at the update.
         hidden_by: by parameter that the optimizer does not find, the rule that hides it.
         judges_edits: whether traps judge again what edits made of gradients.
-        keeps_passes: whether a report may need what backward passes have left.
+        keeps_passes: whether an effect may object, so a report may need what backward passes have left.
         checks: the ids of check rules, which fire in each update.
         records: whether an effect records numbers.
         is_left_to_device: whether the device decided on the last such update, so ranks do not vote on the next one.

@@ -29,10 +29,9 @@ from gradsurgeon.runtime.editing_effects import Hide, NormEdit
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects, ModuleEffects
 from gradsurgeon.runtime.element_edits import ElementEdit, MaskedEdit
-from gradsurgeon.runtime.joined_records import RecordTogether
 from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.loss_spikes import LossSpikes
-from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributions
+from gradsurgeon.runtime.observing_effects import Copy, Record, RecordContributions, RecordTogether
 from gradsurgeon.runtime.spike_effect import SpikeEffect
 from gradsurgeon.runtime.trap_effects import NONFINITE, NonfiniteTrap, TensorTrap, ThresholdTrap
 from gradsurgeon.runtime.weight_edits import UpdateSpikes, WeightEdit

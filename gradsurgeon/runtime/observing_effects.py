@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,6 +20,7 @@ from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.scaler_watch import unscaled
+from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _dist, _torch, measure
 
 _AWAITING = (
@@ -131,6 +133,34 @@ class RecordContributions(Record):
         values = measure.of_kept(list(bound.keys), [rows[index] for index in indices])
         for key, row in zip(chain.from_iterable(bound.keys.values()), values, strict=True):
             self.context.recorder.add(key, bound.counter.step, columns, row, replace=False)
+
+
+class RecordTogether(Record):
+    """Records each statistic of all its gradients together, under the id of the rule."""
+
+    def bound_to(self, counter: StepCounter) -> Bound:
+        """Bind the effect. After the key of the single numbers, each statistic has the key of the number of all."""
+        bound = super().bound_to(counter)
+        if not bound.indices:
+            return bound
+        rule = self.rule
+        # With several optimizers, each has a number of its own.
+        name = self.context.curves.name_of(counter, rule.id, bound.indices)
+        keys = {}
+        for stat, (key,) in bound.keys.items():
+            keys[stat] = (key, Key(rule.id, stat, rule.point, (name,)))
+        return replace(bound, keys=keys)
+
+    def _record(self, gradients: Gradients, bound: Bound, indices: Sequence[int]) -> None:
+        step = bound.counter.step
+        for stat, (key, whole) in bound.keys.items():
+            if gradients.are_sharded:
+                grads, parts = gradients.parts(stat, indices)
+                columns = bound.columns(indices)
+                self._add(gradients, key, step, columns, parts, grads=grads, joined=whole)
+            else:
+                values = gradients.statistics(stat, indices)
+                self._add(gradients, whole, step, (0,), measure.joined(stat, values))
 
 
 @_torch.without_grad

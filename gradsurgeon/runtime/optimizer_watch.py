@@ -238,14 +238,16 @@ class OptimizerWatch:
             update = self._of_frame(frame)
             if update is not None:
                 update.returned = True
-                self._show(optimizer, update)
+                owner = self._owners[optimizer]
+                cleared = update.has_cleared()
+                if cleared is None:
+                    cleared = bool(owner.clears)
+                elif owner.clears is not False:
+                    owner.clears = cleared
+                update.show(cleared=cleared)
         except Exception as error:
             if not self._context.refusals.goes_on_after(error):
                 raise
-
-    def _show(self, optimizer: Optimizer, update: RunningStep) -> None:
-        owner = self._owners[optimizer]
-        owner.clears = update.show_after(clears=owner.clears)
 
     @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -91,17 +91,6 @@ class RunningStep(WeightUpdate):
             self._counts.put_back()
             self._counts = None
 
-    def show_after(self, *, clears: bool | None) -> bool | None:
-        """Give hidden gradients back after the optimizer's update; ``clears`` as in `Owner`, before and after this step."""
-        cleared = self.has_cleared()
-        if cleared is None:
-            self.show(cleared=bool(clears))
-            return clears
-        self.show(cleared=cleared)
-        if clears is False:
-            return False
-        return cleared
-
     def has_cleared(self) -> bool | None:
         """Return whether the step has cleared the gradients that it found; `None` if it found none."""
         if self.witness is None:

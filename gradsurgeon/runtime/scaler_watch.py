@@ -33,7 +33,8 @@ class Scaling:
     def __init__(self, scaler: GradScaler | None, guard: Guard) -> None:
         self._guard = guard
         self._named = None if scaler is None else weakref.ref(scaler)
-        self._losses_scaled = False
+        # Whether a loss of the running pass may have been scaled.
+        self.in_use = False
         # Backward passes that began at a scaled loss, by graph task.
         self._passes: dict[int, Tensor] = {}
         # The scalers that are stepping an optimizer, or about to skip its step.
@@ -48,7 +49,7 @@ class Scaling:
         """Mark losses that a scaler has scaled: their backward passes carry its scale."""
         if not self._concerns(scaler):
             return
-        self._losses_scaled = True
+        self.in_use = True
         scaling_ref = weakref.ref(self)
         scaler_ref = weakref.ref(scaler)
 
@@ -74,11 +75,6 @@ class Scaling:
         """Record a pass that gets its gradients from the pass around it."""
         if outer in self._passes:
             self._passes[inner] = self._passes[outer]
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a loss of the running pass may have been scaled."""
-        return self._losses_scaled
 
     def pop_scale(self, tasks: Sequence[int]) -> Tensor | None:
         """Return the scale on the gradients of a finished pass, given its task numbers."""

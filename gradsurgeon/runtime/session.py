@@ -266,7 +266,13 @@ class Session(RecordQueries):
     def __repr__(self) -> str:
         attachment = self._attachment
         plan = self.plan
-        words = [f"step {self.step}", *attachment.limits()]
+        words = [f"step {self.step}"]
+        if attachment.removed:
+            words.append("removed")
+        elif attachment.context.paused:
+            words.append("paused")
+        if attachment.context.mode == "observe":
+            words.append("observing only")
         # A cut by a trap is no trip.
         cutting = {rule.id for rule in plan.rules.rules if rule.edits}
         traps = [event for event in attachment.events if is_trip(event, cutting)]
