@@ -237,11 +237,11 @@ class CheckEffect(Effect):
         rule = self.rule.id
         text = finding.text.format(names=shorten_prefix(names), it=it)
         if finding.is_fact:
-            tell = partial(self.log.emit, "fact", rule=rule, step=step, name=names[0])
+            tell = partial(self.emit, "fact", step=step, name=names[0])
             self._tell_fact(text, finding.source, tell)
             return
         message = f"{self.context.place(step, rule)}: {text}"
-        self.log.count_changed(rule, 1)
+        self.count_changed(1)
         keys = {}
         source = finding.source
         if source is not None:
@@ -250,7 +250,7 @@ class CheckEffect(Effect):
             if not self._raises:
                 line = self._facts.kept.loss_line
                 await_line(line, source, self.context, rule, step, warns=False)
-        self.log.emit("check", message, rule=rule, step=step, name=names[0], facts=keys)
+        self.emit("check", message, step=step, name=names[0], facts=keys)
         if self._raises:
             error = CheckError(message, rule=rule, step=step, rank=_dist.rank(), name=names[0])
             self.log.raise_later(error)

@@ -39,12 +39,11 @@ class NormEdit(Effect):
         return _numbers.on_values(lambda values: _times(values, factor), tensor)
 
     def _count(self, norm: Tensor, factor: float | Tensor, step: int) -> None:
-        rule = self.rule.id
-        self.log.count_fired(rule, step)
-        self.log.count_changed(rule, factor < 1.0)
+        self.count_fired(step)
+        self.count_changed(factor < 1.0)
         if not isinstance(factor, float) or factor == 1.0:
             nonfinite = norm.isfinite().logical_not_()
-            self.log.emit_if(nonfinite, LEFT_ALONE, rule=rule, step=step)
+            self.log.emit_if(nonfinite, LEFT_ALONE, rule=self.rule.id, step=step)
 
     def act(self, gradients: Gradients, bound: Bound) -> None:
         having = gradients.having(bound.indices)
@@ -58,7 +57,7 @@ class NormEdit(Effect):
             self._shorten(gradients, indices, bound.counter.step)
         if having:
             step = bound.counter.step
-            fired = partial(self.log.count_fired, self.rule.id, step, len(having))
+            fired = partial(self.count_fired, step, len(having))
             when_made(gradients.outcome, fired)
 
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
@@ -94,9 +93,8 @@ class NormEdit(Effect):
         norms: Tensor,
         step: int,
     ) -> None:
-        rule = self.rule.id
         factors = by_norm.factor(norms)
-        is_counted = gradients.shorten(rule, indices, factors)
+        is_counted = gradients.shorten(self.rule.id, indices, factors)
         outcome = gradients.outcome
         if is_counted:
             when_made(outcome, partial(self._mention_nonfinite, norms, step))
@@ -105,7 +103,7 @@ class NormEdit(Effect):
         def count(norms: Tensor) -> None:
             self._mention_nonfinite(norms, step)
             shorter = by_norm.factor(norms).expand(len(indices)) < 1.0
-            self.log.count_changed(rule, shorter.sum())
+            self.count_changed(shorter.sum())
 
         # Events and counts are computed on the host; norms of a device arrive there later.
         when_made(outcome, partial(self.log.when_read, norms, count))
@@ -113,7 +111,7 @@ class NormEdit(Effect):
     def _mention_nonfinite(self, norms: Tensor, step: int) -> None:
         # A sum of float32 numbers does not overflow in Python.
         if not math.isfinite(sum(norms.tolist())):
-            self.log.emit("notice", LEFT_ALONE, rule=self.rule.id, step=step)
+            self.emit("notice", LEFT_ALONE, step=step)
 
 
 def _times(values: Tensor, factor: float | Tensor) -> Tensor:
@@ -136,5 +134,5 @@ class Hide(Effect):
             when_judged(gradients.outcome, partial(self._count, len(indices), bound.counter.step))
 
     def _count(self, number: int, step: int) -> None:
-        self.log.count_changed(self.rule.id, number)
-        self.log.count_fired(self.rule.id, step, number)
+        self.count_changed(number)
+        self.count_fired(step, number)

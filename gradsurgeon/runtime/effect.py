@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -101,6 +102,10 @@ class Effect:
         self.rule = rule
         self.context = context
         self.log = context.event_log
+        self.count_fired = partial(self.log.count_fired, rule.id)
+        self.count_changed = partial(self.log.count_changed, rule.id)
+        self.emit = partial(self.log.emit, rule=rule.id)
+        self.notice_once = partial(self.log.notice_once, rule=rule.id)
         self.indices = indices
         self.compiled = compiled
         self._has_ramps = isinstance(rule, EditRule) and bool(rule.ramps)

@@ -50,7 +50,7 @@ class ElementEdit(Effect):
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         apply = self._apply_at(origin.name, origin.index, origin.step, tensor)
         if not origin.is_again:
-            self.log.count_fired(self.rule.id, origin.step)
+            self.count_fired(origin.step)
             if self.context.mode == "observe":
                 self._count_changed(unscaled(tensor, origin.scale), apply)
         return _numbers.on_values(in_true_units(apply, origin.scale), tensor)
@@ -79,7 +79,7 @@ class ElementEdit(Effect):
             part.copy_(_numbers.on_values(apply, part))
         if together:
             self.edit_in_place([*together], [*together.values()], step)
-        self.log.count_fired(self.rule.id, step, len(indices))
+        self.count_fired(step, len(indices))
 
     def edit_in_place(self, indices: Sequence[int], tensors: Sequence[Tensor], step: int) -> None:
         """Edit whole tensors of parameters without other owners, by the form for many tensors."""
@@ -117,7 +117,7 @@ class ElementEdit(Effect):
         with torch.no_grad():
             elements = _numbers.values(grad)
             changes = _numbers.differs(elements, apply(elements)).any()
-        self.log.count_changed(self.rule.id, changes)
+        self.count_changed(changes)
 
 
 def _check_result(values: Tensor, edited: object) -> None:

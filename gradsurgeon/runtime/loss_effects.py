@@ -134,18 +134,16 @@ class LossEffect(Effect):
                 compared[prefix + pair] = numbers
         for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
             self._record(due, stat, tuple(compared), torch.tensor(values, device="cpu"))
-        self.log.count_fired(due.rule.id, due.step)
+        self.count_fired(due.step)
 
     def _weigh(
         self, due: DueLossRule, combination: Combination, given: Contributions
     ) -> dict[str, float]:
         """Return the weight of each sender and record it; empty if there are no weights."""
-        rule = self.rule.id
         step = due.step
-        event_log = self.log
         # Other rules may have compared the same gradients.
         products = due.products(given, due.params.values())
-        event_log.count_fired(rule, step)
+        self.count_fired(step)
         are_finite = products.diagonal().isfinite().tolist()
         nonfinite = []
         for sender, is_finite in zip(due.senders, are_finite, strict=True):
@@ -154,15 +152,13 @@ class LossEffect(Effect):
         if nonfinite:
             # Under `SyncBatchNorm`, one non-finite loss makes the gradients of all losses non-finite.
             some = " or ".join(nonfinite)
-            event_log.notice_once(
-                f"loss {some}", _NONFINITE.format(some=some), rule=rule, step=step
-            )
+            self.notice_once(f"loss {some}", _NONFINITE.format(some=some), step=step)
             return {}
         weights, problem = self._solved(due, combination, products)
         if not weights.isfinite().all():
             names = ", ".join(map(printable, due.senders))
             text = _UNSOLVED.format(names=names, problem=problem)
-            event_log.notice_once("weights", text, rule=rule, step=step, warn=True)
+            self.notice_once("weights", text, step=step, warn=True)
             return {}
         self._record(due, "weight", due.senders, weights)
         change = weights - 1.0
@@ -172,7 +168,7 @@ class LossEffect(Effect):
         if total:
             distance = moved / total
         self._record(due, "distance", ("combined",), torch.tensor([distance], device="cpu"))
-        event_log.count_changed(rule, int(moved > 0.0))
+        self.count_changed(int(moved > 0.0))
         return dict(zip(due.senders, map(float, weights), strict=True))
 
     def _solved(

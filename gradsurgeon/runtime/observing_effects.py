@@ -66,11 +66,11 @@ class Record(Effect):
             return tensor
         if _dist.is_sharded(tensor):
             step = origin.counter().step
-            self.log.notice_once("sharded", _SHARDED, rule=self.rule.id, step=step, warn=True)
+            self.notice_once("sharded", _SHARDED, step=step, warn=True)
             return tensor
         true = unscaled(tensor, origin.scale).detach()
         self.context.recorder.observe(self.rule, origin.name, origin.step, true)
-        self.log.count_fired(self.rule.id, origin.step)
+        self.count_fired(origin.step)
         return tensor
 
     def act(self, gradients: Gradients, bound: Bound) -> None:
@@ -81,7 +81,7 @@ class Record(Effect):
         if not indices:
             return
         self._record(gradients, bound, indices)
-        fired = partial(self.log.count_fired, self.rule.id, step, len(indices))
+        fired = partial(self.count_fired, step, len(indices))
         when_judged(gradients.outcome, fired)
 
     def _record(self, gradients: Gradients, bound: Bound, indices: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ class Record(Effect):
         if not awaiting or self.context.recorder.shared.together:
             return indices
         text = _AWAITING.format(names=shorten_names(self.context.names_of(awaiting)))
-        self.log.notice_once("awaiting", text, rule=self.rule.id, step=step)
+        self.notice_once("awaiting", text, step=step)
         return [index for index in indices if index not in awaiting]
 
 
@@ -118,7 +118,7 @@ class RecordContributions(Record):
         if origin.logged is not None:
             true = unscaled(tensor, origin.scale)
             origin.logged[self.rule.id][origin.index] = _kept(self.stats, true)
-            self.log.count_fired(self.rule.id, origin.step)
+            self.count_fired(origin.step)
         return tensor
 
     def after_pass(self, done: BackwardPass, bound: Bound) -> None:

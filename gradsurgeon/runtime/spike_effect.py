@@ -150,7 +150,7 @@ class SpikeEffect(Trap):
         judged = self._judged.get(bound.counter)
         if judged is not None:
             self._cut(gradients, judged, bound.counter.step)
-        fired = partial(self.log.count_fired, self.rule.id, bound.counter.step, len(indices))
+        fired = partial(self.count_fired, bound.counter.step, len(indices))
         when_made(gradients.outcome, fired)
 
     def _cut(self, gradients: Gradients, judged: JudgedNorms, step: int) -> None:
@@ -163,13 +163,12 @@ class SpikeEffect(Trap):
         self, judged: JudgedNorms, indices: Sequence[int], step: int, *, is_counted: bool = False
     ) -> None:
         """Report norms above the bound, and count what they cut."""
-        rule = self.rule.id
 
         def tell(numbers: Tensor) -> None:
             norms, passed, _ = judged.read(numbers)
             if not all(math.isfinite(norm) for norm in norms):
                 text = LEFT_ALONE.replace("gradient", self.noun)
-                self.log.emit("notice", text, rule=rule, step=step)
+                self.emit("notice", text, step=step)
             shortened = [norm for norm, bound in zip(norms, passed, strict=True) if bound < norm]
             if not shortened:
                 return
@@ -177,15 +176,13 @@ class SpikeEffect(Trap):
                 self.names, judged, numbers, self.noun, acts=self.context.mode == "act"
             )
             warns = not self.edits
-            self.log.emit(
-                "spike", text, rule=rule, step=step, name=name, warn=warns, quiet=not warns
-            )
+            self.emit("spike", text, step=step, name=name, warn=warns, quiet=not warns)
             if is_counted:
                 return
             number = len(indices) if judged.spikes.over_rule else len(shortened)
             if warns:
                 number = 1
-            self.log.count_changed(rule, number)
+            self.count_changed(number)
 
         self.log.when_read(judged.to_be_read(), tell)
 

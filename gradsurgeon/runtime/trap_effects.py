@@ -86,7 +86,7 @@ class NonfiniteTrap(Trap):
         objecting = [objection.rule for objection in update.heard.objections]
         if names and (update.heard.unanimous or rule not in objecting):
             text = _REPAIRED.format(number=len(names), names=shorten_names(names))
-            self.log.emit("notice", text, rule=rule, step=update.step, name=names[0])
+            self.emit("notice", text, step=update.step, name=names[0])
 
 
 class ThresholdTrap(Trap):
@@ -138,7 +138,7 @@ class TensorTrap(Trap):
     def on_tensor(self, tensor: Tensor, origin: Origin) -> Tensor:
         if not origin.is_again:
             self._add(self._flag(tensor, origin, is_fed=origin.is_gradient))
-            self.log.count_fired(self.rule.id, origin.step)
+            self.count_fired(origin.step)
         elif not origin.is_gradient and not self._is_known(origin.name):
             self._add(self._flag(tensor, origin, is_fed=True))
         return tensor
@@ -201,12 +201,11 @@ class TensorTrap(Trap):
         return _counted(wanted)
 
     def _mention(self, dropped: Iterable[tuple[Flag, int]]) -> None:
-        rule = self.rule.id
         for flag, count in dropped:
             if count:
                 text = _IN_VAIN.format(what=flag.what, name=flag.name, count=spelled(count))
                 step = flag.counter().step
-                self.log.emit("notice", text, rule=rule, step=step, name=flag.name)
+                self.emit("notice", text, step=step, name=flag.name)
 
 
 def _counted(flags: Sequence[Flag]) -> list[tuple[Flag, int]]:

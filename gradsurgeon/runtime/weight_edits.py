@@ -46,7 +46,7 @@ class WeightEdit(AfterUpdate, ElementEdit):
         for chunk in _in_chunks(together):
             self._edit_together(chunk, step)
         if updated:
-            fired = partial(self.log.count_fired, self.rule.id, step, len(updated))
+            fired = partial(self.count_fired, step, len(updated))
             when_made(update.outcome, fired)
 
     def _edit_together(self, weights: Sequence[_Weight], step: int) -> None:
@@ -116,7 +116,7 @@ class UpdateSpikes(AfterUpdate, SpikeEffect):
             for move, factor in zip(moves, each, strict=True):
                 _shorten(*move, factor)
         count = len(indices) if self.edits else 1
-        when_made(outcome, partial(self.log.count_fired, self.rule.id, step, count))
+        when_made(outcome, partial(self.count_fired, step, count))
         when_made(outcome, partial(self._tell, judged, indices, step))
 
 

@@ -90,7 +90,7 @@ class RecordWeights(AfterUpdate):
             for key, numbers in by_column(keys, values, are_parts=are_shared):
                 add = partial(recorder.add, key, step, columns, numbers, replace=False, grads=grads)
                 when_made(update.outcome, add)
-        fired = partial(self.log.count_fired, self.rule.id, step, len(params))
+        fired = partial(self.count_fired, step, len(params))
         when_made(update.outcome, fired)
 
 
@@ -122,7 +122,7 @@ class RecordState(RecordWeights):
             kept = ", ".join([f"`state.{other}`" for other in others]) or "nothing"
             text = f"{kind} keeps no `state.{name}` of {shorten_names(lacking)}: it keeps {kept}"
             step = bound.counter.step
-            self.log.notice_once(f"state of {kind}", text, rule=self.rule.id, step=step, warn=True)
+            self.notice_once(f"state of {kind}", text, step=step, warn=True)
         return found
 
 
