@@ -89,6 +89,8 @@ class EventLog:
     ) -> None:
         self._listener: Callable[[Event], None] | None = None
         self._on_event = on_event
+        # Returns the step of an event that names none.
+        self.now: Callable[[], int] = int
         # The launcher shows lines by itself: a script may silence warnings and logging, or turn warnings into errors.
         self._say = say
         self._said = set[str]()
@@ -128,7 +130,7 @@ class EventLog:
         message: str,
         *,
         rule: str = "",
-        step: int = 0,
+        step: int | None = None,
         name: str = "",
         warn: bool = False,
         quiet: bool = False,
@@ -141,6 +143,8 @@ class EventLog:
         A trap that stops the training is reported by its exception alone: ``quiet`` logs at INFO, ``loud`` at WARNING.
         ``facts`` are further keys of the event. The launcher shows ``shown`` instead of the message.
         """
+        if step is None:
+            step = self.now()
         self._note(Event(kind, rule, step, _dist.rank(), name, message, **facts))
         topic, level = _TOPICS.get(kind, ("", logging.INFO))
         if topic:
@@ -248,7 +252,7 @@ class EventLog:
         return errors
 
     def notice_once(
-        self, topic: str, message: str, *, rule: str = "", step: int = 0, **options: Any
+        self, topic: str, message: str, *, rule: str = "", step: int | None = None, **options: Any
     ) -> None:
         """Emit a notice unless one of this topic and rule was emitted; ``options`` are those of `emit`."""
         with self._lock:

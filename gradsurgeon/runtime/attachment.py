@@ -49,6 +49,7 @@ class Attachment:
     ) -> None:
         matched = [len(plan.of(rule.id)) for rule in plan.rules.rules]
         event_log = EventLog(plan.rules.rules, matched, options.on_event, options.say)
+        event_log.now = lambda: self.step
         recorder = Recorder(
             Records(),
             event_log,
@@ -103,7 +104,7 @@ class Attachment:
         if effects.modules and _torch.forget_compiled_code():
             rules = [site.rule.id for site in effects.sites if site.rule.target == "modules"]
             text = _RECOMPILED.format(rules=", ".join(rules))
-            self.context.event_log.emit("notice", text, step=self.step, warn=True)
+            self.context.event_log.emit("notice", text, warn=True)
 
     @_live.uncollected()
     def remove(self, error: BaseException | None = None) -> None:
@@ -151,10 +152,10 @@ class Attachment:
         is_failing = error is not None or sys.exc_info()[1] is not None
         warn = self.controller.is_idle and not is_failing
         for rule_id, text in never:
-            context.event_log.emit("never-fired", text, rule=rule_id, step=self.step, warn=warn)
+            context.event_log.emit("never-fired", text, rule=rule_id, warn=warn)
         # Torch gave up on compiling loops around a graph break, and does not retry without this.
         if self.controller.effects.modules and _torch.forget_compiled_code():
-            context.event_log.emit("notice", _COMPILED_AGAIN, step=self.step)
+            context.event_log.emit("notice", _COMPILED_AGAIN)
 
     def _why_never(self, due: int, cause: str) -> str:
         """Return the final message on a rule that never fired, though it was due in some steps."""

@@ -75,7 +75,7 @@ class Context:
         self.counters = StepCounters(self.names, options.start_step)
         # The launcher applied the rules: the script has no session.
         self.outside = options.beside
-        self.refusals = Refusals(event_log, self.rules, self.counters, lenient=options.lenient)
+        self.refusals = Refusals(event_log, self.rules, lenient=options.lenient)
         # Whether the session was told to pause.
         self.is_paused = False
         # The name of the model, if the process has several.

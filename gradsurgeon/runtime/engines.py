@@ -49,7 +49,7 @@ class Engines:
         if self._watch.is_blind:
             for controller in self._controllers():
                 context = controller.context
-                context.event_log.notice_once("engine", _BLIND, step=context.counters.latest)
+                context.event_log.notice_once("engine", _BLIND)
 
     def _before_update(self, engine: Engine) -> None:
         for controller in self._controllers():
@@ -71,8 +71,7 @@ def _meet(controller: Controller, engine: Engine) -> StepCounter | None:
             if engine.may_leave_out:
                 _refuse(context, controller.effects, engine)
             context.parameters.elsewhere = engine
-            step = context.counters.latest
-            context.event_log.notice_once("engine", ENGINE_NOTE, step=step)
+            context.event_log.notice_once("engine", ENGINE_NOTE)
             context.ranks.look_again()
         return owner.counter
     return None

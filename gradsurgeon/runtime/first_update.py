@@ -73,10 +73,7 @@ def mention_scales(context: Context, effects: Effects, optimizer: Optimizer) -> 
             continue
         if _cancels(rule, optimizer):
             text = _CANCELS.format(optimizer=type(optimizer).__name__, factor=rule.factor)
-            step = context.counters.latest
-            context.event_log.notice_once(
-                "cancels", text, rule=rule.id, step=step, warn=context.outside
-            )
+            context.event_log.notice_once("cancels", text, rule=rule.id, warn=context.outside)
 
 
 def _cancels(rule: Scale, optimizer: Optimizer) -> bool:

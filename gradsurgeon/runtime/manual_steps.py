@@ -86,7 +86,7 @@ class ManualSteps:
         self._refuse_rules()
         context = self._context
         self._effects.let_skips_warn(_NO_SKIP)
-        context.event_log.notice_once("manual", _NOTICE, step=context.counters.latest)
+        context.event_log.notice_once("manual", _NOTICE)
 
     def _refuse_rules(self) -> None:
         freezes = [effect.rule.id for effect in self._effects.on_params("step") if effect.holds]

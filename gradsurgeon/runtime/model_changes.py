@@ -95,8 +95,7 @@ class ModelChanges:
     def after_step(self, counter: StepCounter) -> None:
         self._begun = True
         if self._model() is None:
-            step = self._context.counters.latest
-            self._context.event_log.notice_once("container", _CONTAINER, step=step, warn=True)
+            self._context.event_log.notice_once("container", _CONTAINER, warn=True)
         if self._grown:
             self._grown = False
             self.compare()
@@ -205,7 +204,6 @@ class ModelChanges:
 
     def _emit_new_names(self, model: nn.Module, unknown: set[str], *, warn: bool) -> None:
         indexes = name_indexes(from_model(model))
-        step = self._context.counters.latest
         for rule in self._plan.rules.rules:
             if rule.target not in indexes or not self._plan.of(rule.id):
                 continue
@@ -214,7 +212,7 @@ class ModelChanges:
             if gained:
                 noun = index.noun if len(gained) == 1 else f"{index.noun}s"
                 text = _NEW.format(count=f"{len(gained)} {noun}", examples=examples(gained))
-                self._context.event_log.emit("notice", text, rule=rule.id, step=step, warn=warn)
+                self._context.event_log.emit("notice", text, rule=rule.id, warn=warn)
         self._known |= unknown
 
     def _emit(
@@ -224,9 +222,8 @@ class ModelChanges:
         if not names:
             return
         event_log = self._context.event_log
-        step = self._context.counters.latest
         for name in names:
-            event_log.emit(kind, f"{noun}{printable(name)} {text}", step=step, name=name)
+            event_log.emit(kind, f"{noun}{printable(name)} {text}", name=name)
         if warn:
             each = ": each" if len(names) > 1 else ""
             event_log.warn(f"{noun}{shorten_names(names)}{each} {text}")

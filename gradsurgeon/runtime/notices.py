@@ -114,7 +114,6 @@ class Notices:
 
     def warn_of_unowned(self) -> None:
         """Report, once per rule, parameters that get gradients but that no stepped optimizer owns."""
-        step = self._context.counters.latest
         settled = {index for index in self._without_owner() if self._unowned[index] >= SETTLED}
         if not settled:
             return
@@ -131,7 +130,7 @@ class Notices:
             was_due = cause or rule not in self._log.silent
             if indices and was_due and cause != _UNOWNED:
                 text = _NO_OPTIMIZER.format(names=shorten_names(self._context.names_of(indices)))
-                self._log.notice_once("unowned", text, rule=rule, step=step, warn=True)
+                self._log.notice_once("unowned", text, rule=rule, warn=True)
 
     def count_due(
         self, counter: StepCounter, outcome: DeviceOutcome | None = None, *, owned: bool

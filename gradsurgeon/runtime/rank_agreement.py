@@ -157,7 +157,7 @@ class RankAgreement:
                 roll.channel.close()
 
     def _warn(self, text: str) -> None:
-        self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
+        self._context.event_log.emit("notice", text, warn=True)
 
     def check_norms(self, counter: StepCounter, due: Due) -> None:
         """Warn once per rule whose norm differs by rank; refuse a `spike-trap` that would stop by such a norm."""
@@ -246,7 +246,7 @@ class RankAgreement:
                 f"would drift apart if a step is skipped or a final gradient edited; {REMEDY}"
             )
         text = f"{roll.lacking}: this rank decides alone, and {UNRECORDED}"
-        context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
+        context.event_log.emit("notice", text, warn=True)
         return None
 
     def _fingerprint(self, *, shared: bool) -> str:

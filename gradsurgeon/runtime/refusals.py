@@ -17,7 +17,6 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.common.events import NO_RULE_ACTS, OUR_FAULT
 from gradsurgeon.errors import BindError, GradSurgeonError, TrapError, printable, shorten_names
 from gradsurgeon.records.event_log import EventLog
-from gradsurgeon.runtime.step_counters import StepCounters
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
@@ -103,7 +102,6 @@ class Refusals(Guard):
         self,
         event_log: EventLog,
         rules: Iterable[Rule],
-        counters: StepCounters,
         *,
         lenient: bool,
     ) -> None:
@@ -112,7 +110,6 @@ class Refusals(Guard):
         self._rules = [rule.id for rule in rules]
         # The rules that never act again.
         self.resting: set[str] = set()
-        self._counters = counters
         self._last_acts: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._abstained = False
         # Whether all rules rest, so the session does nothing more.
@@ -183,7 +180,7 @@ class Refusals(Guard):
             text = f"{shorten_names([*rules])} {text}"
         self._event_log.warn(text, rule=rule)
         with suppress(Exception):
-            self._event_log.emit("notice", text, rule=rule, step=self._counters.latest)
+            self._event_log.emit("notice", text, rule=rule)
 
 
 def reason(error: Exception) -> str:

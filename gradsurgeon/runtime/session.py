@@ -60,7 +60,7 @@ class Session(RecordQueries):
         context = self._attachment.context
         context.is_paused = True
         if context.ranks.are_several:
-            context.event_log.notice_once("paused", _PAUSED, step=self.step)
+            context.event_log.notice_once("paused", _PAUSED)
 
     def resume(self) -> None:
         """Resume the rules after `pause()`."""

@@ -91,7 +91,7 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     controller.training.device.settle()
     mismatches = list(_resume(controller, sound))
     for rule, text in mismatches:
-        context.event_log.emit("notice", text, rule=rule, step=context.counters.latest, warn=True)
+        context.event_log.emit("notice", text, rule=rule, warn=True)
     return end
 
 
