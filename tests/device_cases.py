@@ -41,7 +41,7 @@ from benchmarks.toy_device import (
     watchers,
 )
 from gradsurgeon.runtime import device_policy
-from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.training import Training
 from gradsurgeon.tensors import _nonfinite, _numbers, _projection, _torch, measure
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -158,13 +158,13 @@ class Branches(nn.Module):
 
 def two_threads() -> Json:
     sys.setswitchinterval(1e-6)
-    begins = Controller.backward_started
+    begins = Training.backward_started
 
-    def slowly(self: Controller, graph: BackwardGraph) -> None:
+    def slowly(self: Training, graph: BackwardGraph) -> None:
         time.sleep(0.002)  # so that both threads come before the pass is known
         begins(self, graph)
 
-    Controller.backward_started = slowly  # type: ignore[method-assign]
+    Training.backward_started = slowly  # type: ignore[method-assign]
     found: Json = {"events": [], "steps": [], "rows": []}
     for _ in range(6):
         model = Branches()
@@ -185,7 +185,7 @@ def two_threads() -> Json:
                     for rule in ("back", "norms")
                 ]
             )
-    Controller.backward_started = begins  # type: ignore[method-assign]
+    Training.backward_started = begins  # type: ignore[method-assign]
     return found
 
 

@@ -114,6 +114,10 @@ class Effect:
         self.may_overflow = rule.may_overflow
         self.stats: Sequence[str] = compiled.statistics if isinstance(compiled, Observer) else ()
         self.moment: str = rule.point
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what a derived effect keeps."""
 
     def compiled_at(self, step: int) -> Any:
         """Return what the rule compiles to in an update: some numbers change with it."""

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import At, Edit, MaskedUpdate, Rule, Shard
+from gradsurgeon.actions import At, Edit, MaskedUpdate, Shard
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.origin import Origin
@@ -136,10 +135,7 @@ class MaskedEdit(ElementEdit):
     holds = True
     compiled: MaskedUpdate
 
-    def __init__(
-        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: MaskedUpdate
-    ) -> None:
-        super().__init__(rule, context, indices, compiled)
+    def prepare(self) -> None:
         # The parameters of the updates that run: which elements train, and copies of weight and state.
         self._held: dict[StepCounter, list[_Held]] = {}
 

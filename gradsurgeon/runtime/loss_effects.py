@@ -92,17 +92,10 @@ class LossEffect(Effect):
     rule: LossRule
     compiled: Combination | LossComparison
 
-    def __init__(
-        self,
-        rule: LossRule,
-        context: Context,
-        indices: tuple[int, ...],
-        compiled: Combination | LossComparison,
-    ) -> None:
-        super().__init__(rule, context, indices, compiled)
+    def prepare(self) -> None:
         self.moment = "losses"
         # Whether it replaces gradients by others.
-        self.combines = context.mode == "act" and isinstance(compiled, Combination)
+        self.combines = self.context.mode == "act" and isinstance(self.compiled, Combination)
         # Whether the gradients of single losses were verified to add up to the gradient of their sum.
         self.needs_no_check = False
         # The step of the last call that combined, and the number of the call within this step.

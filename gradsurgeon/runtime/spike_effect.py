@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import Rule, Spikes
+from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import shorten_names
-from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.device_outcome import when_made
 from gradsurgeon.runtime.effect import Bound, WeightUpdate, places_among
 from gradsurgeon.runtime.gradients import LEFT_ALONE, Gradients
@@ -45,15 +44,12 @@ class SpikeEffect(Trap):
     noun = "gradient"
     compiled: Spikes
 
-    def __init__(
-        self, rule: Rule, context: Context, indices: tuple[int, ...], spikes: Spikes
-    ) -> None:
-        super().__init__(rule, context, indices, spikes)
-        self.edits = rule.edits
-        self.per = "rule" if spikes.over_rule else "parameter"
+    def prepare(self) -> None:
+        self.edits = self.rule.edits
+        self.per = "rule" if self.compiled.over_rule else "parameter"
         # The names of what has a statistic, by the numbers in `RunningStatistic.indices`; losses get theirs as they come.
-        self.names = [*context.names]
-        if rule.judges_losses:
+        self.names = [*self.context.names]
+        if self.rule.judges_losses:
             self.per = "loss"
             self.names = []
         # By parameter. Parameters that share a counter share a statistic.

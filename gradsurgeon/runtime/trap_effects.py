@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from gradsurgeon.actions import Decision, Rule, Spikes
+from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.errors import BindError, shorten_names
-from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import Bound, Effect, Findings
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.origin import Origin
@@ -119,16 +118,12 @@ class TensorTrap(Trap):
 
     votes = True
 
-    def __init__(
-        self,
-        rule: Rule,
-        context: Context,
-        indices: tuple[int, ...],
-        decision: Decision,
-    ) -> None:
-        super().__init__(rule, context, indices, decision)
-        if decision.statistic != NONFINITE:
-            text = _ONLY_NONFINITE.format(rule=rule.id, statistic=decision.statistic)
+    compiled: Decision
+
+    def prepare(self) -> None:
+        statistic = self.compiled.statistic
+        if statistic != NONFINITE:
+            text = _ONLY_NONFINITE.format(rule=self.rule.id, statistic=statistic)
             raise BindError([text])
         # The flags since the last update, in the order in which their tensors appeared.
         self._flags: list[Flag] = []

@@ -69,7 +69,7 @@ class Trip:
 
     @property
     def _gives_up(self) -> bool:
-        return self.in_a_row >= self.trap.compiled.patience
+        return bool(self.in_a_row >= self.trap.compiled.patience)
 
     @property
     def _is_forced(self) -> bool:

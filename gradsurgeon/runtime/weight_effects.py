@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.errors import shorten_names
-from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.device_outcome import when_made
 from gradsurgeon.runtime.effect import Bound, Effect, WeightUpdate
 from gradsurgeon.runtime.observing_effects import by_column
@@ -25,11 +22,9 @@ SAMPLE = 16384
 class AfterUpdate(Effect):
     """Looks at weights, or at their changes, where an update took place."""
 
-    def __init__(
-        self, rule: Rule, context: Context, indices: tuple[int, ...], compiled: Any
-    ) -> None:
-        super().__init__(rule, context, indices, compiled)
-        self._of_changes = rule.ref.side == "update"
+    def prepare(self) -> None:
+        super().prepare()
+        self._of_changes = self.rule.ref.side == "update"
         # Maps each parameter to what is kept of it before the update that runs now; empty if only weights matter.
         self._before: dict[StepCounter, dict[int, Tensor]] = {}
 
