@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.actions import Examination, Rule
+from gradsurgeon.actions import Examination
 from gradsurgeon.actions.checks.base import Check, Finding, LossSource, Model, Pass, Update
 from gradsurgeon.actions.checks.ranks_check import topic_of
 from gradsurgeon.common.diagnosis import Line
@@ -67,32 +67,29 @@ class ModelFacts:
 class CheckEffect(Effect):
     """Shows passes and updates to a check. All optimizers share it: some faults show in how their updates alternate."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        context: Context,
-        indices: tuple[int, ...],
-        examination: Examination,
-        facts: ModelFacts,
-    ) -> None:
-        super().__init__(rule, context, indices, None)
+    compiled: Examination
+
+    def prepare(self) -> None:
         self.moment = "check"
-        self.check = examination.check
-        self._raises = examination.then == "raise"
-        self._facts = facts
-        # What each moment has.
-        self._always: dict[str, Any] = {
-            "members": indices,
-            "model": facts.model,
-            "find": context.parameters.params,
-            "find_weights": context.parameters.weights,
-            "find_grads": context.parameters.grads,
-        }
-        self._topic = topic_of(rule.id, context.names)
+        self.check = self.compiled.check
+        self._raises = self.compiled.then == "raise"
+        self._topic = topic_of(self.rule.id, self.context.names)
         # The findings that were reported: cause and name.
         self._reported: set[tuple[str, str]] = set()
         # Facts whose line a pass may still show, with what makes an event of each.
         self._waiting_facts: dict[str, Callable[[str], object]] = {}
+
+    def know(self, facts: ModelFacts) -> None:
+        self._facts = facts
+        parameters = self.context.parameters
+        # What each moment has.
+        self._always: dict[str, Any] = {
+            "members": self.indices,
+            "model": facts.model,
+            "find": parameters.params,
+            "find_weights": parameters.weights,
+            "find_grads": parameters.grads,
+        }
 
     def has(self, method: str, counter: StepCounter) -> bool:
         if not hasattr(Check, method):

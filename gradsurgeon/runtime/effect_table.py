@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradsurgeon.actions import (
     ByNorm,
     Combination,
-    Decision,
     Edit,
     EditRule,
     Examination,
     LossComparison,
     LossRule,
     MaskedUpdate,
-    Observer,
     Rule,
     Spikes,
     in_order,
 )
-from gradsurgeon.actions._effects import Copies, Hidden
+from gradsurgeon.actions._effects import Copies, Hidden, Judgement
 from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.language.planning import Plan
 from gradsurgeon.runtime.check_effects import CheckEffect, ModelFacts
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.editing_effects import Hide, NormEdit
 from gradsurgeon.runtime.effect import Effect
-from gradsurgeon.runtime.effects import Effects, ModuleEffects
+from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.element_edits import ElementEdit, MaskedEdit
 from gradsurgeon.runtime.loss_effects import LossEffect
 from gradsurgeon.runtime.loss_spikes import LossSpikes
@@ -36,59 +34,48 @@ from gradsurgeon.runtime.spike_effect import SpikeEffect
 from gradsurgeon.runtime.trap_effects import NONFINITE, NonfiniteTrap, TensorTrap, ThresholdTrap
 from gradsurgeon.runtime.weight_edits import UpdateSpikes, WeightEdit
 from gradsurgeon.runtime.weight_effects import RecordState, RecordWeights
-from gradsurgeon.tensors.statistics import columns_of
 
-_SEVERAL = "is several numbers, and a trap judges one: use another statistic, such as `l2`, or `norm-log` to record it"
-_Make = Callable[[Rule, Context, tuple[int, ...], Any], Effect]
-
-
-def _trap(rule: Rule, context: Context, indices: tuple[int, ...], decision: Decision) -> Effect:
-    if len(columns_of(decision.statistic)) > 1:
-        raise BindError([f"rule {rule.id}: {decision.statistic} {_SEVERAL}"])
-    if rule.target != "params":
-        return TensorTrap(rule, context, indices, decision)
-    if decision.statistic == NONFINITE:
-        return NonfiniteTrap(rule, context, indices, decision)
-    return ThresholdTrap(rule, context, indices, decision)
-
-
-def _record(rule: Rule, context: Context, indices: tuple[int, ...], observer: Observer) -> Effect:
-    kind: type[Effect] = Record
-    if rule.target == "params" and not rule.ref.grad:
-        kind = RecordState if rule.ref.side == "state" else RecordWeights
-    elif rule.target == "params" and rule.point == "backward":
-        kind = RecordContributions
-    elif observer.joins:
-        kind = RecordTogether
-    return kind(rule, context, indices, observer)
-
-
-def _edit(rule: Rule, context: Context, indices: tuple[int, ...], edit: Edit) -> Effect:
-    if rule.target == "params" and rule.point == "updated":
-        return WeightEdit(rule, context, indices, edit)
-    return ElementEdit(rule, context, indices, edit)
-
-
-def _spikes(rule: Rule, context: Context, indices: tuple[int, ...], spikes: Spikes) -> Effect:
-    if rule.judges_losses:
-        return LossSpikes(rule, context, indices, spikes)
-    if rule.point == "updated":
-        return UpdateSpikes(rule, context, indices, spikes)
-    return SpikeEffect(rule, context, indices, spikes)
-
-
-_EFFECTS: Mapping[type, Any] = {
-    Edit: _edit,
-    MaskedUpdate: MaskedEdit,
+# Kinds whose rules all have one effect.
+_EFFECTS: Mapping[type, type[Effect]] = {
     ByNorm: NormEdit,
     Hidden: Hide,
     Copies: Copy,
-    Observer: _record,
-    Decision: _trap,
-    Spikes: _spikes,
     Combination: LossEffect,
     LossComparison: LossEffect,
+    MaskedUpdate: MaskedEdit,
+    Examination: CheckEffect,
 }
+
+
+def _kind_of(rule: Rule, compiled: Any) -> type[Effect]:
+    """Return which effect a rule has, by the value that it compiles to."""
+    on_params = rule.target == "params"
+    is_updated = on_params and rule.point == "updated"
+    for kind, effect in _EFFECTS.items():
+        if isinstance(compiled, kind):
+            return effect
+    if isinstance(compiled, Edit):
+        return WeightEdit if is_updated else ElementEdit
+    if isinstance(compiled, Judgement):
+        return _kind_of_trap(rule, compiled)
+    if is_updated:
+        return RecordState if rule.ref.side == "state" else RecordWeights
+    if on_params and rule.point == "backward":
+        return RecordContributions
+    return RecordTogether if compiled.joins else Record
+
+
+def _kind_of_trap(rule: Rule, compiled: Any) -> type[Effect]:
+    kind: type[Effect] = ThresholdTrap
+    if isinstance(compiled, Spikes):
+        kind = UpdateSpikes if rule.point == "updated" else SpikeEffect
+        if rule.judges_losses:
+            kind = LossSpikes
+    elif rule.target != "params":
+        kind = TensorTrap
+    elif compiled.statistic == NONFINITE:
+        kind = NonfiniteTrap
+    return kind
 
 
 def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effects:
@@ -104,34 +91,39 @@ def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effect
         elif rule.judges_losses and names:
             # The loss of an update concerns all parameters.
             indices = tuple(range(len(context.names)))
-        if isinstance(compiled, Examination):
-            assert facts is not None  # noqa: S101 # a check rule compiled to it
-            effect: Effect = CheckEffect(rule, context, indices, compiled, facts)
-        else:
-            effect = _maker(compiled)(rule, context, indices, compiled)
+        effect = _kind_of(rule, compiled)(rule, context, indices, compiled)
+        if isinstance(effect, CheckEffect):
+            assert facts is not None  # noqa: S101 # there is a check
+            effect.know(facts)
         if isinstance(effect, ElementEdit):
             place = plan.rules.place_to_correct(rule.id)
             refused += [f"{place}: rule {rule.id}: {text}" for text in effect.refusals()]
         effects[rule.id] = effect
     if refused:
         raise BindError(refused)
-    modules = list(_modules(plan, effects))
-    _trust_passes(effects.values(), modules)
+    return _all_effects(context, plan, list(effects.values()))
+
+
+def _all_effects(context: Context, plan: Plan, effects: Sequence[Effect]) -> Effects:
+    by_name: dict[str, list[Effect]] = {}
     tags = []
-    for effect in effects.values():
-        is_on_tags = effect.rule.target == "tensors" and not effect.rule.judges_losses
-        if is_on_tags and plan.of(effect.rule.id):
+    for effect in effects:
+        rule = effect.rule
+        matched = plan.of(rule.id)
+        if rule.target == "modules":
+            for binding in matched:
+                by_name.setdefault(binding.name, []).append(effect)
+            if matched and isinstance(rule, LossRule) and rule.edits:
+                _trust_passes(effects)
+        elif rule.target == "tensors" and matched and not rule.judges_losses:
             tags.append(effect)
-    return Effects(context, list(effects.values()), modules, tags)
+    names = [module.name for module in plan.manifest.modules if module.name in by_name]
+    modules = {name: by_name[name] for name in names}
+    return Effects(context, effects, modules, tags)
 
 
-def _trust_passes(effects: Iterable[Effect], modules: Sequence[ModuleEffects]) -> None:
+def _trust_passes(effects: Iterable[Effect]) -> None:
     """Do not check that the gradients of single losses add up: rules on modules combine in the training pass alone, so its gradients differ from the sum."""
-    combine = False
-    for module in modules:
-        combine |= any(effect.rule.edits for effect in module.on_shared)
-    if not combine:
-        return
     for effect in effects:
         if isinstance(effect, LossEffect):
             effect.needs_no_check = True
@@ -146,32 +138,3 @@ def _compiled(rule: Rule) -> Any:
         raise
     except GradSurgeonError as error:  # a library is missing
         raise BindError([f"rule {rule.id}: {error}"]) from error
-
-
-def _maker(compiled: Any) -> _Make:
-    kind = next(kind for kind in type(compiled).__mro__ if kind in _EFFECTS)
-    make: _Make = _EFFECTS[kind]
-    return make
-
-
-def _modules(plan: Plan, effects: Mapping[str, Effect]) -> Iterator[ModuleEffects]:
-    by_name: dict[str, list[Effect]] = {}
-    for effect in effects.values():
-        if effect.rule.target == "modules":
-            for binding in plan.of(effect.rule.id):
-                by_name.setdefault(binding.name, []).append(effect)
-    for module in plan.manifest.modules:
-        if module.name not in by_name:
-            continue
-        on_shared: list[Effect] = []
-        on_input: list[Effect] = []
-        on_output: list[Effect] = []
-        for effect in by_name[module.name]:
-            side = effect.rule.ref.side
-            if isinstance(effect.rule, LossRule):
-                on_shared.append(effect)
-            elif side == "input":
-                on_input.append(effect)
-            if side == "output":
-                on_output.append(effect)
-        yield ModuleEffects(module.name, on_input, on_output, on_shared)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from gradsurgeon.actions import Rule, Steps
 from gradsurgeon.language.planning import ROOT
@@ -23,16 +22,6 @@ _INSIDE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleEffects:
-    """The effects on one module: on its inputs and outputs, and on inputs that it shares with other modules."""
-
-    name: str
-    on_input: Sequence[Effect]
-    on_output: Sequence[Effect]
-    on_shared: Sequence[Effect]
-
-
 class Effects:
     """All effects of a session, in the order in which they act."""
 
@@ -40,11 +29,12 @@ class Effects:
         self,
         context: Context,
         effects: Sequence[Effect],
-        modules: Sequence[ModuleEffects],
+        modules: Mapping[str, Sequence[Effect]],
         tags: Sequence[Effect],
     ) -> None:
         self.context = context
         self.all = effects
+        # By module, in the order of the model.
         self.modules = modules
         self.tags = tags
         self._on_params: list[Effect] = []
@@ -58,9 +48,9 @@ class Effects:
                     self._schedules.append(steps)
         # The effects on modules and tags, with the module whose optimizer counts their steps.
         self.sites: dict[Effect, str] = {}
-        for module in modules:
-            for effect in (*module.on_input, *module.on_output, *module.on_shared):
-                self.sites.setdefault(effect, module.name)
+        for name, on_module in modules.items():
+            for effect in on_module:
+                self.sites.setdefault(effect, name)
         self.sites.update(dict.fromkeys(tags, ROOT))
         self.tensor_traps = [effect for effect in self.sites if isinstance(effect, TensorTrap)]
         # Whether an effect on parameters acts in every step.

@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.actions import spelled
+from gradsurgeon.actions import LossRule, spelled
 from gradsurgeon.language.planning import class_names, is_scripted
 from gradsurgeon.runtime.activation_rules import ActivationRules, DueOnTensor, NamedEffect, Site
 from gradsurgeon.runtime.effect import Effect
-from gradsurgeon.runtime.effects import ModuleEffects
 from gradsurgeon.runtime.refusals import Hook
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.tensors import _unsaved_hooks
@@ -180,7 +179,10 @@ class OutputHook(_ModuleHook):
 
 class ModuleHooks:
     def __init__(
-        self, modules: Sequence[ModuleEffects], activations: ActivationRules, shared: SharedInputs
+        self,
+        modules: Mapping[str, Sequence[Effect]],
+        activations: ActivationRules,
+        shared: SharedInputs,
     ) -> None:
         self._modules = modules
         self._activations = activations
@@ -190,8 +192,7 @@ class ModuleHooks:
     def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
         """Hook the modules under the names; return the names whose module changed, and whether rules act there."""
         exchanged = []
-        for effects in self._modules:
-            name = effects.name
+        for name, effects in self._modules.items():
             module = modules.get(name)
             hooked = None
             if name in self._hooked:
@@ -200,7 +201,7 @@ class ModuleHooks:
             if hooked is module:
                 continue
             self._take_off(name)
-            acts = module is not None and self._put(effects, module)
+            acts = module is not None and self._put(name, effects, module)
             exchanged.append((name, acts))
         return exchanged
 
@@ -208,22 +209,28 @@ class ModuleHooks:
         for name in list(self._hooked):
             self._take_off(name)
 
-    def _put(self, effects: ModuleEffects, module: nn.Module) -> bool:
-        name = effects.name
+    def _put(self, name: str, effects: Sequence[Effect], module: nn.Module) -> bool:
         activations = self._activations
         handles: list[RemovableHandle] = []
         self._hooked[name] = (weakref.ref(module), handles)
         if is_scripted(class_names(module)):
             return False
-        if effects.on_shared:
-            hook = InputHook(activations, name, effects.on_shared, self._shared)
+        on_shared: list[Effect] = []
+        by_side: dict[str, list[Effect]] = {"input": [], "output": []}
+        for effect in effects:
+            same_kind = by_side[effect.rule.ref.side]
+            if isinstance(effect.rule, LossRule):
+                same_kind = on_shared
+            same_kind.append(effect)
+        if on_shared:
+            hook = InputHook(activations, name, on_shared, self._shared)
             # This hook must run before all code that gives each module its own tensor: other rules, fully_shard, script hooks.
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        if effects.on_input:
-            hook = InputHook(activations, name, effects.on_input)
+        if by_side["input"]:
+            hook = InputHook(activations, name, by_side["input"])
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        if effects.on_output:
-            after = OutputHook(activations, name, effects.on_output)
+        if by_side["output"]:
+            after = OutputHook(activations, name, by_side["output"])
             handles.append(module.register_forward_hook(after, with_kwargs=True))
         for handle in handles:
             _unsaved_hooks.leave_behind(handle)

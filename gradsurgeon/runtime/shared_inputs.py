@@ -49,7 +49,7 @@ class SharedInputs:
         # The modules of each effect, in the order of the model. The first one counts the steps.
         self._members: dict[Effect, list[str]] = {}
         for effect in effects.all:
-            names = [module.name for module in effects.modules if effect in module.on_shared]
+            names = [name for name, on_module in effects.modules.items() if effect in on_module]
             if names and isinstance(effect, LossEffect):
                 self._members[effect] = names
         # The forks by tensor id, as long as a module can still send a gradient back.

@@ -26,9 +26,11 @@ from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.tensors import _dist, _nonfinite, measure
 from gradsurgeon.tensors.measure import Norms, read_marks
 from gradsurgeon.tensors.sent_norms import is_any_nonfinite
+from gradsurgeon.tensors.statistics import columns_of
 
 # The statistic of `nan-trap`. It costs nothing extra: norms that are measured anyway show NaN and Inf.
 NONFINITE = "nonfinite"
+_SEVERAL = "is several numbers, and a trap judges one: use another statistic, such as `l2`, or `norm-log` to record it"
 _ENGINE_DECIDES = "the engine decides whether the update takes place (`then: warn`)"
 _REPAIRED = "{number} gradients were non-finite after backward and finite at the update ({names}): repaired, no trap"
 _IN_VAIN = "the {what} of {name} was non-finite (elements: {count}) in a forward pass that fed no update: the trap ignored it"
@@ -42,6 +44,11 @@ class Trap(Effect):
 
     judges = True
     compiled: Decision | Spikes
+
+    def prepare(self) -> None:
+        statistic = self.compiled.statistic
+        if len(columns_of(statistic)) > 1:
+            raise BindError([f"rule {self.rule.id}: {statistic} {_SEVERAL}"])
 
     @property
     def then(self) -> str:  # type: ignore[override] # may change once: `soften`
@@ -121,6 +128,7 @@ class TensorTrap(Trap):
     compiled: Decision
 
     def prepare(self) -> None:
+        super().prepare()
         statistic = self.compiled.statistic
         if statistic != NONFINITE:
             text = _ONLY_NONFINITE.format(rule=self.rule.id, statistic=statistic)
