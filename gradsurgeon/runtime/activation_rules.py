@@ -188,7 +188,7 @@ class ActivationRules:
         for effect, name in effects:
             if self._is_fit(out, effect, name, owner):
                 out = effect.on_tensor(out, named(name))
-        return out if self.context.mode == "act" else tensor
+        return out if self.context.acts else tensor
 
     def on_gradient(self, effects: Sequence[NamedEffect], grad: Tensor, owner: str) -> Tensor:
         if self.is_unreadable(grad, effects, owner):

@@ -66,6 +66,7 @@ class Context:
         self.recorder = recorder
         self.captures = recorder.captures
         self.mode = options.mode
+        self.acts = options.mode == "act"
         # All rules, also rules that match nothing on this rank.
         self.rules = tuple(plan.rules.rules)
         # All parameters. Even without rules on them, their optimizer counts the steps.

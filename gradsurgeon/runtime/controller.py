@@ -223,7 +223,7 @@ class Controller:
         # The step does not take place, so no rule at `step` can fire.
         update = WeightUpdate(counter, self.effects.due(counter))
         try:
-            self.training.skipped_by_scaler(counter, scale)
+            self.training.traps.skipped_by_scaler(update, scale)
         finally:
             self.step_finished(update, took_place=False)
 

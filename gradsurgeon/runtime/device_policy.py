@@ -70,7 +70,7 @@ def _planned(rule: TrapRule, context: Context, optimizers: Sequence[Optimizer] |
     reasons: list[str] = []
     if rule.then == "warn":
         reasons.append(_WARNS)
-    if context.mode != "act":
+    if not context.acts:
         reasons.append(_OBSERVES)
     for optimizer in optimizers or ():
         reasons += _reasons_of_optimizer(optimizer)
@@ -105,7 +105,7 @@ def reason_to_wait(
 
 def _reasons_of_rules(due: Due, effects: Effects) -> Iterator[str]:
     context = effects.context
-    if context.mode != "act" or context.paused:
+    if not context.acts or context.paused:
         yield _OBSERVES
     if effects.tensor_traps:
         yield f"rule {effects.tensor_traps[0].rule.id} is on modules or tags"

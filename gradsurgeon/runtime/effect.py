@@ -108,7 +108,8 @@ class Effect:
         self.notice_once = partial(self.log.notice_once, rule=rule.id)
         self.indices = indices
         self.compiled = compiled
-        self._has_ramps = isinstance(rule, EditRule) and bool(rule.ramps)
+        # The rule, if some of its numbers change with the step.
+        self._ramped = rule if isinstance(rule, EditRule) and rule.ramps else None
         self._compiled_step = rule.steps.from_
         self.keeps_zero = rule.keeps_zero
         self.may_overflow = rule.may_overflow
@@ -121,9 +122,8 @@ class Effect:
 
     def compiled_at(self, step: int) -> Any:
         """Return what the rule compiles to in an update: some numbers change with it."""
-        if self._has_ramps and step != self._compiled_step:
-            assert isinstance(self.rule, EditRule)  # noqa: S101 # only edits have ramps
-            self.compiled = self.rule.in_step(step).compile()
+        if self._ramped is not None and step != self._compiled_step:
+            self.compiled = self._ramped.in_step(step).compile()
             self._compiled_step = step
         return self.compiled
 
@@ -311,8 +311,6 @@ class WeightUpdate:
     inside: bool = False
     # The script updates weights itself.
     by_hand: bool = False
-    # A trap skips the update.
-    skipped: bool = False
     # The optimizer may have moved weights in this step already: it evaluates its closure late, or several times.
     has_moved: bool = False
     # Traps skip the update, or raise.

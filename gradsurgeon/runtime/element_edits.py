@@ -50,7 +50,7 @@ class ElementEdit(Effect):
         apply = self._apply_at(origin.name, origin.index, origin.step, tensor)
         if not origin.is_again:
             self.count_fired(origin.step)
-            if self.context.mode == "observe":
+            if not self.context.acts:
                 self._count_changed(unscaled(tensor, origin.scale), apply)
         return _numbers.on_values(in_true_units(apply, origin.scale), tensor)
 
@@ -62,7 +62,7 @@ class ElementEdit(Effect):
             gradients.check_layouts(self.rule, indices)
         step = bound.counter.step
         compiled: Edit = self.compiled_at(step)
-        is_observed = self.context.mode == "observe"
+        is_observed = not self.context.acts
         knows_parts = compiled.takes_at and gradients.are_sharded
         one_by_one = is_observed or compiled.apply_ is None or knows_parts
         together: dict[int, Tensor] = {}
@@ -141,7 +141,7 @@ class MaskedEdit(ElementEdit):
 
     def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
         optimizer = update.optimizer()
-        if gradients is None or optimizer is None or self.context.mode != "act":
+        if gradients is None or optimizer is None or not self.context.acts:
             return
         held = []
         # Also parameters without a gradient, because rules on weights act on them.

@@ -115,7 +115,7 @@ class Gradients:
     def in_true_units(self, scale: Tensor, edited: Iterable[int]) -> Iterator[None]:
         """Unscale the gradients while rules edit, and rescale them after: a fused optimizer divides by the scale."""
         written: Sequence[int] = []
-        if self.context.mode == "act":
+        if self.context.acts:
             written = self.having([*edited])
         scaled = dict(zip(written, self.writable(written), strict=True))
         # In float32: half precision cannot hold the scale, nor small unscaled gradients.
@@ -135,7 +135,7 @@ class Gradients:
         twice: Collection[int] = ()
         if fresh:
             twice = self._held_twice()
-        observing = self.context.mode == "observe"
+        observing = not self.context.acts
         sharded = self.are_sharded
         # A local shard always shares its storage with the DTensor, so the storage count proves nothing.
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
@@ -154,7 +154,7 @@ class Gradients:
 
     def _editable(self, grad: Tensor, *, is_shared: bool) -> Tensor:
         editable = grad
-        if self.context.mode == "observe":
+        if not self.context.acts:
             editable = grad.detach().clone()
         elif grad.requires_grad:
             # Under `create_graph=True` the graph still needs the value of the gradient. A second-order optimizer

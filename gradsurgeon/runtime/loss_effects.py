@@ -95,7 +95,7 @@ class LossEffect(Effect):
     def prepare(self) -> None:
         self.moment = "losses"
         # Whether it replaces gradients by others.
-        self.combines = self.context.mode == "act" and isinstance(self.compiled, Combination)
+        self.combines = self.context.acts and isinstance(self.compiled, Combination)
         # Whether the gradients of single losses were verified to add up to the gradient of their sum.
         self.needs_no_check = False
         # The step of the last call that combined, and the number of the call within this step.

@@ -54,7 +54,7 @@ class ManualSteps:
 
     def refuse_compounding(self, done: BackwardPass) -> None:
         """Raise if a pass adds to a gradient that a rule at `step` has edited or learned from."""
-        if self.declared or self._context.mode != "act" or self._context.paused:
+        if self.declared or not self._context.acts or self._context.paused:
             return
         held = measure.read(list(done.held.values()))
         held_by_index = dict(zip(done.held, held, strict=True))

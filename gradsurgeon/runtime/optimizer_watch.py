@@ -183,7 +183,7 @@ class OptimizerWatch:
 
         def evaluate() -> Any:
             # An optimizer may evaluate several times, and the closure must find its own gradients each time.
-            if update.skipped:
+            if update.stopped:
                 return update.loss
             update.show()
             update.has_moved = update.judged or before != versions(optimizer)

@@ -69,7 +69,7 @@ class TensorHook(Hook):
         out = grad
         for effect in due:
             out = _edited(effect, out, origin) if effect.edits else effect.on_tensor(out, origin)
-        if out is grad or context.mode == "observe":
+        if out is grad or not context.acts:
             return None
         return out
 

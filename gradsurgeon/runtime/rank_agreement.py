@@ -40,7 +40,7 @@ class RankAgreement:
         self._effects = effects
         deciding: list[Effect] = []
         drifting: list[Effect] = []
-        if context.mode == "act":
+        if context.acts:
             deciding = [effect for effect in effects.all if effect.decides]
             drifting = [effect for effect in effects.all if _lets_drift(effect)]
         on_params = [effect for effect in effects.all if effect.rule.target == "params"]
@@ -179,7 +179,7 @@ class RankAgreement:
             own = context.names_of(context.ranks.own(indices))
             if not own:
                 continue
-            if judges and context.mode == "act":
+            if judges and context.acts:
                 raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(own)))
             if has_one_norm and len(own) < len(indices):
                 text = _OWN_NORM.format(name=own[0])

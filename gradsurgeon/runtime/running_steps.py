@@ -70,7 +70,6 @@ class RunningStep(WeightUpdate):
 
     def skip(self, optimizer: Optimizer) -> None:
         """Hide all gradients: a zero gradient would still decay the weight and feed the moments."""
-        self.skipped = True
         self._counts = Counts(optimizer)
         self.hide(optimizer, params_of(optimizer))
 

@@ -45,7 +45,7 @@ def judge_skip(
         if isinstance(trap, NonfiniteTrap) and evidence.concerns(bound.indices):
             traps.append(trap)
     findings: Findings = {}
-    if context.mode == "observe":
+    if not context.acts:
         traps = []
     is_low = float(loss_scale) < 1.0
     skips = counter.scaler_skips

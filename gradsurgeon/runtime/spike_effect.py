@@ -169,7 +169,7 @@ class SpikeEffect(Trap):
             if not shortened:
                 return
             text, name = describe_spike(
-                self.names, judged, numbers, self.noun, acts=self.context.mode == "act"
+                self.names, judged, numbers, self.noun, acts=self.context.acts
             )
             warns = not self.edits
             self.emit("spike", text, step=step, name=name, warn=warns, quiet=not warns)

@@ -158,7 +158,7 @@ class StepDiagnosis:
     ) -> Diagnosis:
         """Wait for the line of an operation of the loss, which the next pass shows, if the training goes on."""
         reactions = set()
-        if self._context.mode != "observe":
+        if self._context.acts:
             reactions = {trap.then for trap in traps}
         loss = failed.kept.losses.get(diagnosis.micro_batch)
         if loss is None or not loss.nodes:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -97,7 +96,7 @@ class Training:
         if update.due is NOTHING_DUE or context.is_paused:
             update.due = self.effects.due(counter)
         due = update.due
-        if context.mode == "act":
+        if context.acts:
             update.hidden_by = due.hidden_by
         if update.unread is None:
             self._before_update(update)
@@ -191,7 +190,7 @@ class Training:
                 if effect.edits and not acting:
                     continue
                 effect.act(gradients, bound)
-                if effect.may_overflow and self.context.mode == "act":
+                if effect.may_overflow and self.context.acts:
                     suspicious.update(gradients.having(bound.indices))
         return suspicious
 
@@ -201,16 +200,6 @@ class Training:
         for bound in update.due.after_update:
             bound.effect.after_update(update, bound)
         self.device.updated()
-
-    def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        """Judge an update that a `GradScaler` leaves out; raise if a trap sees more than an overflow."""
-        if self.effects.due(counter).records:
-            self.context.curves.updating(counter, None)
-        try:
-            self.traps.skipped_by_scaler(counter, scale)
-        finally:
-            for trap in self.effects.tensor_traps:
-                trap.forget([counter])
 
     def act_after_pass(self, done: BackwardPass, known: Gradients | None = None) -> None:
         """Run effects on the gradients of a pass, once ranks have averaged them.

@@ -216,14 +216,19 @@ class Traps:
         heard = self._agreed(update, findings, limit)
         return self.conclusions.conclude(counter, findings, heard, late=late)
 
-    def skipped_by_scaler(self, counter: StepCounter, loss_scale: Tensor) -> None:
+    def skipped_by_scaler(self, update: WeightUpdate, loss_scale: Tensor) -> None:
         """Note a step that a scaler skipped; raise if the cause is a persistent NaN rather than an overflow."""
-        due = self._effects.due(counter)
+        counter = update.counter
+        due = update.due
+        if due.records:
+            self._context.curves.updating(counter, None)
         passes = self.passes.feeding(counter)
-        update = Judged(counter, passes)
+        judged = Judged(counter, passes)
         if not (passes and passes[-1].norms):
             having, grads = self._context.parameters.grads(due.trapped)
-            update.norms_now = measure.norms(having, _dist.parts(grads))
-        cause = judge_skip(self.conclusions, update, due, loss_scale)
+            judged.norms_now = measure.norms(having, _dist.parts(grads))
+        for trap in self._effects.tensor_traps:
+            trap.forget([counter])
+        cause = judge_skip(self.conclusions, judged, due, loss_scale)
         if cause is not None and not cause.skips:
             raise cause.error()

@@ -9,7 +9,7 @@ from gradsurgeon.distributed.ranks import FINE, RAISE, SKIP, StopReason
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.forensics.kept_calls import KeptCalls
-from gradsurgeon.runtime.context import Context, Mode
+from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import Effect, Findings
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.passes import PassHistory
@@ -39,6 +39,7 @@ _SINCE = (
     "script itself has written since then is unknown"
 )
 _PARTED = "; other ranks may have made that update, so ranks may have parted in step {step}"
+_OBSERVES = "observing only: `then: {then}` would have acted"
 _HELD_BACK = "another rule holds this update back"
 _SEVERITIES = {"raise": RAISE, "skip-step": SKIP, "warn": FINE}
 
@@ -80,11 +81,8 @@ class Trip:
     def severity(self) -> int:
         return _SEVERITIES[self.then]
 
-    def outcome(self, mode: Mode) -> str:
+    def outcome(self) -> str:
         """Return the outcome of the step, as a line of the report, if no other rule is more severe."""
-        own_then = self.trap.then
-        if mode == "observe":
-            return f"observing only: `then: {own_then}` would have acted"
         if self.then == "skip-step":
             return f"step skipped: {self.how_skipped}"
         if self.then == "warn":
@@ -92,7 +90,7 @@ class Trip:
         if self._is_forced and not self.moved and self.late is None:
             return NOT_VOTED
         text = "stopped"
-        if self._gives_up and own_then != "raise":
+        if self._gives_up and self.trap.then != "raise":
             limit = f"(give_up_after: {self.trap.compiled.give_up_after})"
             text = f"giving up: tripped {self.in_a_row} times in a row {limit}"
         elif self.late is None:
@@ -175,7 +173,7 @@ class Conclusions:
         if heard.severity > worst:
             objection = heard.worst
             return self._follow(tripped, objection, diagnoses.get(objection.rule), moved=moved)
-        if worst == FINE or self.context.mode == "observe":
+        if worst == FINE or not self.context.acts:
             return None
         return replace(causes[worst], skips=worst < RAISE)
 
@@ -226,9 +224,10 @@ class Conclusions:
         rule = trip.rule
         report = trip.report.caused_by(ranks)
         then = trip.then
-        outcome = trip.outcome(context.mode)
-        if context.mode != "act":
+        outcome = trip.outcome()
+        if not context.acts:
             then = ""
+            outcome = _OBSERVES.format(then=trip.trap.then)
         elif not is_decisive:
             outcome = _HELD_BACK
         keys = event_keys(diagnosis, tripped)

@@ -35,7 +35,7 @@ class WeightEdit(AfterUpdate, ElementEdit):
         are_sharded = _dist.any_sharded([param for _, param, _ in updated])
         one_by_one = compiled.apply_ is None or (compiled.takes_at and are_sharded)
         # Only the device knows whether a fused update took place.
-        one_by_one = one_by_one or self.context.mode == "observe" or update.outcome is not None
+        one_by_one = one_by_one or not self.context.acts or update.outcome is not None
         together = []
         for index, param, before in updated:
             part = _dist.local(param)
@@ -69,7 +69,7 @@ class WeightEdit(AfterUpdate, ElementEdit):
         if before is not None:
             old = part - before
         apply = self._apply_at(self.context.names[index], index, step, old)
-        if self.context.mode == "observe":
+        if not self.context.acts:
             self._count_changed(old, apply)
             return
         new = apply(old)
@@ -109,7 +109,7 @@ class UpdateSpikes(AfterUpdate, SpikeEffect):
         outcome = update.outcome
         judged.learn(None if outcome is None else outcome.left_out)
         factors = judged.factors(indices)
-        if self.edits and self.context.mode == "act":
+        if self.edits and self.context.acts:
             each: Any = factors.expand(len(indices))
             if _torch.is_host(factors):
                 each = each.tolist()
