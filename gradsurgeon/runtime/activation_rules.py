@@ -1,6 +1,6 @@
 """Runs rules on activations, which are module tensors and tagged tensors: on their values and on their gradients."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from threading import RLock
 from typing import NamedTuple
@@ -30,6 +30,9 @@ _ODD = "torch has few operations for tensors that are nested, masked, compressed
 _WRITTEN = "{name} was written in place by the next operation, so no gradient arrived: let it work out of place"
 
 
+_CounterOf = Callable[[], StepCounter]
+
+
 class NamedEffect(NamedTuple):
     """An effect, and the name of its tensor in records and messages."""
 
@@ -45,11 +48,12 @@ class DueOnTensor(NamedTuple):
 
 
 class Site:
-    """The effects on one side of a module, or on a tag. The owner is the module whose step counter applies."""
+    """The effects on one side of a module, or on a tag."""
 
     def __init__(self, effects: Sequence[Effect], owner: str, name: str, context: Context) -> None:
-        self.owner = owner
-        self._context = context
+        # Returns the step counter of the module now.
+        self.counter = partial(context.counters.of_module, owner)
+        self._refusals = context.refusals
         # Whether a rule names one tensor of a structure.
         self.has_paths = False
         self._on_values: list[NamedEffect] = []
@@ -62,14 +66,14 @@ class Site:
             same_kind = self._on_grads if ref.grad else self._on_values
             same_kind.append(NamedEffect(effect, name))
 
-    def now(self, *, training: bool) -> tuple[DueOnTensor | None, int]:
-        """Return the due effects, or ``None``, and the step."""
-        step = self._context.counters.of_module(self.owner).step
+    def now(self, *, training: bool) -> DueOnTensor | None:
+        """Return the due effects, ``None`` if there are none."""
+        step = self.counter().step
         values = self._due(self._on_values, step, training=training)
         grads = self._due(self._on_grads, step, training=training)
         if not values and not grads:
-            return None, step
-        return DueOnTensor(values, grads), step
+            return None
+        return DueOnTensor(values, grads)
 
     def _due(
         self, effects: Sequence[NamedEffect], step: int, *, training: bool
@@ -79,7 +83,7 @@ class Site:
             rule = named.effect.rule
             if not training and rule.when is not None:
                 continue
-            if self._context.refusals.lets_act(rule, step):
+            if self._refusals.lets_act(rule, step):
                 due.append(named)
         return tuple(due)
 
@@ -111,34 +115,34 @@ class ActivationRules:
             self._tags[name] = Site(tagged, ROOT, name, self.context)
         if not self.may_act():
             return tensor
-        due, step = self._tags[name].now(training=True)
+        site = self._tags[name]
+        due = site.now(training=True)
         if due is None:
             return tensor
-        return self.act(due, tensor, ROOT, step)
+        return self.act(due, tensor, site.counter)
 
     def act(
         self,
         due: DueOnTensor,
         tensor: Tensor,
-        owner: str,
-        step: int,
+        counter: _CounterOf,
         # Tells whether the gradient of a view is meant, because other code uses the tensor also.
         needs_view: Callable[[Tensor], bool] = lambda _: False,
     ) -> Tensor:
         """Run rules on a tensor, and hook it for rules on its gradient; return the tensor to go on with."""
         out = tensor
         if due.values:
-            out = self._on_value(due.values, tensor, owner, step)
+            out = self._on_value(due.values, tensor, counter)
         if due.grads and out.requires_grad and torch.is_grad_enabled():
             # Non-leaf tensors die with their graph. A leaf stays, and its hooks would act once
             # for each forward pass.
             if out.is_leaf or (out is tensor and needs_view(tensor)):
                 out = out.view_as(out)
-            self._hook(due.grads, out, owner)
+            self._hook(due.grads, out, counter)
         return out
 
-    def _hook(self, effects: Sequence[NamedEffect], tensor: Tensor, owner: str) -> None:
-        if self.is_unreadable(tensor, effects, owner):
+    def _hook(self, effects: Sequence[NamedEffect], tensor: Tensor, counter: _CounterOf) -> None:
+        if self.is_unreadable(tensor, effects):
             return
         with self.lock:
             hooks = self._hooks.setdefault(tensor, [])
@@ -146,7 +150,7 @@ class ActivationRules:
             acting = [named for named in effects if named.effect not in edits]
             if not acting:
                 return
-            hook = GradHook(self, acting, owner, tensor)
+            hook = GradHook(self, acting, counter, tensor)
             hooks.append(hook)
         _torch.register_hook(tensor, hook)
 
@@ -164,34 +168,35 @@ class ActivationRules:
         return editing
 
     def _on_value(
-        self, effects: Sequence[NamedEffect], tensor: Tensor, owner: str, step: int
+        self, effects: Sequence[NamedEffect], tensor: Tensor, counter: _CounterOf
     ) -> Tensor:
         """Run rules on the value of a tensor of any shape and dtype; return the value that replaces it."""
-        if self.is_unreadable(tensor, effects, owner):
+        if self.is_unreadable(tensor, effects):
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not repeat.
         again = _torch.graph_task() != -1
-        counter = partial(self.context.counters.of_module, owner)
+        step = counter().step
         named = partial(Origin, step=step, counter=counter, is_gradient=False, is_again=again)
         with self.lock:
-            return self._run(effects, tensor, owner, named)
+            return self._run(effects, tensor, named)
 
     def _run(
         self,
         effects: Sequence[NamedEffect],
         tensor: Tensor,
-        owner: str,
         named: Callable[[str], Origin],
     ) -> Tensor:
         """Run rules on a tensor, given its origin by its name in their records; return the tensor that replaces it."""
         out = tensor
         for effect, name in effects:
-            if self._is_fit(out, effect, name, owner):
+            if self._is_fit(out, effect, name):
                 out = effect.on_tensor(out, named(name))
         return out if self.context.acts else tensor
 
-    def on_gradient(self, effects: Sequence[NamedEffect], grad: Tensor, owner: str) -> Tensor:
-        if self.is_unreadable(grad, effects, owner):
+    def on_gradient(
+        self, effects: Sequence[NamedEffect], grad: Tensor, counter: _CounterOf
+    ) -> Tensor:
+        if self.is_unreadable(grad, effects):
             return grad
         # Passes of single losses come before the training pass. Edits must act in all of these passes;
         # records come from the training pass alone.
@@ -200,19 +205,18 @@ class ActivationRules:
             # Without rules on parameters, this flag is all that shows the session a backward pass.
             self.passes.seen.module |= not again
             scale = self.context.scaling.scale
-            counter = partial(self.context.counters.of_module, owner)
             step = counter().step
             named = partial(Origin, step=step, counter=counter, scale=scale, is_again=again)
-            return self._run(effects, grad, owner, named)
+            return self._run(effects, grad, named)
 
-    def is_unreadable(self, tensor: Tensor, effects: Sequence[NamedEffect], owner: str) -> bool:
+    def is_unreadable(self, tensor: Tensor, effects: Sequence[NamedEffect]) -> bool:
         """Return whether a tensor has no numbers to read, so rules leave it alone; warn once."""
         unreadable = _torch.is_unreadable(tensor)
         if unreadable:
-            self.warn("unreadable", _UNREADABLE, effects, owner)
+            warn(effects, "unreadable", _UNREADABLE)
         return unreadable
 
-    def _is_fit(self, tensor: Tensor, effect: Effect, name: str, owner: str) -> bool:
+    def _is_fit(self, tensor: Tensor, effect: Effect, name: str) -> bool:
         """Return whether an effect can act on a tensor; warn once where a person could expect it."""
         reason = ""
         if tensor.is_complex():  # for parameters, binding checks this
@@ -221,30 +225,21 @@ class ActivationRules:
             reason = _ODD
         if reason:
             text = f"left {name} alone: {reason}; `exclude` it from the rule"
-            self.warn("unfit", text, [NamedEffect(effect, name)], owner)
+            effect.notice_once("unfit", text, warn=True)
             return False
         # Token ids and masks are values too, but bounds, factors and norms make no sense for them.
         return effect.takes_any or tensor.is_floating_point() or tensor.is_complex()
-
-    def warn(self, topic: str, text: str, effects: Sequence[NamedEffect], owner: str) -> None:
-        step = self.context.counters.of_module(owner).step
-        for effect, _ in effects:
-            rule = effect.rule.id
-            self.context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
 
     def missed(self, counter: StepCounter) -> None:
         """Warn of gradients that did not come because a later operation wrote into their tensors."""
         with self.lock:
             for tensor, hooks in list(self._hooks.items()):
                 for hook in hooks:
-                    if (
-                        hook.is_cut_off_from(tensor)
-                        and self.context.counters.of_module(hook.owner) is counter
-                    ):
+                    if hook.is_cut_off_from(tensor) and hook.counter() is counter:
                         text = _WRITTEN.format(name=hook.effects[0].name)
-                        self.warn("in-place", text, hook.effects, hook.owner)
+                        warn(hook.effects, "in-place", text)
                 waiting = [hook for hook in hooks if not hook.arrived]
-                if all(self.context.counters.of_module(hook.owner) is counter for hook in waiting):
+                if all(hook.counter() is counter for hook in waiting):
                     del self._hooks[tensor]
 
 
@@ -255,12 +250,12 @@ class GradHook(Hook):
         self,
         activations: ActivationRules,
         effects: Sequence[NamedEffect],
-        owner: str,
+        counter: _CounterOf,
         tensor: Tensor,
     ) -> None:
         super().__init__(activations)
         self.effects = effects
-        self.owner = owner
+        self.counter = counter
         self.version = tensor._version  # noqa: SLF001 # counts writes
         self.arrived = False
 
@@ -272,8 +267,13 @@ class GradHook(Hook):
         self.arrived = True
         if grad is None or activations.context.paused:
             return None
-        out = activations.on_gradient(self.effects, grad, self.owner)
+        out = activations.on_gradient(self.effects, grad, self.counter)
         return None if out is grad else out
+
+
+def warn(effects: Iterable[NamedEffect], topic: str, text: str) -> None:
+    for effect, _ in effects:
+        effect.notice_once(topic, text, warn=True)
 
 
 def matches(rule: Rule, name: str) -> bool:

@@ -47,14 +47,12 @@ class _ModuleHook(Hook):
         self._site = Site(effects, name, name, activations.context)
         self._owner = name
 
-    def _now(
-        self, activations: ActivationRules, module: nn.Module
-    ) -> tuple[DueOnTensor | None, int]:
-        """Return the rules that act now, or ``None``, and the step."""
-        due, step = self._site.now(training=module.training)
-        if due is not None and not activations.may_act():
-            due = None
-        return due, step
+    def _now(self, activations: ActivationRules, module: nn.Module) -> DueOnTensor | None:
+        """Return the rules that act now, ``None`` if there are none."""
+        due = self._site.now(training=module.training)
+        if due is None or activations.may_act():
+            return due
+        return None
 
     def _is_one(self, value: Any) -> bool:
         """Return whether a value is the one tensor that all rules mean, so no structure must be searched."""
@@ -106,8 +104,7 @@ class _ModuleHook(Hook):
         if start is None:
             ref = effect.rule.ref
             text = f"{self._owner} has no {ref}: its {ref.side} is {describe(structure)}"
-            named = [NamedEffect(effect, self._owner)]
-            self._target().warn("path", text, named, self._owner)
+            effect.notice_once("path", text, warn=True)
         return start
 
 
@@ -121,7 +118,7 @@ class InputHook(_ModuleHook):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        due, step = self._now(activations, module)
+        due = self._now(activations, module)
         if due is None:
             return None
         in_place = getattr(module, "inplace", False) is True
@@ -136,7 +133,7 @@ class InputHook(_ModuleHook):
                 if shared is None:
                     return tensor
                 return shared.branch(due.grads, tensor, self._owner, in_place=in_place)
-            return activations.act(due, tensor, self._owner, step, needs_view)
+            return activations.act(due, tensor, self._site.counter, needs_view)
 
         if len(args) == 1 and not kwargs and self._is_one(args[0]):
             out = act(due, args[0])
@@ -159,7 +156,7 @@ class OutputHook(_ModuleHook):
         kwargs: dict[str, Any],
         output: Any,
     ) -> Any:
-        due, step = self._now(activations, module)
+        due = self._now(activations, module)
         if due is None:
             return None
 
@@ -168,7 +165,7 @@ class OutputHook(_ModuleHook):
             return holds(args, tensor) or holds(kwargs, tensor)
 
         def act(due: DueOnTensor, tensor: Tensor) -> Tensor:
-            return activations.act(due, tensor, self._owner, step, needs_view)
+            return activations.act(due, tensor, self._site.counter, needs_view)
 
         if self._is_one(output):
             out = act(due, output)

@@ -73,7 +73,7 @@ class Hook:
     run: Callable[..., Any]
 
     def __init__(self, target: object) -> None:
-        self._target: Callable[[], Any] = weakref.ref(target)
+        self._target: weakref.ref[Any] = weakref.ref(target)
 
     @uncompiled
     def __call__(self, *args: Any) -> Any:

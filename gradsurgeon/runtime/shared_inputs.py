@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.activation_rules import ActivationRules, NamedEffect
+from gradsurgeon.runtime.activation_rules import ActivationRules, NamedEffect, warn
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.runtime.effects import Effects
 from gradsurgeon.runtime.loss_effects import DueLossRule, LossEffect
@@ -62,11 +62,11 @@ class SharedInputs:
         activations = self._activations
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
-        if activations.is_unreadable(tensor, effects, owner):
+        if activations.is_unreadable(tensor, effects):
             return tensor
         if in_place:
             text = _IN_PLACE.format(owner=printable(owner))
-            activations.warn("shared", text, effects, owner)
+            warn(effects, "shared", text)
             return tensor
         if _dist.is_sharded(tensor):
             for effect, _ in effects:
@@ -78,7 +78,7 @@ class SharedInputs:
                 if fork is not None and fork.tensor is tensor:
                     before = _listed(fork.meeting.taken)
                     text = _WRITTEN.format(before=before, owner=printable(owner))
-                    activations.warn("in-place", text, effects, owner)
+                    warn(effects, "in-place", text)
                 fork = _Fork(self, tensor)
                 self._forks[id(tensor)] = fork
             return fork.branch(owner, effects)
@@ -92,7 +92,7 @@ class SharedInputs:
         activations = self._activations
         with activations.lock, torch.no_grad():
             activations.passes.seen.module = True
-            if activations.is_unreadable(total, meeting.effects, next(iter(meeting.taken))):
+            if activations.is_unreadable(total, meeting.effects):
                 return None
             self._check(meeting, given)
             contributions = Contributions({id(total): given}, self.context.scaling.scale)
@@ -136,11 +136,10 @@ class SharedInputs:
 
     def _refuse(self, effect: Effect, topic: str, text: str) -> None:
         """Raise if a rule has to combine and cannot; warn if it only observes."""
-        rule = effect.rule.id
-        step = self._step(effect)
         if effect.combines:
-            raise GradSurgeonError(f"{self.context.place(step, rule)}: {text}")
-        self.context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
+            place = self.context.place(self._step(effect), effect.rule.id)
+            raise GradSurgeonError(f"{place}: {text}")
+        effect.notice_once(topic, text, warn=True)
 
 
 class _Fork:
