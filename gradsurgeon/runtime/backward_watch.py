@@ -1,6 +1,6 @@
 """Watches backward passes. Comparing gradients before and after a pass shows which parameters it reached, without hooks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -22,7 +22,6 @@ from gradsurgeon.runtime.running_passes import (
     threads,
 )
 from gradsurgeon.runtime.training import Training
-from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _dist, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall, End
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
@@ -40,11 +39,19 @@ class _Before:
 class BackwardWatch:
     """Watches the backward passes that reach the model of one session."""
 
-    def __init__(self, training: Training, events: TrainingEvents) -> None:
+    def __init__(
+        self,
+        training: Training,
+        finished: Callable[[BackwardPass], None],
+        matter: Callable[[Mapping[int, Tensor]], Iterable[int]],
+    ) -> None:
         context = training.context
         self.context = context
         self._training = training
-        self._events = events
+        # Acts on the gradients of a finished pass. DDP has averaged them.
+        self._finished = finished
+        # Returns the tensors for which a rule must know whether their gradients were zero before the pass.
+        self._matter = matter
         self.scaling = context.scaling
         self._watched = list(training.effects.watched)
         # The shapes of all parameters, by which all ranks distinguish several models.
@@ -70,7 +77,7 @@ class BackwardWatch:
             if by_index:
                 for index, grad in by_index.items():
                     written[index] = (grad, _writes(grad))
-                for index in self._events.indices_that_matter(by_index):
+                for index in self._matter(by_index):
                     held[index] = _holds_something(by_index[index])
             return _Before(written, held)
 
@@ -98,7 +105,7 @@ class BackwardWatch:
         held = dict(before.held)
         for index in before.held.keys() - indices:
             del held[index]
-        self._events.backward_finished(
+        self._finished(
             BackwardPass(
                 indices=(*order, *sorted(indices.difference(order))),
                 graph=graph,

@@ -50,14 +50,16 @@ class Controller:
         self._agreement = RankAgreement(context, self.effects)
         self.training = Training(context, self.effects, self.kept, self._agreement)
         self.losses = LossRules(context, self._agreement, self.effects)
-        self.backward = BackwardWatch(self.training, self)
-        self.manual = ManualSteps(self.training, self, options)
+        self.backward = BackwardWatch(
+            self.training, self.backward_finished, self.indices_that_matter
+        )
+        self.manual = ManualSteps(self.training, self.step_finished, options)
         self.param_hooks = ParamHooks(context, self.backward, self.effects)
         self.activations = ActivationRules(context, self.backward, self.effects)
         shared = SharedInputs(self.activations, self.effects)
         self._module_hooks = ModuleHooks(self.effects.modules, self.activations, shared)
         self.model = ModelChanges(model, plan, self.effects, self.param_hooks, self._module_hooks)
-        self.steps = OptimizerWatch(self.training, self, self.model, self.manual)
+        self.steps = OptimizerWatch(self.training, self.step_finished, self.model, self.manual)
         self._notices = Notices(context, self.effects)
         self._search_on = options.optimizers is None
         self._unstepped = False  # a backward pass came, and no update followed it yet
@@ -171,11 +173,15 @@ class Controller:
             self.losses.passed(done.indices)
         self.kept.reaching += 1
 
-    def step_finished(self, step: WeightUpdate, *, took_place: bool) -> None:
+    def step_finished(self, step: WeightUpdate) -> None:
+        """Count an attempted update."""
+        if step.overflowed is not None:
+            self.step_skipped_by_scaler(step.counter, step.overflowed)
+            return
         context = self.context
         counter = step.counter
-        step.took_place = took_place and not step.stopped
-        if took_place and (step.outcome is None or step.outcome.overflow is None):
+        step.took_place = step.returned and not step.stopped
+        if step.returned and (step.outcome is None or step.outcome.overflow is None):
             counter.scaler_skips = 0
         self.training.after_update(step)
         self.training.traps.passes.forget(counter)
@@ -183,7 +189,7 @@ class Controller:
             self._facts.updated(counter)
         if step.took_place:
             self._count_due(counter, step.outcome)
-        if took_place and not step.inside:
+        if step.returned and not step.inside:
             # Inside backward, hooks on a gradient may still be running.
             self.model.after_step(counter)
             self._notices.arrived.difference_update(counter.indices)
@@ -225,7 +231,7 @@ class Controller:
         try:
             self.training.traps.skipped_by_scaler(update, scale)
         finally:
-            self.step_finished(update, took_place=False)
+            self.step_finished(update)
 
     def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""

@@ -315,6 +315,8 @@ class WeightUpdate:
     has_moved: bool = False
     # Traps skip the update, or raise.
     stopped: bool = False
+    # The optimizer has returned, or a trap raises in its place.
+    returned: bool = False
     # The optimizer did its update, as far as that is known after it: neither it nor a trap has raised, and no trap skips it.
     took_place: bool = False
     # Maps each hidden parameter to the rule that hides it.

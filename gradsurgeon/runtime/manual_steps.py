@@ -1,5 +1,6 @@
 """The step point of scripts that have no torch optimizer and update their weights by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -9,7 +10,6 @@ from gradsurgeon.runtime.context import SessionOptions
 from gradsurgeon.runtime.effect import Effect, WeightUpdate
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.training import Training
-from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import measure
 
 _TICK = "pass optimizer=[] to apply() and call session.tick()"
@@ -32,13 +32,14 @@ class ManualSteps:
     def __init__(
         self,
         training: Training,
-        events: TrainingEvents,
+        finished: Callable[[WeightUpdate], None],
         options: SessionOptions,
     ) -> None:
         self._training = training
         self._context = training.context
         self._effects = training.effects
-        self._events = events
+        # Counts an attempted update.
+        self._finished = finished
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
         # Whether no trap stopped the last update.
@@ -109,7 +110,8 @@ class ManualSteps:
         cause = self._training.step_starting(step)
         step.stopped = cause is not None
         self._goes_on = not step.stopped
-        self._events.step_finished(step, took_place=True)
+        step.returned = True
+        self._finished(step)
         if cause is not None and not cause.skips:
             raise cause.error()
         self._context.event_log.raise_raised()

@@ -6,7 +6,7 @@ Torch calls step hooks before the closure of an optimizer, so the watch wraps th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.runtime import first_update
+from gradsurgeon.runtime.effect import WeightUpdate
 from gradsurgeon.runtime.manual_steps import ManualSteps
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.optimizers import (
@@ -28,10 +29,10 @@ from gradsurgeon.runtime.owners import Owner, Owners
 from gradsurgeon.runtime.running_steps import LentFlag, RunningStep, end_failed, params_of, running
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.training import Training
-from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors._torch import uncompiled
 
+_LEFT_OUT = "step {step}: DeepSpeed left the update out, because gradients were not finite"
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -39,14 +40,15 @@ class OptimizerWatch:
     def __init__(
         self,
         training: Training,
-        events: TrainingEvents,
+        finished: Callable[[WeightUpdate], None],
         model: ModelChanges,
         manual: ManualSteps,
     ) -> None:
         self._training = training
         self._context = training.context
         self._effects = training.effects
-        self._events = events
+        # Counts an attempted update.
+        self._finished = finished
         self._model = model
         self._manual = manual
         self._known_owners = Owners(self._context, model)
@@ -203,7 +205,7 @@ class OptimizerWatch:
         device = self._training.device
         device.settle(limit=LIMIT)
         if event_log.raised:
-            self._end(update, took_place=False)
+            self._end(update)
             event_log.raise_raised()
         if device.begin(optimizer, update):
             return
@@ -213,11 +215,12 @@ class OptimizerWatch:
         update.judged = True
         update.stopped = cause is not None
         if cause is not None and not cause.skips:
+            update.returned = True
             self._end(update)
             # A frame that held the error would keep the optimizer alive with its traceback.
             raise cause.error()
         if event_log.raised:
-            self._end(update, took_place=False)
+            self._end(update)
             event_log.raise_raised()
         if update.stopped:
             update.skip(optimizer)
@@ -258,6 +261,7 @@ class OptimizerWatch:
         try:
             update = self._of_frame(frame)
             if update is not None and not self._closed:
+                update.returned = True
                 self._end(update)
                 if event_log.raised:
                     event_log.raise_raised()
@@ -275,17 +279,16 @@ class OptimizerWatch:
         """End a step that torch has left without a call of `_after`."""
         update.raised = True
         try:
-            self._end(update, took_place=update.returned)
+            self._end(update)
         except Exception as error:  # noqa: BLE001 # the script gets the error of its step
             self._context.event_log.raise_later(error)
 
-    def _end(self, update: RunningStep, *, took_place: bool = True) -> None:
+    def _end(self, update: RunningStep) -> None:
         update.end()
         if self._closed:
             self._known_owners.let_go(update.optimizer())
             return
-        if update.overflowed is not None:
-            self._events.step_skipped_by_scaler(update.counter, update.overflowed)
-        else:
-            update.report(self._context.event_log)
-            self._events.step_finished(update, took_place=took_place and not update.left_out)
+        if update.overflowed is None and update.left_out:
+            text = _LEFT_OUT.format(step=update.counter.step)
+            self._context.event_log.emit("skipped-step", text, step=update.counter.step)
+        self._finished(update)

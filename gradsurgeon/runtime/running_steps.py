@@ -17,14 +17,12 @@ from torch.optim import Optimizer
 
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.distributed.deepspeed_engine import EngineOptimizer
-from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.runtime.effect import WeightUpdate
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.tensors import _backward_calls, _torch
 from gradsurgeon.tensors._backward_calls import BackwardCall, End
 from gradsurgeon.tensors._torch import uncompiled
 
-_LEFT_OUT = "step {step}: DeepSpeed left the update out, because gradients were not finite"
 # The steps under way, of all sessions and threads.
 running: list[RunningStep] = []
 
@@ -60,8 +58,6 @@ class RunningStep(WeightUpdate):
         self.left_out = False
         # A parameter whose gradient the optimizer finds: it shows whether the step clears gradients.
         self.witness: Tensor | None = None
-        # Whether the optimizer has done its update.
-        self.returned = False
 
     def is_on_stack(self) -> bool:
         """Return whether the step still runs in its thread."""
@@ -96,17 +92,12 @@ class RunningStep(WeightUpdate):
             return None
         return self.witness.grad is None
 
-    def report(self, log: EventLog) -> None:
-        """Report an update that an engine has left out under no loss scale."""
-        if self.left_out:
-            text = _LEFT_OUT.format(step=self.counter.step)
-            log.emit("skipped-step", text, step=self.counter.step)
-
     def end(self) -> None:
         running.remove(self)
         optimizer = self.optimizer()
         if isinstance(optimizer, EngineOptimizer) and optimizer.left_out:
             self.left_out = True
+            self.returned = False
             self.overflowed = self.scale
         self.show(cleared=bool(self.has_cleared()))
         self.frame = None
