@@ -162,7 +162,7 @@ class Attachment:
         if due:
             reason = f": {cause}" if cause else ""
             return f"was due in {due} steps and never fired{reason}"
-        if self.controller.has_stepped:
+        if self.controller.updates:
             return "was never due in an update that took place"
         return "never fired: no optimizer that owns its parameters stepped while their gradients were there"
 

@@ -63,7 +63,8 @@ class Controller:
         self._notices = Notices(context, self.effects)
         self._search_on = options.optimizers is None
         self._unstepped = False  # a backward pass came, and no update followed it yet
-        self._steps = 0
+        # Attempted updates.
+        self.updates = 0
         # The last backward pass whose gradients an engine collects.
         self._collected: BackwardPass | None = None
         self._given = list(options.optimizers or ())
@@ -197,7 +198,7 @@ class Controller:
             self.activations.missed(counter)
         counter.tick()
         self.kept.updated()
-        self._steps += 1
+        self.updates += 1
         self._lead_common(counter)
         if self._unstepped and self._notices.arrived and self.steps.owned:
             settled = self._notices.newly_unowned()
@@ -269,15 +270,11 @@ class Controller:
             self.context.event_log.raise_raised()
 
     @property
-    def has_stepped(self) -> bool:
-        return self._steps > 0
-
-    @property
     def has_gradients(self) -> bool:
         """Whether a gradient came, or an optimizer stepped."""
-        return self._unstepped or self._steps > 0
+        return self._unstepped or self.updates > 0
 
     @property
     def is_idle(self) -> bool:
         """Whether gradients came, and an optimizer that owns parameters never stepped."""
-        return self._unstepped and not self._steps and self.steps.owned
+        return self._unstepped and not self.updates and self.steps.owned

@@ -202,13 +202,6 @@ class Effect:
         return Bound(self, counter, indices, keys)
 
     @property
-    def needs_all(self) -> bool:
-        """Whether it needs all gradients of an update, while the update can still be held back."""
-        if self.hides or self.rule.joins_norms:
-            return True
-        return self.judges and not self.edits
-
-    @property
     def decides(self) -> bool:
         """Whether it stops or skips an update at once."""
         return self.then in ("raise", "skip-step")

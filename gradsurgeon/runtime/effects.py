@@ -149,7 +149,11 @@ class Effects:
 
     def refuse_inside_backward(self, indices: Iterable[int]) -> None:
         """Refuse effects on some parameters that need all gradients while the update can still be held back."""
-        refused = [effect.rule.id for effect in self._at_updates(indices) if effect.needs_all]
+        refused = []
+        for effect in self._at_updates(indices):
+            objects = effect.judges and not effect.edits
+            if objects or effect.hides or effect.rule.joins_norms:
+                refused.append(effect.rule.id)
         self.context.refusals.refuse_rules(refused, _INSIDE)
 
     def _at_updates(self, indices: Iterable[int]) -> list[Effect]:

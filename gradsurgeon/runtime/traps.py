@@ -196,7 +196,11 @@ class Traps:
         if not heard.meeting:
             return update.heard
         objections = self._of_voters(update.counter, update.step, findings)
-        if not objections or not update.is_known_to_all:
+        if not objections:
+            return heard
+        # Ranks that have averaged a non-finite gradient in the last pass all have it.
+        searched = update.searched
+        if update.evidence(searched).before.isdisjoint(searched):
             return heard
         by_rank: dict[int, list[Objection]] = heard.exchange(objections, "objections")
         assert heard.voter is not None  # noqa: S101 # it has a meeting

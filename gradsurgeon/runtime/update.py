@@ -42,11 +42,6 @@ class Judged:
         self.norms_now: Norms = ()
         self.largest: Norms = ()
 
-    @property
-    def is_known_to_all(self) -> bool:
-        """Whether the last pass has left a non-finite gradient. Ranks that have averaged it all have it."""
-        return not self.evidence(self.searched).before.isdisjoint(self.searched)
-
     def evidence(self, doubtful: Sequence[int]) -> GradientEvidence:
         """Return the evidence on the gradients, given the gradients with a doubtful norm. Waits for the device."""
         bad = _nonfinite(measure.as_dict(self.largest), doubtful)

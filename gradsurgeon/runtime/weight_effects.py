@@ -76,7 +76,12 @@ class RecordWeights(AfterUpdate):
         are_shared = _dist.any_sharded(params)
         measured = measure.parts if are_shared else measure.statistics
         grads = params if are_shared else ()
-        pairs = [_pair(old, param.detach()) for _, param, old in updated if old is not None]
+        # Elements before and after the update. Shape ``[2, n]`` each, float32 at least.
+        pairs = []
+        for _, param, old in updated:
+            if old is not None:
+                new = _sample(param.detach())
+                pairs.append(torch.stack([_numbers.in_float32(old), _numbers.in_float32(new)]))
         for stat, keys in bound.keys.items():
             if self._of_changes:
                 values = _scaled(stat, measured(stat, _changes(stat, pairs)), params, pairs)
@@ -125,11 +130,6 @@ def _sample(param: Tensor) -> Tensor:
     """Return elements of the part of a parameter that this rank holds, of each part the same share."""
     part = _dist.local(param)
     return sample(part, -(-SAMPLE * part.numel() // max(SAMPLE, param.numel(), 1)))
-
-
-def _pair(old: Tensor, param: Tensor) -> Tensor:
-    """Return elements of a parameter before and after an update. Shape ``[2, n]``, float32 at least."""
-    return torch.stack([_numbers.in_float32(old), _numbers.in_float32(_sample(param))])
 
 
 def _changes(stat: str, pairs: Sequence[Tensor]) -> Sequence[Tensor]:
