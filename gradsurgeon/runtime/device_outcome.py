@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Act = Callable[[], object]
+Act = Callable[..., object]
 
 
 class DeviceOutcome:
@@ -67,20 +68,20 @@ def _joined(flags: Sequence[Tensor]) -> Tensor:
     return (reduce(torch.logical_or, flags) > 0).to(torch.float32)
 
 
-def when_made(outcome: DeviceOutcome | None, act: Act) -> None:
+def when_made(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:
     """Do what belongs to an update that takes place: now, or once the host knows."""
     if outcome is None:
-        act()
+        act(*args)
     else:
-        outcome.hold(lambda _, left_out: None if left_out else act())
+        outcome.hold(lambda _, left_out: None if left_out else act(*args))
 
 
-def when_judged(outcome: DeviceOutcome | None, act: Act) -> None:
+def when_judged(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:
     """Do what belongs to an update that no scaler leaves out: now, or once the host knows."""
     if outcome is None or outcome.overflow is None:
-        act()
+        act(*args)
     else:
-        outcome.hold(lambda overflowed, _: None if overflowed else act())
+        outcome.hold(lambda overflowed, _: None if overflowed else act(*args))
 
 
 def when_known(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,8 +56,7 @@ class NormEdit(Effect):
             self._shorten(gradients, indices, bound.counter.step)
         if having:
             step = bound.counter.step
-            fired = partial(self.count_fired, step, len(having))
-            when_made(gradients.outcome, fired)
+            when_made(gradients.outcome, self.count_fired, step, len(having))
 
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
         by_norm: ByNorm = self.compiled_at(step)
@@ -97,7 +95,7 @@ class NormEdit(Effect):
         is_counted = gradients.shorten(self.rule.id, indices, factors)
         outcome = gradients.outcome
         if is_counted:
-            when_made(outcome, partial(self._mention_nonfinite, norms, step))
+            when_made(outcome, self._mention_nonfinite, norms, step)
             return
 
         def count(norms: Tensor) -> None:
@@ -106,7 +104,7 @@ class NormEdit(Effect):
             self.count_changed(shorter.sum())
 
         # Events and counts are computed on the host; norms of a device arrive there later.
-        when_made(outcome, partial(self.log.when_read, norms, count))
+        when_made(outcome, self.log.when_read, norms, count)
 
     def _mention_nonfinite(self, norms: Tensor, step: int) -> None:
         # A sum of float32 numbers does not overflow in Python.
@@ -131,7 +129,7 @@ class Hide(Effect):
     def act(self, gradients: Gradients, bound: Bound) -> None:
         indices = gradients.having(bound.indices)
         if indices:
-            when_judged(gradients.outcome, partial(self._count, len(indices), bound.counter.step))
+            when_judged(gradients.outcome, self._count, len(indices), bound.counter.step)
 
     def _count(self, number: int, step: int) -> None:
         self.count_changed(number)

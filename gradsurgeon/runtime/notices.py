@@ -140,7 +140,7 @@ class Notices:
         for bound in self._effects.due(counter).bound:
             cause = partial(self._why_silent, bound.rule, bound.indices, owned=owned)
             # With an ``outcome``, what a rule has done is not told yet.
-            when_made(outcome, partial(self._log.note_due, bound.rule.id, counter.step, cause))
+            when_made(outcome, self._log.note_due, bound.rule.id, counter.step, cause)
         for effect, owner in self._effects.sites.items():
             rule = effect.rule
             if context.counters.of_module(owner) is counter and context.is_due(rule, counter):

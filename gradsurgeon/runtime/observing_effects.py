@@ -81,8 +81,7 @@ class Record(Effect):
         if not indices:
             return
         self._record(gradients, bound, indices)
-        fired = partial(self.count_fired, step, len(indices))
-        when_judged(gradients.outcome, fired)
+        when_judged(gradients.outcome, self.count_fired, step, len(indices))
 
     def _record(self, gradients: Gradients, bound: Bound, indices: Sequence[int]) -> None:
         step = bound.counter.step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -146,17 +145,19 @@ class SpikeEffect(Trap):
         judged = self._judged.get(bound.counter)
         if judged is not None:
             self._cut(gradients, judged, bound.counter.step)
-        fired = partial(self.count_fired, bound.counter.step, len(indices))
-        when_made(gradients.outcome, fired)
+        when_made(gradients.outcome, self.count_fired, bound.counter.step, len(indices))
 
     def _cut(self, gradients: Gradients, judged: JudgedNorms, step: int) -> None:
         indices = gradients.having(judged.indices)
         is_counted = gradients.shorten(self.rule.id, indices, judged.factors(indices))
-        tell = partial(self._tell, judged, indices, step, is_counted=is_counted)
-        when_made(gradients.outcome, tell)
+        when_made(gradients.outcome, self._tell, judged, indices, step, is_counted)
 
     def _tell(
-        self, judged: JudgedNorms, indices: Sequence[int], step: int, *, is_counted: bool = False
+        self,
+        judged: JudgedNorms,
+        indices: Sequence[int],
+        step: int,
+        is_counted: bool,  # noqa: FBT001 # of a callback
     ) -> None:
         """Report norms above the bound, and count what they cut."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch.amp import GradScaler
@@ -123,8 +122,7 @@ class Training:
         if update.due.records:
             context.curves.updating(update.counter, update.optimizer())
         for rule in update.due.checks:
-            fired = partial(context.event_log.count_fired, rule, update.counter.step)
-            when_judged(update.outcome, fired)
+            when_judged(update.outcome, context.event_log.count_fired, rule, update.counter.step)
         for bound in update.due.before_update:
             bound.effect.before_update(update, bound)
 

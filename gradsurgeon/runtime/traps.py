@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 from torch import Tensor
@@ -109,8 +108,7 @@ class Traps:
         for bound in judges:
             norms = bound.effect.look(update, bound)
             if norms:
-                count = self._context.event_log.count_fired
-                when_judged(update.outcome, partial(count, bound.effect.rule.id, update.step))
+                when_judged(update.outcome, bound.effect.count_fired, update.step)
                 looks[bound] = norms
         return looks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,8 +45,7 @@ class WeightEdit(AfterUpdate, ElementEdit):
         for chunk in _in_chunks(together):
             self._edit_together(chunk, step)
         if updated:
-            fired = partial(self.count_fired, step, len(updated))
-            when_made(update.outcome, fired)
+            when_made(update.outcome, self.count_fired, step, len(updated))
 
     def _edit_together(self, weights: Sequence[_Weight], step: int) -> None:
         parts = [part for _, part, _ in weights]
@@ -116,8 +114,8 @@ class UpdateSpikes(AfterUpdate, SpikeEffect):
             for move, factor in zip(moves, each, strict=True):
                 _shorten(*move, factor)
         count = len(indices) if self.edits else 1
-        when_made(outcome, partial(self.count_fired, step, count))
-        when_made(outcome, partial(self._tell, judged, indices, step))
+        when_made(outcome, self.count_fired, step, count)
+        when_made(outcome, self._tell, judged, indices, step, False)
 
 
 def _shorten(part: Tensor, before: Tensor, change: Tensor, factor: float | Tensor) -> None:

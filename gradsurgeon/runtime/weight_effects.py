@@ -90,8 +90,7 @@ class RecordWeights(AfterUpdate):
             for key, numbers in by_column(keys, values, are_parts=are_shared):
                 add = partial(recorder.add, key, step, columns, numbers, replace=False, grads=grads)
                 when_made(update.outcome, add)
-        fired = partial(self.count_fired, step, len(params))
-        when_made(update.outcome, fired)
+        when_made(update.outcome, self.count_fired, step, len(params))
 
 
 class RecordState(RecordWeights):
