@@ -114,13 +114,13 @@ def _weights(
     # The id of the rule that combines the gradients of a parameter.
     combining: dict[int, str] = {}
     for due_rule in due:
-        session = due_rule.context
+        session = due_rule.effect.context
         if session not in contributions:
             contributions[session] = Contributions(grads, session.scaling.pop_scale(tasks))
         weights = due_rule.effect.run(due_rule, contributions[session])
         if not weights:
             continue
-        rule_id = due_rule.rule.id
+        rule_id = due_rule.effect.rule.id
         for index, param in due_rule.params.items():
             key = id(param)
             if key in combining:
@@ -151,7 +151,7 @@ def _gradients(
     are_averaged = False
     for due_rule in due:
         params.update(due_rule.params_by_id())
-        wrappers += due_rule.context.ranks.wrappers_of([*due_rule.params])
+        wrappers += due_rule.effect.context.ranks.wrappers_of([*due_rule.params])
         if due_rule.groups:
             are_averaged = True
     if are_averaged and any(isinstance(module, nn.SyncBatchNorm) for module in modules):

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from gradsurgeon.actions import Combination, LossComparison, LossRule
 from gradsurgeon.errors import printable
 from gradsurgeon.records.store import Key
-from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.effect import Effect
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.inner_products import Contributions, pairs
@@ -56,16 +55,8 @@ class DueLossRule:
     groups: _dist.Groups = ()
     averaged: frozenset[int] = frozenset()
 
-    @property
-    def rule(self) -> LossRule:
-        return self.effect.rule
-
-    @property
-    def context(self) -> Context:
-        return self.effect.context
-
     def name(self, index: int) -> str:
-        return printable(self.context.names[index])
+        return printable(self.effect.context.names[index])
 
     def params_by_id(self) -> dict[int, Tensor]:
         return {id(param): param for param in self.params.values()}
@@ -125,7 +116,7 @@ class LossEffect(Effect):
             prefix = f"{part}:" if part else ""
             for pair, numbers in pairs(due.senders, due.products(given, params)):
                 compared[prefix + pair] = numbers
-        for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
+        for stat, values in zip(self.rule.stats, zip(*compared.values(), strict=True), strict=True):
             self._record(due, stat, tuple(compared), torch.tensor(values, device="cpu"))
         self.count_fired(due.step)
 

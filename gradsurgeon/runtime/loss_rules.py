@@ -150,7 +150,9 @@ class NamedPass:
                 if distance > max(least, _TOLERANCE * norm):
                     name = due_rule.name(index)
                     raise GradSurgeonError(
-                        _TWICE.format(rule=due_rule.rule.id, name=name, off=distance, size=norm)
+                        _TWICE.format(
+                            rule=due_rule.effect.rule.id, name=name, off=distance, size=norm
+                        )
                     )
             # Non-finite gradients prove nothing about the graph, so the rule stays unverified.
             if differences and math.isfinite(least):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.distributed.session_discovery import LIMIT
+from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.runtime import first_update
 from gradsurgeon.runtime.effect import WeightUpdate
 from gradsurgeon.runtime.manual_steps import ManualSteps
@@ -202,14 +202,12 @@ class OptimizerWatch:
         if _torch.is_capturing():
             self._context.refuse_graph_capture()
         event_log = self._context.event_log
-        device = self._training.device
-        device.settle(limit=LIMIT)
-        if event_log.raised:
-            self._end(update)
-            event_log.raise_raised()
-        if device.begin(optimizer, update):
+        if self._training.device.begin(optimizer, update):
             return
-        cause = self._training.step_starting(update)
+        cause: StopReason | None = None
+        # The device may have stopped the update before.
+        if not event_log.raised:
+            cause = self._training.step_starting(update)
         if update.overflowed is not None:
             return
         update.judged = True
