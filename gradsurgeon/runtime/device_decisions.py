@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsurgeon.distributed.ranks import StopReason
-from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.errors import to_stderr
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.forensics.written_since import Witness
@@ -58,12 +57,9 @@ class DeviceDecisions:
         self._looks_for_waits = not context.refusals.lenient
 
     def begin(self, optimizer: Optimizer, update: RunningStep) -> bool:
-        """Report the last decision, and note who decides on an update; return whether a `GradScaler` is known to skip it."""
-        self.settle(limit=LIMIT)
+        """Note who decides on an update; return whether it is known that a `GradScaler` skips it."""
         update.outcome = None
         update.unread = None
-        if self.context.event_log.raised:
-            return False
         # A fused optimizer gets scaled gradients and the overflow flag of the scaler.
         update.scale = getattr(optimizer, "grad_scale", None)
         flag = getattr(optimizer, "found_inf", None)

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.distributed.ranks import StopReason
+from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.runtime import first_update
 from gradsurgeon.runtime.effect import WeightUpdate
 from gradsurgeon.runtime.manual_steps import ManualSteps
@@ -202,11 +203,13 @@ class OptimizerWatch:
         if _torch.is_capturing():
             self._context.refuse_graph_capture()
         event_log = self._context.event_log
-        if self._training.device.begin(optimizer, update):
-            return
+        device = self._training.device
+        device.settle(limit=LIMIT)
         cause: StopReason | None = None
         # The device may have stopped the update before.
         if not event_log.raised:
+            if device.begin(optimizer, update):
+                return
             cause = self._training.step_starting(update)
         if update.overflowed is not None:
             return

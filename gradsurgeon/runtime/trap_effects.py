@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from gradsurgeon.actions import Decision, Spikes
+from gradsurgeon.actions import Decision
 from gradsurgeon.errors import BindError, shorten_names
 from gradsurgeon.runtime.effect import Bound, Effect, Findings
 from gradsurgeon.runtime.flags import Flag
@@ -43,7 +43,6 @@ class Trap(Effect):
     """Decides on updates."""
 
     judges = True
-    compiled: Decision | Spikes
 
     def prepare(self) -> None:
         statistic = self.compiled.statistic
