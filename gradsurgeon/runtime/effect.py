@@ -18,7 +18,7 @@ from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.passes import BackwardPass
 from gradsurgeon.runtime.step_counters import StepCounter
-from gradsurgeon.runtime.trap_report import GradientEvidence, TrapReport
+from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.measure import Norms
@@ -159,11 +159,9 @@ class Effect:
     def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
         """Report what must not reach a weight, given the parameters whose number is not finite; called if there are any."""
 
-    def foresee(self, bound: Bound, evidence: GradientEvidence) -> TrapReport | None:
+    def foresee(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
         """Report after a backward pass, for the vote of the ranks, what would be reported at the update."""
-        if evidence.concerns(bound.indices):
-            return evidence.report(self.context.names)
-        return None
+        return self.judge(update, bound, doubtful)
 
     def objection(self, update: Judged, bound: Bound, norms: Norms) -> Tensor:  # noqa: ARG002 # as above
         """Return whether the update must not reach a weight, 0-dim and bool, given what `look` returned. Does not wait."""

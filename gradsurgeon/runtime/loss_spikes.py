@@ -12,7 +12,7 @@ from gradsurgeon.runtime.effect import Bound
 from gradsurgeon.runtime.running_norms import JudgedNorms, LearntByRule, wide
 from gradsurgeon.runtime.spike_effect import SpikeEffect
 from gradsurgeon.runtime.spike_report import loss_report
-from gradsurgeon.runtime.trap_report import GradientEvidence, TrapReport
+from gradsurgeon.runtime.trap_report import TrapReport
 from gradsurgeon.runtime.update import Judged, JudgedUpdate
 from gradsurgeon.tensors.measure import Norms, nonfinite
 
@@ -27,7 +27,12 @@ class LossSpikes(SpikeEffect):
     # Each rank has its own loss.
     votes = True
 
-    def foresee(self, bound: Bound, evidence: GradientEvidence) -> TrapReport | None:  # noqa: ARG002 # of gradients
+    def foresee(
+        self,
+        update: Judged,  # noqa: ARG002 # of gradients
+        bound: Bound,
+        doubtful: Sequence[int],  # noqa: ARG002 # the same
+    ) -> TrapReport | None:
         judged = self._compare_losses(self.context.curves.so_far(bound.counter))
         if judged is None or not any(nonfinite(judged.flags)):
             return None

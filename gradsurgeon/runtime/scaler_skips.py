@@ -12,7 +12,6 @@ from gradsurgeon.runtime.effect import Due, Findings
 from gradsurgeon.runtime.step_diagnosis import Tripped
 from gradsurgeon.runtime.trap_effects import NonfiniteTrap, Trap
 from gradsurgeon.runtime.trap_message import event_keys, texts
-from gradsurgeon.runtime.trap_report import GradientEvidence
 from gradsurgeon.runtime.trips import Conclusions
 from gradsurgeon.runtime.update import Judged
 from gradsurgeon.runtime.votes_heard import ALONE
@@ -37,12 +36,12 @@ def judge_skip(
     text = SCALER_SKIP.format(scaler=context.scaler_name, step=tripped.step)
     facts = {"told_at": tripped.told_at}
     context.event_log.emit("scaler-skip", text, step=tripped.step, facts=facts)
-    evidence = update.evidence_of_skip()
+    update.find_skipped()
     # A skip caused by other tensors says nothing about a trap: its row goes on.
     traps = []
     for bound in due.judges:
         trap = bound.effect
-        if isinstance(trap, NonfiniteTrap) and evidence.concerns(bound.indices):
+        if isinstance(trap, NonfiniteTrap) and update.concerns(bound.indices):
             traps.append(trap)
     findings: Findings = {}
     if not context.acts:
@@ -60,22 +59,20 @@ def judge_skip(
         if patience < NEVER:
             counter.trips[rule] = max(counter.trips.get(rule, 0), patience - 1)
         head = f"the GradScaler keeps skipping ({why}): "
-        report = evidence.report(context.names, head)
+        report = update.report(context.names, head)
         findings[trap] = replace(report, goes_on=_SKIPS)
     # Overflows come in rows until the scale fits: not each is worth running the step again.
     if traps and not findings and skips == 1:
-        _diagnose(conclusions, evidence, tripped, traps[0])
+        _diagnose(conclusions, update, tripped, traps[0])
     return conclusions.conclude(counter, findings, ALONE, late=late)
 
 
-def _diagnose(
-    conclusions: Conclusions, evidence: GradientEvidence, tripped: Tripped, trap: Trap
-) -> None:
+def _diagnose(conclusions: Conclusions, update: Judged, tripped: Tripped, trap: Trap) -> None:
     """Report once the origin of a NaN in a skipped step, if it is no overflow."""
     context = conclusions.context
     step = tripped.step
     rule = trap.rule.id
-    report = evidence.report(context.names)
+    report = update.report(context.names)
     diagnosis = conclusions.diagnosis.diagnose_skip(trap, tripped, report)
     if diagnosis is not None:
         report = replace(report, head=_NO_OVERFLOW, lines=[])

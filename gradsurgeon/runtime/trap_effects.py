@@ -16,7 +16,6 @@ from gradsurgeon.runtime.origin import Origin
 from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.trap_report import (
-    GradientEvidence,
     TrapReport,
     activation_report,
     spelled,
@@ -51,7 +50,8 @@ class Trap(Effect):
 
     @property
     def then(self) -> str:  # type: ignore[override] # may change once: `soften`
-        return self.compiled.then
+        then: str = self.compiled.then
+        return then
 
     def soften(self) -> None:
         """Only warn from now on."""
@@ -74,19 +74,19 @@ class NonfiniteTrap(Trap):
         return is_any_nonfinite(measure.among(update.largest, bound.indices))
 
     def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
-        evidence = update.evidence(doubtful)
-        if evidence.concerns(bound.indices):
-            report = evidence.report(self.context.names)
+        update.find(doubtful)
+        if update.concerns(bound.indices):
+            report = update.report(self.context.names)
             engine = self.context.parameters.elsewhere
             if engine is not None and engine.may_leave_out:
                 return replace(report, goes_on=_ENGINE_DECIDES)
             return report
-        self._mention_repaired(update, bound, evidence)
+        self._mention_repaired(update, bound)
         return None
 
-    def _mention_repaired(self, update: Judged, bound: Bound, evidence: GradientEvidence) -> None:
+    def _mention_repaired(self, update: Judged, bound: Bound) -> None:
         rule = self.rule.id
-        repaired = [index for index in bound.indices if index in evidence.repaired]
+        repaired = [index for index in bound.indices if index in update.repaired]
         names = self.context.names_of(repaired)
         objecting = [objection.rule for objection in update.heard.objections]
         if names and (update.heard.unanimous or rule not in objecting):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count, grid
 from gradsurgeon.runtime.flags import Flag
-from gradsurgeon.runtime.passes import GradientSnapshot
 from gradsurgeon.tensors import _dist
-from gradsurgeon.tensors.measure import UNCOUNTED, NonfiniteCount, Norms, as_dict
+from gradsurgeon.tensors.measure import UNCOUNTED, NonfiniteCount
 
 GOES_ON = "the update goes on (`then: warn`)"
 _SHOWN = 12
@@ -20,8 +18,6 @@ _EDITED = "all were finite after backward: look at how the script changes gradie
 _OF_OTHERS = (
     "they were finite on this rank before ranks averaged them: look at the reports of other ranks"
 )
-_AVERAGED = "ranks have averaged these gradients: see the reports of all ranks"
-_ELSEWHERE = "if no other rank reports NaN or Inf, the average itself overflowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,115 +51,6 @@ class TrapReport:
         if ranks:
             cause = f"{_dist.named(ranks)} contributed NaN or Inf"
         return replace(self, head=f"{self.head}; {cause}", ranks=ranks)
-
-
-@dataclass(frozen=True)
-class GradientEvidence:
-    """The norms and counts of the gradients of one update: after each backward pass, and right before the update."""
-
-    snapshots: Sequence[GradientSnapshot]
-    indices: Sequence[int]
-    # The tensors that are non-finite at the update.
-    now: dict[int, NonfiniteCount]
-    # The norms at the update of the parts of this rank, if they were taken.
-    norms: Norms = ()
-    # The tensors of which this rank holds a part.
-    divided: frozenset[int] = frozenset()
-    # Whether an engine has averaged the gradients over ranks before they were seen.
-    averaged: bool = False
-
-    @cached_property
-    def _after(self) -> dict[int, float]:
-        return as_dict(self.snapshots[-1].norms) if self.snapshots else {}
-
-    @cached_property
-    def before(self) -> frozenset[int]:
-        """The gradients that were non-finite after the last pass."""
-        norms = as_dict(self.norms)
-        nonfinite = set()
-        for index, norm in self._after.items():
-            if math.isfinite(norm):
-                continue
-            # The norm of finite elements can overflow, and then it still does at the update.
-            still_infinite = math.isinf(norm) and not math.isfinite(norms.get(index, math.inf))
-            if index in self.now or not still_infinite:
-                nonfinite.add(index)
-        return frozenset(nonfinite)
-
-    @cached_property
-    def repaired(self) -> frozenset[int]:
-        return self.before.intersection(self.indices).difference(self.now)
-
-    def concerns(self, indices: Iterable[int]) -> bool:
-        """Return whether one of some gradients is non-finite."""
-        return not self.now.keys().isdisjoint(indices)
-
-    def _is_guilty(self) -> bool | None:
-        """Return whether this rank put NaN or Inf into an average, ``None`` if no average was non-finite."""
-        # The first pass that averaged a non-finite gradient decides: later passes add to gradients that are non-finite already.
-        # A rank that did not use its part of the model contributed nothing, and got these gradients from other ranks.
-        for snapshot in self.snapshots:
-            norms = as_dict(snapshot.norms)
-            own_norms = snapshot.done.seen.contributed
-            is_guilty: bool | None = None
-            for index in self.before.union(self.now) & snapshot.averaged:
-                if not math.isfinite(norms.get(index, 0.0)):
-                    is_own = index in own_norms and not own_norms[index].isfinite()
-                    is_guilty = bool(is_guilty or is_own)
-            if is_guilty is not None:
-                return is_guilty
-        return None
-
-    def report(self, names: Sequence[str], why: str = "") -> TrapReport:
-        """Return a report on the border after the first pass that shows one, else at the update."""
-        report = self._report_after_pass(names) or self._report_at_update(names)
-        bad_now = tuple(names[index] for index in self.now)
-        guilty = self._is_guilty()
-        hint = _ELSEWHERE if guilty is False else report.hint
-        return replace(report, head=why + report.head, bad=bad_now, guilty=guilty, hint=hint)
-
-    def _report_after_pass(self, names: Sequence[str]) -> TrapReport | None:
-        """Return a report on the first pass that left a non-finite gradient, ``None`` if no pass did."""
-        passes = len(self.snapshots)
-        for number, snapshot in enumerate(self.snapshots, 1):
-            nonfinite = self._nonfinite(snapshot)
-            if not nonfinite:
-                continue
-            moment = "after backward"
-            if passes > 1:
-                moment += f", micro-batch {number} of {passes}"
-            # Some tensors keep a gradient from an earlier pass and received none in this pass.
-            order = (*snapshot.order, *snapshot.indices)
-            norms = self._whole_norms(snapshot.norms)
-            report = gradient_report(names, moment, order, nonfinite, norms)
-            return replace(report, hint=_AVERAGED) if self.averaged else report
-        return None
-
-    def _report_at_update(self, names: Sequence[str]) -> TrapReport:
-        moment = "right before the update"
-        order = tuple(self.indices)
-        was_finite = bool(self.snapshots)
-        if was_finite:
-            moment += ", and finite after backward: something in between did it"
-            order = (*self.snapshots[-1].order, *order)
-        norms = self._whole_norms(self.norms)
-        return gradient_report(names, moment, order, self.now, norms, edited=was_finite)
-
-    def _whole_norms(self, norms: Norms) -> dict[int, float]:
-        """Return norms without those of parts: the norm of a part is not the norm of the whole."""
-        by_index = as_dict(norms)
-        return {index: norm for index, norm in by_index.items() if index not in self.divided}
-
-    def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
-        known: Mapping[int, NonfiniteCount] = {}
-        # The counts at the update hold for the pass only if the script has not clipped since. NaN does not equal NaN.
-        if repr(self._after) == repr(as_dict(self.norms)):
-            known = self.now
-        nonfinite = {}
-        for index, norm in as_dict(snapshot.norms).items():
-            if index in self.before and not math.isfinite(norm):
-                nonfinite[index] = known.get(index, uncounted(norm))
-        return nonfinite
 
 
 def uncounted(norm: float) -> NonfiniteCount:

@@ -22,7 +22,6 @@ from gradsurgeon.runtime.step_counters import StepCounter
 from gradsurgeon.runtime.step_diagnosis import Tripped
 from gradsurgeon.runtime.trap_effects import NonfiniteTrap
 from gradsurgeon.runtime.trap_report import (
-    GradientEvidence,
     gradient_report,
     uncounted,
 )
@@ -75,10 +74,13 @@ class Traps:
             text = _OVERFLOW.format(step=counter.step, rank=rank)
             return [Objection(rank, "", OVERFLOWED, self._concerned(counter), "", text)]
         gradients = dict(zip(*self._context.parameters.grads(doubtful), strict=True))
-        evidence = GradientEvidence(passes, (), measure.counts(gradients), norms)
+        update = Judged(counter, passes)
+        update.norms_now = norms
+        update.now = measure.counts(gradients)
+        update.is_known = True
         findings: Findings = {}
         for bound in deciding:
-            findings[bound.effect] = bound.effect.foresee(bound, evidence)
+            findings[bound.effect] = bound.effect.foresee(update, bound, doubtful)
         for trap in self._effects.tensor_traps:
             if trap.decides:
                 findings[trap] = trap.peek(self._holders(counter))
@@ -198,7 +200,8 @@ class Traps:
             return heard
         # Ranks that have averaged a non-finite gradient in the last pass all have it.
         searched = update.searched
-        if update.evidence(searched).before.isdisjoint(searched):
+        update.find(searched)
+        if update.before.isdisjoint(searched):
             return heard
         by_rank: dict[int, list[Objection]] = heard.exchange(objections, "objections")
         assert heard.voter is not None  # noqa: S101 # it has a meeting
