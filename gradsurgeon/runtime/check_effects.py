@@ -34,36 +34,6 @@ _LOOKED_UP = ("params", "originals", "grads")
 Judge = Callable[[Tensor], Iterable[Finding]]
 
 
-class ModelFacts:
-    """What all checks of a session know of its model."""
-
-    def __init__(self, context: Context, model: nn.Module, kept: KeptCalls) -> None:
-        index_of = context.index_of
-        holders = {}
-        for slot in slots(model):
-            if slot.name in index_of:
-                holders[index_of[slot.name]] = slot.owner
-        self.model = Model(model, holders)
-        self.kept = kept
-        self._context = context
-        self.replication = Replication(
-            context.names, lambda: context.ranks, context.parameters.params
-        )
-
-    @property
-    def reaches_ranks(self) -> bool:
-        """Whether there are other ranks. The script may have ended the process group."""
-        return self._context.ranks.are_several and _dist.world() > 1
-
-    def passed(self, done: BackwardPass) -> None:
-        if self.reaches_ranks:
-            self.replication.passed(done.indices, done.averaging)
-
-    def updated(self, counter: StepCounter) -> None:
-        if self.reaches_ranks:
-            self.replication.updated(counter.indices)
-
-
 class CheckEffect(Effect):
     """Shows passes and updates to a check. All optimizers share it: some faults show in how their updates alternate."""
 
@@ -79,13 +49,14 @@ class CheckEffect(Effect):
         # Facts whose line a pass may still show, with what makes an event of each.
         self._waiting_facts: dict[str, Callable[[str], object]] = {}
 
-    def know(self, facts: ModelFacts) -> None:
-        self._facts = facts
+    def know(self, model: Model, kept: KeptCalls, replication: Replication) -> None:
+        self._kept = kept
+        self._replication = replication
         parameters = self.context.parameters
         # What each moment has.
         self._always: dict[str, Any] = {
             "members": self.indices,
-            "model": facts.model,
+            "model": model,
             "find": parameters.params,
             "find_weights": parameters.weights,
             "find_grads": parameters.grads,
@@ -115,14 +86,14 @@ class CheckEffect(Effect):
             self._show(self.check.before_pass, self._pass(bound, (), graph))
 
     def after_pass(self, done: BackwardPass, bound: Bound) -> None:
-        if self.check.compares_ranks and not self._facts.reaches_ranks:
+        if self.check.compares_ranks and not self.context.reaches_ranks:
             return
         if set(done.indices).isdisjoint(self.indices):
             return
         moment = self._pass(bound, done.indices, done.graph)
         moment.scale = done.scale
-        moment.inputs = partial(_inputs_of, self._facts.kept)
-        loss = self._facts.kept.loss_of_pass
+        moment.inputs = partial(_inputs_of, self._kept)
+        loss = self._kept.loss_of_pass
         if loss is not None:
             moment.source_in_loss = partial(_source_in, loss, moment.step)
         self._show(self.check.after_pass, moment)
@@ -155,14 +126,14 @@ class CheckEffect(Effect):
         self._show(self.check.before_update, moment)
 
     def before_edits(self, update: WeightUpdate, bound: Bound, gradients: Gradients | None) -> None:
-        has_ranks = self._facts.reaches_ranks
+        has_ranks = self.context.reaches_ranks
         if self.check.compares_ranks and not has_ranks:
             return
         facts: dict[str, Any] = {"has_moved": update.has_moved}
         if has_ranks:
             facts["topic"] = self._topic
         if self.context.parameters.elsewhere is None:  # an engine keeps each part on one rank
-            facts["find_replicas"] = self._facts.replication.replicas
+            facts["find_replicas"] = self._replication.replicas
         if gradients is not None:
             facts["known_norms"] = gradients.known_norms
         moment = self._update(update, bound, **facts)
@@ -182,7 +153,7 @@ class CheckEffect(Effect):
             indices=bound.indices,
             owner=bound.counter,
             optimizer=update.optimizer(),
-            evaluations=self._facts.kept.evaluations,
+            evaluations=self._kept.evaluations,
             **self._always,
             **facts,
         )
@@ -245,7 +216,7 @@ class CheckEffect(Effect):
             if source.diagnosis is not None:
                 keys["diagnosis"] = source.diagnosis.to_json()
             if not self._raises:
-                line = self._facts.kept.loss_line
+                line = self._kept.loss_line
                 await_line(line, source, self.context, rule, step, warns=False)
         self.emit("check", message, step=step, name=names[0], facts=keys)
         if self._raises:
@@ -267,8 +238,17 @@ class CheckEffect(Effect):
                 place = f"{name} at {lines[0].file}:{lines[0].line}"
                 tell(text.replace(name, place, 1))
 
-        line = self._facts.kept.loss_line
+        line = self._kept.loss_line
         line.wait_for(source.nodes, source.place, source.pass_key, tell_with_line)
+
+
+def model_of(model: nn.Module, context: Context) -> Model:
+    """Return a model as checks see it."""
+    holders = {}
+    for slot in slots(model):
+        if slot.name in context.index_of:
+            holders[context.index_of[slot.name]] = slot.owner
+    return Model(model, holders)
 
 
 def _nothing(_indices: Sequence[int]) -> Any:

@@ -114,6 +114,11 @@ class Context:
             # Later the rank that hosts the store may have ended.
             _job_store.connect()
 
+    @property
+    def reaches_ranks(self) -> bool:
+        """Whether there are other ranks. The script may have ended the process group."""
+        return self.ranks.are_several and _dist.world() > 1
+
     def names_of(self, indices: Iterable[int]) -> list[str]:
         return [self.names[index] for index in indices]
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import CheckRule
+from gradsurgeon.distributed.replication import Replication
 from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.forensics.kept_calls import KeptCalls
 from gradsurgeon.language.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.check_effects import ModelFacts
+from gradsurgeon.runtime.check_effects import CheckEffect, model_of
 from gradsurgeon.runtime.context import Context, SessionOptions
 from gradsurgeon.runtime.device_outcome import DeviceOutcome
 from gradsurgeon.runtime.effect import WeightUpdate
@@ -43,10 +43,15 @@ class Controller:
         self._model = weakref.ref(model)
         self.context = context
         self.kept = KeptCalls(lambda: context.paused)
-        self._facts: ModelFacts | None = None  # without checks
-        if any(isinstance(rule, CheckRule) for rule in context.rules):
-            self._facts = ModelFacts(context, model, self.kept)
-        self.effects = effects_of(context, plan, self._facts)
+        self.effects = effects_of(context, plan)
+        self._replication = Replication(
+            context.names, lambda: context.ranks, context.parameters.params
+        )
+        self._checks = [effect for effect in self.effects.all if isinstance(effect, CheckEffect)]
+        if self._checks:
+            known = model_of(model, context)
+            for check in self._checks:
+                check.know(known, self.kept, self._replication)
         self._agreement = RankAgreement(context, self.effects)
         self.training = Training(context, self.effects, self.kept, self._agreement)
         self.losses = LossRules(context, self._agreement, self.effects)
@@ -164,8 +169,8 @@ class Controller:
         return self.manual.active or not self.expects_update()
 
     def _end_pass(self, done: BackwardPass) -> None:
-        if self._facts is not None and self.context.ranks.are_several:
-            self._facts.passed(done)
+        if self._checks and self.context.reaches_ranks:
+            self._replication.passed(done.indices, done.averaging)
         self.training.after_pass(done)
         for counter in self.context.counters.among(done.indices):
             counter.passes += 1
@@ -186,8 +191,8 @@ class Controller:
             counter.scaler_skips = 0
         self.training.after_update(step)
         self.training.traps.passes.forget(counter)
-        if self._facts is not None and context.ranks.are_several:
-            self._facts.updated(counter)
+        if self._checks and context.reaches_ranks:
+            self._replication.updated(counter.indices)
         if step.took_place:
             self._count_due(counter, step.outcome)
         if step.returned and not step.inside:
@@ -245,7 +250,7 @@ class Controller:
         """Return whether an optimizer is going to step; search for one as long as none is known."""
         if self._search_on and not self.steps.owned:
             self._search_on = not self.steps.search(self.model.params())
-        return self.steps.owned or not self._search_on
+        return not self._search_on or self.steps.owned
 
     @contextmanager
     def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:

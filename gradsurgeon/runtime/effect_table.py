@@ -21,7 +21,7 @@ from gradsurgeon.actions import (
 from gradsurgeon.actions._effects import Copies, Hidden, Judgement
 from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.language.planning import Plan
-from gradsurgeon.runtime.check_effects import CheckEffect, ModelFacts
+from gradsurgeon.runtime.check_effects import CheckEffect
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.editing_effects import Hide, NormEdit
 from gradsurgeon.runtime.effect import Effect
@@ -78,8 +78,7 @@ def _kind_of_trap(rule: Rule, compiled: Any) -> type[Effect]:
     return kind
 
 
-def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effects:
-    """Return the effects of all rules; ``facts`` are for checks, if there are any."""
+def effects_of(context: Context, plan: Plan) -> Effects:
     effects: dict[str, Effect] = {}
     refused: list[str] = []
     for rule in in_order(plan.rules.rules):
@@ -92,9 +91,6 @@ def effects_of(context: Context, plan: Plan, facts: ModelFacts | None) -> Effect
             # The loss of an update concerns all parameters.
             indices = tuple(range(len(context.names)))
         effect = _kind_of(rule, compiled)(rule, context, indices, compiled)
-        if isinstance(effect, CheckEffect):
-            assert facts is not None  # noqa: S101 # there is a check
-            effect.know(facts)
         if isinstance(effect, ElementEdit):
             place = plan.rules.place_to_correct(rule.id)
             refused += [f"{place}: rule {rule.id}: {text}" for text in effect.refusals()]

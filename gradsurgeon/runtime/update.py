@@ -194,7 +194,6 @@ class JudgedUpdate(Judged):
         self.outcome = outcome
         self.has_moved = has_moved
         self.norms: Norms = ()
-        self.averaged = gradients.context.are_averaged
         if trapped:
             self.searched, self.norms_now = gradients.take_norms(trapped)
             # Traps read the same numbers: those after the last backward pass, and those now.
@@ -203,6 +202,10 @@ class JudgedUpdate(Judged):
             script_edits = gradients.context.recorder.script_edits_of_run
             if script_edits is not None:
                 script_edits.compare(before, self.norms_now)
+
+    @property
+    def averaged(self) -> bool:  # type: ignore[override] # asked by reports alone
+        return self.gradients.context.are_averaged
 
     def without_gradients(self) -> Judged:
         late = Judged(self.counter, self.passes, self.heard)
