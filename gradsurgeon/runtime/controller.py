@@ -135,7 +135,7 @@ class Controller:
     def _show(self, done: BackwardPass, objections: list[Objection]) -> None:
         """Show the gradients that feed an update; add this rank's objections."""
         self.training.act_after_pass(done)
-        if self._agreement.votes(done):
+        if self._agreement.voting(done):
             objections.extend(self.training.traps.objections(done))
 
     def show_collected(self, counter: StepCounter, scale: Tensor | None) -> None:

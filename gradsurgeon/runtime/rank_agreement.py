@@ -81,18 +81,15 @@ class RankAgreement:
             self._seeks = True
             shared.seek(self._meeting(groups).find)
 
-    def votes(self, done: BackwardPass) -> bool:
-        """Return whether the ranks vote on the update after a pass."""
-        return bool(self._voting(done))
-
-    def _voting(self, done: BackwardPass) -> _dist.Groups:
+    def voting(self, done: BackwardPass) -> _dist.Groups:
+        """Return the groups whose ranks vote on the update after a pass."""
         if self._votes and self._context.ranks.are_several:
             return self._groups(done)
         return ()
 
     def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
         """Cast this rank's objections to the update after a pass, without waiting."""
-        groups = self._voting(done)
+        groups = self.voting(done)
         if not self._voted and not groups:
             return
         indices = set(done.indices)

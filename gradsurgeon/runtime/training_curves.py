@@ -53,13 +53,13 @@ class TrainingCurves:
         counters: StepCounters,
         names: Sequence[str],
     ) -> None:
-        always: list[str] = []
-        others: list[str] = []
+        self._rule = ""
+        has_always = False
         for rule in rules:
-            if isinstance(rule, ObserverRule) and rule.target == "params":
-                ids = always if rule.steps.always else others
-                ids.append(rule.id)
-        self._rules = [*always, *others]
+            if isinstance(rule, ObserverRule) and rule.target == "params" and not has_always:
+                has_always = rule.steps.always
+                if has_always or not self._rule:
+                    self._rule = rule.id
         self._recorder = recorder
         self._counters = counters
         self._names = names
@@ -164,9 +164,9 @@ class TrainingCurves:
     def _record(
         self, stat: str, name: str, step: int, value: Tensor, *, is_copy: bool = False
     ) -> None:
-        if not self._rules:
+        if not self._rule:
             return
-        key = Key(self._rules[0], stat, "step", (name,))
+        key = Key(self._rule, stat, "step", (name,))
         self._recorder.add(key, step, (0,), value, replace=True, is_copy=is_copy)
 
     def _record_rates(self, counter: StepCounter, optimizer: Optimizer) -> None:
