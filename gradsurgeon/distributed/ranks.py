@@ -33,9 +33,7 @@ class StopReason:
     kind: type[TrapError] = NonFiniteGradientError
 
     def error(self) -> TrapError:
-        bundle = None
-        if self.diagnosis is not None and self.diagnosis.bundle:
-            bundle = self.diagnosis.bundle
+        bundle = getattr(self.diagnosis, "bundle", "") or None
         return self.kind(
             self.text,
             rule=self.rule,
@@ -61,14 +59,14 @@ class Ranks:
         self.are_several = params is not tuple
         self._params = params
         self._groups_dividing = groups_of
-        self._known = not self.are_several
+        self._known = False
         # The indices of the parameters inside each `DistributedDataParallel`.
         self._wrappers = weakref.WeakKeyDictionary[Any, frozenset[int]]()
         # The indices of the parameters on each mesh.
         self._meshes: list[list[int]] = []
 
     def refuse_uneven(self) -> None:
-        for wrapper, _ in self._live():
+        for wrapper in self.wrappers():
             if wrapper._join_config.enable:  # noqa: SLF001 # there is no public name
                 raise GradSurgeonError(
                     "the model trains under `Join`, where ranks take different numbers of steps and cannot "
@@ -84,7 +82,7 @@ class Ranks:
         return self._wrappers[wrapper]
 
     def look_again(self) -> None:
-        self._known = not self.are_several
+        self._known = False
 
     def _live(self) -> list[tuple[Any, frozenset[int]]]:
         if not self.are_several:
@@ -100,7 +98,7 @@ class Ranks:
         return sorted(wrappers, key=lambda pair: min(pair[1]))
 
     def _search_once(self) -> None:
-        if self._known:
+        if self._known or not self.are_several:
             return
         self._known = True
         params = self._params()
@@ -117,26 +115,18 @@ class Ranks:
 
     def shard_groups(self, param_indices: Sequence[int]) -> _dist.Groups:
         self._search_once()
-        if not self._meshes:
-            return ()
-        wanted = set(param_indices)
-        params = self._params()
-        groups: list[Any] = []
+        groups = dict[Any, None]()
         for indices in self._meshes:
-            held = [params[index] for index in indices if index in wanted]
-            if held and held[0] is not None:
-                groups += self._groups_dividing(held[0])
-        return tuple(dict.fromkeys(groups))
+            held = set(indices).intersection(param_indices)
+            param = self._params()[min(held)] if held else None
+            if param is not None:
+                groups |= dict.fromkeys(self._groups_dividing(param))
+        return tuple(groups)
 
     def groups_of(self, wrappers: Sequence[Any], indices: Sequence[int]) -> _dist.Groups:
         # A parameter inside a wrapper counts, even if the wrapper was told to ignore it.
-        if not wrappers:
-            return ()
-        groups: dict[Any, None] = {}
-        for wrapper in self.wrappers_of(indices):
-            if wrapper in wrappers:
-                groups[wrapper.process_group] = None
-        return tuple(groups)
+        held = [wrapper for wrapper in self.wrappers_of(indices) if wrapper in wrappers]
+        return tuple(dict.fromkeys([wrapper.process_group for wrapper in held]))
 
     def wrappers_of(self, indices: Sequence[int]) -> list[Any]:
         return [wrapper for wrapper, held in self._live() if not held.isdisjoint(indices)]

@@ -178,14 +178,14 @@ def lacking(
     with suppress(RuntimeError):
         channel.set(f"names/{channel.rank}", mine)
     asked = []
-    # The errors of this rank by rule.
-    short = {}
     for rule in rules.rules:
-        short[rule.id] = shortfalls(replace(rules, rules=(rule,)), models)
-        is_elsewhere = not any(is_for(rule, manifest) for manifest in models.values())
-        may_match_nothing = alone and rule.model and is_elsewhere
-        if (short[rule.id] or rule.expect) and not may_match_nothing:
-            asked.append(rule)
+        # The errors of this rank.
+        short = shortfalls(replace(rules, rules=(rule,)), models)
+        may_match_nothing = (
+            alone and rule.model and not any(is_for(rule, m) for m in models.values())
+        )
+        if (short or rule.expect) and not may_match_nothing:
+            asked.append((rule, short))
     if not asked:
         return [], {}
     # Without the store this rank knows only its own names.
@@ -200,27 +200,23 @@ def lacking(
         silent = f"; {unheard(absent)}"
     errors = []
     notes = {}
-    for rule in asked:
-        having = [rank for rank, names in matched.items() if names.get(rule.id)]
-        count = len(set().union(*[matched[rank][rule.id] for rank in having]))
-        is_missing = not having and not rule.optional
+    for rule, short in asked:
+        by_rank = {rank: names[rule.id] for rank, names in matched.items() if names.get(rule.id)}
+        count = len(set().union(*by_rank.values()))
+        is_missing = not by_rank and not rule.optional
         if is_missing or (rule.expect and rule.expect.params != count):
-            texts = short[rule.id]
-            if not texts:
-                texts = [f"{rules.place(rule.id)}: rule {rule.id}: {_OTHER_NUMBER}"]
+            texts = short or [f"{rules.place(rule.id)}: rule {rule.id}: {_OTHER_NUMBER}"]
             errors += [f"{text} (on all ranks together: {count}{silent})" for text in texts]
-        elif having and not mine.get(rule.id):
+        elif by_rank and channel.rank not in by_rank:
             where = f"matches nothing on rank {channel.rank}"
-            notes[rule.id] = f"{where}; {_dist.having(having)} it"
+            notes[rule.id] = f"{where}; {_dist.having([*by_rank])} it"
     return errors, notes
 
 
 def _add_names(matched: Names, rules: RuleSet, plans: Mapping[str, Plan]) -> None:
     for rule in rules.rules:
         # Only rules with `expect` need the number of names; for other rules one name is enough.
-        most = None
-        if not rule.expect:
-            most = 1
+        most = None if rule.expect else 1
         for plan in plans.values():
             names = [binding.name for binding in plan.of(rule.id)]
             matched.setdefault(rule.id, set()).update(names[:most])

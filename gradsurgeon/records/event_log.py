@@ -6,8 +6,8 @@ import os
 import sys
 import traceback
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -92,11 +92,11 @@ class EventLog:
         # The launcher shows lines by itself: a script may silence warnings and logging, or turn warnings into errors.
         self._say = say
         self._said = set[str]()
-        # Errors of checks, until the update.
+        # Errors until the update, where nothing is half done.
         self.raised: list[BaseException] = []
         # The events by identity, and the identities of repetitions by whether they are routine.
         self._events: dict[int, Event] = {}
-        self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
+        self._later = defaultdict[bool, deque[int]](deque)
         self._known = set[tuple[str, str, str]]()
         self.edits = {rule.id for rule in rules if rule.edits}
         self._tallies: dict[str, Tally] = {}
@@ -110,7 +110,7 @@ class EventLog:
         self._noticed = set[tuple[str, str]]()
         # How often each topic has occurred, and its last step.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
-        self._flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(_read)
+        self.flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(_read)
         # Never held during a call of another object: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
 
@@ -150,8 +150,6 @@ class EventLog:
             message = news
         if not message:
             return
-        if not shown:
-            shown = message
         if warn:
             self.warn(message, rule=rule, shown=shown)
             return
@@ -161,7 +159,7 @@ class EventLog:
             level = logging.WARNING
         is_said = self._say is not None and level >= logging.WARNING
         if self._say is not None and is_said:
-            self._say(_lines(shown, rule))
+            self._say(_lines(shown or message, rule))
         _log(level, _lines(message, rule), is_said=is_said)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
@@ -183,13 +181,11 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        if not shown:
-            shown = message
         level, place = _line_of_the_script()
         if self._say is None:
             warn(_with_rule(message, rule), level)
             return
-        lines = _lines(shown, rule)
+        lines = _lines(shown or message, rule)
         # The line of a step would be the one of its update.
         if not lines.startswith("step "):
             lines = printable(place) + lines
@@ -224,10 +220,6 @@ class EventLog:
             )
             self.notice_once("events", text, step=event.step)
 
-    def raise_later(self, error: BaseException) -> None:
-        """Keep an error until the update, where nothing is half done."""
-        self.raised.append(error)
-
     def raise_raised(self) -> None:
         """Raise the first error that was kept since the last call, if there is one."""
         if self.raised:
@@ -238,13 +230,15 @@ class EventLog:
     @property
     def last_trap(self) -> TrapError | None:
         """The kept error of a trap that stopped the last update."""
-        traps = [error for error in self.raised if isinstance(error, TrapError)]
-        return next((error for error in traps if not isinstance(error, CheckError)), None)
+        for error in self.raised:
+            if isinstance(error, TrapError) and not isinstance(error, CheckError):
+                return error
+        return None
 
     def take_raised(self) -> list[BaseException]:
         """Return the errors that were kept, for a caller that cannot raise them."""
-        errors = [*self.raised]
-        self.raised.clear()
+        errors = self.raised
+        self.raised = []
         return errors
 
     def notice_once(
@@ -281,14 +275,12 @@ class EventLog:
                 tally.altered = 0
             tally.altered += count
 
-    def emit_if(
-        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
-    ) -> None:
-        """Record an event if ``flag`` is set, once the flag can be read without waiting."""
+    def emit_if(self, flag: Tensor, message: str, *, rule: str, step: int) -> None:
+        """Record a notice if ``flag`` is set, once the flag can be read without waiting."""
 
         def note(value: Tensor) -> None:
             if value:
-                self.emit(kind, message, rule=rule, step=step)
+                self.emit("notice", message, rule=rule, step=step)
 
         self.when_read(flag, note)
 
@@ -299,16 +291,12 @@ class EventLog:
             return
         if _torch.is_capturing():
             return  # they have no value yet, and belong to the graph
-        if self._flags.put(act, values) >= _FLAGS_PER_TRANSFER:
-            self._flags.send()
+        if self.flags.put(act, values) >= _FLAGS_PER_TRANSFER:
+            self.flags.send()
 
     def read_devices(self, *, wait: bool = True) -> None:
         """Read the counts and flags of all devices. Without ``wait`` read only those that have arrived."""
-        self._flags.send(wait=wait)
-
-    def drop(self) -> None:
-        """Forget the counts and flags of devices, because a device has failed."""
-        self._flags.drop()
+        self.flags.send(wait=wait)
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
         """Report early that a rule does not fire. Only the end shows whether it never did."""
@@ -329,19 +317,10 @@ class EventLog:
         tally = self._tallies[rule]
         return "" if tally.fired else tally.cause
 
-    def excuse(self, rules: Iterable[str]) -> None:
-        """Note rules that do not act for a reason that the user knows."""
-        for rule in rules:
-            self.silent.pop(rule, None)
-
     def never_fired(self) -> list[tuple[str, int, str]]:
         """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
-        never = []
-        for rule in tuple(self.silent):
-            tally = self._tallies[rule]
-            if tally.matched and rule not in self._optional:
-                never.append((rule, tally.quiet, tally.cause))
-        return never
+        silent = {rule: self._tallies[rule] for rule in self.silent if rule not in self._optional}
+        return [(rule, tally.quiet, tally.cause) for rule, tally in silent.items() if tally.matched]
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return the status of each rule. Without ``wait`` the counts of devices are a moment old."""

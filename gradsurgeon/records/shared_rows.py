@@ -4,7 +4,7 @@ import time
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -117,8 +117,9 @@ class SharedRows:
         # The ranks that send parts to this one, and those of them that have ended.
         self._senders = set[int]()
         self._closed = set[int]()
-        # The parts that have come, by series and rank, each with the number of its pass. They come in order.
+        # The parts that have come, by series and pass, then by rank; and the newest pass of each series and rank.
         self._parts = defaultdict[tuple[_Series, int], dict[int, _Part]](dict)
+        self._newest: dict[tuple[_Series, int], int] = {}
         # The parts to send, by rank.
         self._outgoing = defaultdict[int, list[tuple[_Series, int, _Part]]](list)
         # The records asked of each rank so far.
@@ -133,7 +134,6 @@ class SharedRows:
     def seek(self, search: Search) -> None:
         """Begin to exchange parts once the other ranks are found. Until then the rows wait."""
         self._search = search
-        self._rank = _dist.rank()
 
     def _find_ranks(self, limit: float | None) -> None:
         """Look for the other ranks, for some seconds at most. Without a limit the search ends."""
@@ -154,12 +154,11 @@ class SharedRows:
         # The whole tensors of a row wait for the shared tensors also.
         pieces = list[_Piece]()
         most = max((share.ranks for share in row.shares), key=len)
+        if row.joined is not None:
+            self._ranks[row.joined.names[0]] = most
         for share in row.shares:
-            if row.joined is not None:
-                self._ranks[row.joined.names[0]] = most
             names = [row.key.names[row.columns[place]] for place in share.places]
-            checksum = zlib.crc32(repr(names).encode())
-            series = (row.key.rule, row.key.stat, row.key.point, checksum)
+            series = (*row.key[:3], zlib.crc32(repr(names).encode()))
             part = values[list(share.places)].tolist()
             self._ranks.update(dict.fromkeys(names, share.ranks or most))
             if not share.ranks or share.ranks[0] == self._rank:
@@ -223,23 +222,21 @@ class SharedRows:
             raise RecordError(f"{shared}, and rank {leader} keeps its records: ask there")
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
-        answers = []
+        answers = list[Any]()
         try:
             channel.go_on()
-            here = channel.meet(key, None, ranks, LIMIT)
-            absent = [rank for rank in ranks if rank not in here]
-            if leader == self._rank and not absent:
+            absent = set(ranks).difference(channel.meet(key, None, ranks, LIMIT))
+            if absent:
+                named = _dist.named(sorted(absent))
+                raise RecordError(_UNASKED.format(shared=shared, named=named, limit=LIMIT))
+            if leader == self._rank:
                 try:
                     channel.set(f"{key}/answer", answer())
                 except (KeyError, RecordError) as error:
                     channel.set(f"{key}/answer", error)
-            if not absent:
-                answers.append(channel.get(f"{key}/answer"))
+            answers.append(channel.get(f"{key}/answer"))
         except RuntimeError as failure:
             raise RecordError(_FAILED.format(reason=reason_of(failure))) from None
-        if absent:
-            named = _dist.named(absent)
-            raise RecordError(_UNASKED.format(shared=shared, named=named, limit=LIMIT))
         if isinstance(answers[0], Exception):
             # Its traceback refers to this frame, and so to all that the caller holds: the frame must not refer to it.
             raise answers.pop()
@@ -252,20 +249,18 @@ class SharedRows:
             # Asked before the batches are read: a rank leaves after it has sent its last batch.
             if channel.check(f"left/{sender}"):
                 self._closed.add(sender)
-            batches = channel.take([sender])
-            while batches is not None:
+            while batches := channel.take([sender]):
                 for series, number, part in batches[0]:
-                    self._parts[series, sender][number] = part
-                batches = channel.take([sender])
+                    self._parts[series, number][sender] = part
+                    self._newest[series, sender] = number
 
     def _is_awaited(self, row: PendingRow, pieces: Sequence[_Piece]) -> bool:
         """Tell whether a part of another rank is missing and may still come."""
         if self._channel is None and self._search is None:
             return False
         for share, series, _ in pieces:
-            for rank in share.ranks[1:]:
-                newest = max(self._parts[series, rank], default=-1)
-                if newest < row.number and rank not in self._closed:
+            for rank in set(share.ranks[1:]) - self._closed:
+                if self._newest.get((series, rank), -1) < row.number:
                     return True
         return False
 
@@ -274,14 +269,10 @@ class SharedRows:
         numbers: dict[int, float] = {}
         merge = measure.merge_of(row.key.stat)
         for share, series, own in pieces:
-            parts = [own]
-            for rank in share.ranks[1:]:
-                by_pass = self._parts[series, rank]
-                if row.number in by_pass:
-                    parts.append(by_pass[row.number])
-                later = {number: part for number, part in by_pass.items() if number > row.number}
-                self._parts[series, rank] = later
-            if len(parts) >= len(share.ranks):
+            by_rank = self._parts.pop((series, row.number), {})
+            by_rank[self._rank] = own
+            if len(by_rank) >= len(share.ranks):
+                parts = [by_rank[rank] for rank in sorted(by_rank)]
                 whole = merge(torch.tensor(parts, dtype=torch.float64, device="cpu"))
                 numbers.update(zip(share.places, whole.tolist(), strict=True))
             elif self._channel is not None:

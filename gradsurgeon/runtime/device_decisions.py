@@ -187,7 +187,7 @@ class DeviceDecisions:
             self._kept.release()
         counter.end_row()
         if decision.error is not None:
-            self.context.event_log.raise_later(decision.error())
+            self.context.event_log.raised.append(decision.error())
 
     def _concluded(self, pending: _Pending, tripped: Tripped, limit: float) -> StepDecision:
         update = pending.update

@@ -286,7 +286,7 @@ class OptimizerWatch:
         try:
             self._end(update, took_place=update.returned)
         except Exception as error:  # noqa: BLE001 # the script gets the error of its step
-            self._context.event_log.raise_later(error)
+            self._context.event_log.raised.append(error)
 
     def _end(self, update: RunningStep, *, took_place: bool = True) -> None:
         update.end()

@@ -127,7 +127,9 @@ class Refusals(Guard):
         news = self._schedule.rest(rules)
         if not news:
             return
-        self._event_log.excuse(news)
+        for rule in news:
+            # It does not act for a reason that the user knows.
+            self._event_log.silent.pop(rule, None)
         self.over = self._schedule.resting.issuperset(self._schedule.rules)
         if not self.over:
             verb = "rests" if len(news) == 1 else "rest"

@@ -106,7 +106,7 @@ class Training:
             outcome=update.outcome or update.unread,
             has_moved=update.has_moved,
             trapped=due.trapped,
-            script_edits=self.context.recorder.script_edits_of_run,
+            script_edits=self.context.recorder.script_edits,
             averaged=self.context.are_averaged,
         )
         looks = self.traps.look(judged, due.judges)
