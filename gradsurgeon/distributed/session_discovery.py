@@ -5,9 +5,11 @@ meet in the key-value store of the job. The first rank that closes the roll clos
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from gradsurgeon.language.planning import Plan, is_for, shortfalls
@@ -23,11 +25,9 @@ _CLOSED = "met/closed"
 
 _OTHER_NUMBER = "matches another number of parameters than `expect` says"
 
-Names = dict[str, set[str]]
-
 # The names that this rank has matched so far, by the rules: a script may apply the same rules to several
 # models.
-_matched: dict[str, Names] = {}
+_matched = defaultdict[str, dict[str, set[str]]](partial(defaultdict, set))
 
 
 class SessionInfo(NamedTuple):
@@ -172,8 +172,12 @@ def lacking(
     if _dist.world() == 1:
         return shortfalls(rules, models), {}
     channel = Channel(f"matched/{rules.sha256}")
-    mine = _matched.setdefault(rules.sha256, {})
-    _add_names(mine, rules, plans)
+    mine = _matched[rules.sha256]
+    for rule in rules.rules:
+        # Only rules with `expect` need the number of names; for other rules one name is enough.
+        most = None if rule.expect else 1
+        for plan in plans.values():
+            mine[rule.id].update([binding.name for binding in plan.of(rule.id)][:most])
     # A store that has failed must not end the script: no other rank can be asked then.
     with suppress(RuntimeError):
         channel.set(f"names/{channel.rank}", mine)
@@ -195,9 +199,7 @@ def lacking(
         here = channel.present("names", ranks, LIMIT)
         matched = {rank: channel.get(f"names/{rank}") for rank in here}
     absent = [rank for rank in ranks if rank not in matched]
-    silent = ""
-    if absent:
-        silent = f"; {unheard(absent)}"
+    silent = f"; {unheard(absent)}" if absent else ""
     errors = []
     notes = {}
     for rule, short in asked:
@@ -211,12 +213,3 @@ def lacking(
             where = f"matches nothing on rank {channel.rank}"
             notes[rule.id] = f"{where}; {_dist.having([*by_rank])} it"
     return errors, notes
-
-
-def _add_names(matched: Names, rules: RuleSet, plans: Mapping[str, Plan]) -> None:
-    for rule in rules.rules:
-        # Only rules with `expect` need the number of names; for other rules one name is enough.
-        most = None if rule.expect else 1
-        for plan in plans.values():
-            names = [binding.name for binding in plan.of(rule.id)]
-            matched.setdefault(rule.id, set()).update(names[:most])

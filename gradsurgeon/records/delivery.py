@@ -23,8 +23,6 @@ from gradsurgeon.tensors.statistics import HISTOGRAM, STATISTICS
 _LOGGER = logging.getLogger("gradsurgeon")
 _PREFIX = "gradsurgeon"
 _ASIDE = "; training does not depend on it"
-# The session wakes the thread every two seconds.
-_INTERVAL = 2.0
 # Python runs one thread at a time, and a row takes up to two milliseconds. So the thread sends this many rows at once,
 # and more only at the beginning and at the end.
 _MOST_ROWS = 20
@@ -78,8 +76,11 @@ def close_all() -> None:
 class Delivery(Outlet):
     """Brings rows and events to one sink, from `begin` on. The training's thread only puts them into the queue."""
 
+    # The session wakes the thread so often.
+    seconds = 2.0
+
     def __init__(self, sink: Sink, *, title: str, texts: Mapping[str, str]) -> None:
-        super().__init__(_INTERVAL)
+        super().__init__()
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
         self._sink = sink
@@ -174,7 +175,10 @@ class Delivery(Outlet):
                     rows += self._unfinished.values()
                 with self._shared.lock:
                     for event in events:
-                        self._send_event(event)
+                        self._kinds[event.kind] += 1
+                        name = self._named(f"events/{event.kind}")
+                        self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
+                        self._sink.text(event.step, f"{name}/message", event.message)
                     for row in self._worst(rows):
                         scalars = self._curves.scalars(row).items()
                         if scalars:
@@ -214,12 +218,6 @@ class Delivery(Outlet):
 
     def _named(self, name: str) -> str:
         return "/".join(filter(None, (_PREFIX, self._title, name)))
-
-    def _send_event(self, event: Event) -> None:
-        self._kinds[event.kind] += 1
-        name = self._named(f"events/{event.kind}")
-        self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
-        self._sink.text(event.step, f"{name}/message", event.message)
 
 
 def weight(row: RecordedRow) -> float:

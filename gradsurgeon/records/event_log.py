@@ -103,10 +103,10 @@ class EventLog:
         for rule, number in zip(rules, matched, strict=True):
             altered = None if isinstance(rule, EditRule) else 0
             self._tallies[rule.id] = Tally(number, altered=altered)
-        # The rules that have not fired yet, for no reason that the user knows.
-        self.silent = dict.fromkeys(self._tallies)
-        # A rule on tags may match nothing: whether there are tags is unknown beforehand.
-        self._optional = {rule.id for rule in rules if rule.optional and rule.target == "tensors"}
+        # The rules that have not fired yet, for no reason that the user knows. An optional rule on tags may match
+        # nothing: whether there are tags is unknown beforehand.
+        optional = [rule.id for rule in rules if rule.optional and rule.target == "tensors"]
+        self.silent = dict.fromkeys(rule for rule in self._tallies if rule not in optional)
         self._noticed = set[tuple[str, str]]()
         # How often each topic has occurred, and its last step.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
@@ -306,7 +306,7 @@ class EventLog:
                 return
             tally.quiet += 1
             tally.quiet_step = step
-            is_suspect = tally.quiet == _QUIET_STEPS and rule not in self._optional
+            is_suspect = tally.quiet == _QUIET_STEPS and rule in self.silent
         if is_suspect:
             tally.cause = cause()
             text = f"was due in {_QUIET_STEPS} steps and has not fired yet: {tally.cause}"
@@ -319,7 +319,7 @@ class EventLog:
 
     def never_fired(self) -> list[tuple[str, int, str]]:
         """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
-        silent = {rule: self._tallies[rule] for rule in self.silent if rule not in self._optional}
+        silent = {rule: self._tallies[rule] for rule in self.silent}
         return [(rule, tally.quiet, tally.cause) for rule, tally in silent.items() if tally.matched]
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:

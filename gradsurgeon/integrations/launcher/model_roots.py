@@ -42,8 +42,15 @@ def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
         if not _is_loss(module):  # a loss that holds a model is no parent
             for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
                 parents[id(child)].append(module)
-    _pass_over_keepers(parents, trained)
-    waiting = [module for module in modules if _owns_any(module, trained)]
+    # What only keeps a model and frozen copies of it is not trained, and is no parent.
+    for child, above in parents.items():
+        parents[child] = [
+            keeper
+            for keeper in above
+            if parents.get(id(keeper)) or not _keeps_copies(keeper, child, trained)
+        ]
+    # `parameters` of modules hides shared ones.
+    waiting = [each for each in modules if trained.intersection(map(id, each._parameters.values()))]  # noqa: SLF001
     seen = dict[int, nn.Module]()
     for module in waiting:
         if id(module) not in seen:
@@ -59,20 +66,6 @@ def _is_loss(module: nn.Module) -> bool:
     if name.endswith("WithLoss"):
         return False  # a model that computes its loss itself
     return isinstance(module, losses) or name.endswith(("Loss", "Criterion"))
-
-
-def _owns_any(module: nn.Module, ids: set[int]) -> bool:
-    return any(id(param) in ids for param in module._parameters.values())  # noqa: SLF001 # `parameters` hides shared ones
-
-
-def _pass_over_keepers(parents: dict[int, list[nn.Module]], trained: set[int]) -> None:
-    """Remove parents that only keep a model and frozen copies of it: such a whole is not trained."""
-    for child, above in parents.items():
-        parents[child] = [
-            keeper
-            for keeper in above
-            if parents.get(id(keeper)) or not _keeps_copies(keeper, child, trained)
-        ]
 
 
 def _keeps_copies(keeper: nn.Module, child: int, trained: set[int]) -> bool:

@@ -117,8 +117,18 @@ class Models:
         return root
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Write the headers, because training begins. First bind models again that were incomplete before."""
-        self._bind_again(self.waiting())
+        """Write the headers, because training begins. First bind waiting models again that became parts of a larger one."""
+        waiting = self.waiting()
+        params = chain.from_iterable([model.module().parameters() for model in waiting])
+        for found in roots_of([*params]):
+            root = self._with_rules(found)
+            inside = module_ids(root)
+            parts = [model for model in waiting if id(model.module()) in inside]
+            # A later wrapper without parameters of its own changes nothing: the wrapped model keeps the rules.
+            whole = param_ids(root)
+            if parts and all(model.bound_ids() != whole for model in parts):
+                with self.guard:
+                    self._attach_rules(root, None)
         # The process group may be newer than the optimizer.
         self.rank = _dist.rank()
         for model in self.waiting():
@@ -130,19 +140,6 @@ class Models:
                 # Before the first update, at which a dry run stops.
                 attachment = model.attachment
                 mention_scales(attachment.context, attachment.controller.effects, optimizer)
-
-    def _bind_again(self, waiting: Sequence[AttachedModel]) -> None:
-        """Bind the rules to a larger model if the waiting models became parts of it."""
-        params = chain.from_iterable([model.module().parameters() for model in waiting])
-        for found in roots_of([*params]):
-            root = self._with_rules(found)
-            inside = module_ids(root)
-            parts = [model for model in waiting if id(model.module()) in inside]
-            # A later wrapper without parameters of its own changes nothing: the wrapped model keeps the rules.
-            whole = param_ids(root)
-            if parts and all(model.bound_ids() != whole for model in parts):
-                with self.guard:
-                    self._attach_rules(root, None)
 
     def _report(self, text: str) -> None:
         if not self.at_end:
@@ -245,19 +242,18 @@ class Models:
             folder /= title
         shown = printable(str(folder))
         reason = "it has no state of this model, or of this rank"
+        end = None
         try:
             end = session_state.resume(folder, attachment.controller, step=settings.start_step)
         except GradSurgeonError as error:
             reason = str(error)
-        else:
-            if end is not None:
-                if not settings.quiet and _dist.rank() == 0:
-                    say(f"the rules go on from {shown}, saved before step {end:,}")
-                return
-        say(
-            f"{shown} cannot be resumed: {reason}; the rules start without what they had learnt, at step "
-            f"{settings.first_step}: pass --start-step N if the script continues a training"
-        )
+        if end is None:
+            say(
+                f"{shown} cannot be resumed: {reason}; the rules start without what they had learnt, at step "
+                f"{settings.first_step}: pass --start-step N if the script continues a training"
+            )
+        elif not settings.quiet and _dist.rank() == 0:
+            say(f"the rules go on from {shown}, saved before step {end:,}")
 
     @cached_property
     def _sinks(self) -> list[Sink]:

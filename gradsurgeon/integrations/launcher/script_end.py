@@ -109,8 +109,13 @@ class ScriptEnd:
         ended_by = getattr(sys, "last_value", self._exits.get(self._steps()))
         refused = self._refused or (isinstance(ended_by, BindError) and not models.checked)
         models.at_end = True
+        # What went wrong with the command that gets events is recorded while records are open.
         with models.guard:
-            self._note_failures()
+            models.event_command.finish()
+            for model in models.attached[:1]:
+                log = model.attachment.context.event_log
+                for text in models.event_command.failures:
+                    log.notice_once(text, text, step=model.attachment.step)
         for model in models.attached:
             with models.guard:
                 # A refused run leaves no directory that would block the next run.
@@ -143,15 +148,6 @@ class ScriptEnd:
                 with suppress(Exception):
                     stream.flush()
             os._exit(1)
-
-    def _note_failures(self) -> None:
-        """Record what went wrong with the command that gets events, while records are open."""
-        command = self._models.event_command
-        command.finish()
-        for model in self._models.attached[:1]:
-            log = model.attachment.context.event_log
-            for text in command.failures:
-                log.notice_once(text, text, step=model.attachment.step)
 
     def _write_summaries(self) -> None:
         models = self._models

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple
-from itertools import count
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -20,7 +19,6 @@ from gradsurgeon.records.store.database import created, is_busy, is_live, lock_f
 from gradsurgeon.records.store.files import Outlet, replacing
 from gradsurgeon.records.store.memory import Key, RecordedRow
 
-_INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then so many rows wait.
 _MOST_WAITING = 20_000
 
@@ -28,10 +26,12 @@ _MOST_WAITING = 20_000
 class RunWriter(Outlet):
     """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
 
+    seconds = 1.0
+
     def __init__(
         self, path: str | os.PathLike[str], *, rank: int = 0, meta: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(_INTERVAL)
+        super().__init__()
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
         self.path = Path(path)
         self.rank = rank
@@ -73,7 +73,6 @@ class RunWriter(Outlet):
         self._series: dict[Key, tuple[int, int | None]] = {}
         # The rows of the next transaction, by table and by id: a later row replaces an earlier one.
         self._batch = defaultdict[str, dict[object, tuple[Any, ...]]](dict)
-        self._event_ids = count(1)
         self._lock = RLock()
 
     def add_row(self, row: RecordedRow) -> None:
@@ -96,11 +95,10 @@ class RunWriter(Outlet):
         *columns, name, message, diagnosis, sample_ids, told_at = astuple(event)
         more = {"diagnosis": diagnosis, "sample_ids": sample_ids, "told_at": told_at}
         with self._lock:
-            number = next(self._event_ids)
             texts = (layout.clean(name), layout.clean(message))
-            # No value of a script's tensors may raise here.
-            row = (number, time.time(), *columns, *texts, json.dumps(more, default=str))
-            self._batch["events"][number] = row
+            # SQLite numbers events. No value of a script's tensors may raise here.
+            row = (None, time.time(), *columns, *texts, json.dumps(more, default=str))
+            self._batch["events"][object()] = row
             # The clock of `commit` goes on: the statuses of the rules have to be written in time.
             self._write()
 
