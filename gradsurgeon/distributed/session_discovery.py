@@ -6,7 +6,7 @@ meet in the key-value store of the job. The first rank that closes the roll clos
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -43,22 +43,17 @@ class SessionInfo(NamedTuple):
     peers: tuple[int, ...]
 
 
-class Roll(NamedTuple):
-    """The sessions that train one model together.
+class Meeting:
+    """A session on its way to the sessions of the ranks of some groups, for the model with these shapes.
 
     Attributes:
         channel: a channel of these sessions.
-        sessions: the sessions that came in time, by rank; alike on all ranks.
+        sessions: the sessions that came in time, by rank; alike on all ranks. Known after `roll`.
         lacking: which ranks did not come or have other rules.
     """
 
-    channel: Channel
     sessions: dict[int, SessionInfo]
     lacking: str
-
-
-class Meeting:
-    """A session on its way to the sessions of the ranks of some groups, for the model with these shapes."""
 
     def __init__(
         self, groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionInfo
@@ -79,23 +74,26 @@ class Meeting:
         with suppress(RuntimeError):
             channel.set(f"met/{channel.rank}", self._info)
 
-    def roll(self, limit: float) -> Roll | None:
-        """Return the sessions that come within some seconds. With a limit of 0, return ``None`` until all have come."""
+    def roll(self, limit: float) -> bool:
+        """Find the sessions that come within some seconds. With a limit of 0, return whether all have come."""
         try:
             while True:
                 peers = self._peers(limit)
                 if peers is None:
-                    return None
+                    return False
                 here = self.channel.present("met", peers, 0.0)
                 closed = self.channel.agree(_CLOSED, here)
                 if self.channel.rank in closed:
                     sessions = {rank: self.channel.get(f"met/{rank}") for rank in closed}
-                    return self._roll_of(sessions, peers)
+                    break
                 # A roll that was closed earlier belonged to another session: other ranks have had one more.
                 self._leave()
                 self._enter(self.channel.at(numbered(self._topic)))
         except RuntimeError:  # the store has failed
-            return self._roll_of({self.channel.rank: self._info}, self._info.peers)
+            sessions = {self.channel.rank: self._info}
+            peers = set(self._info.peers)
+        self._note(sessions, peers)
+        return True
 
     def _peers(self, limit: float) -> set[int] | None:
         """Return the ranks that share gradients, also through others. With a limit of 0 all of them must have come."""
@@ -110,10 +108,9 @@ class Meeting:
                 more.update(self.channel.get(f"met/{rank}").peers)
         return peers
 
-    def _roll_of(self, sessions: dict[int, SessionInfo], peers: Iterable[int]) -> Roll:
+    def _note(self, sessions: dict[int, SessionInfo], wanted: set[int]) -> None:
         channel = self.channel
         channel.ranks = tuple(sessions)
-        wanted = set(peers)
         others = []
         for rank, session in sessions.items():
             # The rank that closed the roll may have known more peers.
@@ -129,7 +126,8 @@ class Meeting:
         if others:
             having = _dist.having(others)
             lacking.append(f"{having} other rules, mode or step than rank {channel.rank}")
-        return Roll(channel, sessions, " and ".join(lacking))
+        self.sessions = sessions
+        self.lacking = " and ".join(lacking)
 
     def find(self, limit: float | None) -> Channel | str | None:
         """Return a channel of the sessions or which of them are missing, ``None`` if not all come within some seconds.
@@ -144,13 +142,12 @@ class Meeting:
             self._leave()
             absent = sorted(set(self._info.peers).difference(here))
             return f"nothing heard of rules on {_dist.named(absent)}"
-        roll = self.roll(limit)
-        if roll is None:
+        if not self.roll(limit):
             return None
-        if roll.lacking:
+        if self.lacking:
             self.channel.close()
-            return roll.lacking
-        return roll.channel
+            return self.lacking
+        return self.channel
 
     def _leave(self) -> None:
         self.channel.keep(_CLOSED)

@@ -111,8 +111,7 @@ class Recorder:
         ``grads`` are the tensors of the columns, if this rank has measured only shards of some. Nobody writes to a copy.
         With ``joined``, the numbers of shards become one number in this series.
         """
-        shared = shares(grads) if grads else ()
-        row = PendingRow(key, step, columns, replace, (), shared, self.shared.passes, joined)
+        row = PendingRow(key, step, columns, replace, (), shares(grads), self.shared.passes, joined)
         slot = None
         if replace:
             # The slot uses the identity of the key: hashing the names of thousands of tensors takes longer than measuring them.
