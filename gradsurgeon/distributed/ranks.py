@@ -135,30 +135,27 @@ class Ranks:
         self, indices: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
         """Return the first group that averages some parameters in a pass, with the ids of these parameters."""
-        groups: _dist.Groups = ()
-        ids = set[int]()
+        params = self._params()
+        wanted = {id(params[index]) for index in indices}
+        ids_of = defaultdict[Any, set[int]](set)
         for wrapper in self.wrappers_of(indices):
-            params = self._params()
-            averaged = data_parallel.averaged(wrapper, leaves)
-            own = averaged.intersection([id(params[index]) for index in indices])
-            if own and not groups:
-                groups = (wrapper.process_group,)
-            if own and wrapper.process_group in groups:
-                ids |= own
-        return groups, frozenset(ids)
+            ids = wanted.intersection(data_parallel.averaged(wrapper, leaves))
+            if ids:
+                ids_of[wrapper.process_group] |= ids
+        if not ids_of:
+            return (), frozenset()
+        group = next(iter(ids_of))
+        return (group,), frozenset(ids_of[group])
 
     def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:
         # Shapes are the same on all ranks. Names may differ, because each rank can have its own experts.
-        params = self._params()
         shared = []
         for wrapper in self.wrappers():
             if wrapper.process_group in groups:
                 shared += wrapper.parameters()
-        for indices in self._meshes:
-            for index in indices:
-                param = params[index]
-                if param is not None and not set(groups).isdisjoint(self._groups_dividing(param)):
-                    shared.append(param)
+        for param in self._params():
+            if param is not None and not set(groups).isdisjoint(self._groups_dividing(param)):
+                shared.append(param)
         return [tuple(param.shape) for param in shared]
 
     def _reducing(self) -> list[Any]:
@@ -194,10 +191,9 @@ class Ranks:
 
 def largest(groups: _dist.Groups) -> _dist.Groups:
     """Return the groups without those whose ranks another group contains."""
-    largest: list[tuple[frozenset[int], Any]] = []
+    by_ranks = dict[frozenset[int], Any]()
     for group in groups:
-        ranks = frozenset(_dist.members(group))
-        if not any(ranks <= other for other, _ in largest):
-            largest = [(other, known) for other, known in largest if not other <= ranks]
-            largest.append((ranks, group))
-    return tuple([group for _, group in largest])
+        by_ranks.setdefault(frozenset(_dist.members(group)), group)
+    return tuple(
+        [by_ranks[ranks] for ranks in by_ranks if not any(ranks < other for other in by_ranks)]
+    )

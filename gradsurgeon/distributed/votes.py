@@ -46,7 +46,6 @@ class Counter:
 
     def __init__(self, channel: Channel, hosts: Mapping[int, str]) -> None:
         self._channel = channel
-        self._number = len(hosts)
         self._host_name = hosts[channel.rank]
         here = [rank for rank, host in hosts.items() if host == self._host_name]
         self._here = len(here)
@@ -70,7 +69,7 @@ class Counter:
             self._host = _job_store.server(self._channel.get(key), patience)
 
     def is_complete(self, value: int) -> bool:
-        return voted(value) == self._number
+        return voted(value) == len(self._channel.ranks)
 
     def add(self, key: str, vote: int) -> int:
         if self._owns:

@@ -2,22 +2,18 @@
 
 import contextlib
 import logging
-import os
-import sys
 import traceback
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradsurgeon.actions import EditRule, Rule
+from gradsurgeon.common._script import running_lines
 from gradsurgeon.common.events import TRIPS, Event, EventKind, RuleStatus, is_trip
 from gradsurgeon.errors import CheckError, TrapError, printable, warn
 from gradsurgeon.records.device_queue import DeviceQueue
@@ -40,23 +36,8 @@ _TOPICS = {
 _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
-_NOT_THE_SCRIPT = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
-    weakref.__file__,  # calls us when a model is gone
-    contextlib.__file__,  # calls us when a session is closed
-)
-
-
-def _line_of_the_script() -> tuple[int, str]:
-    """Return the number of frames above the caller's to the script, and its file and line; empty in a thread of autograd."""
-    level = 0
-    for frame, line in traceback.walk_stack(sys._getframe(1)):  # noqa: SLF001 # documented
-        level += 1
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_SCRIPT):
-            return level, f"{file}:{line}: "
-    return level, ""
+# More frames than a thread has: Python names no line then.
+_BEYOND = 1000
 
 
 @dataclass(slots=True)
@@ -181,14 +162,15 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        level, place = _line_of_the_script()
+        # There is none in a thread of autograd.
+        place, level = next(running_lines(), ("", _BEYOND))
         if self._say is None:
             warn(_with_rule(message, rule), level)
             return
         lines = _lines(shown or message, rule)
         # The line of a step would be the one of its update.
-        if not lines.startswith("step "):
-            lines = printable(place) + lines
+        if place and not lines.startswith("step "):
+            lines = f"{printable(place)}: {lines}"
         # Each step may bring the same news.
         if lines not in self._said:
             self._said.add(lines)

@@ -101,6 +101,11 @@ class StoredRun(RecordQueries):
 
     def recorded(self) -> Recorded:
         """Return what all ranks have recorded so far, as a report reads it."""
+        world = self.meta.get("ranks")
+        # A number in a damaged file may be of any size.
+        if not isinstance(world, int) or world > _MOST_RANKS:
+            world = 0
+        started = range(max(world, self.ranks[-1] + 1))
         return Recorded(
             meta=self.meta,
             aliases=self._aliases,
@@ -109,7 +114,7 @@ class StoredRun(RecordQueries):
             events=self.events,
             statuses=self.status(),
             ends={file.rank: file.end() for file in self._files},
-            missing_ranks=missing_ranks(self),
+            missing_ranks=sorted(set(started).difference(self.ranks)),
             changed_by_script=self._files[0].left().get("changed_by_script"),
         )
 
@@ -195,15 +200,6 @@ def nothing_fits(run: StoredRun) -> RecordError:
     return RecordError(
         f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(sorted(stats))}"
     )
-
-
-def missing_ranks(run: StoredRun) -> list[int]:
-    started = run.ranks[-1] + 1
-    world = run.meta.get("ranks")
-    # A number in a damaged file may be of any size.
-    if isinstance(world, int) and world <= _MOST_RANKS:
-        started = max(started, world)
-    return sorted(set(range(started)) - set(run.ranks))
 
 
 def open_run(path: str | os.PathLike[str]) -> StoredRun:
