@@ -43,11 +43,11 @@ def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
             for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
                 parents[id(child)].append(module)
     # What only keeps a model and frozen copies of it is not trained, and is no parent.
-    for child, above in parents.items():
-        parents[child] = [
+    for child_id, above in parents.items():
+        parents[child_id] = [
             keeper
             for keeper in above
-            if parents.get(id(keeper)) or not _keeps_copies(keeper, child, trained)
+            if parents.get(id(keeper)) or not _keeps_copies(keeper, child_id, trained)
         ]
     # `parameters` of modules hides shared ones.
     waiting = [each for each in modules if trained.intersection(map(id, each._parameters.values()))]  # noqa: SLF001

@@ -76,10 +76,8 @@ class ScriptEnd:
         if not self._settings.dry_run or not self._models.attached:
             return
         self._pid = 0
-        code = 0
-        if self._models.rank == 0 and not self._write_plans():
-            code = 2
-        sys.exit(code)
+        failed = self._models.rank == 0 and not self._write_plans()
+        sys.exit(2 if failed else 0)
 
     def _write_plans(self) -> bool:
         """Print the plans and write the names of the models; tell whether all files were written."""
