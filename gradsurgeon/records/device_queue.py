@@ -78,11 +78,10 @@ class DeviceQueue(Generic[Item]):
 class _Transfer(Generic[Item]):
     def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
         self.rows = rows
-        devices = defaultdict(list)
+        by_device = defaultdict(list)
         for _, values in rows:
-            if not _torch.is_host(values):
-                devices[values.device].append(values)
-        self._arrivals = {device: _torch.send(parts) for device, parts in devices.items()}
+            by_device[values.device].append(values)
+        self._arrivals = {device: _torch.send(parts) for device, parts in by_device.items()}
 
     def arrived(self) -> bool:
         return all(arrival.done() for arrival in self._arrivals.values())
@@ -90,13 +89,7 @@ class _Transfer(Generic[Item]):
     def read(self) -> list[tuple[Item, Tensor]]:
         """Return the numbers on the host. Waits for numbers that have not arrived."""
         landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
-        rows = []
-        for item, values in self.rows:
-            arrived = values
-            if values.device in landed:
-                arrived = next(landed[values.device])
-            rows.append((item, arrived))
-        return rows
+        return [(item, next(landed[values.device])) for item, values in self.rows]
 
 
 class PendingStatistics:

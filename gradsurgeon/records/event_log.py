@@ -68,8 +68,8 @@ class EventLog:
         on_event: Callable[[Event], object] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._listener: Callable[[Event], None] | None = None
-        self._on_event = on_event
+        self._listener: Callable[[Event], object] = bool
+        self._on_event = on_event or bool
         # The launcher shows lines by itself: a script may silence warnings and logging, or turn warnings into errors.
         self._say = say
         self._said = set[str]()
@@ -80,10 +80,10 @@ class EventLog:
         self._later = defaultdict[bool, deque[int]](deque)
         self._known = set[tuple[str, str, str]]()
         self.edits = {rule.id for rule in rules if rule.edits}
-        self._tallies: dict[str, Tally] = {}
-        for rule, number in zip(rules, matched, strict=True):
-            altered = None if isinstance(rule, EditRule) else 0
-            self._tallies[rule.id] = Tally(number, altered=altered)
+        self._tallies = {
+            rule.id: Tally(number, altered=None if isinstance(rule, EditRule) else 0)
+            for rule, number in zip(rules, matched, strict=True)
+        }
         # The rules that have not fired yet, for no reason that the user knows. An optional rule on tags may match
         # nothing: whether there are tags is unknown beforehand.
         optional = [rule.id for rule in rules if rule.optional and rule.target == "tensors"]
@@ -95,7 +95,7 @@ class EventLog:
         # Never held during a call of another object: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
 
-    def listen(self, listener: Callable[[Event], None]) -> None:
+    def listen(self, listener: Callable[[Event], object]) -> None:
         self._listener = listener
 
     @property
@@ -189,13 +189,12 @@ class EventLog:
                 if full:
                     del self._events[later.popleft()]
             self._known.add(topic)
-        if self._listener is not None and not (routine and full):
+        if not (routine and full):
             self._listener(event)
-        if self._on_event is not None:
-            try:
-                self._on_event(event)
-            except Exception as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
-                _log(logging.ERROR, "on_event raised an error, and training goes on", error)
+        try:
+            self._on_event(event)
+        except Exception as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
+            _log(logging.ERROR, "on_event raised an error, and training goes on", error)
         if full:
             text = (
                 f"more than {_MOST_EVENTS:,} events repeat others: the oldest of them are not kept"

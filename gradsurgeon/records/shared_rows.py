@@ -207,12 +207,13 @@ class SharedRows:
 
         It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
         """
-        ranks = self._ranks.get(name, ())
-        if ranks:
-            self._find_ranks(LIMIT)
-        leader = next(iter(ranks), self._rank)
+        ranks = self._ranks.get(name)
+        if not ranks:
+            return answer()
+        self._find_ranks(LIMIT)
+        leader = ranks[0]
         channel = self._channel
-        if not ranks or (channel is None and leader == self._rank):
+        if channel is None and leader == self._rank:
             return answer()
         shared = f"{name} is shared by {_dist.named(ranks)}"
         if channel is None:
