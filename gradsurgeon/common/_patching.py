@@ -15,7 +15,7 @@ class Patch:
         self._name = name
         # Read from `vars`: a class stores a static method as an object that `getattr` would unwrap.
         self._stored = vars(owner).get(name, _ABSENT)
-        self.original = original = getattr(owner, name)
+        original = getattr(owner, name)
         self.active = True
 
         @functools.wraps(original)

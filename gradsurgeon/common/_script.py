@@ -1,7 +1,9 @@
 """Names that the script gives to its objects."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from traceback import walk_stack
 from types import FrameType
 
@@ -26,11 +28,16 @@ def variable_of(is_wanted: Callable[[object], bool]) -> str:
     return name
 
 
-def running_lines() -> list[str]:
-    """Return the lines that run now, as `file:line`, innermost first, without those of torch and of this package."""
+def running_lines() -> Iterator[tuple[str, int]]:
+    """Yield the lines of the script that run now, as `file:line`, innermost first, each with its level for a warning."""
     torch = str(sys.modules["torch"].__file__).removesuffix("__init__.py")
-    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in walk_stack(None)]
-    return [line for line in lines if not line.startswith((_OURS, torch))]
+    # The last two call us when a model is gone, and when a session is closed.
+    others = (_OURS, torch, weakref.__file__, contextlib.__file__)
+    stack = walk_stack(sys._getframe(1))  # noqa: SLF001 # `inspect.stack` reads source files
+    for level, (frame, line) in enumerate(stack, 1):
+        file = frame.f_code.co_filename
+        if not file.startswith(others):
+            yield f"{file}:{line}", level
 
 
 def _held_in(frame: FrameType, is_wanted: Callable[[object], bool]) -> str:

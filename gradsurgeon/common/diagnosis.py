@@ -250,7 +250,13 @@ class Diagnosis:
             verb = "called at"
         if self.rows is not None:
             yield f"  {self.rows}"
-        yield from self._remedies()
+        if self.cause is not None:
+            yield f"  to try: {self.cause.advice}"
+        if self.tried:
+            yield f"  tried in the replay: {printable(in_words(self.tried))}"
+        if self.cause is not None:
+            yield f"  cause: {self.cause.fault}"
+            yield from [f"    {printable(evidence)}" for evidence in self.cause.evidence]
         for reason in self.reasons:
             yield f"  {self.certainty} because {printable(reason)}"
         yield from self._evidence()
@@ -261,16 +267,6 @@ class Diagnosis:
             yield f"  to run the step again: {printable(command)}"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
-
-    def _remedies(self) -> Iterator[str]:
-        if self.cause is not None:
-            yield f"  to try: {self.cause.advice}"
-        if self.tried:
-            yield f"  tried in the replay: {printable(in_words(self.tried))}"
-        if self.cause is not None:
-            yield f"  cause: {self.cause.fault}"
-            for evidence in self.cause.evidence:
-                yield f"    {printable(evidence)}"
 
     def _evidence(self) -> Iterator[str]:
         for facts in self.inputs:

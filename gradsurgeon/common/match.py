@@ -248,7 +248,10 @@ def suggest(text: str, names: Sequence[str]) -> str:
     """Return a hint for a pattern that matches none of the names."""
     if not names:
         return "the model has no names to match"
-    for attempt in (f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*", _respelt(text, names)):
+    # The nearest known part in place of each part.
+    known = sorted(set(".".join(names).split(".")))
+    respelt = ".".join([*nearest(part, known, 1), part][0] for part in text.split("."))
+    for attempt in (f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*", respelt):
         with suppress(PatternError):
             matched = select([compile_pattern(attempt)], names)
             if matched:
@@ -257,12 +260,3 @@ def suggest(text: str, names: Sequence[str]) -> str:
     if near:
         return f"closest names: {', '.join(near)}"
     return f"the model has {len(names)} names, such as {', '.join(names[:3])}"
-
-
-def _respelt(text: str, names: Sequence[str]) -> str:
-    """Return a pattern with the nearest known part in place of each part."""
-    known: set[str] = set()
-    for name in names:
-        known.update(name.split("."))
-    parts = sorted(known)
-    return ".".join([*nearest(part, parts, 1), part][0] for part in text.split("."))

@@ -6,7 +6,7 @@ no other pass. Only the reducer knows the pass that it awaits: trainers set it u
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -124,21 +124,15 @@ def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) ->
     # A wrapper can get its gradients in several passes, and averages in the last of them.
     averaged = []
     for wrapper in list(_awaiting):
-        is_over = failed or _is_reduced(wrapper)
+        is_over = failed
+        with suppress(RuntimeError):  # it still awaits gradients
+            wrapper.reducer._check_reducer_finalized()  # noqa: SLF001 # there is no public name
+            is_over = True
         if is_over and reaches(_averages[wrapper]):
             averaged.append(wrapper)
             _awaiting.discard(wrapper)
             _passes[wrapper] = passes(wrapper) + 1
     return averaged
-
-
-def _is_reduced(wrapper: Any) -> bool:
-    """Tell whether a wrapper has received all gradients that it awaits from the current backward pass."""
-    try:
-        wrapper.reducer._check_reducer_finalized()  # noqa: SLF001 # there is no public name
-    except RuntimeError:
-        return False
-    return True
 
 
 def averaged_by(wrapper: Any) -> list[Tensor]:

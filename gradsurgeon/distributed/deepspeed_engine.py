@@ -80,9 +80,9 @@ class Engine:
         try:
             if self.may_leave_out:
                 self._prepare(self._inner(), update)
+                update = self.optimizer.step
             before(self)
-            run = self.optimizer.step if self.may_leave_out else update
-            run()
+            update()
         finally:
             self._is_updating = False
             # It refers to the engine.

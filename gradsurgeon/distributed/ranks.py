@@ -35,9 +35,7 @@ class StopReason:
     skips: bool = False
 
     def error(self) -> TrapError:
-        bundle = None
-        if self.diagnosis is not None and self.diagnosis.bundle:
-            bundle = self.diagnosis.bundle
+        bundle = getattr(self.diagnosis, "bundle", "") or None
         return self.kind(
             self.text,
             rule=self.rule,
@@ -63,14 +61,14 @@ class Ranks:
         self.are_several = params is not tuple
         self._params = params
         self._groups_dividing = groups_of
-        self._known = not self.are_several
+        self._known = False
         # The indices of the parameters inside each `DistributedDataParallel`.
         self._wrappers = weakref.WeakKeyDictionary[Any, frozenset[int]]()
         # The indices of the parameters on each mesh.
         self._meshes: list[list[int]] = []
 
     def refuse_uneven(self) -> None:
-        for wrapper, _ in self._live():
+        for wrapper in self.wrappers():
             if wrapper._join_config.enable:  # noqa: SLF001 # there is no public name
                 raise GradSurgeonError(
                     "the model trains under `Join`, where ranks take different numbers of steps and cannot "
@@ -86,7 +84,7 @@ class Ranks:
         return self._wrappers[wrapper]
 
     def look_again(self) -> None:
-        self._known = not self.are_several
+        self._known = False
 
     def _live(self) -> list[tuple[Any, frozenset[int]]]:
         if not self.are_several:
@@ -102,7 +100,7 @@ class Ranks:
         return sorted(wrappers, key=lambda pair: min(pair[1]))
 
     def _search_once(self) -> None:
-        if self._known:
+        if self._known or not self.are_several:
             return
         self._known = True
         params = self._params()
@@ -119,26 +117,18 @@ class Ranks:
 
     def shard_groups(self, param_indices: Sequence[int]) -> _dist.Groups:
         self._search_once()
-        if not self._meshes:
-            return ()
-        wanted = set(param_indices)
-        params = self._params()
-        groups: list[Any] = []
+        groups = dict[Any, None]()
         for indices in self._meshes:
-            held = [params[index] for index in indices if index in wanted]
-            if held and held[0] is not None:
-                groups += self._groups_dividing(held[0])
-        return tuple(dict.fromkeys(groups))
+            held = set(indices).intersection(param_indices)
+            param = self._params()[min(held)] if held else None
+            if param is not None:
+                groups |= dict.fromkeys(self._groups_dividing(param))
+        return tuple(groups)
 
     def groups_of(self, wrappers: Sequence[Any], indices: Sequence[int]) -> _dist.Groups:
         # A parameter inside a wrapper counts, even if the wrapper was told to ignore it.
-        if not wrappers:
-            return ()
-        groups: dict[Any, None] = {}
-        for wrapper in self.wrappers_of(indices):
-            if wrapper in wrappers:
-                groups[wrapper.process_group] = None
-        return tuple(groups)
+        held = [wrapper for wrapper in self.wrappers_of(indices) if wrapper in wrappers]
+        return tuple(dict.fromkeys([wrapper.process_group for wrapper in held]))
 
     def wrappers_of(self, indices: Sequence[int]) -> list[Any]:
         return [wrapper for wrapper, held in self._live() if not held.isdisjoint(indices)]
@@ -147,30 +137,27 @@ class Ranks:
         self, indices: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
         """Return the first group that averages some parameters in a pass, with the ids of these parameters."""
-        groups: _dist.Groups = ()
-        ids = set[int]()
+        params = self._params()
+        wanted = {id(params[index]) for index in indices}
+        ids_of = defaultdict[Any, set[int]](set)
         for wrapper in self.wrappers_of(indices):
-            params = self._params()
-            averaged = data_parallel.averaged(wrapper, leaves)
-            own = averaged.intersection([id(params[index]) for index in indices])
-            if own and not groups:
-                groups = (wrapper.process_group,)
-            if own and wrapper.process_group in groups:
-                ids |= own
-        return groups, frozenset(ids)
+            ids = wanted.intersection(data_parallel.averaged(wrapper, leaves))
+            if ids:
+                ids_of[wrapper.process_group] |= ids
+        if not ids_of:
+            return (), frozenset()
+        group = next(iter(ids_of))
+        return (group,), frozenset(ids_of[group])
 
     def shapes(self, groups: _dist.Groups) -> list[tuple[int, ...]]:
         # Shapes are the same on all ranks. Names may differ, because each rank can have its own experts.
-        params = self._params()
         shared = []
         for wrapper in self.wrappers():
             if wrapper.process_group in groups:
                 shared += wrapper.parameters()
-        for indices in self._meshes:
-            for index in indices:
-                param = params[index]
-                if param is not None and not set(groups).isdisjoint(self._groups_dividing(param)):
-                    shared.append(param)
+        for param in self._params():
+            if param is not None and not set(groups).isdisjoint(self._groups_dividing(param)):
+                shared.append(param)
         return [tuple(param.shape) for param in shared]
 
     def _reducing(self) -> list[Any]:
@@ -206,10 +193,9 @@ class Ranks:
 
 def largest(groups: _dist.Groups) -> _dist.Groups:
     """Return the groups without those whose ranks another group contains."""
-    largest: list[tuple[frozenset[int], Any]] = []
+    by_ranks = dict[frozenset[int], Any]()
     for group in groups:
-        ranks = frozenset(_dist.members(group))
-        if not any(ranks <= other for other, _ in largest):
-            largest = [(other, known) for other, known in largest if not other <= ranks]
-            largest.append((ranks, group))
-    return tuple([group for _, group in largest])
+        by_ranks.setdefault(frozenset(_dist.members(group)), group)
+    return tuple(
+        [by_ranks[ranks] for ranks in by_ranks if not any(ranks < other for other in by_ranks)]
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ class _Followed:
     passes_since: int = 0
     # Not if it may leave ranks apart: with a communication hook, under `Join`, or after an update without it.
     is_promised: bool = True
+    # Its place in the order in which those of the same ranks were met.
+    number: int = -1
 
 
 class Replication:
@@ -42,14 +44,14 @@ class Replication:
     Args:
         names: the parameters of the session.
         ranks: returns the ranks of this process as they are known now.
-        params: returns the parameters, ``None`` for those that are gone.
+        params: returns some parameters, or all; ``None`` for those that are gone.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         ranks: Callable[[], Ranks],
-        params: Callable[[], Sequence[Tensor | None]],
+        params: Callable[[Iterable[int] | None], Sequence[Tensor | None]],
     ) -> None:
         self._names = names
         self._ranks = ranks
@@ -59,10 +61,9 @@ class Replication:
         # since the last update.
         self._missed: dict[int, Missed] = {}
         self._averaged: set[int] = set()
-        self._followed: weakref.WeakKeyDictionary[Any, _Followed] = weakref.WeakKeyDictionary()
-        # Wrappers in the order in which they were met, among those of the same ranks.
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._met: Counter[tuple[int, ...]] = Counter()
+        self._followed = weakref.WeakKeyDictionary[Any, _Followed]()
+        # The number of wrappers met so far, by their ranks.
+        self._met = Counter[tuple[int, ...]]()
         self._hashes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
 
     def passed(self, reached: Collection[int], averaging: Collection[Any]) -> None:
@@ -74,9 +75,8 @@ class Replication:
             followed = self._follow(wrapper)
             followed.last_pass = self._passes
             followed.passes_since = 0
+        self.updated(averaged)
         self._averaged |= averaged
-        for index in averaged:
-            self._missed.pop(index, None)
         for wrapper in self._ranks().wrappers():
             missed = self._averaged_by(wrapper).intersection(reached) - averaged
             if missed:
@@ -93,50 +93,45 @@ class Replication:
 
     def replicas(self, indices: Sequence[int]) -> list[Replicas]:
         """Return which parameters of an update other ranks hold as well."""
-        replicas: list[Replicas] = []
+        replicas = []
         ranks = self._ranks()
         rest = list(indices)
         # If several wrappers have a parameter, the wrapper that averaged it last counts.
-        for wrapper in sorted(ranks.wrappers(), key=self._last_pass, reverse=True):
-            wrapped = ranks.inside(wrapper) - self._ignored_by(wrapper)
+        for wrapper in sorted(
+            ranks.wrappers(), key=lambda known: self._follow(known).last_pass, reverse=True
+        ):
+            ignored = self._indices_of(data_parallel.ids_ignored_by(wrapper))
+            wrapped = ranks.inside(wrapper) - ignored
             own = [index for index in rest if index in wrapped]
             rest = [index for index in rest if index not in wrapped]
             if own and len(_dist.members(wrapper.process_group)) > 1:
                 replicas.append(self._of_wrapper(wrapper, own))
-        replicas += self._outside_wrappers(rest)
+        by_ranks = defaultdict(list)
+        for index, param in zip(rest, self._params(rest), strict=True):
+            if param is not None:
+                by_ranks[_dist.holders(param)].append(index)
+        for holders, own in by_ranks.items():
+            if len(holders) > 1:
+                key = f"by-hand/{self._hash(holders, own)}"
+                replicas.append(Replicas(key, own, holders, (0, self._passes)))
         return replicas
 
     def _follow(self, wrapper: Any) -> _Followed:
         return self._followed.setdefault(wrapper, _Followed())
 
-    def _last_pass(self, wrapper: Any) -> int:
-        return self._follow(wrapper).last_pass
-
-    def _outside_wrappers(self, indices: Sequence[int]) -> Iterator[Replicas]:
-        by_ranks: dict[tuple[int, ...], list[int]] = {}
-        params = self._params()
-        for index in indices:
-            param = params[index]
-            if param is not None:
-                by_ranks.setdefault(_dist.holders(param), []).append(index)
-        for holders, own in by_ranks.items():
-            if len(holders) > 1:
-                key = f"by-hand/{self._hash(holders, own)}"
-                yield Replicas(key, own, holders, (0, self._passes))
-
     def _of_wrapper(self, wrapper: Any, indices: Sequence[int]) -> Replicas:
         ranks = tuple(_dist.members(wrapper.process_group))
-        if wrapper not in self._numbers:
-            self._numbers[wrapper] = self._met[ranks]
+        followed = self._follow(wrapper)
+        if followed.number < 0:
+            followed.number = self._met[ranks]
             self._met[ranks] += 1
         missed = {index: why for index, why in self._missed.items() if index in indices}
         missed |= dict.fromkeys(set(indices) - self._averaged_by(wrapper), "unknown")
         runs_alone = not {"alone", "alone at last"}.isdisjoint(missed.values())
-        followed = self._follow(wrapper)
         if runs_alone or not data_parallel.averages_plainly(wrapper):
             followed.is_promised = False
         return Replicas(
-            f"{self._numbers[wrapper]}/{self._hash(ranks, indices)}",
+            f"{followed.number}/{self._hash(ranks, indices)}",
             indices,
             ranks,
             (data_parallel.passes(wrapper), followed.passes_since),
@@ -147,20 +142,14 @@ class Replication:
     def _averaged_by(self, wrapper: Any) -> set[int]:
         return self._indices_of(data_parallel.ids_averaged_by(wrapper))
 
-    def _ignored_by(self, wrapper: Any) -> set[int]:
-        return self._indices_of(data_parallel.ids_ignored_by(wrapper))
-
     def _indices_of(self, ids: Collection[int]) -> set[int]:
-        if not ids:
-            return set()
-        return {index for index, param in enumerate(self._params()) if id(param) in ids}
+        return {index for index, param in enumerate(self._params(None)) if id(param) in ids}
 
     def _hash(self, ranks: tuple[int, ...], indices: Sequence[int]) -> int:
         """Return a number that ranks have in common if they have these parameters in common."""
         key = (ranks, tuple(indices))
         if key not in self._hashes:
-            params = self._params()
             names = [self._names[index] for index in indices]
-            shapes = [tuple(getattr(params[index], "shape", ())) for index in indices]
+            shapes = [tuple(getattr(param, "shape", ())) for param in self._params(indices)]
             self._hashes[key] = zlib.crc32(repr((ranks, names, shapes)).encode())
         return self._hashes[key]

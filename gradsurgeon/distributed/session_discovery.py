@@ -5,9 +5,11 @@ meet in the key-value store of the job. The first rank that closes the roll clos
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from gradsurgeon.language.planning import Plan, is_for, shortfalls
@@ -23,11 +25,9 @@ _CLOSED = "met/closed"
 
 _OTHER_NUMBER = "matches another number of parameters than `expect` says"
 
-Names = dict[str, set[str]]
-
 # The names that this rank has matched so far, by the rules: a script may apply the same rules to several
 # models.
-_matched: dict[str, Names] = {}
+_matched = defaultdict[str, dict[str, set[str]]](partial(defaultdict, set))
 
 
 class SessionInfo(NamedTuple):
@@ -43,22 +43,17 @@ class SessionInfo(NamedTuple):
     peers: tuple[int, ...]
 
 
-class Roll(NamedTuple):
-    """The sessions that train one model together.
+class Meeting:
+    """A session on its way to the sessions of the ranks of some groups, for the model with these shapes.
 
     Attributes:
         channel: a channel of these sessions.
-        sessions: the sessions that came in time, by rank; alike on all ranks.
+        sessions: the sessions that came in time, by rank; alike on all ranks. Known after `roll`.
         lacking: which ranks did not come or have other rules.
     """
 
-    channel: Channel
     sessions: dict[int, SessionInfo]
     lacking: str
-
-
-class Meeting:
-    """A session on its way to the sessions of the ranks of some groups, for the model with these shapes."""
 
     def __init__(
         self, groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionInfo
@@ -79,23 +74,26 @@ class Meeting:
         with suppress(RuntimeError):
             channel.set(f"met/{channel.rank}", self._info)
 
-    def roll(self, limit: float) -> Roll | None:
-        """Return the sessions that come within some seconds. With a limit of 0, return ``None`` until all have come."""
+    def roll(self, limit: float) -> bool:
+        """Find the sessions that come within some seconds. With a limit of 0, return whether all have come."""
         try:
             while True:
                 peers = self._peers(limit)
                 if peers is None:
-                    return None
+                    return False
                 here = self.channel.present("met", peers, 0.0)
                 closed = self.channel.agree(_CLOSED, here)
                 if self.channel.rank in closed:
                     sessions = {rank: self.channel.get(f"met/{rank}") for rank in closed}
-                    return self._roll_of(sessions, peers)
+                    break
                 # A roll that was closed earlier belonged to another session: other ranks have had one more.
                 self._leave()
                 self._enter(self.channel.at(numbered(self._topic)))
         except RuntimeError:  # the store has failed
-            return self._roll_of({self.channel.rank: self._info}, self._info.peers)
+            sessions = {self.channel.rank: self._info}
+            peers = set(self._info.peers)
+        self._note(sessions, peers)
+        return True
 
     def _peers(self, limit: float) -> set[int] | None:
         """Return the ranks that share gradients, also through others. With a limit of 0 all of them must have come."""
@@ -110,10 +108,9 @@ class Meeting:
                 more.update(self.channel.get(f"met/{rank}").peers)
         return peers
 
-    def _roll_of(self, sessions: dict[int, SessionInfo], peers: Iterable[int]) -> Roll:
+    def _note(self, sessions: dict[int, SessionInfo], wanted: set[int]) -> None:
         channel = self.channel
         channel.ranks = tuple(sessions)
-        wanted = set(peers)
         others = []
         for rank, session in sessions.items():
             # The rank that closed the roll may have known more peers.
@@ -129,7 +126,8 @@ class Meeting:
         if others:
             having = _dist.having(others)
             lacking.append(f"{having} other rules, mode or step than rank {channel.rank}")
-        return Roll(channel, sessions, " and ".join(lacking))
+        self.sessions = sessions
+        self.lacking = " and ".join(lacking)
 
     def find(self, limit: float | None) -> Channel | str | None:
         """Return a channel of the sessions or which of them are missing, ``None`` if not all come within some seconds.
@@ -144,13 +142,12 @@ class Meeting:
             self._leave()
             absent = sorted(set(self._info.peers).difference(here))
             return f"nothing heard of rules on {_dist.named(absent)}"
-        roll = self.roll(limit)
-        if roll is None:
+        if not self.roll(limit):
             return None
-        if roll.lacking:
+        if self.lacking:
             self.channel.close()
-            return roll.lacking
-        return roll.channel
+            return self.lacking
+        return self.channel
 
     def _leave(self) -> None:
         self.channel.keep(_CLOSED)
@@ -172,20 +169,24 @@ def lacking(
     if _dist.world() == 1:
         return shortfalls(rules, models), {}
     channel = Channel(f"matched/{rules.sha256}")
-    mine = _matched.setdefault(rules.sha256, {})
-    _add_names(mine, rules, plans)
+    mine = _matched[rules.sha256]
+    for rule in rules.rules:
+        # Only rules with `expect` need the number of names; for other rules one name is enough.
+        most = None if rule.expect else 1
+        for plan in plans.values():
+            mine[rule.id].update([binding.name for binding in plan.of(rule.id)][:most])
     # A store that has failed must not end the script: no other rank can be asked then.
     with suppress(RuntimeError):
         channel.set(f"names/{channel.rank}", mine)
     asked = []
-    # The errors of this rank by rule.
-    short = {}
     for rule in rules.rules:
-        short[rule.id] = shortfalls(replace(rules, rules=(rule,)), models)
-        is_elsewhere = not any(is_for(rule, manifest) for manifest in models.values())
-        may_match_nothing = alone and rule.model and is_elsewhere
-        if (short[rule.id] or rule.expect) and not may_match_nothing:
-            asked.append(rule)
+        # The errors of this rank.
+        short = shortfalls(replace(rules, rules=(rule,)), models)
+        may_match_nothing = (
+            alone and rule.model and not any(is_for(rule, m) for m in models.values())
+        )
+        if (short or rule.expect) and not may_match_nothing:
+            asked.append((rule, short))
     if not asked:
         return [], {}
     # Without the store this rank knows only its own names.
@@ -195,32 +196,17 @@ def lacking(
         here = channel.present("names", ranks, LIMIT)
         matched = {rank: channel.get(f"names/{rank}") for rank in here}
     absent = [rank for rank in ranks if rank not in matched]
-    silent = ""
-    if absent:
-        silent = f"; {unheard(absent)}"
+    silent = f"; {unheard(absent)}" if absent else ""
     errors = []
     notes = {}
-    for rule in asked:
-        having = [rank for rank, names in matched.items() if names.get(rule.id)]
-        count = len(set().union(*[matched[rank][rule.id] for rank in having]))
-        is_missing = not having and not rule.optional
+    for rule, short in asked:
+        by_rank = {rank: names[rule.id] for rank, names in matched.items() if names.get(rule.id)}
+        count = len(set().union(*by_rank.values()))
+        is_missing = not by_rank and not rule.optional
         if is_missing or (rule.expect and rule.expect.params != count):
-            texts = short[rule.id]
-            if not texts:
-                texts = [f"{rules.place(rule.id)}: rule {rule.id}: {_OTHER_NUMBER}"]
+            texts = short or [f"{rules.place(rule.id)}: rule {rule.id}: {_OTHER_NUMBER}"]
             errors += [f"{text} (on all ranks together: {count}{silent})" for text in texts]
-        elif having and not mine.get(rule.id):
+        elif by_rank and channel.rank not in by_rank:
             where = f"matches nothing on rank {channel.rank}"
-            notes[rule.id] = f"{where}; {_dist.having(having)} it"
+            notes[rule.id] = f"{where}; {_dist.having([*by_rank])} it"
     return errors, notes
-
-
-def _add_names(matched: Names, rules: RuleSet, plans: Mapping[str, Plan]) -> None:
-    for rule in rules.rules:
-        # Only rules with `expect` need the number of names; for other rules one name is enough.
-        most = None
-        if not rule.expect:
-            most = 1
-        for plan in plans.values():
-            names = [binding.name for binding in plan.of(rule.id)]
-            matched.setdefault(rule.id, set()).update(names[:most])

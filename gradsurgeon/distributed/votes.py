@@ -46,7 +46,6 @@ class Counter:
 
     def __init__(self, channel: Channel, hosts: Mapping[int, str]) -> None:
         self._channel = channel
-        self._number = len(hosts)
         self._host_name = hosts[channel.rank]
         here = [rank for rank, host in hosts.items() if host == self._host_name]
         self._here = len(here)
@@ -70,7 +69,7 @@ class Counter:
             self._host = _job_store.server(self._channel.get(key), patience)
 
     def is_complete(self, value: int) -> bool:
-        return voted(value) == self._number
+        return voted(value) == len(self._channel.ranks)
 
     def add(self, key: str, vote: int) -> int:
         if self._owns:
@@ -100,7 +99,7 @@ class Counter:
         return value
 
     def forget(self, key: str) -> None:
-        """Delete an old number from the server of this host."""
+        """Delete an old number from the server of this host, if there is one."""
         if self.serves:
             for part in (key, f"{key}/known", f"{key}/reads"):
                 self._host.delete_key(part)
@@ -185,10 +184,8 @@ class Voter:
             number = self.channel.age
             vote = 1
             if objections:
-                kind = "other"
-                if any(objection.guilty for objection in objections):
-                    kind = "guilty"
-                key = f"{number}/{kind}"
+                guilty = any(objection.guilty for objection in objections)
+                key = f"{number}/guilty" if guilty else f"{number}/other"
                 self.channel.own(key)
                 place = self.channel.add(key, 1)
                 if place <= _MOST:
@@ -198,8 +195,7 @@ class Voter:
             old = number - KEPT
             self._values.pop(old, None)
             self._decisions.pop(old, None)
-            if old > 0:
-                self._counter.forget(str(old))
+            self._counter.forget(str(old))
         return self.channel.age
 
     def decision(self, number: int) -> VoteResult | None:
@@ -220,13 +216,11 @@ class Voter:
         if not name:
             self._met += 1
             name = f"{self.channel.age}/diagnosis/{self._met}"
-        values = dict[int, Any]()
         with self._asking():
             if limit:
-                values |= self.channel.meet(name, value, self.channel.ranks, limit)
-            else:
-                self.channel.set(f"{name}/{self.channel.rank}", value)
-        return values
+                return self.channel.meet(name, value, self.channel.ranks, limit)
+            self.channel.set(f"{name}/{self.channel.rank}", value)
+        return {}
 
     def _read(self, number: int, value: int) -> VoteResult:
         value = self._awaited(str(number), value)
@@ -246,27 +240,24 @@ class Voter:
 
     def _awaited(self, key: str, value: int) -> int:
         began = time.monotonic()
-        if self._counter.is_complete(value):
-            return value
-        while True:
+        waited = 0.0
+        gone: list[int] = []
+        ranks = self.channel.ranks
+        while not self._counter.is_complete(value):
             value = self._counter.read(key)
-            if self._counter.is_complete(value):
-                return value
             waited = time.monotonic() - began
-            gone = []
             if waited > _LONGEST and self.channel.add("left", 0):
-                ranks = self.channel.ranks
                 gone = [rank for rank in ranks if self.channel.check(f"left/{rank}")]
             if gone or waited > self._patience:
-                return self._given_up(key, gone, waited)
+                break
             pause = max(_SHORTEST, _SHARE * waited)
             time.sleep(min(pause, _LONGEST))
-
-    def _given_up(self, key: str, gone: Sequence[int], waited: float) -> int:
+        if self._counter.is_complete(value):
+            return value
         value = self.channel.add(key, LATE)
         if self._counter.is_complete(value):
             return value
-        number = len(self.channel.ranks)
+        number = len(ranks)
         text = _ABSENT.format(lacking=number - voted(value), number=number, waited=waited)
         if gone:
             text = _LEFT.format(having=_dist.having(gone))

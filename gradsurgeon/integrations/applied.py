@@ -39,7 +39,7 @@ class AppliedRules:
         self._on_event = options.pop("on_event", None)
 
     def _begin(self, model: nn.Module, start_step: int) -> Session:
-        self._end(failed=True)
+        self._end()
         self._counts: Counter[str] = Counter()  # events so far by kind
         self._reported = self._counts.copy()
         self._logged: dict[int, int] = {}
@@ -76,15 +76,11 @@ class AppliedRules:
             f"training resumes at step {step:,}, but the rules start without what they had learnt: {why}"
         )
 
-    def _end(self, *, failed: bool = False) -> None:
+    def _end(self) -> None:
         """Remove the rules. The error of a check is raised unless the training ends by another one."""
-        acting = self._acting
         self._acting = False
-        error = None
-        if failed:
-            error = Exception
-        if acting and self.session is not None:
-            self.session.__exit__(error)
+        if self.session is not None:
+            self.session.remove()
 
     def _note(self, event: Event) -> None:
         self._counts[event.kind] += 1

@@ -95,7 +95,7 @@ class LightningCallback(AppliedRules, Callback):
     def on_exception(self, trainer: Any, *_: Any) -> None:
         if self.session is not None:
             self._log_last(trainer)
-            self._end(failed=True)
+            self._end()
 
     def on_save_checkpoint(self, trainer: Any, _pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._keep(trainer)

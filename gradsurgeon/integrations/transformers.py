@@ -78,12 +78,12 @@ class TransformersCallback(AppliedRules, TrainerCallback):
             warn(_NOT_FIRST, stacklevel=2)
         unended = _on.pop(model, None)
         if unended is not None:
-            unended._end(failed=True)  # noqa: SLF001 # of this class
+            unended._end()  # noqa: SLF001 # of this class
         session = self._begin(model, state.global_step)
         try:
             self._resume(session, state.global_step, scope.get("resume_from_checkpoint"))
         except BaseException:
-            self._end(failed=True)
+            self._end()
             raise
         _on[model] = self
         self._warn_of_clip(args.max_grad_norm, "pass max_grad_norm=0 to TrainingArguments")

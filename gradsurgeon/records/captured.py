@@ -1,6 +1,6 @@
 """Copies of tensors that rules keep, the newest ones within a limit."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ class CapturedTensors:
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
-        self._kept: dict[str, dict[CaptureKey, Tensor]] = {}
+        self._kept = defaultdict[str, dict[CaptureKey, Tensor]](dict)
         self._bytes = Counter[str]()
         self._calls: dict[tuple[str, str], tuple[int, int]] = {}
 
@@ -26,7 +26,7 @@ class CapturedTensors:
             calls = 0
         self._calls[rule.id, name] = (step, calls + 1)
         copied = tensor.detach().clone()
-        kept = self._kept.setdefault(rule.id, {})
+        kept = self._kept[rule.id]
         kept[name, step, calls] = copied
         self._bytes[rule.id] += _size(copied)
         while self._bytes[rule.id] > rule.max_bytes and kept:
@@ -37,7 +37,7 @@ class CapturedTensors:
         self._event_log.count_fired(rule.id, step)
 
     def tensors_of(self, rule: str) -> dict[CaptureKey, Tensor]:
-        return dict(self._kept.get(rule, {}))
+        return dict(self._kept[rule])
 
 
 def _size(tensor: Tensor) -> int:

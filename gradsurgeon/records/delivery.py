@@ -23,8 +23,6 @@ from gradsurgeon.tensors.statistics import HISTOGRAM, STATISTICS
 _LOGGER = logging.getLogger("gradsurgeon")
 _PREFIX = "gradsurgeon"
 _ASIDE = "; training does not depend on it"
-# The session wakes the thread every two seconds.
-_INTERVAL = 2.0
 # Python runs one thread at a time, and a row takes up to two milliseconds. So the thread sends this many rows at once,
 # and more only at the beginning and at the end.
 _MOST_ROWS = 20
@@ -78,8 +76,11 @@ def close_all() -> None:
 class Delivery(Outlet):
     """Brings rows and events to one sink, from `begin` on. The training's thread only puts them into the queue."""
 
+    # The session wakes the thread so often.
+    seconds = 2.0
+
     def __init__(self, sink: Sink, *, title: str, texts: Mapping[str, str]) -> None:
-        super().__init__(_INTERVAL)
+        super().__init__()
         self.name = f"the sink {type(sink).__name__}"
         self.patterns = patterns_of(sink.names)
         self._sink = sink
@@ -138,17 +139,14 @@ class Delivery(Outlet):
 
     def end(self) -> None:
         """Take nothing more. The thread sends the rest."""
-        if not self._inherited:
-            with self._lock:
-                self._ended = True
-                self._until = time.monotonic() + _PATIENCE
-                self._lock.notify()
+        self._until = time.monotonic() + _PATIENCE
+        self._ended = True
+        self.commit()
 
     def close(self) -> None:
         """Wait a while after `end` for the thread to send the rest. A sink that takes longer is left alone."""
-        if self._inherited:
-            return
-        if self._thread.ident is not None:
+        # A forked child has no thread.
+        if self._thread.is_alive():
             self._thread.join(max(0.0, self._until - time.monotonic()))
         if self._thread.is_alive() and not self.failed:
             self.failed = f"{self.name} has not ended after {_PATIENCE:g} seconds: it is left alone"
@@ -170,18 +168,21 @@ class Delivery(Outlet):
                     self._lock.wait_for(lambda: self._rows or self._events or self._ended)
                     more = not self._ended
                     rows = list(self._finished(self._rows))
-                    events = list(self._events)
                     self._rows.clear()
-                    self._events.clear()
+                    events = self._events
+                    self._events = []
                 if not more:
                     rows += self._unfinished.values()
                 with self._shared.lock:
                     for event in events:
-                        self._send_event(event)
+                        self._kinds[event.kind] += 1
+                        name = self._named(f"events/{event.kind}")
+                        self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
+                        self._sink.text(event.step, f"{name}/message", event.message)
                     for row in self._worst(rows):
-                        scalars = self._curves.scalars(row)
+                        scalars = self._curves.scalars(row).items()
                         if scalars:
-                            named = {self._named(name): value for name, value in scalars.items()}
+                            named = {self._named(name): value for name, value in scalars}
                             self._sink.scalars(row.step, named)
                     self._sink.flush()
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
@@ -218,12 +219,6 @@ class Delivery(Outlet):
     def _named(self, name: str) -> str:
         return "/".join(filter(None, (_PREFIX, self._title, name)))
 
-    def _send_event(self, event: Event) -> None:
-        self._kinds[event.kind] += 1
-        name = self._named(f"events/{event.kind}")
-        self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
-        self._sink.text(event.step, f"{name}/message", event.message)
-
 
 def weight(row: RecordedRow) -> float:
     """Return the rank of a row among several steps of its series: the worst step, or else the newest, is the largest."""
@@ -253,9 +248,7 @@ class Curves:
         of_norms = stat == NORM and len(names) > 1
         has_all_curves = not of_norms and len(names) <= _FEW
         # A number between losses is NaN if a loss did not reach the parameters. In a number of one gradient NaN is news.
-        skips_nan = stat not in STATISTICS or STATISTICS[stat].of_update
-        if stat == LOSS:
-            skips_nan = False
+        skips_nan = stat != LOSS and (stat not in STATISTICS or STATISTICS[stat].of_update)
         values = []
         scalars = {}
         for column, value in enumerate(array("f", row.values)):

@@ -45,14 +45,11 @@ class DeviceQueue(Generic[Item]):
         Numbers that are a copy themselves, float32, are queued as they are.
         """
         with self.lock:
-            if not values.is_cpu:
-                self._streams[values.device].follow(values.device)
+            self._streams[values.device].follow(values.device)
             copied = values.reshape(-1)
             if not is_copy:
                 copied = copied.detach().to(torch.float32, copy=True)
-            if slot is None:
-                slot = object()
-            self._waiting[slot] = (item, copied)
+            self._waiting[object() if slot is None else slot] = (item, copied)
             return len(self._waiting)
 
     def send(self, *, wait: bool = False) -> None:
@@ -81,11 +78,10 @@ class DeviceQueue(Generic[Item]):
 class _Transfer(Generic[Item]):
     def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
         self.rows = rows
-        devices = defaultdict(list)
+        by_device = defaultdict(list)
         for _, values in rows:
-            if not _torch.is_host(values):
-                devices[values.device].append(values)
-        self._arrivals = {device: _torch.send(parts) for device, parts in devices.items()}
+            by_device[values.device].append(values)
+        self._arrivals = {device: _torch.send(parts) for device, parts in by_device.items()}
 
     def arrived(self) -> bool:
         return all(arrival.done() for arrival in self._arrivals.values())
@@ -93,13 +89,7 @@ class _Transfer(Generic[Item]):
     def read(self) -> list[tuple[Item, Tensor]]:
         """Return the numbers on the host. Waits for numbers that have not arrived."""
         landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
-        rows = []
-        for item, values in self.rows:
-            arrived = values
-            if values.device in landed:
-                arrived = next(landed[values.device])
-            rows.append((item, arrived))
-        return rows
+        return [(item, next(landed[values.device])) for item, values in self.rows]
 
 
 class PendingStatistics:
@@ -121,8 +111,7 @@ class PendingStatistics:
         if measure.is_kept(rule.stats, tensor):
             kept = tensor.clone()
         else:
-            if not tensor.is_cpu:
-                self._streams[device].follow(device)
+            self._streams[device].follow(device)
             kept = measure.numbers(rule.stats, tensor)
         self._observed.append((rule, name, step, device, kept))
 
@@ -135,40 +124,29 @@ class PendingStatistics:
         groups = defaultdict(list)
         for _ in range(len(self._observed)):
             observed = self._observed.popleft()
-            rule, _, _, device, _ = observed
-            groups[rule.id, device].append(observed)
+            groups[observed[0].id, observed[3]].append(observed)
         for group in groups.values():
             yield from self._rows_of(group)
 
     def _rows_of(self, group: Sequence[_Observed]) -> Iterator[MeasuredRow]:
         """Yield rows of the observations of one rule on one device, by step."""
-        rules, all_names, steps, devices, kept = zip(*group, strict=True)
-        rule = rules[0]
-        device = devices[0]
+        rule, _, _, device, _ = group[0]
         if rule.id not in self._layouts:
             self._layouts[rule.id] = _Layout(rule)
         layout = self._layouts[rule.id]
         self._streams[device].follow(device)
+        kept = [observed[-1] for observed in group]
         values = measure.of_kept(rule.stats, kept)
-        sources = ()
-        if device.type != "cpu":
-            sources = kept
         by_step = defaultdict(list)
-        for position, step in enumerate(steps):
-            by_step[step].append(position)
-        for step, positions in by_step.items():
-            names = tuple([all_names[position] for position in positions])
+        for position, (_, name, step, _, _) in enumerate(group):
+            by_step[step].append((position, name))
+        for step, measured in by_step.items():
+            positions, names = zip(*measured, strict=True)
             for keys, columns, places in layout.places_of(names):
                 picked = tuple([positions[place] for place in places])
-                chosen = slice(picked[0], picked[-1] + 1)
-                if picked == tuple(
-                    range(chosen.start, chosen.stop)
-                ):  # nearly always: without an index
-                    numbers_of = values[:, chosen]
-                else:
-                    numbers_of = values[:, _torch.integers(picked, values.device)]
+                numbers_of = values[:, _torch.integers(picked, values.device)]
                 for key, numbers in zip(keys, numbers_of, strict=True):
-                    yield PendingRow(key, step, columns, sources=sources), numbers
+                    yield PendingRow(key, step, columns, sources=kept), numbers
 
 
 class _Layout:
@@ -176,9 +154,6 @@ class _Layout:
 
     def __init__(self, rule: ObserverRule) -> None:
         self._rule = rule
-        self._stats: list[str] = []
-        for stat in rule.stats:
-            self._stats += columns_of(stat)
         # Maps each name to the keys of its series, one key per statistic, and its column.
         self._columns: dict[str, tuple[tuple[Key, ...], int]] = {}
         # Nearly always the same modules run in each step, in the same order.
@@ -192,7 +167,8 @@ class _Layout:
                 by_calls[calls].append(name)
         rule = self._rule
         for group in by_calls.values():
-            keys = tuple([Key(rule.id, stat, rule.point, tuple(group)) for stat in self._stats])
+            stats = chain.from_iterable(map(columns_of, rule.stats))
+            keys = tuple([Key(rule.id, stat, rule.point, tuple(group)) for stat in stats])
             self._columns.update({name: (keys, column) for column, name in enumerate(group)})
         calls_so_far = Counter[str]()
         cells = defaultdict(list)

@@ -2,22 +2,18 @@
 
 import contextlib
 import logging
-import os
-import sys
 import traceback
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradsurgeon.actions import EditRule, Rule
+from gradsurgeon.common._script import running_lines
 from gradsurgeon.common.events import TRIPS, Event, EventKind, RuleStatus, is_trip
 from gradsurgeon.errors import CheckError, TrapError, printable, warn
 from gradsurgeon.records.device_queue import DeviceQueue
@@ -40,23 +36,8 @@ _TOPICS = {
 _QUIET_STEPS = 3
 # This many flags on the device justify a transfer.
 _FLAGS_PER_TRANSFER = 256
-_NOT_THE_SCRIPT = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
-    weakref.__file__,  # calls us when a model is gone
-    contextlib.__file__,  # calls us when a session is closed
-)
-
-
-def _line_of_the_script() -> tuple[int, str]:
-    """Return the number of frames above the caller's to the script, and its file and line; empty in a thread of autograd."""
-    level = 0
-    for frame, line in traceback.walk_stack(sys._getframe(1)):  # noqa: SLF001 # documented
-        level += 1
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_SCRIPT):
-            return level, f"{file}:{line}: "
-    return level, ""
+# More frames than a thread has: Python names no line then.
+_BEYOND = 1000
 
 
 @dataclass(slots=True)
@@ -87,36 +68,36 @@ class EventLog:
         on_event: Callable[[Event], object] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._listener: Callable[[Event], None] | None = None
-        self._on_event = on_event
+        self._listener: Callable[[Event], object] = bool
+        self._on_event = on_event or bool
         # Returns the step of an event that names none.
         self.now: Callable[[], int] = int
         # The launcher shows lines by itself: a script may silence warnings and logging, or turn warnings into errors.
         self._say = say
         self._said = set[str]()
-        # Errors of checks, until the update.
+        # Errors until the update, where nothing is half done.
         self.raised: list[BaseException] = []
         # The events by identity, and the identities of repetitions by whether they are routine.
         self._events: dict[int, Event] = {}
-        self._later: dict[bool, deque[int]] = {False: deque(), True: deque()}
+        self._later = defaultdict[bool, deque[int]](deque)
         self._known = set[tuple[str, str, str]]()
         self.edits = {rule.id for rule in rules if rule.edits}
-        self._tallies: dict[str, Tally] = {}
-        for rule, number in zip(rules, matched, strict=True):
-            altered = None if isinstance(rule, EditRule) else 0
-            self._tallies[rule.id] = Tally(number, altered=altered)
-        # The rules that have not fired yet, for no reason that the user knows.
-        self.silent = dict.fromkeys(self._tallies)
-        # A rule on tags may match nothing: whether there are tags is unknown beforehand.
-        self._optional = {rule.id for rule in rules if rule.optional and rule.target == "tensors"}
+        self._tallies = {
+            rule.id: Tally(number, altered=None if isinstance(rule, EditRule) else 0)
+            for rule, number in zip(rules, matched, strict=True)
+        }
+        # The rules that have not fired yet, for no reason that the user knows. An optional rule on tags may match
+        # nothing: whether there are tags is unknown beforehand.
+        optional = [rule.id for rule in rules if rule.optional and rule.target == "tensors"]
+        self.silent = dict.fromkeys(rule for rule in self._tallies if rule not in optional)
         self._noticed = set[tuple[str, str]]()
         # How often each topic has occurred, and its last step.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
-        self._flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(_read)
+        self.flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(_read)
         # Never held during a call of another object: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
 
-    def listen(self, listener: Callable[[Event], None]) -> None:
+    def listen(self, listener: Callable[[Event], object]) -> None:
         self._listener = listener
 
     @property
@@ -154,8 +135,6 @@ class EventLog:
             message = news
         if not message:
             return
-        if not shown:
-            shown = message
         if warn:
             self.warn(message, rule=rule, shown=shown)
             return
@@ -165,7 +144,7 @@ class EventLog:
             level = logging.WARNING
         is_said = self._say is not None and level >= logging.WARNING
         if self._say is not None and is_said:
-            self._say(_lines(shown, rule))
+            self._say(_lines(shown or message, rule))
         _log(level, _lines(message, rule), is_said=is_said)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
@@ -187,16 +166,15 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        if not shown:
-            shown = message
-        level, place = _line_of_the_script()
+        # There is none in a thread of autograd.
+        place, level = next(running_lines(), ("", _BEYOND))
         if self._say is None:
             warn(_with_rule(message, rule), level)
             return
-        lines = _lines(shown, rule)
+        lines = _lines(shown or message, rule)
         # The line of a step would be the one of its update.
-        if not lines.startswith("step "):
-            lines = printable(place) + lines
+        if place and not lines.startswith("step "):
+            lines = f"{printable(place)}: {lines}"
         # Each step may bring the same news.
         if lines not in self._said:
             self._said.add(lines)
@@ -215,22 +193,17 @@ class EventLog:
                 if full:
                     del self._events[later.popleft()]
             self._known.add(topic)
-        if self._listener is not None and not (routine and full):
+        if not (routine and full):
             self._listener(event)
-        if self._on_event is not None:
-            try:
-                self._on_event(event)
-            except Exception as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
-                _log(logging.ERROR, "on_event raised an error, and training goes on", error)
+        try:
+            self._on_event(event)
+        except Exception as error:  # noqa: BLE001 # ranks may be about to meet, and gradients may be hidden
+            _log(logging.ERROR, "on_event raised an error, and training goes on", error)
         if full:
             text = (
                 f"more than {_MOST_EVENTS:,} events repeat others: the oldest of them are not kept"
             )
             self.notice_once("events", text, step=event.step)
-
-    def raise_later(self, error: BaseException) -> None:
-        """Keep an error until the update, where nothing is half done."""
-        self.raised.append(error)
 
     def raise_raised(self) -> None:
         """Raise the first error that was kept since the last call, if there is one."""
@@ -242,13 +215,15 @@ class EventLog:
     @property
     def last_trap(self) -> TrapError | None:
         """The kept error of a trap that stopped the last update."""
-        traps = [error for error in self.raised if isinstance(error, TrapError)]
-        return next((error for error in traps if not isinstance(error, CheckError)), None)
+        for error in self.raised:
+            if isinstance(error, TrapError) and not isinstance(error, CheckError):
+                return error
+        return None
 
     def take_raised(self) -> list[BaseException]:
         """Return the errors that were kept, for a caller that cannot raise them."""
-        errors = [*self.raised]
-        self.raised.clear()
+        errors = self.raised
+        self.raised = []
         return errors
 
     def notice_once(
@@ -285,14 +260,12 @@ class EventLog:
                 tally.altered = 0
             tally.altered += count
 
-    def emit_if(
-        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
-    ) -> None:
-        """Record an event if ``flag`` is set, once the flag can be read without waiting."""
+    def emit_if(self, flag: Tensor, message: str, *, rule: str, step: int) -> None:
+        """Record a notice if ``flag`` is set, once the flag can be read without waiting."""
 
         def note(value: Tensor) -> None:
             if value:
-                self.emit(kind, message, rule=rule, step=step)
+                self.emit("notice", message, rule=rule, step=step)
 
         self.when_read(flag, note)
 
@@ -303,16 +276,12 @@ class EventLog:
             return
         if _torch.is_capturing():
             return  # they have no value yet, and belong to the graph
-        if self._flags.put(act, values) >= _FLAGS_PER_TRANSFER:
-            self._flags.send()
+        if self.flags.put(act, values) >= _FLAGS_PER_TRANSFER:
+            self.flags.send()
 
     def read_devices(self, *, wait: bool = True) -> None:
         """Read the counts and flags of all devices. Without ``wait`` read only those that have arrived."""
-        self._flags.send(wait=wait)
-
-    def drop(self) -> None:
-        """Forget the counts and flags of devices, because a device has failed."""
-        self._flags.drop()
+        self.flags.send(wait=wait)
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
         """Report early that a rule does not fire. Only the end shows whether it never did."""
@@ -322,7 +291,7 @@ class EventLog:
                 return
             tally.quiet += 1
             tally.quiet_step = step
-            is_suspect = tally.quiet == _QUIET_STEPS and rule not in self._optional
+            is_suspect = tally.quiet == _QUIET_STEPS and rule in self.silent
         if is_suspect:
             tally.cause = cause()
             text = f"was due in {_QUIET_STEPS} steps and has not fired yet: {tally.cause}"
@@ -333,19 +302,10 @@ class EventLog:
         tally = self._tallies[rule]
         return "" if tally.fired else tally.cause
 
-    def excuse(self, rules: Iterable[str]) -> None:
-        """Note rules that do not act for a reason that the user knows."""
-        for rule in rules:
-            self.silent.pop(rule, None)
-
     def never_fired(self) -> list[tuple[str, int, str]]:
         """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
-        never = []
-        for rule in tuple(self.silent):
-            tally = self._tallies[rule]
-            if tally.matched and rule not in self._optional:
-                never.append((rule, tally.quiet, tally.cause))
-        return never
+        silent = {rule: self._tallies[rule] for rule in self.silent}
+        return [(rule, tally.quiet, tally.cause) for rule, tally in silent.items() if tally.matched]
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return the status of each rule. Without ``wait`` the counts of devices are a moment old."""

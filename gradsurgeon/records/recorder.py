@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import io
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from gradsurgeon.actions import ObserverRule
@@ -57,19 +57,21 @@ class Recorder:
         sinks: Sequence[Delivery] = (),
         *,
         step: Callable[[], int] = int,
-        state: Callable[[], dict[str, Any]] | None = None,
+        write_state: Callable[[Path], object] = bool,
         pending: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.records = records
         self.writer = writer
-        self._sinks = list(sinks)
+        self._sinks = sinks
         self._outlets: list[RunWriter | Delivery] = [*sinks]
+        # What notices edits of the script, in a run directory only: only its readers ask.
+        self.script_edits: ScriptEdits | None = None
         if writer is not None:
             self._outlets.insert(0, writer)
+            self.script_edits = ScriptEdits()
         self.captures = CapturedTensors(event_log)
-        self.script_edits = ScriptEdits()
         self._step = step
-        self._state = state
+        self._write_state_file = write_state
         self._pending_updates = pending
         self._state_written = self._step_ended = time.monotonic()
         self._outlived = _exceptions()
@@ -82,20 +84,14 @@ class Recorder:
         self._ring: DeviceQueue[PendingRow] = DeviceQueue(self._receive)
         self.shared = SharedRows(self._report_of_shared)
         event_log.listen(self.event)
+        # A script may end without `remove()`, above all on an exception. The reference is weak, because otherwise
+        # the exit handler would keep alive a session that never began.
+        self._at_exit = partial(_close, weakref.ref(self))
         if self._outlets:
-            # A script may end without `remove()`, above all on an exception. The reference is weak, because otherwise
-            # the exit handler would keep alive a session that never began.
-            self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
-
-    @property
-    def script_edits_of_run(self) -> ScriptEdits | None:
-        """What notices edits of the script, in a run directory only: only its readers ask."""
-        if self.writer is None:
-            return None
-        return self.script_edits
+            atexit.register(self._at_exit)
 
     def _is_due(self) -> bool:
-        return bool(self._outlets) and any(outlet.is_due() for outlet in self._outlets)
+        return any(outlet.is_due() for outlet in self._outlets)
 
     def add(
         self,
@@ -115,23 +111,22 @@ class Recorder:
         ``grads`` are the tensors of the columns, if this rank has measured only shards of some. Nobody writes to a copy.
         With ``joined``, the numbers of shards become one number in this series.
         """
-        shared = shares(grads) if grads else ()
-        row = PendingRow(key, step, columns, replace, (), shared, self.shared.passes, joined)
+        row = PendingRow(key, step, columns, replace, (), shares(grads), self.shared.passes, joined)
         slot = None
         if replace:
             # The slot uses the identity of the key: hashing the names of thousands of tensors takes longer than measuring them.
             slot = (id(key), step)
         waiting = self._ring.put(row, values, slot=slot, is_copy=is_copy)
-        self._move(if_many=waiting >= _ROWS_PER_FLUSH)
+        self._move(are_many=waiting >= _ROWS_PER_FLUSH)
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Record the statistics of one tensor as it is now; each call adds a value of its own."""
         self._pending.add(rule, name, step, tensor)
-        self._move(if_many=len(self._pending) >= _MOST_PENDING)
+        self._move(are_many=len(self._pending) >= _MOST_PENDING)
 
     def _gather(self) -> None:
         # Tensors on the device have no value during the capture of a CUDA graph.
-        if not len(self._pending) or _torch.is_capturing():
+        if _torch.is_capturing():
             return
         # If two threads take rows, the first must put all of its rows before the second.
         with self._ring.lock:
@@ -144,28 +139,23 @@ class Recorder:
         if not raised:
             self._outlived = _exceptions()
         # The rows of a long step must not wait until the next one ends.
-        is_long = time.monotonic() - self._step_ended > _LONG_STEP
-        self._step_ended = time.monotonic()
-        if is_long and self._outlets:
-            self._gather()
-            self._send(wait=False)
-            self._commit()
-        else:
-            self._move(if_many=False)
+        now = time.monotonic()
+        self._move(is_late=now - self._step_ended > _LONG_STEP)
+        self._step_ended = now
         # The state has its own clock: each event commits the outlets and restarts theirs.
-        if time.monotonic() - self._state_written > _STATE_SECONDS:
+        if now - self._state_written > _STATE_SECONDS:
             self._write_state()
 
-    def _move(self, *, if_many: bool) -> None:
+    def _move(self, *, are_many: bool = False, is_late: bool = False) -> None:
         """Send what waits if it is time, or if there is too much of it."""
-        due = self._is_due()
-        if due or if_many:
-            self._gather()
-            self._send(wait=False)
+        due = is_late or self._is_due()
+        if due or are_many:
+            self._send()
         if due:
             self._commit()
 
-    def _send(self, *, wait: bool) -> None:
+    def _send(self, *, wait: bool = False) -> None:
+        self._gather()
         self._ring.send(wait=wait)
         with self._ring.lock:
             self._store(self.shared.exchange())
@@ -173,7 +163,6 @@ class Recorder:
     def event(self, event: Event) -> None:
         if all(outlet.closed for outlet in self._outlets):
             return
-        self._gather()
         # The trip may be the last event of a run; the host has waited for the device anyway.
         self._send(wait=event.kind == "skipped-step" or is_trip(event, self._event_log.edits))
         for outlet in self._outlets:
@@ -181,7 +170,6 @@ class Recorder:
         self._report_failures()
 
     def flush(self) -> None:
-        self._gather()
         self._send(wait=True)
         if self._is_due():
             self._commit()
@@ -199,15 +187,14 @@ class Recorder:
             failure = _torch.device_failure(error)
             if not failure:
                 raise
-            self._event_log.drop()
+            self._event_log.flags.drop()
             self._pending.drop()
             self._ring.drop()
-            steps: list[int] = []
-            for series in self.records:
-                steps += series.ends()
+            steps = chain.from_iterable(series.ends() for series in self.records)
+            last = max(steps, default=None)
             kept = "no record was kept"
-            if steps:
-                kept = f"records up to step {max(steps):,} are kept"
+            if last is not None:
+                kept = f"records up to step {last:,} are kept"
             self._report_loss(f"{printable(failure)}; {kept}")
 
     def close(self, error: BaseException | None = None) -> None:
@@ -217,24 +204,22 @@ class Recorder:
         if any(error is earlier for earlier in outlived):
             error = None
         self.ending = cause_of_end(error)
-        left = {
-            "ended": self.ending,
-            "pending": dict(self._pending_updates()),
-            "changed_by_script": self.script_edits.result(),
-        }
         # Closing may take seconds, and Ctrl-C must not leave the run open.
         with ExitStack() as stack:
-            if self._outlets:
-                stack.callback(atexit.unregister, self._at_exit)
+            stack.callback(atexit.unregister, self._at_exit)
             stack.callback(self._report_failures)
-            if self.writer is not None:
+            if self.writer is not None and self.script_edits is not None:
+                left = {
+                    "ended": self.ending,
+                    "pending": dict(self._pending_updates()),
+                    "changed_by_script": self.script_edits.result(),
+                }
                 stack.callback(self.writer.close, left)
             self.collect()
             with self._ring.lock:
                 self._store(self.shared.close())
-            if self._outlets:
-                self._commit(wait=True)
-                self._write_state()
+            self._commit(wait=True)
+            self._write_state()
             # All sinks end first: then none waits for another.
             for sink in self._sinks:
                 sink.end()
@@ -244,8 +229,7 @@ class Recorder:
             self._report_failures()
 
     def discard(self) -> None:
-        if self._outlets:
-            atexit.unregister(self._at_exit)
+        atexit.unregister(self._at_exit)
         for outlet in self._outlets:
             outlet.discard()
 
@@ -264,8 +248,7 @@ class Recorder:
         self._event_log.notice_once(topic, text, rule=rule, step=self._step(), warn=True)
 
     def _commit(self, *, wait: bool = False) -> None:
-        # A writer that failed still has to report it.
-        if self.writer is not None and not self.writer.closed:
+        if self.writer is not None:
             self.writer.statuses(self._event_log.status(wait=wait))
         for outlet in self._outlets:
             outlet.commit()
@@ -275,23 +258,18 @@ class Recorder:
         """Write the state to resume from; a failure becomes a notice."""
         self._state_written = time.monotonic()
         writer = self.writer
-        if self._state is None or writer is None or writer.closed or _torch.is_capturing():
+        if writer is None or writer.closed or _torch.is_capturing():
             return
-        file = io.BytesIO()
         try:
-            torch.save(self._state(), file)
-            writer.file(state_name(writer.rank), file.getvalue())
+            self._write_state_file(writer.path / state_name(writer.rank))
         except Exception as error:  # noqa: BLE001 # a failure here must not stop training
             self._report_loss(f"{_NO_STATE}: {reason_of(error)}")
 
     def _receive(self, rows: Sequence[MeasuredRow]) -> None:
-        whole = []
         for row, values in rows:
             if row.shares:
                 self.shared.add(row, values)
-            else:
-                whole.append((row, values))
-        self._store(whole)
+        self._store((row, values) for row, values in rows if not row.shares)
 
     def _store(self, rows: Iterable[MeasuredRow]) -> None:
         packed = [row.measured(values) for row, values in rows]

@@ -24,14 +24,12 @@ class ScriptEdits:
                 continue
             # A comparison with NaN is false: the trap reports it.
             changed = (old - new).abs().gt(new * _TOLERANCE).any()
-            known = self._changed.get(new.device)
-            self._changed[new.device] = changed if known is None else changed | known
+            self._changed[new.device] = changed | self._changed.get(new.device, changed)
 
     def result(self) -> bool | None:
         """Return whether the script changed gradients, ``None`` if that is unknown. Waits for the devices."""
-        if not self._changed:
-            return None
         try:
-            return any(map(bool, self._changed.values()))
+            changed = list(map(bool, self._changed.values()))
         except RuntimeError:  # a device that has failed
             return None
+        return any(changed) if changed else None

@@ -3,8 +3,9 @@
 import time
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,22 +41,17 @@ _UNASKED = (
 _FAILED = "the key-value store of the job failed ({reason}): from now on nothing is recorded of parameters that ranks share"
 
 
-class Share(NamedTuple):
-    """The places in a row whose tensors the same ranks share; no ranks if this rank holds the tensors whole."""
-
-    ranks: tuple[int, ...]
-    places: tuple[int, ...]
+# The places in a row by the ranks that share their tensors; by no ranks if this rank holds the tensors whole.
+Shares = Mapping[tuple[int, ...], Sequence[int]]
 
 
-def shares(tensors: Sequence[Tensor]) -> tuple[Share, ...]:
+def shares(tensors: Sequence[Tensor]) -> Shares:
     places_of = defaultdict(list)
     for place, tensor in enumerate(tensors):
-        ranks: tuple[int, ...] = ()
         # The statistic of a tensor without elements is the same everywhere.
-        if tensor.numel():
-            ranks = _dist.sharing(tensor)
+        ranks = _dist.sharing(tensor) if tensor.numel() else ()
         places_of[ranks].append(place)
-    return tuple(Share(ranks, tuple(places)) for ranks, places in places_of.items())
+    return places_of
 
 
 class PendingRow(NamedTuple):
@@ -69,7 +65,7 @@ class PendingRow(NamedTuple):
     columns: Sequence[int]
     replace: bool = False
     sources: Sequence[object] = ()
-    shares: tuple[Share, ...] = ()
+    shares: Shares = MappingProxyType({})
     number: int = 0
     joined: Key | None = None
 
@@ -89,8 +85,8 @@ class PendingRow(NamedTuple):
 MeasuredRow = tuple[PendingRow, Tensor]
 
 
-# A share of a row that this rank leads, its series, and the numbers of this rank.
-_Piece = tuple[Share, _Series, _Part]
+# The ranks and columns of a share of a row that this rank leads, its series, and the numbers of this rank.
+_Piece = tuple[tuple[int, ...], Sequence[int], _Series, _Part]
 
 
 # Returns the channel of the ranks that share tensors, or which of them lack the rules; ``None`` if not all of them come
@@ -117,8 +113,9 @@ class SharedRows:
         # The ranks that send parts to this one, and those of them that have ended.
         self._senders = set[int]()
         self._closed = set[int]()
-        # The parts that have come, by series and rank, each with the number of its pass. They come in order.
-        self._parts = defaultdict[tuple[_Series, int], dict[int, _Part]](dict)
+        # The parts that have come, by series and pass, then by rank; and the newest pass of each series and rank.
+        self._parts = defaultdict[_Series, dict[int, dict[int, _Part]]](dict)
+        self._newest: dict[tuple[_Series, int], int] = {}
         # The parts to send, by rank.
         self._outgoing = defaultdict[int, list[tuple[_Series, int, _Part]]](list)
         # The records asked of each rank so far.
@@ -133,7 +130,6 @@ class SharedRows:
     def seek(self, search: Search) -> None:
         """Begin to exchange parts once the other ranks are found. Until then the rows wait."""
         self._search = search
-        self._rank = _dist.rank()
 
     def _find_ranks(self, limit: float | None) -> None:
         """Look for the other ranks, for some seconds at most. Without a limit the search ends."""
@@ -153,20 +149,20 @@ class SharedRows:
         values = values.reshape(len(row.columns), -1)
         # The whole tensors of a row wait for the shared tensors also.
         pieces = list[_Piece]()
-        most = max((share.ranks for share in row.shares), key=len)
-        for share in row.shares:
-            if row.joined is not None:
-                self._ranks[row.joined.names[0]] = most
-            names = [row.key.names[row.columns[place]] for place in share.places]
-            checksum = zlib.crc32(repr(names).encode())
-            series = (row.key.rule, row.key.stat, row.key.point, checksum)
-            part = values[list(share.places)].tolist()
-            self._ranks.update(dict.fromkeys(names, share.ranks or most))
-            if not share.ranks or share.ranks[0] == self._rank:
-                self._senders.update(share.ranks[1:])
-                pieces.append((share, series, part))
+        most = max(row.shares, key=len)
+        if row.joined is not None:
+            self._ranks[row.joined.names[0]] = most
+        for ranks, places in row.shares.items():
+            columns = [row.columns[place] for place in places]
+            names = [row.key.names[column] for column in columns]
+            series = (*row.key[:3], zlib.crc32(repr(names).encode()))
+            part = values[places].tolist()
+            self._ranks.update(dict.fromkeys(names, ranks or most))
+            if not ranks or ranks[0] == self._rank:
+                self._senders.update(ranks[1:])
+                pieces.append((ranks, columns, series, part))
             else:
-                self._outgoing[share.ranks[0]].append((series, row.number, part))
+                self._outgoing[ranks[0]].append((series, row.number, part))
         queue = self._waiting[row.key]
         # An earlier pass may feed the same update; its row may be complete, and is replaced then.
         if queue and queue[-1][0].step == row.step:
@@ -211,35 +207,34 @@ class SharedRows:
 
         It raises `RecordError` if another rank did not ask in time, or has the records of a session that is over.
         """
-        ranks = self._ranks.get(name, ())
-        if ranks:
-            self._find_ranks(LIMIT)
-        leader = next(iter(ranks), self._rank)
+        ranks = self._ranks.get(name)
+        if not ranks:
+            return answer()
+        self._find_ranks(LIMIT)
+        leader = ranks[0]
         channel = self._channel
-        if not ranks or (channel is None and leader == self._rank):
+        if channel is None and leader == self._rank:
             return answer()
         shared = f"{name} is shared by {_dist.named(ranks)}"
         if channel is None:
             raise RecordError(f"{shared}, and rank {leader} keeps its records: ask there")
         self._asked[leader] += 1
         key = f"asked/{leader}/{self._asked[leader]}/{name}/{stat}"
-        answers = []
+        answers = list[Any]()
         try:
             channel.go_on()
-            here = channel.meet(key, None, ranks, LIMIT)
-            absent = [rank for rank in ranks if rank not in here]
-            if leader == self._rank and not absent:
+            absent = set(ranks).difference(channel.meet(key, None, ranks, LIMIT))
+            if absent:
+                named = _dist.named(sorted(absent))
+                raise RecordError(_UNASKED.format(shared=shared, named=named, limit=LIMIT))
+            if leader == self._rank:
                 try:
                     channel.set(f"{key}/answer", answer())
                 except (KeyError, RecordError) as error:
                     channel.set(f"{key}/answer", error)
-            if not absent:
-                answers.append(channel.get(f"{key}/answer"))
+            answers.append(channel.get(f"{key}/answer"))
         except RuntimeError as failure:
             raise RecordError(_FAILED.format(reason=reason_of(failure))) from None
-        if absent:
-            named = _dist.named(absent)
-            raise RecordError(_UNASKED.format(shared=shared, named=named, limit=LIMIT))
         if isinstance(answers[0], Exception):
             # Its traceback refers to this frame, and so to all that the caller holds: the frame must not refer to it.
             raise answers.pop()
@@ -252,20 +247,18 @@ class SharedRows:
             # Asked before the batches are read: a rank leaves after it has sent its last batch.
             if channel.check(f"left/{sender}"):
                 self._closed.add(sender)
-            batches = channel.take([sender])
-            while batches is not None:
+            while batches := channel.take([sender]):
                 for series, number, part in batches[0]:
-                    self._parts[series, sender][number] = part
-                batches = channel.take([sender])
+                    self._parts[series].setdefault(number, {})[sender] = part
+                    self._newest[series, sender] = number
 
     def _is_awaited(self, row: PendingRow, pieces: Sequence[_Piece]) -> bool:
         """Tell whether a part of another rank is missing and may still come."""
         if self._channel is None and self._search is None:
             return False
-        for share, series, _ in pieces:
-            for rank in share.ranks[1:]:
-                newest = max(self._parts[series, rank], default=-1)
-                if newest < row.number and rank not in self._closed:
+        for ranks, _, series, _ in pieces:
+            for rank in set(ranks[1:]) - self._closed:
+                if self._newest.get((series, rank), -1) < row.number:
                     return True
         return False
 
@@ -273,29 +266,27 @@ class SharedRows:
         """Yield the columns of a row that this rank holds whole, or can merge."""
         numbers: dict[int, float] = {}
         merge = measure.merge_of(row.key.stat)
-        for share, series, own in pieces:
-            parts = [own]
-            for rank in share.ranks[1:]:
-                by_pass = self._parts[series, rank]
-                if row.number in by_pass:
-                    parts.append(by_pass[row.number])
-                later = {number: part for number, part in by_pass.items() if number > row.number}
-                self._parts[series, rank] = later
-            if len(parts) >= len(share.ranks):
+        for ranks, columns, series, own in pieces:
+            by_pass = self._parts[series]
+            by_rank = {**by_pass.get(row.number, {}), self._rank: own}
+            # A row of an earlier pass was replaced, or is complete.
+            for number in [number for number in by_pass if number <= row.number]:
+                del by_pass[number]
+            if len(by_rank) >= len(ranks):
+                parts = [by_rank[rank] for rank in sorted(by_rank)]
                 whole = merge(torch.tensor(parts, dtype=torch.float64, device="cpu"))
-                numbers.update(zip(share.places, whole.tolist(), strict=True))
+                numbers.update(zip(columns, whole.tolist(), strict=True))
             elif self._channel is not None:
                 self._notify("shared rows", row.key.rule, _GIVEN_UP)
         if not numbers:
             return
-        places = sorted(numbers)
-        columns = [row.columns[place] for place in places]
-        merged = [numbers[place] for place in places]
+        present = sorted(numbers)
+        merged = [numbers[column] for column in present]
         values = torch.tensor(merged, dtype=torch.float32, device="cpu")
         if row.joined is None:
-            yield PendingRow(row.key, row.step, columns, replace=True), values
-        elif len(columns) == len(row.columns):
+            yield PendingRow(row.key, row.step, present, replace=True), values
+        elif len(present) == len(row.columns):
             whole = measure.joined(row.key.stat, values)
             yield PendingRow(row.joined, row.step, (0,), replace=True), whole
-        elif len({share.ranks[0] for share in row.shares if share.ranks}) > 1:
+        elif len({ranks[0] for ranks in row.shares if ranks}) > 1:
             self._notify("joined rows", row.key.rule, _APART)

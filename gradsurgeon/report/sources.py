@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 from gradsurgeon.common._libraries import is_installed
@@ -47,7 +48,8 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     for param in section(meta, "model").get("params", ()):
         names.append(param["name"])
         if param.get("requires_grad") is False:
-            frozen[param["name"]] = param["numel"]
+            shape = param["shape"]
+            frozen[param["name"]] = 0 if shape is None else prod(shape)
     return Report(
         title=_title(meta),
         params=tuple(names),

@@ -56,7 +56,7 @@ class Attachment:
             writer,
             sinks,
             step=lambda: self.step,
-            state=lambda: session_state.state_dict(self.controller),
+            write_state=lambda path: session_state.write_file(path, self.controller),
             pending=self.pending_steps,
         )
         self.context = Context(model, plan, options, event_log, recorder)

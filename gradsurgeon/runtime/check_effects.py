@@ -221,7 +221,7 @@ class CheckEffect(Effect):
         self.emit("check", message, step=step, name=names[0], facts=keys)
         if self._raises:
             error = CheckError(message, rule=rule, step=step, rank=_dist.rank(), name=names[0])
-            self.log.raise_later(error)
+            self.log.raised.append(error)
 
     def _tell_fact(
         self, text: str, source: LossSource | None, tell: Callable[[str], object]

@@ -185,7 +185,7 @@ class DeviceDecisions:
             self._kept.release()
         counter.end_row()
         if cause is not None and not cause.skips:
-            self.context.event_log.raise_later(cause.error())
+            self.context.event_log.raised.append(cause.error())
 
     def _concluded(self, pending: _Pending, tripped: Tripped, limit: float) -> StopReason | None:
         update = pending.update

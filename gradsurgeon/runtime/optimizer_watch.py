@@ -282,7 +282,7 @@ class OptimizerWatch:
         try:
             self._end(update)
         except Exception as error:  # noqa: BLE001 # the script gets the error of its step
-            self._context.event_log.raise_later(error)
+            self._context.event_log.raised.append(error)
 
     def _end(self, update: RunningStep) -> None:
         update.end()

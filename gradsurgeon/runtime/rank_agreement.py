@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gradsurgeon.distributed import session_discovery
 from gradsurgeon.distributed.ranks import FINE, largest
-from gradsurgeon.distributed.session_discovery import Meeting, Roll, SessionInfo
+from gradsurgeon.distributed.session_discovery import Meeting, SessionInfo
 from gradsurgeon.distributed.votes import Objection, Voter, VoteResult
 from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.records.shared_rows import REMEDY, UNRECORDED
@@ -52,7 +52,7 @@ class RankAgreement:
         self._measures = any(effect.measures for effect in on_params)
         self._records = any(effect.records for effect in on_params)
         # The roll of the ranks in some groups, by the names of these groups.
-        self._rolls: dict[tuple[str, ...], Roll | None] = {}
+        self._rolls: dict[tuple[str, ...], Meeting | None] = {}
         self._seeks = False
         self._voters: dict[tuple[str, ...], Voter] = {}
         self._voted: list[VotedPass] = []
@@ -189,7 +189,7 @@ class RankAgreement:
         groups = (*known.shard_groups(done.indices), *known.groups_of(done.averaging, done.indices))
         return largest(tuple(dict.fromkeys(groups)))
 
-    def roll(self, groups: _dist.Groups) -> Roll | None:
+    def roll(self, groups: _dist.Groups) -> Meeting | None:
         """Return the sessions of the ranks of some groups, if all have the same rules; ask once if unknown."""
         if not groups:
             return None
@@ -218,7 +218,7 @@ class RankAgreement:
         divided = ranks.shard_groups(range(len(self._context.names)))
         return not set(divided).isdisjoint(groups)
 
-    def _call(self, groups: _dist.Groups) -> Roll | None:
+    def _call(self, groups: _dist.Groups) -> Meeting | None:
         context = self._context
         devices = set()
         for param in context.parameters.present():
@@ -226,9 +226,8 @@ class RankAgreement:
         for device in devices:
             # The host may have run ahead of the ranks' common work on the device, by more than the time limit.
             _dist.synchronize(device)
-        meeting = self._meeting(groups)
-        roll = meeting.roll(session_discovery.LIMIT)
-        assert roll is not None  # noqa: S101 # it has waited
+        roll = self._meeting(groups)
+        roll.roll(session_discovery.LIMIT)
         if not roll.lacking:
             return roll
         roll.channel.close()

@@ -158,7 +158,9 @@ class Refusals(Guard):
         if not news:
             return
         self.resting.update(news)
-        self._event_log.excuse(news)
+        for rule in news:
+            # It does not act for a reason that the user knows.
+            self._event_log.silent.pop(rule, None)
         self.over = self.resting.issuperset(self._rules)
         if not self.over:
             verb = "rests" if len(news) == 1 else "rest"

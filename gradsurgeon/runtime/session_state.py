@@ -158,12 +158,16 @@ def resume(folder: Path, controller: Controller, *, step: int | None = None) -> 
         raise GradSurgeonError(f"{printable(str(path))}: {error}") from None
 
 
-def write(folder: Path, controller: Controller) -> None:
-    """Write this rank's state into a directory, instead of an earlier one. Waits for the device."""
+def write_file(path: Path, controller: Controller) -> None:
     file = io.BytesIO()
     torch.save(state_dict(controller), file)
-    with replacing(folder / state_name(_dist.rank()), binary=True) as target:
+    with replacing(path, binary=True) as target:
         target.write(file.getvalue())
+
+
+def write(folder: Path, controller: Controller) -> None:
+    """Write this rank's state into a directory, instead of an earlier one. Waits for the device."""
+    write_file(folder / state_name(_dist.rank()), controller)
     # An earlier training with more ranks has left files that must not pass for files of this training.
     if _dist.rank() != 0:
         return

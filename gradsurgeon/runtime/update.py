@@ -199,7 +199,7 @@ class JudgedUpdate(Judged):
             # Traps read the same numbers: those after the last backward pass, and those now.
             before = passes[-1].norms if passes else ()
             self.norms = (*before, *self.norms_now)
-            script_edits = gradients.context.recorder.script_edits_of_run
+            script_edits = gradients.context.recorder.script_edits
             if script_edits is not None:
                 script_edits.compare(before, self.norms_now)
 

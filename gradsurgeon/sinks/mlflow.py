@@ -53,18 +53,14 @@ class MLflow(Client):
         client = self._library.MlflowClient(self._tracking_uri)
         if self._run_id is None:
             known = client.get_experiment_by_name(self._experiment)
-            number = (
-                client.create_experiment(self._experiment) if known is None else known.experiment_id
-            )
+            number = known.experiment_id if known else client.create_experiment(self._experiment)
             self._run_id = str(client.create_run(number, run_name="gradsurgeon").info.run_id)
         return client
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._waiting += [
-            self._library.entities.Metric(_name(name), value, now, step)
-            for name, value in values.items()
-        ]
+        metric = self._library.entities.Metric
+        self._waiting += [metric(_name(name), value, now, step) for name, value in values.items()]
 
     def text(self, step: int, name: str, text: str) -> None:
         path = f"{_name(name)}/step-{step}"
@@ -75,15 +71,15 @@ class MLflow(Client):
         client.log_text(self._run_id, text, f"{path}{more}.txt")
 
     def flush(self) -> None:
-        waiting = self._waiting
-        self._waiting = []
         client = self._client
-        for start in range(0, len(waiting), _MOST):
-            client.log_batch(self._run_id, metrics=waiting[start : start + _MOST])
+        while self._waiting:
+            metrics = self._waiting[:_MOST]
+            del self._waiting[:_MOST]
+            client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
         """End the run. An exception that ends the process makes it a failed run."""
-        if self._opened is None and not self._waiting:
+        if not self._is_open and not self._waiting:
             return
         ours = self._is_ours
         self._is_ours = False

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +55,6 @@ class Client:
         self.names = patterns_of(names)
         # The clients ship no types.
         self._library: Any = library(module, extra, f"the sink {type(self).__name__}")
-        self._opened: Any = None
 
     def _open(self) -> Any:
         raise NotImplementedError
@@ -62,13 +62,15 @@ class Client:
     def _open_first(self) -> None:
         """Open the client on the first rank. A sink calls this last when it is made."""
         if _is_first_rank():
-            self._opened = self._open()
+            _ = self._client
+
+    @cached_property
+    def _client(self) -> Any:
+        return self._open()
 
     @property
-    def _client(self) -> Any:
-        if self._opened is None:
-            self._opened = self._open()
-        return self._opened
+    def _is_open(self) -> bool:
+        return "_client" in vars(self)
 
 
 def patterns_of(names: Sequence[str]) -> tuple[str, ...]:

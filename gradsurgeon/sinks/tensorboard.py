@@ -38,5 +38,5 @@ class TensorBoard(Client):
         self._client.flush()
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        if self._is_open:
+            self._client.close()

@@ -62,5 +62,5 @@ class WandB(Client):
         """Do nothing: the client writes and sends by itself."""
 
     def close(self) -> None:
-        if self._given is None and self._opened is not None:
-            self._opened.finish()
+        if self._given is None and self._is_open:
+            self._client.finish()

@@ -18,7 +18,7 @@ from gradsurgeon.distributed import votes
 from gradsurgeon.distributed.ranks import SKIP
 from gradsurgeon.distributed.session_discovery import Meeting, SessionInfo
 from gradsurgeon.distributed.votes import Objection, Voter
-from gradsurgeon.records.shared_rows import PendingRow, Share, SharedRows
+from gradsurgeon.records.shared_rows import PendingRow, SharedRows
 from gradsurgeon.records.store import Key
 from gradsurgeon.tensors import _channel, _job_store
 from gradsurgeon.tensors._channel import Channel
@@ -212,9 +212,8 @@ def test_rows_and_questions_leave_nothing_behind() -> None:
     for rows, channel in zip(ranks, channels("rows"), strict=True):
         rows.open(channel)
         for number in range(3):
-            share = Share((0, 1), (0,))
             key = Key("norms", "l1", "accumulated", ("weight",))
-            row = PendingRow(key, number, [0], shares=(share,), number=number)
+            row = PendingRow(key, number, [0], shares={(0, 1): [0]}, number=number)
             rows.add(row, torch.tensor([[1.0]]))
     leader, other = ranks
     assert list(other.exchange()) == []
@@ -285,25 +284,23 @@ def meeting(rank: int = 0, monkeypatch: pytest.MonkeyPatch | None = None) -> Mee
 @pytest.mark.usefixtures("job")
 def test_sessions_find_each_other_without_waiting() -> None:
     met = meeting()
-    assert met.roll(0.0) is None
+    assert not met.roll(0.0)
     met.channel.set("met/1", OTHER)
-    roll = met.roll(0.0)
-    assert roll is not None
-    assert [roll.sessions[rank].plan for rank in (0, 1)] == ["plan", "another plan"]
-    assert roll.lacking == "rank 1 has other rules, mode or step than rank 0"
-    assert met.find(0.0) == roll.lacking
+    assert met.roll(0.0)
+    assert [met.sessions[rank].plan for rank in (0, 1)] == ["plan", "another plan"]
+    assert met.lacking == "rank 1 has other rules, mode or step than rank 0"
+    assert met.find(0.0) == met.lacking
 
 
 @pytest.mark.usefixtures("job")
 def test_peers_of_peers_belong_to_them() -> None:
     met = meeting()
     met.channel.set("met/1", INFO._replace(peers=(1, 2)))
-    assert met.roll(0.0) is None
+    assert not met.roll(0.0)
     met.channel.set("met/2", INFO._replace(peers=(1, 2)))
-    roll = met.roll(0.0)
-    assert roll is not None
-    assert roll.channel.ranks == (0, 1, 2)
-    assert roll.lacking == ""
+    assert met.roll(0.0)
+    assert met.channel.ranks == (0, 1, 2)
+    assert met.lacking == ""
     assert met.find(0.0) is met.channel
 
 
@@ -315,20 +312,19 @@ def test_a_session_that_leaves_is_not_taken_for_a_later_one() -> None:
     left.set("met/1", INFO)
     # Rank 1 finds the roll closed, and comes to the next one, as a later session here does.
     later = meeting()
-    assert later.roll(0.0) is None
+    assert not later.roll(0.0)
     assert left.agree("met/closed", [1]) == []
     later.channel.set("met/1", INFO)
-    assert later.roll(0.0) is not None
+    assert later.roll(0.0)
 
 
 @pytest.mark.usefixtures("job")
 def test_a_roll_without_some_ranks_stays_closed_and_nothing_else_stays() -> None:
     before = key_count()
     met = meeting()
-    roll = met.roll(0.1)
-    assert roll is not None
-    assert roll.lacking == f"{ABSENT} within 10 s"
-    roll.channel.close()
+    assert met.roll(0.1)
+    assert met.lacking == f"{ABSENT} within 10 s"
+    met.channel.close()
     assert key_count() == before + 1
     # As rank 1 comes to it, at last.
     assert Channel(met.channel.topic).agree("met/closed", [1]) == [0]
@@ -349,7 +345,6 @@ def test_a_session_that_goes_on_to_the_next_roll_takes_its_key_along() -> None:
 def test_without_a_store_a_session_finds_itself_alone() -> None:
     met = meeting()
     _job_store.connect().store = None
-    roll = met.roll(0.0)
-    assert roll is not None
-    assert roll.sessions == {0: INFO}
+    assert met.roll(0.0)
+    assert met.sessions == {0: INFO}
     assert met.find(None) == ABSENT

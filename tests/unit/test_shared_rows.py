@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradsurgeon.records import shared_rows
-from gradsurgeon.records.shared_rows import PendingRow, Share, SharedRows
+from gradsurgeon.records.shared_rows import PendingRow, SharedRows
 from gradsurgeon.records.store import Key
 from gradsurgeon.tensors import _job_store
 from gradsurgeon.tensors._channel import Channel
@@ -60,8 +60,7 @@ class Rank:
         self.passes = 0
 
     def measure(self, number: float) -> None:
-        share = Share((0, 1), (0,))
-        row = PendingRow(KEY, self.passes, [0], shares=(share,), number=self.passes)
+        row = PendingRow(KEY, self.passes, [0], shares={(0, 1): [0]}, number=self.passes)
         self.rows.add(row, torch.tensor([[number]]))
         self.passes += 1
 
@@ -119,12 +118,11 @@ def test_the_end_of_a_session_ends_the_search(*, measures: bool) -> None:
 def test_a_number_of_all_is_missed_where_several_ranks_merge_parts() -> None:
     key = Key("all", "l1", "accumulated", ("weight", "bias"))
     joined = Key("all", "l1", "accumulated", ("all",))
-    of_both = Share((0, 1), (0,))
     # Rank 0 merges the first tensor. Rank 1 merges the second one, or has it whole as rank 0 has.
-    for second, told in ((Share((1,), (1,)), [shared_rows._APART]), (Share((), (1,)), [])):
+    for ranks, told in (((1,), [shared_rows._APART]), ((), [])):
         other = Rank(1)
         other.search.found = channel(1)
-        row = PendingRow(key, 0, [0, 1], shares=(of_both, second), joined=joined)
+        row = PendingRow(key, 0, [0, 1], shares={(0, 1): [0], ranks: [1]}, joined=joined)
         other.rows.add(row, torch.tensor([[1.0], [2.0]]))
         assert other.recorded() == []
         assert other.told == told

@@ -78,7 +78,9 @@ class ClearedPasses(OptimizerCheck):
         root = done.graph.roots[0]
         operation = "" if isinstance(root, Tensor) else operation_of(root.name())
         writes = _torch.writes(done.grads[first])
-        seen = _Seen(first, writes, operation, done.graph.made, running_lines())
+        seen = _Seen(
+            first, writes, operation, done.graph.made, [line for line, _ in running_lines()]
+        )
         if self._streak.count:
             # Attacks need the gradient of an input, players of a game the gradient of another one.
             ids = set(map(id, done.find(self.owner.indices)))

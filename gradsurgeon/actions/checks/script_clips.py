@@ -66,7 +66,7 @@ def _clip(
             function,
             frozenset(map(id, tensors)),
             bound,
-            next(iter(running_lines()), "an unknown line"),
+            next(running_lines(), ("an unknown line", 0))[0],
         )
         for listener in tuple(listeners):
             listener.clipped(seen)

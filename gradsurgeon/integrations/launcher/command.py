@@ -35,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
         if given[name] and not given[name].startswith(packs.PREFIX):
             given[name] = str(Path(given[name]).absolute())
     given["sinks"] = tuple(absolute(sink) for sink in given["sinks"])
-    given["modules"] = tuple(given["modules"])
     return _become_target(target, Settings(**given).environment(os.environ))
 
 
@@ -59,20 +58,14 @@ def _problems(
             "within its first minute; pass `--start-step N` instead"
         )
     if params:
-        yield from _unreadable_names(params)
-    for sink in sinks:
-        reason = why_no_sink(sink)
-        if reason:
-            yield f"--sink: {reason}"
+        from gradsurgeon.language.planning import manifest_file  # noqa: PLC0415 # the launcher alone needs no pydantic
 
-
-def _unreadable_names(params: str) -> Iterator[str]:
-    from gradsurgeon.language.planning import manifest_file  # noqa: PLC0415 # the launcher alone needs no pydantic
-
-    try:
-        manifest_file.read(params)
-    except ManifestError as error:
-        yield f"--params: {error}"
+        try:
+            manifest_file.read(params)
+        except ManifestError as error:
+            yield f"--params: {error}"
+    for reason in filter(None, map(why_no_sink, sinks)):
+        yield f"--sink: {reason}"
 
 
 def parsed(argv: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The models that an optimizer trains, found among all live modules."""
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,42 +33,31 @@ def name_of(root: nn.Module) -> str:
 
 def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
     """Return the models that have some parameters; a script may replace a wrapper around one of them."""
-    return [planning.unwrapped(root) for root in _outermost(params)]
-
-
-def _outermost(params: Sequence[Tensor]) -> list[nn.Module]:
-    trained = {id(param) for param in params}
+    trained = set(map(id, params))
     # An unreachable module that the collector has not yet freed must not pass for a model.
     gc.collect()
     modules = _live.instances(nn.Module)
-    parents = _parents_by_child(modules)
-    _pass_over_keepers(parents, trained)
-    roots: list[nn.Module] = []
-    seen: set[int] = set()
+    parents = defaultdict(list)
     for module in modules:
-        if not _owns_any(module, trained):
-            continue
-        waiting = [module]
-        while waiting:
-            current = waiting.pop()
-            if id(current) in seen:
-                continue
-            seen.add(id(current))
-            above = parents.get(id(current), [])
-            waiting += above
-            if not above:
-                roots.append(current)
-    return _without_repetition(roots, trained)
-
-
-def _parents_by_child(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]]:
-    """Return the parents of each module by its id. A loss that holds a model is no parent."""
-    parents: dict[int, list[nn.Module]] = {}
-    for module in modules:
-        if not _is_loss(module):
+        if not _is_loss(module):  # a loss that holds a model is no parent
             for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
-                parents.setdefault(id(child), []).append(module)
-    return parents
+                parents[id(child)].append(module)
+    # What only keeps a model and frozen copies of it is not trained, and is no parent.
+    for child_id, above in parents.items():
+        parents[child_id] = [
+            keeper
+            for keeper in above
+            if parents.get(id(keeper)) or not _keeps_copies(keeper, child_id, trained)
+        ]
+    # `parameters` of modules hides shared ones.
+    waiting = [each for each in modules if trained.intersection(map(id, each._parameters.values()))]  # noqa: SLF001
+    seen = dict[int, nn.Module]()
+    for module in waiting:
+        if id(module) not in seen:
+            seen[id(module)] = module
+            waiting += parents[id(module)]
+    outermost = [module for module in seen.values() if not parents[id(module)]]
+    return list(map(planning.unwrapped, _without_repetition(outermost, trained)))
 
 
 def _is_loss(module: nn.Module) -> bool:
@@ -78,45 +68,23 @@ def _is_loss(module: nn.Module) -> bool:
     return isinstance(module, losses) or name.endswith(("Loss", "Criterion"))
 
 
-def _owns_any(module: nn.Module, ids: set[int]) -> bool:
-    return any(id(param) in ids for param in module._parameters.values())  # noqa: SLF001 # `parameters` hides shared ones
-
-
-def _pass_over_keepers(parents: dict[int, list[nn.Module]], trained: set[int]) -> None:
-    """Remove parents that only keep a model and frozen copies of it: such a whole is not trained."""
-    for child, above in parents.items():
-        kept = []
-        for keeper in above:
-            has_parents = bool(parents.get(id(keeper)))
-            if has_parents or not _keeps_copies(keeper, child, trained):
-                kept.append(keeper)
-        parents[child] = kept
-
-
 def _keeps_copies(keeper: nn.Module, child: int, trained: set[int]) -> bool:
     # A container may hold equal layers of which one is trained.
     if isinstance(keeper, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
-    own_params = keeper._parameters.values()  # noqa: SLF001 # `parameters` hides shared ones
-    if any(param is not None for param in own_params):
+    if any(True for _ in keeper.parameters(recurse=False)):
         return False
     children = {id(module): module for module in keeper.children()}
     model = children.pop(child, None)
     if model is None:
         return False  # an empty place for a module
     copies = [module for module in children.values() if param_ids(module)]
-    unlike_copies = trained | param_ids(model)
+    others = trained | param_ids(model)
     for copy in copies:
-        if not _is_frozen(copy, unlike_copies) or not _equal(copy, model):
+        is_trained = any(param.requires_grad for param in copy.parameters())
+        if is_trained or not others.isdisjoint(param_ids(copy)) or not _equal(copy, model):
             return False
     return bool(copies)
-
-
-def _is_frozen(copy: nn.Module, others: set[int]) -> bool:
-    """Tell whether no parameter of a copy is trained, or belongs to others."""
-    if any(param.requires_grad for param in copy.parameters()):
-        return False
-    return others.isdisjoint(param_ids(copy))
 
 
 def _equal(copy: nn.Module, model: nn.Module) -> bool:
@@ -124,12 +92,10 @@ def _equal(copy: nn.Module, model: nn.Module) -> bool:
     theirs = dict(model.named_parameters())
     if ours.keys() != theirs.keys():
         return False
-    for param, other in zip(ours.values(), theirs.values(), strict=True):
-        value = readable(param)
-        other_value = readable(other)
-        if value is None or other_value is None:
-            return False
-        if not torch.equal(value, other_value.to(value)):
+    values = map(readable, ours.values())
+    other_values = map(readable, theirs.values())
+    for value, other in zip(values, other_values, strict=True):
+        if value is None or other is None or not torch.equal(value, other.to(value)):
             return False
     return True
 

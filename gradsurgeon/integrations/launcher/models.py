@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from gradsurgeon.integrations.launcher.next_commands import model_spec
 from gradsurgeon.integrations.launcher.settings import Settings
 from gradsurgeon.integrations.launcher.summary import header
 from gradsurgeon.language import packs, planning
-from gradsurgeon.language.planning import Plan
+from gradsurgeon.language.planning import Manifest, Plan
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.records.store.layout import database_name, is_of_another_start
@@ -37,7 +38,7 @@ from gradsurgeon.tensors import _dist
 class AttachedModel:
     """A model of the script and the rules on it. A larger model with all its parameters may have replaced it."""
 
-    module: weakref.ref[nn.Module]
+    module: Callable[[], Any]  # a weak reference
     attachment: Attachment
     record: Path | None
     start: int
@@ -49,21 +50,6 @@ class AttachedModel:
     @property
     def title(self) -> str:
         return self.attachment.plan.subject
-
-    @property
-    def is_alive(self) -> bool:
-        if self.module() is None:
-            return False
-        return not self.attachment.removed
-
-    def params(self) -> list[nn.Parameter]:
-        module = self.module()
-        if module is None:
-            return []
-        return list(module.parameters())
-
-    def param_ids(self) -> set[int]:
-        return {id(param) for param in self.params()}
 
     def bound_ids(self) -> set[int]:
         """Return the ids of the parameters that now have the names that rules were bound to."""
@@ -84,7 +70,7 @@ class Models:
         self.rules = rules
         self.attached: list[AttachedModel] = []
         # The rank of this process; its process group may be gone at the end.
-        self.rank = 0
+        self.rank = _dist.rank()
         # Whether the rules were checked against all models, at the first step.
         self.checked = False
         # Nobody chose the rules of a pack for this script, so they never end it.
@@ -103,13 +89,12 @@ class Models:
 
     def have_bound(self, params: Iterable[Tensor]) -> bool:
         """Tell whether rules were bound to all these parameters. Rules are not bound to a parameter that is newer."""
-        bound: set[int] = set()
-        for model in self._alive():
-            bound |= model.bound_ids()
-        return all(id(param) in bound for param in params)
+        bound = set[int]().union(*[model.bound_ids() for model in self._alive()])
+        return bound.issuperset(map(id, params))
 
     def _alive(self) -> list[AttachedModel]:
-        return [model for model in self.attached if model.is_alive]
+        present = [model for model in self.attached if not model.attachment.removed]
+        return [model for model in present if model.module() is not None]
 
     def waiting(self) -> list[AttachedModel]:
         return [model for model in self._alive() if not model.begun]
@@ -117,10 +102,7 @@ class Models:
     def attach(
         self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer
     ) -> None:
-        in_modules: set[int] = set()
-        for root in roots:
-            in_modules |= param_ids(root)
-        self._outside_modules |= {id(param) for param in params} - in_modules
+        self._outside_modules |= set(map(id, params)).difference(*map(param_ids, roots))
         for root in roots:
             with self.guard:
                 self._attach_rules(self._with_rules(root), [optimizer])
@@ -130,13 +112,23 @@ class Models:
         inside = module_ids(root)
         whole = param_ids(root)
         for model in self._alive():
-            if id(model.module()) in inside and model.param_ids() == whole:
-                return model.module() or root
+            if id(model.module()) in inside and param_ids(model.module()) == whole:
+                return model.module()  # type: ignore[no-any-return] # a module
         return root
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Write the headers, because training begins. First bind models again that were incomplete before."""
-        self._bind_again(self.waiting())
+        """Write the headers, because training begins. First bind waiting models again that became parts of a larger one."""
+        waiting = self.waiting()
+        params = chain.from_iterable([model.module().parameters() for model in waiting])
+        for found in roots_of([*params]):
+            root = self._with_rules(found)
+            inside = module_ids(root)
+            parts = [model for model in waiting if id(model.module()) in inside]
+            # A later wrapper without parameters of its own changes nothing: the wrapped model keeps the rules.
+            whole = param_ids(root)
+            if parts and all(model.bound_ids() != whole for model in parts):
+                with self.guard:
+                    self._attach_rules(root, None)
         # The process group may be newer than the optimizer.
         self.rank = _dist.rank()
         for model in self.waiting():
@@ -148,23 +140,6 @@ class Models:
                 # Before the first update, at which a dry run stops.
                 attachment = model.attachment
                 mention_scales(attachment.context, attachment.controller.effects, optimizer)
-
-    def _bind_again(self, waiting: Sequence[AttachedModel]) -> None:
-        """Bind the rules to a larger model if the waiting models became parts of it."""
-        params: list[nn.Parameter] = []
-        for model in waiting:
-            params += model.params()
-        if not params:
-            return
-        for found in roots_of(params):
-            root = self._with_rules(found)
-            inside = module_ids(root)
-            parts = [model for model in waiting if id(model.module()) in inside]
-            # A later wrapper without parameters of its own changes nothing: the wrapped model keeps the rules.
-            whole = param_ids(root)
-            if parts and all(model.bound_ids() != whole for model in parts):
-                with self.guard:
-                    self._attach_rules(root, None)
 
     def _report(self, text: str) -> None:
         if not self.at_end:
@@ -182,12 +157,13 @@ class Models:
             yield f"gradsurgeon: no rule acted: {where}; rules act on the parameters of a torch.nn.Module"
 
     def _header(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> list[str]:
-        params = model.owned | model.param_ids()
-        owners: dict[str, None] = {}
-        for optimizer in optimizers:
-            if not params.isdisjoint(map(id, params_of(optimizer))):
-                owners[type(optimizer).__name__] = None
-        lines = list(header(model.attachment.plan, list(owners), model.start))
+        params = model.owned | param_ids(model.module())
+        owners = [
+            type(optimizer).__name__
+            for optimizer in optimizers
+            if not params.isdisjoint(map(id, params_of(optimizer)))
+        ]
+        lines = list(header(model.attachment.plan, list(dict.fromkeys(owners)), model.start))
         if self.settings.observe:
             lines.append("  observing only: nothing is edited")
         if model.record is not None:
@@ -211,25 +187,24 @@ class Models:
 
     def _attach_rules(self, root: nn.Module, optimizers: Sequence[Optimizer] | None) -> None:
         explain()
+        lenient = self.guard.lenient
+        start = self._replace_parts(root)
+        plan = planning.bind(self.rules, planning.from_model(root), alone=False, lenient=lenient)
+        plan = replace(plan, title=self._title(name_of(root) or plan.manifest.origin))
         options = SessionOptions(
             optimizers,
-            start_step=self._replace_parts(root),
+            mode="observe" if self.settings.observe else "act",
+            start_step=start,
+            on_event=partial(self._note, plan.title),
             beside=True,
-            lenient=self.guard.lenient,
+            lenient=lenient,
             say=self._report,
             build=model_spec(root),
         )
-        if self.settings.observe:
-            options = options._replace(mode="observe")
         if self.settings.pdb:
             options = options._replace(on_failed_step=partial(setattr, self, "debug"))
-        manifest = planning.from_model(root)
-        plan = planning.bind(self.rules, manifest, alone=False, lenient=self.guard.lenient)
-        plan = replace(plan, title=self._title(name_of(root) or plan.manifest.origin))
-        options = options._replace(on_event=partial(self._note, plan.title))
         attachment, record = self._attach(root, plan, options)
         self._resume(attachment, plan.title)
-        self.rank = _dist.rank()
         owned = frozenset(param_ids(root))
         model = AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned)
         self.attached.append(model)
@@ -245,12 +220,11 @@ class Models:
         if self.attached:
             # The curves of a further model have a prefix.
             prefix = f"model-{len(self.attached) + 1}"
-        sinks = list(self._sinks.values())
         while True:
             record = self._run_directory(plan.title)
             try:
                 attachment = api.attach(
-                    root, plan, options, record=record, sinks=sinks, title=prefix
+                    root, plan, options, record=record, sinks=self._sinks, title=prefix
                 )
             except RecordError:
                 # Another process may have taken the directory meanwhile: then try the next one.
@@ -268,28 +242,27 @@ class Models:
             folder /= title
         shown = printable(str(folder))
         reason = "it has no state of this model, or of this rank"
+        end = None
         try:
             end = session_state.resume(folder, attachment.controller, step=settings.start_step)
         except GradSurgeonError as error:
             reason = str(error)
-        else:
-            if end is not None:
-                if not settings.quiet and _dist.rank() == 0:
-                    say(f"the rules go on from {shown}, saved before step {end:,}")
-                return
-        say(
-            f"{shown} cannot be resumed: {reason}; the rules start without what they had learnt, at step "
-            f"{settings.first_step}: pass --start-step N if the script continues a training"
-        )
+        if end is None:
+            say(
+                f"{shown} cannot be resumed: {reason}; the rules start without what they had learnt, at step "
+                f"{settings.first_step}: pass --start-step N if the script continues a training"
+            )
+        elif not settings.quiet and _dist.rank() == 0:
+            say(f"the rules go on from {shown}, saved before step {end:,}")
 
     @cached_property
-    def _sinks(self) -> dict[str, Sink]:
-        sinks: dict[str, Sink] = {}
+    def _sinks(self) -> list[Sink]:
+        sinks: list[Sink] = []
         if self.settings.dry_run or os.environ.get("RANK", "0") != "0":
             return sinks
-        for text in self.settings.sinks:
+        for text in dict.fromkeys(self.settings.sinks):
             try:
-                sinks[text] = at_place(text)
+                sinks.append(at_place(text))
             except Exception as error:  # noqa: BLE001 # no error of a client stops the script
                 say(f"the script runs without the sink {printable(text)}: {reason_of(error)}")
         return sinks
@@ -301,8 +274,9 @@ class Models:
 
     def by_first_trip(self) -> list[AttachedModel]:
         """Return the models in the order of their first trips, then the models in which no rule tripped."""
-        places = {title: place for place, title in enumerate(self._tripped)}
-        return sorted(self.attached, key=lambda model: places.get(model.title, len(places)))
+        return sorted(
+            self.attached, key=lambda model: [*self._tripped, model.title].index(model.title)
+        )
 
     def _title(self, origin: str) -> str:
         title = origin
@@ -334,7 +308,7 @@ class Models:
     def check(self) -> None:
         """Refuse rules that match nothing on any rank. Rules of a pack are reported instead, by this rank alone."""
         plans = self._plans()
-        if plans and self.guard.lenient:
+        if self.guard.lenient:
             for problem in self.shortfalls():
                 self._report(problem)
         elif plans:
@@ -348,7 +322,7 @@ class Models:
         file = self.settings.params
         if not file or not self.attached:
             return []
-        models = {title: plan.manifest for title, plan in self._plans().items()}
+        models = self._manifests()
         complaints = planning.complaints_of(models, file)
         texts = list(chain.from_iterable(complaints.values()))
         if len(complaints) == len(models):
@@ -357,9 +331,11 @@ class Models:
             self._report(text)
         return []
 
+    def _manifests(self) -> dict[str, Manifest]:
+        return {title: plan.manifest for title, plan in self._plans().items()}
+
     def shortfalls(self) -> list[str]:
-        models = {title: plan.manifest for title, plan in self._plans().items()}
-        return planning.shortfalls(self.rules, models)
+        return planning.shortfalls(self.rules, self._manifests())
 
 
 def say_from_rank(text: str) -> None:

@@ -20,7 +20,6 @@ from gradsurgeon.integrations.launcher.next_commands import with_records
 from gradsurgeon.integrations.launcher.probing import probe
 from gradsurgeon.integrations.launcher.summary import prepare, summary
 from gradsurgeon.language.planning import manifest_file
-from gradsurgeon.runtime.attachment import Attachment
 
 
 class ScriptEnd:
@@ -30,9 +29,8 @@ class ScriptEnd:
         # The process that trains, which may be a forked worker; 0 if there is nothing left to do.
         self._pid = 0
         self._prepared = False
-        # The exit of the script, and the number of steps before it.
-        self._exit: SystemExit | None = None
-        self._steps_at_exit = 0
+        # The last exit of the script by the number of steps before it.
+        self._exits: dict[int, SystemExit] = {}
         # Whether no model is the one that was reviewed.
         self._refused = False
         # Whether a trap has stopped the last update, which only the end of the process can tell.
@@ -59,8 +57,7 @@ class ScriptEnd:
         """Remember the exit status, which Python forgets before the functions at exit run."""
         with self._models.guard:
             if threading.current_thread() is threading.main_thread():
-                self._exit = SystemExit(*status)
-                self._steps_at_exit = self._steps()
+                self._exits[self._steps()] = SystemExit(*status)
         original(*status)
 
     def _steps(self) -> int:
@@ -79,10 +76,8 @@ class ScriptEnd:
         if not self._settings.dry_run or not self._models.attached:
             return
         self._pid = 0
-        code = 0
-        if self._models.rank == 0 and not self._write_plans():
-            code = 2
-        sys.exit(code)
+        failed = self._models.rank == 0 and not self._write_plans()
+        sys.exit(2 if failed else 0)
 
     def _write_plans(self) -> bool:
         """Print the plans and write the names of the models; tell whether all files were written."""
@@ -108,14 +103,17 @@ class ScriptEnd:
             return  # The records belong to the parent of a forked child.
         self._pid = 0
         models = self._models
-        ended_by = getattr(sys, "last_value", None)
         # A script that has caught the exit and trained on has not ended by it.
-        if ended_by is None and self._exit is not None and self._steps_at_exit == self._steps():
-            ended_by = self._exit
+        ended_by = getattr(sys, "last_value", self._exits.get(self._steps()))
         refused = self._refused or (isinstance(ended_by, BindError) and not models.checked)
         models.at_end = True
+        # What went wrong with the command that gets events is recorded while records are open.
         with models.guard:
-            self._note_failures()
+            models.event_command.finish()
+            for model in models.attached[:1]:
+                log = model.attachment.context.event_log
+                for text in models.event_command.failures:
+                    log.notice_once(text, text, step=model.attachment.step)
         for model in models.attached:
             with models.guard:
                 # A refused run leaves no directory that would block the next run.
@@ -125,7 +123,11 @@ class ScriptEnd:
                     model.attachment.remove(ended_by)
                     # A session that ended with its model may not have heard the last of other ranks.
                     model.attachment.controller.effects.conclude()
-                    self._tell_last(model.attachment, ended_by)
+                    # No later step could raise it.
+                    error = model.attachment.context.event_log.last_trap
+                    if error is not None:
+                        say(f"error: {error}")
+                        self._stopped = ended_by is None
         if not refused:  # a refusal has a traceback
             with models.guard:
                 write(models.without_module(), models.rank)
@@ -144,22 +146,6 @@ class ScriptEnd:
                 with suppress(Exception):
                     stream.flush()
             os._exit(1)
-
-    def _tell_last(self, attachment: Attachment, ended_by: BaseException | None) -> None:
-        """Write what a trap says of the last update of a script, which no later step could raise."""
-        error = attachment.context.event_log.last_trap
-        if error is not None:
-            say(f"error: {error}")
-            self._stopped = ended_by is None
-
-    def _note_failures(self) -> None:
-        """Record what went wrong with the command that gets events, while records are open."""
-        command = self._models.event_command
-        command.finish()
-        for model in self._models.attached[:1]:
-            log = model.attachment.context.event_log
-            for text in command.failures:
-                log.notice_once(text, text, step=model.attachment.step)
 
     def _write_summaries(self) -> None:
         models = self._models

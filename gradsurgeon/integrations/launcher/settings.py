@@ -34,9 +34,7 @@ class Settings:
     @property
     def first_step(self) -> int:
         """The number of the first update, if no resumed run decides it."""
-        if self.start_step is None:
-            return 0
-        return self.start_step
+        return self.start_step or 0
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment in which Python puts the rules on what it runs."""

@@ -34,28 +34,22 @@ from gradsurgeon.tensors._backward_calls import BackwardCall
 
 def activate(settings: Settings) -> None:
     """Put the rules on the models that this process will train; end the process if the rules are invalid."""
+    paths = list(sys.path)
     try:
         for module in settings.modules:
-            _import(module)
+            import_module(module)
         rules = _perturbed(api.load(settings.rules), settings)
     except (RuleFileError, ModelError) as error:
         explain()
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
         raise SystemExit(2) from None
+    # The script shall find what it finds without rules.
+    sys.path[:] = paths
     # Events of updates are logged, the first trap or skipped step of a kind at once.
     logging.getLogger("gradsurgeon").addHandler(_LogLines(logging.WARNING))
     models = Models(settings, rules)
     end = ScriptEnd(models)
     TrainingDetector(models, end.prepare, end.first_step).install()
-
-
-def _import(module: str) -> None:
-    paths = list(sys.path)
-    try:
-        import_module(module)
-    finally:
-        # The script shall find what it finds without rules.
-        sys.path[:] = paths
 
 
 def _perturbed(rules: RuleSet, settings: Settings) -> RuleSet:
@@ -84,25 +78,21 @@ class _LogLines(logging.Handler):
         say_from_rank(record.getMessage())
 
 
-def _nothing() -> None:
-    pass
-
-
 class TrainingDetector:
     """Finds the models of the parameters that an optimizer holds, and calls ``found`` when some models got rules."""
 
     def __init__(
         self,
         models: Models,
-        found: Callable[[], None] = _nothing,
-        first_step: Callable[[], None] = _nothing,
+        found: Callable[[], object] = int,
+        first_step: Callable[[], object] = int,
     ) -> None:
         self._models = models
         self._found = found
         self._first_step = first_step
         # Number of parameters of each optimizer at the last search for its models.
-        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._end_waiting: Callable[[], None] | None = None
+        self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
+        self._end_waiting: Callable[[], object] | None = None
         self._undo = ExitStack()
 
     def install(self) -> None:
@@ -138,11 +128,6 @@ class TrainingDetector:
                 model.attachment.controller.effects.conclude()
         destroy(*args, **kwargs)
 
-    def _stop_waiting(self) -> None:
-        if self._end_waiting is not None:
-            self._end_waiting()
-            self._end_waiting = None
-
     def _before_backward(self, call: BackwardCall) -> None:
         with self._models.guard:
             if call.accumulates:
@@ -158,7 +143,7 @@ class TrainingDetector:
             if self._models.waiting():
                 self._begin()
             first = self._first_step
-            self._first_step = _nothing
+            self._first_step = int
             first()
 
     def _search(self, optimizer: Optimizer) -> None:
@@ -166,9 +151,8 @@ class TrainingDetector:
         params: list[Tensor] = []
         for group in getattr(optimizer, "param_groups", ()):
             params += group["params"]
-        if self._sizes.get(optimizer) == len(params):
-            return
-        if optimizer in self._sizes and is_inside_engine(optimizer):
+        known = self._sizes.get(optimizer)
+        if known == len(params) or (known is not None and is_inside_engine(optimizer)):
             return
         # Lazy parameters have a shape by the first backward pass.
         if any(is_lazy(param) for param in params):
@@ -181,6 +165,11 @@ class TrainingDetector:
             self._found()
         if self._end_waiting is None:
             self._end_waiting = _backward_calls.before(self._before_backward)
+
+    def _stop_waiting(self) -> None:
+        if self._end_waiting is not None:
+            self._end_waiting()
+            self._end_waiting = None
 
     def _begin(self) -> None:
         self._stop_waiting()

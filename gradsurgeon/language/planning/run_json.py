@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gradsurgeon.language.planning import manifest_file
-from gradsurgeon.language.planning.manifest import Param
 from gradsurgeon.language.planning.plan import Plan
 from gradsurgeon.language.schema import VERSION
 from gradsurgeon.records.store.layout import job, job_size
@@ -44,10 +43,6 @@ def about(plan: Plan) -> dict[str, Any]:
         if role == "observe" and getattr(rule, "per", "") == "rule":
             roles[rule.id]["per"] = "rule"
     files = [{"file": file, "text": text} for file, text in rules.files]
-    aliases = {}
-    for module in plan.manifest.modules:
-        for alias in module.aliases:
-            aliases[alias] = module.name
     return {
         "rules": {
             "file": rules.file,
@@ -55,24 +50,8 @@ def about(plan: Plan) -> dict[str, Any]:
             "sha256": rules.sha256,
             "files": files,
         },
-        "model": {
-            "origin": plan.manifest.origin,
-            "title": plan.subject,
-            "params": [_param_entry(param) for param in plan.manifest.params],
-            "aliases": aliases,
-        },
-        # The content of params.json: rules can be bound to the names of a run.
-        "manifest": manifest_file.to_dict(plan.manifest),
+        # The content of params.json, so rules can be bound to the names of a run, and what reports call the model.
+        "model": {**manifest_file.to_dict(plan.manifest), "title": plan.subject},
         "plan": plan.to_dict(),
         "roles": roles,
-    }
-
-
-def _param_entry(param: Param) -> dict[str, Any]:
-    return {
-        "name": param.name,
-        "aliases": list(param.aliases),
-        "dtype": param.dtype,
-        "requires_grad": param.requires_grad,
-        "numel": param.numel,
     }

@@ -57,13 +57,14 @@ def check_replaceable(path: Path, what: str, *marks: bytes) -> None:
 class Outlet:
     """Where records go besides memory. It is due every so many seconds."""
 
-    def __init__(self, seconds: float) -> None:
+    seconds: float
+
+    def __init__(self) -> None:
         self.failed = ""
         self._ended = False
         # The problems that `news` has not returned yet.
         self._news: list[str] = []
         self._pid = os.getpid()
-        self._seconds = seconds
         self._committed = time.monotonic()
 
     @property
@@ -78,7 +79,7 @@ class Outlet:
 
     def is_due(self) -> bool:
         """Return whether it is time for a commit, or for `news`."""
-        if time.monotonic() - self._committed < self._seconds:
+        if time.monotonic() - self._committed < self.seconds:
             return False
         return bool(self._news) or not self.closed
 

@@ -91,7 +91,8 @@ def section(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
 def has_types(meta: Mapping[str, Any]) -> bool:
     """Tell whether the entries of `run.json` that readers look into have their types."""
     try:
-        params = section(meta, "model").get("params", [])
+        model = section(meta, "model")
+        params = model.get("params", []) + model.get("modules", [])
         rules = section(meta, "plan").get("rules", [])
         entries = params + rules + [*section(meta, "roles").values()]
         names = [entry["name"] for entry in params]

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -70,9 +70,8 @@ class WholeSeries(ABC):
 
     def ends(self) -> tuple[int, ...]:
         """Return the steps of the first and of the last row, nothing if there are no rows."""
-        last = max(0, len(self) - 1)
-        rows = [*self.stored(0, 1), *self.stored(last)]
-        return tuple(step for step, _, _ in rows)
+        rows = [*self.stored(0, 1), *self.stored(max(0, len(self) - 1))]
+        return tuple([row[0] for row in rows])
 
     def values_of(self, name: str, start: int = 0) -> Points:
         """Return ``(step, value)`` of one tensor in all rows from ``start`` on, oldest first."""
@@ -86,9 +85,7 @@ class WholeSeries(ABC):
     def last(self, name: str) -> Points:
         """Return ``(step, value)`` of the newest row with a value of one tensor, nothing if there is none."""
         # The last row most often has a value, and callers ask again and again.
-        newest = self.values_of(name, max(0, len(self) - 1))
-        if not newest:
-            newest = self.values_of(name)
+        newest = self.values_of(name, max(0, len(self) - 1)) or self.values_of(name)
         return newest[-1:]
 
 
@@ -106,22 +103,19 @@ class Part(WholeSeries):
         self.rank = series.rank
         self._end = len(series)
         # The tensors of a series share a counter.
-        first = next(iter(self.key.names), "")
-        may_wait = self.key.point == "accumulated" and self._end > 1 and first in pending
-        if may_wait and series.ends()[-1] == pending[first]:
+        waits_for = pending.get(next(iter(self.key.names), ""))
+        if self.key.point == "accumulated" and self._end > 1 and series.ends()[-1] == waits_for:
             self._end -= 1
-        self.skipped = 0
-        if newest is not None:
-            self.skipped = max(0, self._end - newest)
+        self.skipped = max(0, self._end - (newest or self._end))
 
     def __len__(self) -> int:
         return self._end - self.skipped
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        end = len(self)
+        end = self._end
         if stop is not None:
-            end = min(stop, end)
-        return self.whole.stored(self.skipped + start, self.skipped + end)
+            end = min(end, self.skipped + stop)
+        return self.whole.stored(self.skipped + start, end)
 
 
 AnySeries = TypeVar("AnySeries", bound=WholeSeries)
@@ -164,17 +158,16 @@ class Records:
         self.dropped = 0
 
     def add_row(self, row: RecordedRow) -> None:
-        key, step, values, absent, replace = row
-        series = self._series.get(key)
-        if series is None:
-            series = self._series[key] = Series(key)
-        stored = (step, values, absent)
-        if replace and series.rows and series.rows[-1][0] == step:
+        if row.key not in self._series:
+            self._series[row.key] = Series(row.key)
+        series = self._series[row.key]
+        stored = (row.step, row.values, row.absent)
+        if row.replace and series.rows and series.rows[-1][0] == row.step:
             series.rows[-1] = stored
             return
         series.rows.append(stored)
         self._order.append(series)
-        self._bytes += _ROW_BYTES + len(values)
+        self._bytes += _ROW_BYTES + len(row.values)
         while self._bytes > self._limit and len(self._order) > 1:
             _, dropped, _ = self._order.popleft().rows.popleft()
             self._bytes -= _ROW_BYTES + len(dropped)
@@ -195,13 +188,11 @@ def merged(series: Sequence[WholeSeries], name: str) -> Points:
 
     A tensor moves to a new series when another optimizer claims it, or its module is called more often than others.
     """
-    if len(series) == 1:
-        return series[0].values_of(name)
-    pairs = []
-    for part in series:
-        pairs += part.values_of(name)
+    pairs = [*chain.from_iterable([part.values_of(name) for part in series])]
+    if len(series) < 2:  # noqa: PLR2004 # two are in no order
+        return pairs
     pairs.sort(key=itemgetter(0))
-    if any(part.key.point in _OF_EACH_CALL for part in series):
+    if series[0].key.point in _OF_EACH_CALL:
         return pairs
     return list(dict(pairs).items())
 
@@ -254,17 +245,15 @@ class RecordQueries(ABC):
 
         def answer() -> float:
             canonical, series = self._lookup().series_of(name, stat, rule)
-            newest = []
-            for recorded in series:
-                newest += recorded.last(canonical)
+            # If two series have the same step, the later series wins, as in `merged`.
+            newest = sorted(
+                chain.from_iterable([part.last(canonical) for part in series]), key=itemgetter(0)
+            )
             if not newest:
                 raise RecordError(
                     f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
                 )
-            # If two series have the same step, the later series wins, as in `merged`.
-            newest.sort(key=itemgetter(0))
-            _, value = newest[-1]
-            return value
+            return newest[-1][1]
 
         return self._asked(name, stat, answer)
 

@@ -35,7 +35,7 @@ AND (absent IS NULL OR typeof(absent) = 'blob' AND length(absent) = ?) ORDER BY 
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _More:
     """The keys of an event that have no column of their own."""
 
@@ -47,7 +47,7 @@ class _More:
 # Not the parser of pydantic: a name may have lone surrogates.
 _JSON = BeforeValidator(json.loads)
 _SERIES = TypeAdapter(list[tuple[int, str, str, str, Annotated[tuple[str, ...], _JSON]]])
-_EVENTS = TypeAdapter(
+_EVENTS: Any = TypeAdapter(
     list[tuple[float, EventKind, str, int, int, str, str, Annotated[_More, _JSON]]]
 )
 _STATUSES = TypeAdapter(list[tuple[str, Annotated[RuleStatus, _JSON]]])
@@ -69,16 +69,13 @@ class RankFile:
         self.close = weakref.finalize(self, self._connection.close)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         self.query("PRAGMA cell_size_check=ON")
-        tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        tables_of_file = dict(tables)
-        (application,) = self.query("PRAGMA application_id")
-        (form,) = self.query("PRAGMA user_version")
+        tables = dict(self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
         self._keys_of_event = "coalesce(more, '{}')"
-        if tables_of_file.get("events") == layout.EVENTS_WITHOUT_MORE:
-            tables_of_file["events"] = layout.TABLES["events"]
+        if tables.get("events") == layout.EVENTS_WITHOUT_MORE:
+            tables["events"] = layout.TABLES["events"]
             self._keys_of_event = "'{}'"
-        format_of_file = (*application, *form, tables_of_file)
-        if format_of_file != (layout.APPLICATION, layout.FORMAT, layout.TABLES):
+        marks = [*self.query("PRAGMA application_id"), *self.query("PRAGMA user_version")]
+        if marks != [(layout.APPLICATION,), (layout.FORMAT,)] or tables != layout.TABLES:
             raise self.damaged("its tables are not those of a run, or have yet to be written")
 
     def query(self, sql: str, *arguments: int) -> list[tuple[Any, ...]]:
@@ -121,7 +118,7 @@ class RankFile:
         elif is_live(self.path):
             state = "running"
         # A reader touches the index of the log.
-        files = [path for path in (self.path, *logs(self.path)) if not path.name.endswith("-shm")]
+        files = [path for path in (self.path, *logs(self.path)) if path.suffix != ".db-shm"]
         times = [path.stat().st_mtime for path in files if path.is_file()]
         return RankEnd(state, left.get("ended", {}), max(times, default=None))
 
@@ -137,9 +134,8 @@ class RankFile:
         """Yield the events in the order of writing, each with its time in seconds since 1970."""
         columns = f"time, kind, rule, step, rank, name, message, {self._keys_of_event}"
         sql = f"SELECT {columns} FROM events ORDER BY id"  # noqa: S608 # of this file
-        for time, kind, rule, step, rank, name, message, more in self._checked(_EVENTS, sql):
-            keys = (more.diagnosis, more.sample_ids, more.told_at)
-            yield time, Event(kind, rule, step, rank, name, message, *keys)
+        for time, *values, more in self._checked(_EVENTS, sql):
+            yield time, Event(*values, **vars(more))
 
     def statuses(self) -> dict[str, RuleStatus]:
         statuses = self._checked(_STATUSES, "SELECT rule, state FROM statuses ORDER BY rowid")
@@ -153,7 +149,6 @@ class StoredSeries(WholeSeries):
         super().__init__(key)
         self.rank = file.rank
         self._file = file
-        self._width = len(key.names)
         # The ids that rows of the series have.
         self._low = row_id(number, 0)
         self._end = row_id(number + 1, 0)
@@ -167,7 +162,8 @@ class StoredSeries(WholeSeries):
         return self._file.damaged("it lacks rows")
 
     def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
-        size = _FLOAT * self._width
+        width = len(self.key.names)
+        size = _FLOAT * width
         if stop is None:
             stop = len(self)
         # At least one row, whatever its size.
@@ -175,7 +171,7 @@ class StoredSeries(WholeSeries):
         for first in range(start, stop, batch):
             end = min(stop, first + batch)
             ids = (self._low + first, self._low + end - 1)
-            rows = self._file.query(_ROWS, *ids, size, layout.absent_size(self._width))
+            rows = self._file.query(_ROWS, *ids, size, layout.absent_size(width))
             if len(rows) < end - first:
                 raise self._file.damaged()
             yield from rows

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +16,7 @@ from gradsurgeon.common._libraries import library
 from gradsurgeon.common.events import TRIPS, Event, RuleStatus
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import RecordError, printable, shorten_names
-from gradsurgeon.records.store.layout import FORMAT, RUN_FILE, database_name, has_types, section
+from gradsurgeon.records.store.layout import FORMAT, RUN_FILE, has_types, section
 from gradsurgeon.records.store.memory import Lookup, RecordQueries, matching
 from gradsurgeon.records.store.rank_file import Chosen, RankFile, StoredSeries
 from gradsurgeon.records.store.recorded import Recorded
@@ -41,14 +42,13 @@ class StoredRun(RecordQueries):
     def __init__(self, path: Path, meta: Mapping[str, Any], files: Sequence[RankFile]) -> None:
         self.path = path
         self.meta = meta
-        self._files = list(files)
+        self._files = files
         model = section(meta, "model")
-        self._aliases = section(model, "aliases")
-        names = []
-        for param in model.get("params", ()):
-            names.append(param["name"])
-            self._aliases.update(dict.fromkeys(param.get("aliases", ()), param["name"]))
-        self.params = tuple(names)
+        params = model.get("params", [])
+        self.params = tuple([param["name"] for param in params])
+        self._aliases: dict[str, str] = {}
+        for entry in params + model.get("modules", []):
+            self._aliases.update(dict.fromkeys(entry.get("aliases", ()), entry["name"]))
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +101,11 @@ class StoredRun(RecordQueries):
 
     def recorded(self) -> Recorded:
         """Return what all ranks have recorded so far, as a report reads it."""
+        world = self.meta.get("ranks")
+        # A number in a damaged file may be of any size.
+        if not isinstance(world, int) or world > _MOST_RANKS:
+            world = 0
+        started = range(max(world, self.ranks[-1] + 1))
         return Recorded(
             meta=self.meta,
             aliases=self._aliases,
@@ -109,7 +114,7 @@ class StoredRun(RecordQueries):
             events=self.events,
             statuses=self.status(),
             ends={file.rank: file.end() for file in self._files},
-            missing_ranks=missing_ranks(self),
+            missing_ranks=sorted(set(started).difference(self.ranks)),
             changed_by_script=self._files[0].left().get("changed_by_script"),
         )
 
@@ -158,16 +163,13 @@ class StoredRun(RecordQueries):
     def _lookup(self) -> Lookup:
         logged = {}
         for rule, role in section(self.meta, "roles").items():
-            stats = role.get("stats")
-            if stats:
-                logged[rule] = (set(stats), set(self.names_of(rule)))
+            if role.get("stats"):
+                logged[rule] = (set(role["stats"]), set(self.names_of(rule)))
         for series in self:
             stats, names = logged.setdefault(series.key.rule, (set(), set()))
             stats.add(series.key.stat)
             names.update(series.key.names)
-        known = set(self.params)
-        for _, names in logged.values():
-            known |= names
+        known = set(self.params).union(*[names for _, names in logged.values()])
         return Lookup(sorted(known), self._aliases, logged, self.series)
 
     def names_of(self, rule: str) -> tuple[str, ...]:
@@ -180,17 +182,14 @@ class StoredRun(RecordQueries):
 
 def chosen(run: StoredRun, name: str | None, stat: str | None, rule: str | None) -> Chosen:
     """Return the series that fit, each with the columns. Raises `PatternError` if the pattern is malformed."""
-    if name is None:
-        name = "*"
-    pattern = compile_pattern(name)
+    pattern = compile_pattern("*" if name is None else name)
     fitting = []
     for series in run:
         key = series.key
-        if rule not in (None, key.rule) or stat not in (None, key.stat):
-            continue
-        columns = select([pattern], key.names)
-        if columns:
-            fitting.append((series, columns))
+        if rule in (None, key.rule) and stat in (None, key.stat):
+            columns = select([pattern], key.names)
+            if columns:
+                fitting.append((series, columns))
     return fitting
 
 
@@ -201,15 +200,6 @@ def nothing_fits(run: StoredRun) -> RecordError:
     return RecordError(
         f"nothing recorded fits the rule, statistic and name asked for; recorded: {', '.join(sorted(stats))}"
     )
-
-
-def missing_ranks(run: StoredRun) -> list[int]:
-    started = run.ranks[-1] + 1
-    world = run.meta.get("ranks")
-    # A number in a damaged file may be of any size.
-    if isinstance(world, int) and world <= _MOST_RANKS:
-        started = max(started, world)
-    return sorted(set(range(started)) - set(run.ranks))
 
 
 def open_run(path: str | os.PathLike[str]) -> StoredRun:
@@ -238,28 +228,26 @@ def opened(path: str | os.PathLike[str], kind: type[AnyRun]) -> AnyRun:
             f"{printable(str(folder / RUN_FILE))}: is damaged, or was not written by this version of gradsurgeon: "
             f"no JSON with format {FORMAT}; restore it, or record the run again"
         )
-    ranks = []
+    files = {}
     for entry in folder.iterdir():
         match = _FILE.fullmatch(entry.name)
         if match and entry.is_file():
-            ranks.append(int(match[1]))
-    if not ranks:
+            files[int(match[1])] = entry
+    if not files:
         raise RecordError(
             f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
-    files = [RankFile(folder / database_name(rank), rank) for rank in sorted(ranks)]
-    return kind(folder, meta, files)
+    return kind(folder, meta, [RankFile(file, rank) for rank, file in sorted(files.items())])
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
-    steps = [status.last_step for status in ranks if status.last_step is not None]
-    counts = [status.altered for status in ranks if status.altered is not None]
-    warnings = chain.from_iterable([status.warnings for status in ranks])
+    matched, fired, altered, last_steps, warnings = zip(*map(astuple, ranks), strict=True)
+    counts = [count for count in altered if count is not None]
     return RuleStatus(
         # Each rank has all the parameters, or a part of each.
-        matched=max(status.matched for status in ranks),
-        fired=sum(status.fired for status in ranks),
+        matched=max(matched),
+        fired=sum(fired),
         altered=sum(counts) if counts else None,
-        last_step=max(steps, default=None),
-        warnings=tuple(dict.fromkeys(warnings)),
+        last_step=max([step for step in last_steps if step is not None], default=None),
+        warnings=tuple(dict.fromkeys(chain.from_iterable(warnings))),
     )

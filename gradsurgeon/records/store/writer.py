@@ -7,8 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
-from itertools import count
+from dataclasses import asdict, astuple
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -20,7 +19,6 @@ from gradsurgeon.records.store.database import created, is_busy, is_live, lock_f
 from gradsurgeon.records.store.files import Outlet, replacing
 from gradsurgeon.records.store.memory import Key, RecordedRow
 
-_INTERVAL = 1.0
 # Without WAL another process can hold the file for long. Then so many rows wait.
 _MOST_WAITING = 20_000
 
@@ -28,10 +26,12 @@ _MOST_WAITING = 20_000
 class RunWriter(Outlet):
     """Writes the records of one rank into a directory that the ranks share. Rank 0 also writes `run.json`."""
 
+    seconds = 1.0
+
     def __init__(
         self, path: str | os.PathLike[str], *, rank: int = 0, meta: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(_INTERVAL)
+        super().__init__()
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
         self.path = Path(path)
         self.rank = rank
@@ -73,7 +73,6 @@ class RunWriter(Outlet):
         self._series: dict[Key, tuple[int, int | None]] = {}
         # The rows of the next transaction, by table and by id: a later row replaces an earlier one.
         self._batch = defaultdict[str, dict[object, tuple[Any, ...]]](dict)
-        self._event_ids = count(1)
         self._lock = RLock()
 
     def add_row(self, row: RecordedRow) -> None:
@@ -93,54 +92,31 @@ class RunWriter(Outlet):
             self._batch["rows"][row_id] = (row_id, row.step, row.values, row.absent)
 
     def event(self, event: Event) -> None:
+        *columns, name, message, diagnosis, sample_ids, told_at = astuple(event)
+        more = {"diagnosis": diagnosis, "sample_ids": sample_ids, "told_at": told_at}
         with self._lock:
-            if not self.closed:
-                more = None
-                keys: dict[str, Any] = {
-                    "diagnosis": event.diagnosis,
-                    "sample_ids": event.sample_ids,
-                    "told_at": event.told_at,
-                }
-                if any(keys.values()):
-                    # No value of a script's tensors may raise here.
-                    more = json.dumps(keys, default=str)
-                number = next(self._event_ids)
-                self._batch["events"][number] = (
-                    number,
-                    time.time(),
-                    event.kind,
-                    event.rule,
-                    event.step,
-                    event.rank,
-                    layout.clean(event.name),
-                    layout.clean(event.message),
-                    more,
-                )
-                # The clock of `commit` goes on: the statuses of the rules have to be written in time.
-                self._write()
+            texts = (layout.clean(name), layout.clean(message))
+            # SQLite numbers events. No value of a script's tensors may raise here.
+            row = (None, time.time(), *columns, *texts, json.dumps(more, default=str))
+            self._batch["events"][object()] = row
+            # The clock of `commit` goes on: the statuses of the rules have to be written in time.
+            self._write()
 
     def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:
         """Take the status of each rule. It is written with the next rows."""
         with self._lock:
-            if self.closed:
-                return
             for rule, status in statuses.items():
                 self._batch["statuses"][rule] = rule, json.dumps(asdict(status))
-
-    def file(self, name: str, content: bytes) -> None:
-        with self._lock:
-            if not self.closed:
-                with replacing(self.path / name, binary=True) as file:
-                    file.write(content)
 
     def commit(self) -> None:
         """Write the waiting rows and events. Raises nothing: see `news`."""
         self._committed = time.monotonic()
         with self._lock:
-            if not self.closed:
-                self._write()
+            self._write()
 
     def _write(self) -> None:
+        if self.closed:
+            self._batch.clear()
         if not self._batch:
             return
         try:
@@ -164,7 +140,6 @@ class RunWriter(Outlet):
                 f"{reason_of(error)}; training goes on, and records go on in memory"
             )
             self._note(self.failed)
-            self._batch.clear()
             self._held.close()
 
     def close(self, left: Mapping[str, object] | None = None) -> None:

@@ -154,9 +154,11 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
     if edits.keys() - {"backward"}:
         # These rules may have come before the records at their point.
         tables = [table for table in tables if table.point != "step"]
+    model = section(recorded.meta, "model")
+    model.pop("title", None)
     return RunNorms(
         name=name,
-        manifest=manifest_file.from_dict(recorded.meta.get("manifest"), f"{name}/{RUN_FILE}"),
+        manifest=manifest_file.from_dict(model, f"{name}/{RUN_FILE}"),
         tables=tuple(_each_once(tables)),
         ranks=recorded.meta.get("ranks", 1),
         edited_at_backward=edits.get("backward", ""),
