@@ -14,7 +14,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.layout import RUN_FILE, runs_inside
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report.callouts import whole_name
-from gradsurgeon.report.norms import urgent_table
+from gradsurgeon.report.norms import norm_table, ranked
 from gradsurgeon.report.ranks import rank_lines
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = _retried(folder)
         is_running = report.ended is not None and report.ended.state == "running"
         hint = ""
-        reload_seconds = None  # The last page stays, and does not reload itself.
+        reload_seconds = 0.0  # The last page stays, and does not reload itself.
         if is_running:
             hint = f"Ctrl-C quits; every {arguments.every:g} s"
             reload_seconds = _PAGE_SECONDS
@@ -137,15 +137,17 @@ def _draw(report: Report, hint: str) -> None:
 
 def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
-    urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
+    history = report.history
     sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
-    sections += [table.lines(columns, _WORST) for table in urgent]
+    for kind in history.kinds:
+        urgent = ranked(history.tracks_of(kind))[:_WORST]
+        sections.append(norm_table(history, kind, urgent).lines(columns, _WORST))
     wholes = []
-    for whole in report.history.gradients:
+    for whole in history.gradients:
         name = whole_name(whole, len(report.params))
         wholes.append(f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}")
     sections.append(wholes)
-    sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]
+    sections += [table.lines(columns, _ROWS) for table in report.tables[len(history.kinds) :]]
     lines: list[str] = []
     for section in sections:
         for line in section:

@@ -7,7 +7,7 @@ import numpy as np
 
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.recorded import of_lowest_ranks
-from gradsurgeon.records.store.tables import arrays
+from gradsurgeon.records.store.tables import together
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.tensors.statistics import (
     HISTOGRAM,
@@ -59,15 +59,10 @@ def magnitudes_of(series: Iterable[Part]) -> Iterator[Magnitudes]:
         if stat in HISTOGRAM and len(part) and not repeated:
             groups.setdefault((rule, point, names), {})[stat] = part
     for (rule, _, names), parts in groups.items():
-        # A run that is still being written may have one more row of some columns.
-        rows = min(map(len, parts.values()))
-        every = -(-rows // _MOST_STEPS)
-        counts = []
-        for stat in HISTOGRAM:
-            stored = list(parts[stat].stored(0, rows))
-            steps, values, present = arrays(stored[::every], len(names))
-            counts.append(values.astype(float))
-        quantiles = quantiles_of(np.stack(counts, axis=-1))
+        every = -(-len(parts[HISTOGRAM[0]]) // _MOST_STEPS)
+        steps, counts, present = together(parts, every)
+        in_order = [counts[stat] for stat in HISTOGRAM]
+        quantiles = quantiles_of(np.stack(in_order, axis=-1).astype(float))
         for column, name in enumerate(names):
             known = present[:, column]
             yield Magnitudes(rule, name, steps[known], quantiles[:, known, column])

@@ -40,8 +40,6 @@ class History:
         series: Iterable[tuple[Part, frozenset[int]]],
         kinds: Mapping[str, str],
         order: Sequence[str] = (),
-        *,
-        rule: str | None = None,
     ) -> None:
         self._kinds = kinds
         norms = []
@@ -57,14 +55,12 @@ class History:
         # The sheets and lines in which an origin has a tensor.
         self._places: dict[tuple[RecordOrigin, str], list[tuple[Sheet, int]]] = {}
         for part, repeated in norms:
-            if rule in (None, part.key.rule):
-                self._read(part, repeated)
+            self._read(part, repeated)
         # Which records are shown, by kind and name: kinds as rules have them, names as in the model.
         self.shown = self._choose(order)
 
     def _read(self, series: Part, repeated: Collection[int]) -> None:
-        columns = [column for column in range(len(series.key.names)) if column not in repeated]
-        sheet = read_sheet(series, columns, self.rows_of_a_column)
+        sheet = read_sheet(series, repeated, self.rows_of_a_column)
         rule, stat, point, _ = series.key
         kind = OF_UPDATES.get(stat, self._kinds.get(rule, GRADIENT))
         origin = RecordOrigin(kind, rule, point)
@@ -74,23 +70,20 @@ class History:
             places.append((sheet, line))
 
     def _choose(self, order: Sequence[str]) -> dict[tuple[str, str], RecordOrigin]:
-        """Return the records to show, in the order of rules and of the model."""
+        """Return the records to show, in the order of rules and of the model: of the first point, by the first rule."""
         rules = list(self._kinds)
         kinds = list(self._kinds.values())
         places = {name: place for place, name in enumerate(order)}
 
-        def rank(record: tuple[RecordOrigin, str]) -> tuple[int, int]:
-            origin, _ = record
-            return _place(origin.point, POINTS), _place(origin.rule, rules)
+        def position(record: tuple[RecordOrigin, str]) -> tuple[int, ...]:
+            (kind, rule, point), name = record
+            of_name = places.get(name, len(places))
+            return _place(kind, kinds), of_name, _place(point, POINTS), _place(rule, rules)
 
-        def position(pair: tuple[str, str]) -> tuple[int, int]:
-            kind, name = pair
-            return _place(kind, kinds), places.get(name, len(places))
-
-        best: dict[tuple[str, str], RecordOrigin] = {}
-        for origin, name in sorted(self._places, key=rank):
-            best.setdefault((origin.kind, name), origin)
-        return {pair: best[pair] for pair in sorted(best, key=position)}
+        shown: dict[tuple[str, str], RecordOrigin] = {}
+        for origin, name in sorted(self._places, key=position):
+            shown.setdefault((origin.kind, name), origin)
+        return shown
 
     @property
     def kinds(self) -> list[str]:
@@ -114,11 +107,12 @@ class History:
         groups: list[list[Track]] = []
         for track in self.tracks_of(GRADIENT):
             # The tensors of a model may have several optimizers.
-            group = next((group for group in groups if _adds_up(group[0], track)), None)
-            if group is None:
-                groups.append([track])
+            for group in groups:
+                if _adds_up(group[0], track):
+                    group.append(track)
+                    break
             else:
-                group.append(track)
+                groups.append([track])
         return list(map(_whole, groups))
 
 
@@ -139,7 +133,7 @@ def _adds_up(first: Track, second: Track) -> bool:
 
 
 def _whole(tracks: Sequence[Track]) -> WholeNorm:
-    steps = min((track.steps for track in tracks), key=len)
+    steps = min([track.steps for track in tracks], key=len)
     length = len(steps)
     squares = np.zeros(length)
     has_norm = np.zeros(length, bool)

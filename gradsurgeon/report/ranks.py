@@ -1,6 +1,7 @@
 """How far each rank of a run came, and which one lags."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from gradsurgeon.language.planning.table import count
@@ -53,7 +54,7 @@ def rank_lines(ranks: Sequence[RankProgress]) -> Iterator[str]:
     alike: dict[str, list[str]] = {}
     for rank in sorted(ranks, key=lambda rank: -rank.behind):
         alike.setdefault(rank.words, []).append(str(rank.rank))
-    for text, names in list(alike.items())[:_MOST_LINES]:
+    for text, names in islice(alike.items(), _MOST_LINES):
         more = ""
         if len(names) > _MOST_NAMES:
             more = f" and {len(names) - _MOST_NAMES:,} more"

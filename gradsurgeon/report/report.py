@@ -38,7 +38,6 @@ from gradsurgeon.tensors.statistics import statistic_of
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History
     from gradsurgeon.report.losses import LossSeries
-    from gradsurgeon.report.norms import NormTable
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
@@ -106,7 +105,7 @@ class Report:
     @cached_property
     def tables(self) -> list[Table]:
         """Every table in the order of a reader: norms by kind, losses, and rules."""
-        tables = [norms.table for norms in self.norms]
+        tables = list(self.norms)
         if self.norms_title:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
@@ -124,22 +123,17 @@ class Report:
         ranks = max(1, len(self.ends))
         return rule_table(self.rules, self.statuses, self.events, updates * ranks)
 
-    def history_of(self, *, rule: str | None = None) -> History:
-        """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
-        library("numpy", "report", "a report of recorded norms")
-        from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
-
-        lowest = of_lowest_ranks(self.series)
-        return History(lowest, self._kinds, self.params, rule=rule)
-
     @property
     def _kinds(self) -> dict[str, str]:
         return {rule: info.kind for rule, info in self.rules.items()}
 
     @cached_property
     def history(self) -> History:
-        """The norms, read once."""
-        return self.history_of()
+        """The norms, read once; a `GradSurgeonError` says that numpy is missing."""
+        library("numpy", "report", "a report of recorded norms")
+        from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
+
+        return History(of_lowest_ranks(self.series), self._kinds, self.params)
 
     @cached_property
     def ranks(self) -> str:
@@ -149,7 +143,7 @@ class Report:
         return ranks_that_differ(self.series, self._kinds, are_replicas=self.are_replicas)
 
     @cached_property
-    def norms(self) -> list[NormTable]:
+    def norms(self) -> list[Table]:
         """The tables of norms, one for each kind of tensors."""
         history = self.history
         from gradsurgeon.report.norms import norm_tables  # noqa: PLC0415 # needs numpy
@@ -266,24 +260,6 @@ class Report:
     @property
     def head(self) -> list[str]:
         """The first lines: how the run ended, what was run, and how far it came."""
-        notes = [self._extent()]
-        if self.dropped:
-            notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
-        notes += filter(None, self.notes)
-        if self.frozen_note:
-            notes.append(self.frozen_note)
-        text = "; ".join(map(printable, notes))
-        lines = self.outcome.top
-        lines.append(f"summary: {printable(self.title)}: {text}")
-        return lines
-
-    @cached_property
-    def progress(self) -> list[RankProgress]:
-        """How far each rank of a run directory came."""
-        return progress_of(self.series, self.ends)
-
-    def _extent(self) -> str:
-        """Return the steps and the number of events, in words."""
         text = "no step seen"
         if self.steps is not None:
             first, last = self.steps
@@ -293,7 +269,19 @@ class Report:
         if kinds:
             counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
             text += f" ({counts})"
-        return text
+        notes = [text]
+        if self.dropped:
+            notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
+        notes += filter(None, self.notes)
+        if self.frozen_note:
+            notes.append(self.frozen_note)
+        text = "; ".join(map(printable, notes))
+        return [*self.outcome.top, f"summary: {printable(self.title)}: {text}"]
+
+    @cached_property
+    def progress(self) -> list[RankProgress]:
+        """How far each rank of a run directory came."""
+        return progress_of(self.series, self.ends)
 
     @cached_property
     def steps(self) -> tuple[int, int] | None:

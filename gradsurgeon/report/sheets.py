@@ -1,6 +1,6 @@
 """The norms of a series as one array, and the records of one tensor over several series. Needs numpy."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,10 @@ class Sheet:
     norms: Floats
 
 
-def read_sheet(series: Part, columns: Sequence[int], every: int) -> Sheet:
-    """Return the norms of some columns of a series; `every` rows share a column of the sheet."""
+def read_sheet(series: Part, repeated: Collection[int], every: int) -> Sheet:
+    """Return the norms of a series without repeated columns; `every` rows share a column of the sheet."""
+    all_names = series.key.names
+    columns = [column for column in range(len(all_names)) if column not in repeated]
     # A damaged file may hold fewer rows than it says.
     all_steps = [np.empty(0, np.int64)]
     all_norms = [np.empty((len(columns), 0), np.float32)]
@@ -41,7 +43,7 @@ def read_sheet(series: Part, columns: Sequence[int], every: int) -> Sheet:
         # `reduceat` would take five times as long.
         highest = norms.reshape(-1, every, norms.shape[1]).max(axis=1)
         all_norms.append(highest[:, columns].T)
-    names = [series.key.names[column] for column in columns]
+    names = [all_names[column] for column in columns]
     return Sheet(names, np.concatenate(all_steps), np.concatenate(all_norms, axis=1))
 
 

@@ -143,8 +143,8 @@ def compare(
         change = _rule_change(before, after, rule_id, old_ids.get(rule_id, rule_id), orders)
         if change.sign != "~" or change.effects:
             changes.append(change)
-    lost = _lost(before, after, params, protects)
-    untrapped = [name for name in _lost(before, after, params, stops) if name not in lost]
+    unprotected = _under(before, protects) - _under(after, protects)
+    unstopped = _under(before, stops) - _under(after, stops) - unprotected
     return Difference(
         old=old,
         new=new,
@@ -152,13 +152,10 @@ def compare(
         rules=tuple(sorted(changes, key=lambda change: "+-~".index(change.sign))),
         orders=tuple(orders),
         chains=tuple(chains),
-        covered=(
-            len(before.chains.keys() & params),
-            len(after.chains.keys() & params),
-        ),
-        lost=tuple(lost),
-        untrapped=tuple(untrapped),
-        disarmed=tuple(_disarmed(before, after, changes, {*lost, *untrapped})),
+        covered=(len(before.chains.keys() & params), len(after.chains.keys() & params)),
+        lost=tuple(filter(unprotected.__contains__, params)),
+        untrapped=tuple(filter(unstopped.__contains__, params)),
+        disarmed=tuple(_disarmed(before, after, changes, unprotected | unstopped)),
         obstacles=tuple(_new_obstacles(before, after)),
         told=(on_run.tried(before, run), on_run.tried(after, run)),
     )
@@ -166,19 +163,17 @@ def compare(
 
 def _renamed(old: Sequence[Rule], new: Sequence[Rule]) -> dict[str, str]:
     """Return the new id of each rule that has another one: the same action on the same tensors."""
-    by_selection = []
-    for rules, others in ((old, new), (new, old)):
-        known = {rule.id for rule in others}
-        ids: dict[str, list[str]] = defaultdict(list)
-        for rule in rules:
-            if rule.id not in known:
-                ids[_selection(rule)].append(rule.id)
-        by_selection.append(ids)
-    gone, come = by_selection
-    new_ids: dict[str, str] = {}
+    known = {rule.id for rule in old}
+    come: dict[str, list[str]] = defaultdict(list)
+    for rule in new:
+        if rule.id not in known:
+            come[_selection(rule)].append(rule.id)
+    kept = {rule.id for rule in new}
+    new_ids = {}
     # A file may have thousands of rules, so they are not compared in pairs.
-    for selection, old_ids in gone.items():
-        new_ids |= zip(old_ids, come[selection], strict=False)
+    for rule in old:
+        if rule.id not in kept and come[_selection(rule)]:
+            new_ids[rule.id] = come[_selection(rule)].pop(0)
     return new_ids
 
 
@@ -199,19 +194,12 @@ def _chain_changes(
             yield Change(name, old, new)
 
 
-def _lost(
-    before: MatchedRules,
-    after: MatchedRules,
-    params: Iterable[str],
-    is_wanted: Callable[[Rule], bool],
-) -> list[str]:
-    """Return the parameters on which a wanted rule acted before, and none does now."""
-    names = []
-    for side in (before, after):
-        wanted = [rule for rule in side.rules.values() if is_wanted(rule)]
-        names.append(set().union(*(side.matches[rule.id].members for rule in wanted)))
-    gone = names[0] - names[1]
-    return [name for name in params if name in gone]
+def _under(side: MatchedRules, is_wanted: Callable[[Rule], bool]) -> set[str]:
+    """Return the names on which a wanted rule acts."""
+    names: set[str] = set()
+    for rule in filter(is_wanted, side.rules.values()):
+        names |= side.matches[rule.id].members
+    return names
 
 
 def _disarmed(
@@ -290,10 +278,11 @@ def changed_options(old: Rule | None, new: Rule | None) -> tuple[Change, ...]:
         after["action"] = new.action
     changes = []
     for name in before | after:
-        value_before = before.get(name, _default(old, name))
-        value_after = after.get(name, _default(new, name))
-        if _unordered(value_before) != _unordered(value_after):
-            changes.append(Change(name, value_before, value_after))
+        change = Change(
+            name, before.get(name, _default(old, name)), after.get(name, _default(new, name))
+        )
+        if _unordered(change.before) != _unordered(change.after):
+            changes.append(change)
     return tuple(changes)
 
 

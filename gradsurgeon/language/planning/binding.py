@@ -82,10 +82,8 @@ def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
             yield from _remarks(rule, match.things)
             # The notes describe an effect, and a rule without a match has none.
             yield from rule.notes
-        elif rule.optional:
-            yield "matches nothing (optional)"
         else:
-            yield NO_MATCH
+            yield "matches nothing (optional)" if rule.optional else NO_MATCH
 
 
 def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
@@ -113,18 +111,16 @@ def _graph_breaks(plan: Plan) -> Iterator[str]:
 
 
 def _cost(plan: Plan) -> Iterator[str]:
-    matched: set[str] = set()
+    # The number of elements of each parameter.
+    matched: dict[str, int] = {}
     losses: set[str] = set()
     for rule in plan.rules.rules:
-        if not isinstance(rule, LossRule) or not rule.losses:
-            continue
         bound = plan.of(rule.id)
-        if bound:
-            matched.update(names_of(bound))
+        if isinstance(rule, LossRule) and rule.losses and bound:
+            matched.update([(binding.name, binding.numel) for binding in bound])
             losses.update(rule.losses)
-    params = [param for param in plan.manifest.params if param.name in matched]
-    if params:
-        elements = count(sum(param.numel for param in params), "element")
+    if matched:
+        elements = count(sum(matched.values()), "element")
         yield (
             f"gradsurgeon.backward takes one more backward pass per loss, and meanwhile keeps {len(losses)} "
             f"gradients of {elements} and the graph"

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
@@ -97,10 +98,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 def from_dict(data: object, file: str = "<dict>") -> Manifest:
     """Return the manifest that `to_dict` has written."""
     top = _checked(_File, data, file)
-    model_type: tuple[str, ...] = ()
-    for module in top.modules:
-        if module.name == ROOT:
-            model_type = module.module_type
+    model_type = {module.name: module.module_type for module in top.modules}.get(ROOT, ())
     return Manifest(top.origin, top.params, top.modules, model_type)
 
 
@@ -114,16 +112,13 @@ def _from_weights(file: str) -> Manifest:
     paths = {ROOT: None}
     for name in sorted(tensors):
         dtype = tensors[name].dtype
-        shape = tensors[name].shape
         if dtype.startswith(_WITHOUT_GRADIENT):
             continue
         dtype = _DTYPES.get(dtype, dtype.lower())
+        shape = tensors[name].shape
         params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
-        path = ""
-        for segment in name.split(".")[:-1]:
-            path += segment
-            paths[path] = None
-            path += "."
+        *owners, _ = accumulate(name.split("."), "{}.{}".format)
+        paths |= dict.fromkeys(owners)
     note = (
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters; tensors of whole numbers are left out"

@@ -89,9 +89,7 @@ class Plan:
     @_live.uncollected()
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Per tensor, such as ``conv1 output.grad``, its rules in order of effect."""
-        names = {}
-        for rule in self.rules.rules:
-            names[rule.id] = names_of(self.of(rule.id))
+        names = {rule.id: names_of(self.of(rule.id)) for rule in self.rules.rules}
         chains = chains_of(self.rules.rules, names)
         in_model_order = {}
         for param in self.manifest.params:
@@ -111,9 +109,17 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
+        rules = count(len(self.rules.rules), "rule")
+        params = count(len(self.manifest.params), "parameter")
+        elements = count(self.manifest.elements, "element")
+        where = f"{printable(self.rules.file)} on {printable(self.subject)}"
+        head = f"plan: {where}: {rules}, {params}, {elements}"
         rows = grid([RuleRow._fields, *rule_rows(self)], right=frozenset({4, 5}))
-        lines = [_head(self), "", *rows, "", *_chains(self)]
-        doubts = list(_doubts(self))
+        lines = [head, "", *rows, "", *_chains(self)]
+        doubts = []
+        for rule_id, texts in self.rule_warnings.items():
+            doubts += [f"  {rule_id}: {text}" for text in texts]
+        doubts += [f"  {text}" for text in self.warnings]
         if doubts:
             lines += ["", "to know", *doubts]
         return "\n".join(lines)
@@ -139,15 +145,15 @@ class Plan:
         bound = self.of(rule.id)
         entry: dict[str, Any] = {"id": rule.id, "action": rule.action}
         if isinstance(rule, LossRule):
-            entry["losses"] = []
-            if rule.losses:
-                entry["losses"] += rule.losses
+            entry["losses"] = list(rule.losses or ())
             entry["method"] = getattr(rule, "method", None)
-        entry["tensor"] = str(rule.ref)
-        entry["point"] = rule.point
-        entry["hook"] = hook_of(rule)
-        entry["params"] = []
-        entry["modules"] = []
+        entry |= {
+            "tensor": str(rule.ref),
+            "point": rule.point,
+            "hook": hook_of(rule),
+            "params": [],
+            "modules": [],
+        }
         if rule.target != "tensors":
             entry[rule.target] = names_of(bound)
         entry["elements"] = sum(binding.numel for binding in bound)
@@ -165,9 +171,7 @@ _MODULE_HOOKS = {
 
 def hook_of(rule: Rule) -> str:
     if isinstance(rule, LossRule):
-        if rule.target == "params":
-            return "gradsurgeon.backward"
-        return "fork of the input"
+        return "gradsurgeon.backward" if rule.target == "params" else "fork of the input"
     if isinstance(rule, CheckRule):
         return "around passes and updates"
     if rule.target == "params" or rule.judges_losses:
@@ -176,19 +180,9 @@ def hook_of(rule: Rule) -> str:
         hook = "tag"
     else:
         hook = _MODULE_HOOKS[rule.ref.side, rule.ref.grad]
-    before_update = _HOOKS["step"]
     if isinstance(rule, TrapRule) and rule.point not in ("step", "updated"):
-        hook += f", {before_update}"
+        hook += f", {_HOOKS['step']}"
     return hook
-
-
-def _head(plan: Plan) -> str:
-    return (
-        f"plan: {printable(plan.rules.file)} on {printable(plan.subject)}: "
-        f"{count(len(plan.rules.rules), 'rule')}, "
-        f"{count(len(plan.manifest.params), 'parameter')}, "
-        f"{count(plan.manifest.elements, 'element')}"
-    )
 
 
 class RuleRow(NamedTuple):
@@ -206,9 +200,7 @@ class RuleRow(NamedTuple):
 def rule_rows(plan: Plan) -> Iterator[RuleRow]:
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
-        hook = "-"
-        if bound:
-            hook = bound[0].hook
+        hook = bound[0].hook if bound else "-"
         binds = count(len(bound), noun_of(rule))
         dormant = sum(binding.dormant for binding in bound)
         if dormant:
@@ -224,30 +216,16 @@ def _chains(plan: Plan) -> Iterator[str]:
     if not plan.chains:
         yield "no rule binds anything"
         return
-    points = {rule.id: rule.point for rule in plan.rules.rules}
+    shown = {rule.id: f"{rule.id} (at {rule.point})" for rule in plan.rules.rules}
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, chain in plan.chains.items():
         groups.setdefault(chain, []).append(name)
-    aliases = {}
-    untouched = 0
-    for param in plan.manifest.params:
-        aliases[param.name] = param.aliases
-        if param.name not in plan.chains:
-            untouched += 1
+    aliases = {param.name: param.aliases for param in plan.manifest.params}
     yield "effects per tensor, in order of effect"
     for chain, names in groups.items():
-        yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
-        noun = "tensor"
-        if names[0] in aliases:
-            noun = "parameter"
+        yield "  " + " -> ".join(map(shown.__getitem__, chain))
+        noun = "parameter" if names[0] in aliases else "tensor"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
+    untouched = len(aliases.keys() - plan.chains)
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
-
-
-def _doubts(plan: Plan) -> Iterator[str]:
-    for rule in plan.rules.rules:
-        for text in plan.rule_warnings.get(rule.id, ()):
-            yield f"  {rule.id}: {text}"
-    for text in plan.warnings:
-        yield f"  {text}"

@@ -46,8 +46,7 @@ def about(plan: Plan) -> dict[str, Any]:
     files = [{"file": file, "text": text} for file, text in rules.files]
     aliases = {}
     for module in plan.manifest.modules:
-        for alias in module.aliases:
-            aliases[alias] = module.name
+        aliases |= dict.fromkeys(module.aliases, module.name)
     return {
         "rules": {
             "file": rules.file,

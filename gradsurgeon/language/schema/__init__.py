@@ -11,6 +11,5 @@ from gradsurgeon.language.schema._tree import Files as Files
 from gradsurgeon.language.schema._tree import Inspection as Inspection
 from gradsurgeon.language.schema._tree import RuleSet as RuleSet
 from gradsurgeon.language.schema._tree import from_rules as from_rules
-from gradsurgeon.language.schema._tree import inspect as inspect
 from gradsurgeon.language.schema._tree import pack as pack
 from gradsurgeon.language.schema._tree import validate as validate

@@ -39,11 +39,7 @@ class Files(NamedTuple):
     read: Callable[[packs.Included], Located]
 
 
-def _read_from_disk(target: packs.Included) -> source.Document:
-    return source.read(target.path, target.name)
-
-
-DISK = Files(packs.file_on_disk, _read_from_disk)
+DISK = Files(packs.file_on_disk, lambda target: source.read(target.path, target.name))
 
 
 @dataclass(frozen=True)
@@ -103,10 +99,7 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
     problems = []
     written: dict[str, tuple[Located, int]] = {}
     for index, rule in enumerate(rules):
-        if rule.id in written:
-            first = source.place(("rules", written[rule.id][1], "id"))
-            problems.append(duplicate_id(rule.id, source.place(("rules", index, "id")), first))
-        written.setdefault(rule.id, (source, index))
+        problems += _note_id(written, rule.id, source, index)
     if not rules:
         problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
     if problems:
@@ -114,15 +107,24 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
     return RuleSet(tuple(rules), _written=written)
 
 
+def _note_id(
+    written: dict[str, tuple[Located, int]], rule_id: object, source: Located, index: int
+) -> list[Problem]:
+    """Note where a rule is written, and return the problem if another one has its id."""
+    if not isinstance(rule_id, str):
+        return []
+    first, first_index = written.setdefault(rule_id, (source, index))
+    if (first, first_index) == (source, index):
+        return []
+    place = source.place(("rules", index, "id"))
+    return [duplicate_id(rule_id, place, first.place(("rules", first_index, "id")))]
+
+
 def validate(source: Located, files: Files = DISK) -> RuleSet:
-    inspection = inspect(source, files)
+    inspection = Inspection(source, files)
     if inspection.rules is None:
         raise RuleFileError(inspection.problems)
     return inspection.rules
-
-
-def inspect(source: Located, files: Files = DISK) -> Inspection:
-    return Inspection(source, files)
 
 
 class Inspection:
@@ -134,7 +136,7 @@ class Inspection:
         sources: the files in the same order, packs too.
     """
 
-    def __init__(self, source: Located, files: Files) -> None:
+    def __init__(self, source: Located, files: Files = DISK) -> None:
         self._files = files
         self.sources: list[Located] = []
         self._rules: list[Rule] = []
@@ -152,13 +154,10 @@ class Inspection:
         self.problems = bounded(list(chain.from_iterable(self._problems)))
         self.rules: RuleSet | None = None
         if not self.problems:
+            files_read = [(each.file, each.text) for each in self.sources if each.text]
+            rules = tuple(self._rules)
             self.rules = RuleSet(
-                rules=tuple(self._rules),
-                file=source.file,
-                text=source.text,
-                files=tuple((each.file, each.text) for each in self.sources if each.text),
-                _written=self._written,
-                _entries=self._entries,
+                rules, source.file, source.text, tuple(files_read), self._written, self._entries
             )
 
     def _add_file(self, source: Located, folder: pathlib.Path | None) -> None:
@@ -203,18 +202,8 @@ class Inspection:
                 yield from _read_file(rule, source.place(("rules", index, "file")), folder)
             if rule is not None:
                 self._rules.append(rule)
-            yield from self._note_id(source, index, entry)
-
-    def _note_id(self, source: Located, index: int, entry: object) -> Iterator[Problem]:
-        rule_id = None
-        if isinstance(entry, dict):
-            rule_id = entry.get("id")
-        if not isinstance(rule_id, str):
-            return
-        first, first_index = self._written.setdefault(rule_id, (source, index))
-        if (first, first_index) != (source, index):
-            place = source.place(("rules", index, "id"))
-            yield duplicate_id(rule_id, place, first.place(("rules", first_index, "id")))
+            if isinstance(entry, dict):
+                yield from _note_id(self._written, entry.get("id"), source, index)
 
     def _follow(self, entry: str, place: Place, folder: pathlib.Path | None) -> Iterator[Problem]:
         # Entries without a file count too, because their hints take time.
@@ -237,13 +226,13 @@ class Inspection:
                 files = DISK
             document = files.read(target)
             target.check(document.text)
-            self._entries[document.file] = place
         except packs.IncludeError as error:
             yield Problem(place, "bad-include", error.message, error.hint)
         except RuleFileError as error:
             (problem,) = error.problems
             yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
         else:
+            self._entries[document.file] = place
             self._add_file(document, target.folder)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,17 @@ def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
     bits = np.frombuffer(joined, np.uint8).reshape(len(rows), -1)
     absent = np.unpackbits(bits, axis=1, count=width, bitorder="little")
     return step_array, values, absent == 0
+
+
+def together(parts: Mapping[str, WholeSeries], every: int = 1) -> tuple[Any, dict[str, Any], Any]:
+    """Return steps, values by statistic, and which of them are present, of every so many rows that all series have."""
+    # A run that is read while it is written may have a row more of one statistic.
+    length = min(map(len, parts.values()))
+    values = {}
+    for stat, series in parts.items():
+        rows = list(series.stored(0, length))[::every]
+        steps, values[stat], present = arrays(rows, len(series.key.names))
+    return steps, values, present
 
 
 def blocks(series: WholeSeries, start: int = 0, every: int = 1) -> Iterator[tuple[Any, Any, Any]]:

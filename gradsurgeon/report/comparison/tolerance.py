@@ -7,7 +7,7 @@ its expected square is the squared norm.
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,14 +98,20 @@ def set_limits(pairs: Sequence[Pair], readings: Sequence[Reading]) -> Tolerance:
     theirs = values[:, 1]
     far = distances(ours, theirs).tolist()
     shifts = distances(ours[:, :1], theirs[:, :1]).tolist()
+    # Finer dtypes than that of the records count as `float32`.
+    dtypes = ["float32", *run.dtypes.values(), *reference.dtypes.values()]
+    dtype = max(dtypes, key=eps_of)
     for pair, distance, shift in zip(pairs, far, shifts, strict=True):
         pair.shift = shift
         pair.distance = distance
         if pair.state:
             # A missing gradient is like a gradient of zeros.
             pair.distance = math.inf if pair.norm else 0.0
-    _set_floors(pairs, (run.dtypes, reference.dtypes))
-    dtype = coarsest([*run.dtypes.values(), *reference.dtypes.values()])
+        # A parameter is rounded to its dtype, other tensors to the coarsest one.
+        own = [dtype]
+        if not pair.kind.of_modules:
+            own = [reading.dtypes.get(pair.name, "") for reading in (run, reference)]
+        pair.floor = _EPS * max(map(eps_of, own))
     if noise:
         drift = noise_of(values[:, 2:], theirs)
         begin = (pairs[0].step, pairs[0].phase)
@@ -181,30 +187,8 @@ def of_signs(pair: Pair) -> float:
     return 2 * math.sqrt(share)
 
 
-def coarsest(dtypes: Iterable[str]) -> str:
-    """Return the dtype that rounds most; finer ones count as `float32`, the dtype of records."""
-    coarse = "float32"
-    for dtype in dtypes:
-        if eps_of(dtype) > eps_of(coarse):
-            coarse = dtype
-    return coarse
-
-
 def eps_of(dtype: str) -> float:
     return _COARSE.get(dtype, 2.0**-23)
-
-
-def _set_floors(pairs: Sequence[Pair], dtypes: Sequence[Mapping[str, str]]) -> None:
-    """Set how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
-    eps_of_names: dict[str, float] = {}
-    for dtype_of in dtypes:
-        for name, dtype in dtype_of.items():
-            eps_of_names[name] = max(eps_of(dtype), eps_of_names.get(name, 0.0))
-    finest = eps_of("float32")
-    coarse = max(eps_of_names.values(), default=finest)
-    for pair in pairs:
-        eps = coarse if pair.kind.of_modules else eps_of_names.get(pair.name, finest)
-        pair.floor = _EPS * eps
 
 
 def remedy_for(dtype: str) -> str:

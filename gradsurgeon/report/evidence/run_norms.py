@@ -20,7 +20,7 @@ from gradsurgeon.records.store.layout import RUN_FILE, section
 from gradsurgeon.records.store.memory import LOSS, Part
 from gradsurgeon.records.store.recorded import Recorded, of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
-from gradsurgeon.records.store.tables import arrays
+from gradsurgeon.records.store.tables import together
 
 # The statistics of a gradient that tell what a rule would have done.
 STATS = ("l2", "linf")
@@ -182,12 +182,7 @@ def _tables(recorded: Recorded, recorders: Container[str]) -> Iterator[RecordedT
             parts.setdefault((rule_id, point, names), {})[stat] = part
     skipped = [event.step for event in recorded.events if event.kind == "scaler-skip"]
     for (rule_id, point, names), by_stat in parts.items():
-        # A run that is read while it is written may have a row more of one statistic.
-        length = min(map(len, by_stat.values()))
-        stats = {}
-        for stat, part in by_stat.items():
-            rows = list(part.stored(0, length))
-            steps, stats[stat], present = arrays(rows, len(names))
+        steps, stats, present = together(by_stat)
         table = RecordedTable(rule_id, point, names, steps, np.ones_like(steps), present, stats)
         yield table if point == "backward" else table.without_overflows(skipped)
 
