@@ -139,17 +139,17 @@ def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], param
         spike = largest_spike(whole.steps[is_finite], whole.norms[is_finite])
         if spike is None or spike.times < largest:
             continue
-        norms: dict[Track, float] = {}
+        far: dict[Track, float] = {}
         for name in whole.names:
-            norm = _norm_at(calm[name], spike.step)
-            if norm > TIMES * calm[name].median:
-                norms[calm[name]] = norm
-        if norms:
+            track = calm[name]
+            norm = track.norms[track.steps <= spike.step][-1]
+            if norm > TIMES * track.median:
+                far[track] = norm
+        if far:
             largest = spike.times
             # By their share of the whole.
-            far = sorted(norms, key=norms.__getitem__, reverse=True)
-            text = _spike_text(f"the {whole_name(whole, params)}", spike)
-            text += f"; most in {_names(far)}"
+            names = _names(sorted(far, key=far.__getitem__, reverse=True))
+            text = f"{_spike_text(f'the {whole_name(whole, params)}', spike)}; most in {names}"
     return text
 
 
@@ -161,15 +161,6 @@ def _raised(tracks: Sequence[Track]) -> str:
             first, last, times = level
             return f"{printable(track.name)}, about {times:.2g}x its median from step {first} to {last}"
     return ""
-
-
-def _norm_at(track: Track, step: int) -> float:
-    """Return the norm of a step, or the largest of a few steps; 0 or less where there is none."""
-    place = int(np.searchsorted(track.steps, step, side="right")) - 1
-    if place < 0:
-        return 0.0
-    norm = float(track.norms[place])
-    return norm if math.isfinite(norm) else 0.0
 
 
 def _spike_text(name: str, spike: Spike) -> str:

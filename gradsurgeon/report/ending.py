@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.common.events import NO_RULE_ACTS, OUR_FAULT, TRIPS, Event
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
@@ -122,14 +123,13 @@ _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 def ending_of(ends: Mapping[int, RankEnd], tally: EventTally) -> Ending:
     states = []
     words = {}
-    ranks_by_words: dict[str, list[str]] = {}
     for rank, end in ends.items():
         state, words[rank] = end_of_rank(end)
         states.append(state)
-        ranks_by_words.setdefault(words[rank], []).append(str(rank))
-    shown = list(ranks_by_words)
-    if len(shown) > 1:
-        shown = [f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_words.items()]
+    shown = []
+    for text, ranks in grouped(words, words.__getitem__).items():
+        of_ranks = f"rank {', '.join(map(str, ranks))}: " if len(ranks) < len(words) else ""
+        shown.append(of_ranks + text)
     state = min(states, key=_FIRST.index)
     is_broken = not {"stopped", "unknown"}.isdisjoint(states)
     return Ending(state, "; ".join(shown) + _outcome(state, tally), words, is_broken)

@@ -1,10 +1,12 @@
 """What was recorded of losses: their values, how far they conflict, and their weights in a combination. Needs numpy."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
@@ -128,11 +130,8 @@ def thinned(
 
 def _joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
     """Return series with the parts of each name in one: other parameters beside it make another part."""
-    joint: dict[tuple[str, str, str], list[LossSeries]] = {}
-    for loss in recorded:
-        joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
     series = []
-    for parts in joint.values():
+    for parts in grouped(recorded, attrgetter("rule", "stat", "name")).values():
         steps = np.concatenate([part.steps for part in parts])
         values = np.concatenate([part.values for part in parts])
         order = np.argsort(steps, kind="stable")
@@ -164,7 +163,7 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
     read = list(blocks(part))
     if not read:
         return
-    steps, values, present = [np.concatenate(arrays) for arrays in zip(*read, strict=True)]
+    steps, values, present = map(np.concatenate, zip(*read, strict=True))
     for name in names:
         column = part.columns[name]
         has_value = present[:, column]
@@ -175,10 +174,7 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
 
 def loss_tables(losses: Sequence[LossSeries]) -> Iterator[tuple[Table, Sequence[LossSeries]]]:
     """Yield a table and the curves of each statistic that a rule has measured of losses."""
-    groups: dict[tuple[str, str], list[LossSeries]] = {}
-    for loss in losses:
-        groups.setdefault((loss.rule, loss.stat), []).append(loss)
-    for (_, stat), series in groups.items():
+    for (_, stat), series in grouped(losses, attrgetter("rule", "stat")).items():
         if stat == COSINE:
             # The worst conflicts come first, pairs without a number last.
             series.sort(key=lambda pair: np.nan_to_num(pair.numbers["mean"], nan=np.inf))

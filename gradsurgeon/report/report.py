@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -29,7 +29,6 @@ from gradsurgeon.report.rules_and_events import (
     event_lines,
     listed,
     logged_params,
-    never_reached,
     rule_table,
 )
 from gradsurgeon.report.tables import LEGEND, Table
@@ -89,18 +88,17 @@ class Report:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
         if not width:
             width = shutil.get_terminal_size((_COLUMNS, 24)).columns
-        parts = ["\n".join([*self.head, *rank_lines(self.progress)])]
+        parts: list[Iterable[str]] = [[*self.head, *rank_lines(self.progress)]]
         if self.callouts:
-            parts.append("\n".join(f"  {line}" for line in self.outcome.callout_lines))
+            parts.append(map("  {}".format, self.outcome.callout_lines))
         for place, table in enumerate(self.tables, 1):
-            lines = list(table.lines(width))
-            lines += [f"  {note}" for note in table.notes]
+            notes = list(table.notes)
             if place == len(self.norms):
-                lines.append(f"  {LEGEND}")
-            parts.append("\n".join(lines))
+                notes.append(LEGEND)
+            parts.append([*table.lines(width), *map("  {}".format, notes)])
         if self.events:
-            parts.append("\n".join(event_lines(self.events)))
-        return "\n\n".join(parts)
+            parts.append(event_lines(self.events))
+        return "\n\n".join(map("\n".join, parts))
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -119,9 +117,8 @@ class Report:
     def rule_table(self) -> Table:
         """What each rule did."""
         first, last = self.steps or (0, -1)
-        updates = last - first + 1
-        ranks = max(1, len(self.ends))
-        return rule_table(self.rules, self.statuses, self.events, updates * ranks)
+        updates = (last - first + 1) * max(1, len(self.ends))
+        return rule_table(self.rules, self.statuses, self.events, updates)
 
     @property
     def _kinds(self) -> dict[str, str]:
@@ -208,7 +205,7 @@ class Report:
             seen.append(Callout(REPLICAS, self.ranks))
         silent = self._silent()
         if silent:
-            seen.append(Callout("silent", never_reached(silent)))
+            seen.append(Callout("silent", f"never got a gradient: {listed(silent)}"))
         return tuple(seen)
 
     @cached_property
@@ -246,15 +243,13 @@ class Report:
     @property
     def frozen_note(self) -> str:
         """A sentence on parameters with `requires_grad` off, empty if there are none."""
-        frozen = dict(self.frozen)
+        frozen = set(self.frozen)
         if is_installed("numpy"):
             # A parameter that learns later has norms.
-            for _, name in self.history.shown:
-                frozen.pop(name, None)
+            frozen -= {name for _, name in self.history.shown}
         if not frozen:
             return ""
-        names = sorted(frozen)
-        names.sort(key=frozen.__getitem__, reverse=True)
+        names = sorted(frozen, key=lambda name: (-self.frozen[name], name))
         return f"requires_grad off: {count(len(names), 'parameter')}, largest {listed(names)}"
 
     @property

@@ -4,8 +4,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.common.events import Event, RuleStatus, is_trip
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
@@ -43,6 +45,12 @@ class RuleInfo:
     role: str = "edit"
     logged: tuple[str, ...] = ()  # the parameters whose l2 norms it records
     kind: str = GRADIENT  # what it measures, such as "gradient" or "output"
+
+
+@cache
+def base_of(tensor: str) -> str:
+    """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
+    return re.sub(r"^(input|output)\b.*?(\.grad)?$", r"\1\2", tensor)
 
 
 def rule_table(
@@ -117,10 +125,6 @@ def listed(names: Sequence[str]) -> str:
     return text
 
 
-def never_reached(names: Sequence[str]) -> str:
-    return f"never got a gradient: {listed(names)}"
-
-
 def by_kind(events: Iterable[Event]) -> Counter[str]:
     """Return how many events there are of each kind; what several ranks note of a step counts once."""
     per_rank: Counter[tuple[str, str, int, int]] = Counter()
@@ -129,7 +133,7 @@ def by_kind(events: Iterable[Event]) -> Counter[str]:
         key = (event.kind, event.rule, event.step, event.rank)
         per_rank[key] += 1
         # The first of one rank is the first of another.
-        kinds[event.kind, event.rule, event.step, per_rank[key]] = event.kind
+        kinds[*key[:3], per_rank[key]] = event.kind
     return Counter(kinds.values())
 
 
@@ -169,17 +173,17 @@ class EventGroup(NamedTuple):
             yield f"      {line}".rstrip()
 
 
+def _alike(event: Event) -> tuple[str, ...]:
+    # Notices without a rule differ in their wording alone, whatever numbers are in it. The second line of a trap says what
+    # was done, so "giving up" is a group of its own.
+    lines = event.message.split("\n", 2)
+    wording = re.sub(r"\d[\d,.]*", "#", "".join(lines[:2]))
+    return event.kind, event.rule, event.name, wording
+
+
 def event_groups(events: Sequence[Event]) -> Iterator[EventGroup]:
     """Yield groups in the order of their first events."""
-    groups: dict[tuple[str, ...], list[Event]] = {}
-    for event in events:
-        # Notices without a rule differ in their wording alone, whatever numbers are in it. The second line of a trap
-        # says what was done, so "giving up" is a group of its own.
-        lines = event.message.split("\n", 2)
-        wording = re.sub(r"\d[\d,.]*", "#", "".join(lines[:2]))
-        key = (event.kind, event.rule, event.name, wording)
-        groups.setdefault(key, []).append(event)
-    for group in groups.values():
+    for group in grouped(events, _alike).values():
         steps = [event.step for event in group]
         ranks = {event.rank for event in group}
         times = by_kind(group).total()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ from gradsurgeon.cli.review.effects import (
     meaning_of,
     order_changes,
 )
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.language.planning import Manifest, Match, MatchedRules, Matcher, Obstacle
 from gradsurgeon.language.schema import RuleSet
 
@@ -164,16 +164,14 @@ def compare(
 def _renamed(old: Sequence[Rule], new: Sequence[Rule]) -> dict[str, str]:
     """Return the new id of each rule that has another one: the same action on the same tensors."""
     known = {rule.id for rule in old}
-    come: dict[str, list[str]] = defaultdict(list)
-    for rule in new:
-        if rule.id not in known:
-            come[_selection(rule)].append(rule.id)
     kept = {rule.id for rule in new}
+    come = grouped([rule for rule in new if rule.id not in known], _selection)
+    gone = grouped([rule for rule in old if rule.id not in kept], _selection)
     new_ids = {}
     # A file may have thousands of rules, so they are not compared in pairs.
-    for rule in old:
-        if rule.id not in kept and come[_selection(rule)]:
-            new_ids[rule.id] = come[_selection(rule)].pop(0)
+    for selection, rules in gone.items():
+        for rule, renamed in zip(rules, come.get(selection, ()), strict=False):
+            new_ids[rule.id] = renamed.id
     return new_ids
 
 

@@ -100,12 +100,12 @@ class TestFile:
 
 @dataclass(frozen=True)
 class Result:
-    """How one test ended: ``failure`` is empty if it passed, and ``skipped`` says why it was not run."""
+    """How one test ended, and why it did not pass."""
 
     name: str
     place: Place
-    failure: str = ""
-    skipped: str = ""
+    outcome: Literal["passed", "failed", "not run"]
+    reason: str
 
 
 def read(path: str) -> TestFile:
@@ -113,7 +113,7 @@ def read(path: str) -> TestFile:
     document = source.read(path)
     data = document.data if isinstance(document.data, dict) else {}
     top, flaws = read_options(_TestFile, data)
-    problems = [*document.problems, *(problem_of(document, (), flaw) for flaw in flaws)]
+    problems = [*document.problems, *[problem_of(document, (), flaw) for flaw in flaws]]
     beside = Path(document.file).name.removesuffix(SUFFIX) + ".yaml"
     rules = _file(document, ("rules",), data.get("rules", beside), _rules, problems)
     manifest = _file(document, ("params",), data.get("params"), manifest_file.read, problems)
@@ -156,9 +156,10 @@ def run(file: TestFile) -> Iterator[Result]:
         name = f"{index + 1}: {test.name}"
         place = file.document.place(("tests", index))
         if test.gradient is not None and not is_installed("torch"):
-            yield Result(name, place, skipped=_NO_TORCH)
+            yield Result(name, place, "not run", _NO_TORCH)
             continue
-        yield Result(name, place, _failure(file, test, told_on))
+        failure = _failure(file, test, told_on)
+        yield Result(name, place, "failed" if failure else "passed", failure)
 
 
 def _failure(file: TestFile, test: RuleTest, told_on: Callable[[str], dict[str, Told]]) -> str:

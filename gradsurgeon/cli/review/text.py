@@ -4,11 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from gradsurgeon.actions import written
 from gradsurgeon.cli.review.difference import SIGNS, Difference, RuleChange
-from gradsurgeon.cli.review.effects import Ids
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import NOUNS, abridged, count
 from gradsurgeon.language.schema import RuleSet
@@ -150,16 +151,14 @@ def _as_written(rules: RuleSet, rule: str, option: str, value: Any) -> str:
 
 
 def _chains(difference: Difference) -> Iterator[str]:
-    groups: dict[tuple[Ids, Ids], list[str]] = {}
-    for change in difference.chains:
-        groups.setdefault((change.before, change.after), []).append(change.name)
+    groups = grouped(difference.chains, attrgetter("before", "after"))
     if not groups:
         return
     yield ""
     number = len(difference.chains)
     yield f"tensors under other rules than before, in order of effect: {number:,}"
-    for (before, after), names in islice(groups.items(), _CHAINS):
-        yield f"  {_names(names)}"
+    for (before, after), changes in islice(groups.items(), _CHAINS):
+        yield f"  {_names([change.name for change in changes])}"
         yield f"      before: {' -> '.join(before) or 'no rule'}"
         yield f"      now:    {' -> '.join(after) or 'no rule'}"
     if len(groups) > _CHAINS:

@@ -46,7 +46,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: boo
             if match.things and rule in by_themselves:
                 warnings[rule.id] += (f"{BY_ITSELF}: {BOTH_FORMS}",)
     plan = Plan(rules, manifest, tuple(bindings), warnings, refused=refused)
-    notes = [printable(note) for note in manifest.notes]
+    notes = map(printable, manifest.notes)
     return replace(plan, warnings=(*_cost(plan), *_graph_breaks(plan), *notes))
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
 
 from gradsurgeon.common import _live
+from gradsurgeon.common._grouping import grouped
 
 # Wrappers put one segment between their own name and the name of the wrapped module. The segment is
 # dropped only if its owner is such a wrapper: a model may call a child `module`. Names identify the
@@ -194,10 +195,7 @@ def from_model(model: Any) -> Manifest:
     if not hasattr(model, "_modules") or not hasattr(model, "_parameters"):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     # The places of each parameter by its id: a tied one has several.
-    groups: dict[int, list[ParameterSlot]] = {}
-    for slot in slots(model):
-        param = slot.owner._parameters[slot.key]  # noqa: SLF001 # the slot itself
-        groups.setdefault(id(param), []).append(slot)
+    groups = grouped(slots(model), lambda slot: id(slot.owner._parameters[slot.key]))  # noqa: SLF001 # the slot itself
     names = named_modules(model)
     root = names[ROOT]
     # The ids of the modules whose parameters `fully_shard` manages.
@@ -226,10 +224,7 @@ def named_modules(model: Any) -> dict[str, Any]:
 
 
 def _modules(names: Mapping[str, Any]) -> Iterator[ModuleEntry]:
-    names_by_id: dict[int, list[str]] = {}
-    for name, module in names.items():
-        names_by_id.setdefault(id(module), []).append(name)
-    for name, *aliases in names_by_id.values():
+    for name, *aliases in grouped(names, lambda name: id(names[name])).values():
         yield ModuleEntry(name, tuple(aliases), class_names(names[name]))
 
 

@@ -190,7 +190,7 @@ def is_for(rule: Rule, manifest: Manifest) -> bool:
     if rule.model is None:
         return True
     pattern = compile_pattern(rule.model)
-    return any(pattern.matches(name) for name in manifest.model_type)
+    return any(map(pattern.matches, manifest.model_type))
 
 
 def _undecided(rule: Rule, manifest: Manifest) -> str:

@@ -68,8 +68,10 @@ class MatchedRules:
 
     def _clashes(self, rule: Rule) -> Iterator[str]:
         """Yield complaints about gradients that an earlier rule combines too."""
+        if not _combines(rule):
+            return
         for other in filter(_combines, self.rules.values()):
-            if other is rule or not _combines(rule):
+            if other is rule:
                 return
             taken = self.matches[other.id].members
             shared = [name for name in self.matches[rule.id].names if name in taken]
@@ -105,7 +107,7 @@ def complaint(rules: RuleSet, rule: Rule, obstacle: Obstacle) -> str:
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
     """Return complaints about rules that match too little in all the models together."""
     complaints: list[str] = []
-    matchers = [Matcher(manifest) for manifest in models.values()]
+    matchers = list(map(Matcher, models.values()))
     for rule in rules.rules:
         if rule.target == "tensors" or not models:
             continue

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gradsurgeon.actions import CheckRule, LossRule, Moment, Rule, TrapRule
 from gradsurgeon.common import _html, _live
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.manifest import Manifest
 from gradsurgeon.language.planning.matching import chains_of
@@ -103,10 +105,8 @@ class Plan:
 
     @cached_property
     def _by_rule(self) -> dict[str, tuple[Binding, ...]]:
-        grouped: dict[str, list[Binding]] = {}
-        for binding in self.bindings:
-            grouped.setdefault(binding.rule, []).append(binding)
-        return {rule: tuple(bindings) for rule, bindings in grouped.items()}
+        groups = grouped(self.bindings, attrgetter("rule"))
+        return {rule: tuple(bindings) for rule, bindings in groups.items()}
 
     def __str__(self) -> str:
         rules = count(len(self.rules.rules), "rule")
@@ -136,7 +136,7 @@ class Plan:
         return {
             "version": 1,
             "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
-            "rules": [self._rule_entry(rule) for rule in self.rules.rules],
+            "rules": list(map(self._rule_entry, self.rules.rules)),
             "chains": {name: list(chain) for name, chain in self.chains.items()},
             "warnings": list(self.warnings),
         }
@@ -217,12 +217,9 @@ def _chains(plan: Plan) -> Iterator[str]:
         yield "no rule binds anything"
         return
     shown = {rule.id: f"{rule.id} (at {rule.point})" for rule in plan.rules.rules}
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, chain in plan.chains.items():
-        groups.setdefault(chain, []).append(name)
     aliases = {param.name: param.aliases for param in plan.manifest.params}
     yield "effects per tensor, in order of effect"
-    for chain, names in groups.items():
+    for chain, names in grouped(plan.chains, plan.chains.__getitem__).items():
         yield "  " + " -> ".join(map(shown.__getitem__, chain))
         noun = "parameter" if names[0] in aliases else "tensor"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"

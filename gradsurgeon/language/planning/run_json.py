@@ -57,7 +57,7 @@ def about(plan: Plan) -> dict[str, Any]:
         "model": {
             "origin": plan.manifest.origin,
             "title": plan.subject,
-            "params": [_param_entry(param) for param in plan.manifest.params],
+            "params": list(map(_param_entry, plan.manifest.params)),
             "aliases": aliases,
         },
         # The content of params.json: rules can be bound to the names of a run.

@@ -84,7 +84,7 @@ def _least_release(requirement: str) -> list[int]:
 
 
 def _release(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]
+    return list(map(int, version.split(".")))
 
 
 def _requirement(text: str) -> str:

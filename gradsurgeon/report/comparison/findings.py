@@ -125,7 +125,7 @@ def steps_of(pairs: Sequence[Pair]) -> Iterator[StepDifference]:
     for step, of_step in groupby(pairs, key=attrgetter("step")):
         compared = [pair for pair in of_step if not pair.is_undecided]
         apart = [pair.distance for pair in compared if pair.is_apart]
-        finite = [distance for distance in apart if math.isfinite(distance)]
+        finite = list(filter(math.isfinite, apart))
         middle = median(finite) if finite else 0.0
         largest = max(finite, default=0.0)
         yield StepDifference(step, len(compared), len(apart), middle, largest)

@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,6 +17,7 @@ from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.run import StoredRun
 from gradsurgeon.records.store.tables import together
 from gradsurgeon.report.comparison.order import is_inside
+from gradsurgeon.report.rules_and_events import base_of
 
 # What makes a fingerprint; the number of elements is welcome, not needed.
 STATS = ("l2", "projection_1", "projection_2", "numel")
@@ -37,12 +36,6 @@ _HINT = (
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
-@cache
-def _base_of(tensor: str) -> str:
-    """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
-    return re.sub(r"^(input|output)\b.*?(\.grad)?$", r"\1\2", tensor)
-
-
 class Kind(NamedTuple):
     """A kind of tensor, such as the output of modules, and the point at which it was measured."""
 
@@ -51,7 +44,7 @@ class Kind(NamedTuple):
 
     @property
     def base(self) -> str:
-        return _base_of(self.tensor)
+        return base_of(self.tensor)
 
     @property
     def of_modules(self) -> bool:

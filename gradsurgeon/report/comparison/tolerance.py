@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.layout import section
 from gradsurgeon.report.comparison.pairs import Pair, values_of
-from gradsurgeon.report.comparison.reading import Kind, Reading
+from gradsurgeon.report.comparison.reading import Reading
 from gradsurgeon.report.spikes import Floats
 
 _TIMES = 10.0
@@ -133,10 +134,8 @@ def set_limits(pairs: Sequence[Pair], readings: Sequence[Reading]) -> Tolerance:
 
 def _groups_of(pairs: Sequence[Pair]) -> list[list[int]]:
     """Return the places of tensors of one kind in one step."""
-    groups: dict[tuple[int, Kind], list[int]] = {}
-    for place, pair in enumerate(pairs):
-        groups.setdefault((pair.step, pair.kind), []).append(place)
-    return list(groups.values())
+    kinds = [(pair.step, pair.kind) for pair in pairs]
+    return list(grouped(range(len(pairs)), kinds.__getitem__).values())
 
 
 def vanishing(pairs: Sequence[Pair], dtype: str) -> Floats:

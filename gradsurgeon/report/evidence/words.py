@@ -58,14 +58,14 @@ def change(before: Told | None, after: Told | None) -> str:
     """Return what a change of a rule would have changed, for one line of a diff."""
     sides = [side for side in (before, after) if side is not None]
     first = sides[0]
-    texts = [_side(first)]
+    text = _side(first)
     for other in sides[1:]:
-        text = _side(other)
+        now = _side(other)
         if not (first.missing or other.missing) and other.steps in (first.steps, 0):
-            text = _percent(other)
-        if text != texts[0]:
-            texts.append(text)
-    text = f"on {first.run}: {' -> '.join(texts)}"
+            now = _percent(other)
+        if now != text:
+            text += f" -> {now}"
+    text = f"on {first.run}: {text}"
     if first.is_rounded:
         text += " (rounded)"
     if any(side.is_of_one_rank for side in sides):
@@ -109,13 +109,12 @@ def _strongest(largest: Strongest | None) -> str:
 def _often(told: Told) -> str:
     if len(set(told.by_name.values())) <= 1:  # all alike
         return "-"
-    ordered = sorted(told.by_name.items(), key=lambda item: -item[1])
-    return ", ".join(f"{printable(name)} {number:,}" for name, number in ordered[:_NAMES])
+    most = told.by_name.most_common(_NAMES)
+    return ", ".join(f"{printable(name)} {number:,}" for name, number in most)
 
 
 def _divided(factors: list[float | None]) -> str:
     texts = [f"{_DIVIDED}{factor:.3g}" if factor else "not touched" for factor in factors]
-    text = " -> ".join(texts)
     if factors[0]:
-        text = text.replace(f" -> {_DIVIDED}", " -> ")
-    return text
+        texts[1:] = [text.removeprefix(_DIVIDED) for text in texts[1:]]
+    return " -> ".join(texts)
