@@ -33,11 +33,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    results: dict[str, list[Result]] = {}
+    results = {}
     is_unreadable = False
     for path in _files(arguments.paths):
         try:
-            results[path] = list(rule_tests.run(rule_tests.read(path)))
+            results[path] = list(rule_tests.run(path))
         except RuleFileError as error:
             results[path] = []
             for problem in error.problems:

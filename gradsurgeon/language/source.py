@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias
 import yaml
 
 from gradsurgeon.errors import Place, Problem, RuleFileError, reason_of
-from gradsurgeon.language.yaml_hints import hint_for, indicator_hint, text_of
+from gradsurgeon.language.yaml_hints import hint_for, indicator_hint
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -199,11 +199,12 @@ class _YamlReader:
         return root
 
     def _halt_at(self, error: yaml.MarkedYAMLError) -> NoReturn:
-        parts = [part for part in (error.context, error.problem) if part]
-        message = f"YAML syntax: {', '.join(parts)}"
+        message = f"YAML syntax: {', '.join(filter(None, (error.context, error.problem)))}"
         mark: Any = error.problem_mark
-        is_quoted = "quoted" in text_of(error.context) and "escape" not in text_of(error.problem)
-        is_in_token = "scanning" in text_of(error.context) and "tab" not in text_of(error.problem)
+        context = error.context or ""
+        problem = error.problem or ""
+        is_quoted = "quoted" in context and "escape" not in problem
+        is_in_token = "scanning" in context and "tab" not in problem
         if is_in_token and error.context_mark is not None:
             # A token that does not end is noticed late.
             mark = error.context_mark

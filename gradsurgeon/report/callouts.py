@@ -139,7 +139,7 @@ def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], param
         spike = largest_spike(whole.steps[is_finite], whole.norms[is_finite])
         if spike is None or spike.times < largest:
             continue
-        far: dict[Track, float] = {}
+        far = {}
         for name in whole.names:
             track = calm[name]
             norm = track.norms[track.steps <= spike.step][-1]
@@ -170,7 +170,7 @@ def _spike_text(name: str, spike: Spike) -> str:
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     alive = {_module(track) for track in tracks if track.largest > 0}
     zero = []
-    died: list[tuple[int, Track]] = []
+    died = []
     for track in tracks:
         is_zero = track.largest == 0 and not len(track.nonfinite_steps)
         is_inert_bias = _is_bias(track) and _module(track) in alive

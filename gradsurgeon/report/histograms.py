@@ -1,7 +1,7 @@
 """Histograms of the elements of tensors: the quantiles of their magnitudes over the steps. Needs numpy."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +18,6 @@ from gradsurgeon.tensors.statistics import (
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _MOST_STEPS = 500
-
-
-class Magnitudes(NamedTuple):
-    """The quantiles of the magnitudes of one tensor, in the order of `SHARES`, for some of its steps."""
-
-    rule: str
-    name: str
-    steps: Ints
-    quantiles: Floats
 
 
 def quantiles_of(counts: Any) -> Floats:
@@ -51,8 +42,8 @@ def quantiles_of(counts: Any) -> Floats:
     return np.array(quantiles)
 
 
-def magnitudes_of(series: Iterable[Part]) -> Iterator[Magnitudes]:
-    """Yield the quantiles of each tensor that has histograms."""
+def magnitudes_of(series: Iterable[Part]) -> Iterator[tuple[str, str, Ints, Floats]]:
+    """Yield rule, name, steps and quantiles, in the order of `SHARES`, of each tensor that has histograms."""
     groups: dict[tuple[str, str, tuple[str, ...]], dict[str, Part]] = {}
     for part, repeated in of_lowest_ranks(series):
         rule, stat, point, names = part.key
@@ -65,4 +56,4 @@ def magnitudes_of(series: Iterable[Part]) -> Iterator[Magnitudes]:
         quantiles = quantiles_of(np.stack(in_order, axis=-1).astype(float))
         for column, name in enumerate(names):
             known = present[:, column]
-            yield Magnitudes(rule, name, steps[known], quantiles[:, known, column])
+            yield rule, name, steps[known], quantiles[:, known, column]

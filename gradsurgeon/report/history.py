@@ -12,7 +12,7 @@ import numpy as np
 
 from gradsurgeon.records.store import Part
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import NO_NORM, Sheet, read_sheet, records_of
+from gradsurgeon.report.sheets import NO_NORM, Line, read_lines, records_of
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.report.track import RecordOrigin, Track
 
@@ -52,22 +52,18 @@ class History:
                 norms.append((part, repeated))
                 size += len(part) * len(part.key.names)
         self.rows_of_a_column = max(1, -(-size // MOST_VALUES))
-        # The sheets and lines in which an origin has a tensor.
-        self._places: dict[tuple[RecordOrigin, str], list[tuple[Sheet, int]]] = {}
+        self._lines: dict[tuple[RecordOrigin, str], list[Line]] = {}
         for part, repeated in norms:
             self._read(part, repeated)
         # Which records are shown, by kind and name: kinds as rules have them, names as in the model.
         self.shown = self._choose(order)
 
     def _read(self, series: Part, repeated: Collection[int]) -> None:
-        sheet = read_sheet(series, repeated, self.rows_of_a_column)
         rule, stat, point, _ = series.key
         kind = OF_UPDATES.get(stat, self._kinds.get(rule, GRADIENT))
         origin = RecordOrigin(kind, rule, point)
-        has_norms = (sheet.norms != NO_NORM).any(axis=1)
-        for line in np.flatnonzero(has_norms).tolist():
-            places = self._places.setdefault((origin, sheet.names[line]), [])
-            places.append((sheet, line))
+        for name, line in read_lines(series, repeated, self.rows_of_a_column):
+            self._lines.setdefault((origin, name), []).append(line)
 
     def _choose(self, order: Sequence[str]) -> dict[tuple[str, str], RecordOrigin]:
         """Return the records to show, in the order of rules and of the model: of the first point, by the first rule."""
@@ -81,7 +77,7 @@ class History:
             return _place(kind, kinds), of_name, _place(point, POINTS), _place(rule, rules)
 
         shown: dict[tuple[str, str], RecordOrigin] = {}
-        for origin, name in sorted(self._places, key=position):
+        for origin, name in sorted(self._lines, key=position):
             shown.setdefault((origin.kind, name), origin)
         return shown
 
@@ -97,7 +93,7 @@ class History:
         tracks = []
         for (_, name), origin in self.shown.items():
             once = origin.point not in OF_EACH_CALL
-            steps, norms = records_of(self._places[origin, name], once=once)
+            steps, norms = records_of(self._lines[origin, name], once=once)
             tracks.append(Track(name, origin, steps, norms))
         return tracks
 

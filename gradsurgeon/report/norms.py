@@ -8,7 +8,7 @@ import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
-from gradsurgeon.records.store import Part
+from gradsurgeon.records.store import Key, Part
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.callouts import nouns, whole_name
 from gradsurgeon.report.history import POINTS, History, WholeNorm
@@ -114,14 +114,14 @@ def ranks_that_differ(
     Ranks are replicas if `DistributedDataParallel` held the model, or if their norms were alike at first. Others may train
     apart, or a script averages their gradients after the norms were taken.
     """
-    lowest: dict[tuple[object, ...], Part] = {}
+    lowest: dict[Key, Part] = {}
     differences: list[tuple[int, str]] = []
     for part in series:
         key = part.key
         is_of_gradient = key.stat == STAT and kinds.get(key.rule) == GRADIENT
         if not is_of_gradient or key.point not in _REDUCED:
             continue
-        other = lowest.setdefault(tuple(key), part)
+        other = lowest.setdefault(key, part)
         if other is not part:
             least = 0 if are_replicas else _ALIKE
             differences += _first_difference(other, part, least)

@@ -58,7 +58,7 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
         if param.get("requires_grad") is False:
             frozen[param["name"]] = param["numel"]
     return Report(
-        title=_title(meta),
+        title=f"{section(meta, 'rules').get('file', '?')} on {model_title(meta) or '?'}",
         params=tuple(names),
         rules=rules,
         statuses=statuses,
@@ -75,10 +75,10 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     )
 
 
-def _title(meta: Mapping[str, Any]) -> str:
+def model_title(meta: Mapping[str, Any]) -> Any:
+    """Return the name of the model of a run, nothing if it has none."""
     model = section(meta, "model")
-    title = model.get("title") or model.get("origin", "?")
-    return f"{section(meta, 'rules').get('file', '?')} on {title}"
+    return model.get("title") or model.get("origin", "")
 
 
 def _notes(recorded: Recorded) -> Iterator[str]:

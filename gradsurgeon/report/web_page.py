@@ -4,6 +4,7 @@ import json
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -61,8 +62,8 @@ def write_page(runs: Sequence[Path], place: Path, *, reload_seconds: float = 0) 
     the page shows itself anew in a browser.
     """
     check_replaceable(place, "page of `report`", BEGINNING.encode())
-    readable: list[dict[str, Any]] = []
-    problems: list[str] = []
+    readable = []
+    problems = []
     for path in runs:
         try:
             with open_run(path) as run:
@@ -153,11 +154,11 @@ def _versus(report: Report) -> Iterator[dict[str, Any]]:
 
 def _magnitudes(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the quantiles of each tensor with histograms; a few steps of many, and a few tensors of many."""
-    for magnitudes in islice(magnitudes_of(report.series), _MOST_MAGNITUDES):
+    for rule, name, steps, quantiles in islice(magnitudes_of(report.series), _MOST_MAGNITUDES):
         lines = []
-        for share, values in zip(SHARES, magnitudes.quantiles, strict=True):
-            lines.append(line(f"{share:.0%}", magnitudes.steps, values))
-        yield {"name": magnitudes.name, "rule": magnitudes.rule, "lines": lines}
+        for share, values in zip(SHARES, quantiles, strict=True):
+            lines.append(line(f"{share:.0%}", steps, values))
+        yield {"name": name, "rule": rule, "lines": lines}
 
 
 def _kind(report: Report, kind: str) -> dict[str, Any]:
@@ -221,17 +222,7 @@ def _marks(events: Sequence[Event]) -> list[list[Any]]:
 
 
 def _event(group: EventGroup) -> dict[str, Any]:
-    event = group.first
-    return {
-        "kind": event.kind,
-        "rule": event.rule,
-        "name": event.name,
-        "message": event.message,
-        "step": event.step,
-        "repeated": group.repeated,
-        "ranks": group.on_ranks,
-        "diagnosis": event.diagnosis,
-    }
+    return {**asdict(group.first), "repeated": group.repeated, "ranks": group.on_ranks}
 
 
 def line(label: str, steps: Ints, values: Floats, *, lowest: bool = False) -> dict[str, Any]:

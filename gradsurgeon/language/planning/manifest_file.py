@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -35,8 +35,6 @@ _DTYPES = {
 }
 # Tensors of whole numbers or bits have no gradient.
 _WITHOUT_GRADIENT = ("I", "U", "BOOL")
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,15 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 
 def from_dict(data: object, file: str = "<dict>") -> Manifest:
     """Return the manifest that `to_dict` has written."""
-    top = _checked(_File, data, file)
+    try:
+        top = TypeAdapter(_File).validate_python(data)
+    except ValidationError as errors:
+        first = errors.errors(include_url=False)[0]
+        place = Built(None, file=file).place(first["loc"])
+        message = f"{first['msg']}, found {described(first['input'])}"
+        if first["type"] == "missing":
+            message = "the key is missing"
+        raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
     model_type = {module.name: module.module_type for module in top.modules}.get(ROOT, ())
     return Manifest(top.origin, top.params, top.modules, model_type)
 
@@ -140,19 +146,6 @@ def _read_json(file: str) -> object:
         return from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
     except ValueError as error:
         _refuse(file, f"not JSON: {error}")
-
-
-def _checked(kind: type[_Value], value: object, file: str) -> _Value:
-    try:
-        valid: _Value = TypeAdapter(kind).validate_python(value)
-    except ValidationError as errors:
-        first = errors.errors(include_url=False)[0]
-        place = Built(None, file=file).place(first["loc"])
-        message = f"{first['msg']}, found {described(first['input'])}"
-        if first["type"] == "missing":
-            message = "the key is missing"
-        raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
-    return valid
 
 
 def _refuse(file: str, message: str, check: str = "bad-manifest") -> NoReturn:

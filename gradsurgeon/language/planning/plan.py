@@ -14,7 +14,7 @@ from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.manifest import Manifest
 from gradsurgeon.language.planning.matching import chains_of
-from gradsurgeon.language.planning.table import abridged, count, grid, noun_of
+from gradsurgeon.language.planning.table import NOUNS, abridged, count, grid
 from gradsurgeon.language.schema import RuleSet
 
 _HOOKS: dict[Moment, str] = {
@@ -201,7 +201,8 @@ def rule_rows(plan: Plan) -> Iterator[RuleRow]:
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
         hook = bound[0].hook if bound else "-"
-        binds = count(len(bound), noun_of(rule))
+        noun = "loss name" if rule.judges_losses else NOUNS[rule.target]
+        binds = count(len(bound), noun)
         dormant = sum(binding.dormant for binding in bound)
         if dormant:
             # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.

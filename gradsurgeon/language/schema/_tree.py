@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import TypeAlias
 
 from gradsurgeon.actions import Rule, described
 from gradsurgeon.errors import Place, Problem, RuleFileError
@@ -30,16 +30,8 @@ from gradsurgeon.language.schema._document import (
 MAX_FILES = 32
 
 
-class Files(NamedTuple):
-    """A tree of files for `include`: on disk, or in a commit of git."""
-
-    # Returns the file of a relative entry in a file in a folder, or raises `IncludeError`.
-    find: Callable[[str, pathlib.Path], packs.Included]
-    # Reads a file that `find` returned, or raises `RuleFileError`.
-    read: Callable[[packs.Included], Located]
-
-
-DISK = Files(packs.file_on_disk, lambda target: source.read(target.path, target.name))
+# Returns the file of a relative entry in a file in a folder, on disk or in a commit of git, or raises `IncludeError`.
+Find: TypeAlias = Callable[[str, pathlib.Path], packs.Included]
 
 
 @dataclass(frozen=True)
@@ -120,8 +112,8 @@ def _note_id(
     return [duplicate_id(rule_id, place, first.place(("rules", first_index, "id")))]
 
 
-def validate(source: Located, files: Files = DISK) -> RuleSet:
-    inspection = Inspection(source, files)
+def validate(source: Located, find: Find = packs.file_on_disk) -> RuleSet:
+    inspection = Inspection(source, find)
     if inspection.rules is None:
         raise RuleFileError(inspection.problems)
     return inspection.rules
@@ -136,8 +128,8 @@ class Inspection:
         sources: the files in the same order, packs too.
     """
 
-    def __init__(self, source: Located, files: Files = DISK) -> None:
-        self._files = files
+    def __init__(self, source: Located, find: Find = packs.file_on_disk) -> None:
+        self._find = find
         self.sources: list[Located] = []
         self._rules: list[Rule] = []
         self._entries: dict[str, Place] = {}
@@ -198,7 +190,7 @@ class Inspection:
             flaw_count += len(flaws)
             yield from flaws
             # Rules of a commit of git are compared, and never applied.
-            if rule is not None and self._files is DISK:
+            if rule is not None and self._find is packs.file_on_disk:
                 yield from _read_file(rule, source.place(("rules", index, "file")), folder)
             if rule is not None:
                 self._rules.append(rule)
@@ -214,18 +206,13 @@ class Inspection:
                 yield Problem(place, "bad-include", message, "include fewer files")
             return
         try:
-            target = packs.locate(entry, folder, self._files.find)
+            target = packs.locate(entry, folder, self._find)
             first = self._reached.setdefault(target.path, place)
             if first is not place:  # a circle, too
                 message = f"{target.name} is included twice, first at {first}"
                 yield Problem(place, "bad-include", message, "remove one of the two entries")
                 return
-            files = self._files
-            if target.folder is None:
-                # A pack has no folder, and comes with gradsurgeon.
-                files = DISK
-            document = files.read(target)
-            target.check(document.text)
+            document = target.read()
         except packs.IncludeError as error:
             yield Problem(place, "bad-include", error.message, error.hint)
         except RuleFileError as error:
@@ -259,7 +246,7 @@ def _items(data: Mapping[str, object], key: str) -> Sequence[object]:
 def pack(name: str) -> source.Document:
     """Read a pack by its name, such as ``gradsurgeon:debug@1``, or raise `RuleFileError`."""
     try:
-        return source.read(packs.rule_file(name).path, name)
+        return packs.rule_file(name).read()
     except packs.IncludeError as error:
         problem = Problem(Place(name, 1, 1), "unreadable-file", error.message, error.hint)
         raise RuleFileError([problem]) from None

@@ -141,9 +141,3 @@ def growth_of(steps: Sequence[StepDifference]) -> str:
     if times * _GROWS < 1:
         return "shrinks"
     return "stays"
-
-
-def largest_of(pairs: Sequence[Pair]) -> Pair | None:
-    """Return the tensor with the largest ratio of distance and tolerance, `None` if rounding decides all."""
-    decided = [pair for pair in pairs if not pair.is_undecided]
-    return max(decided, key=attrgetter("ratio"), default=None)

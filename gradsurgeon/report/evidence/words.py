@@ -25,7 +25,10 @@ def table(told: Mapping[str, Told]) -> Iterator[str]:
         if result.missing:
             remarks[f"not told by these records: {result.missing}"].append(name)
         else:
-            rows.append((name, _share(result), _strongest(result.largest), _often(result)))
+            acts = f"{result.acts:,} of {_updates(result.steps)}"
+            if result.acts:
+                acts += f" ({_percent(result)})"
+            rows.append((name, acts, _strongest(result.largest), _often(result)))
         if result.is_of_one_rank:
             remarks[_OF_ONE_RANK].append(name)
     yield f"on {printable(result.run)}"
@@ -90,11 +93,6 @@ def _percent(told: Told) -> str:
     if not told.acts:
         return "none"
     return f"{100 * told.share:.3g} %"
-
-
-def _share(told: Told) -> str:
-    share = f" ({_percent(told)})" if told.acts else ""
-    return f"{told.acts:,} of {_updates(told.steps)}{share}"
 
 
 def _strongest(largest: Strongest | None) -> str:
