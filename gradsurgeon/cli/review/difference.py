@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gradsurgeon.report.evidence.told import Told
 
 
+_AS_FORM = methodcaller("_asdict")
 Sign = Literal["+", "-", "~"]  # added, removed, changed
 SIGNS: Mapping[Sign, str] = {"+": "added", "-": "removed", "~": "changed"}
 
@@ -35,10 +37,10 @@ class RuleChange:
     rule: Rule  # as it is now; a removed one as it was
     old_id: str  # another one for a renamed rule
     # The changed options; for an added or removed rule, the given ones.
-    options: tuple[Change, ...]
+    options: Sequence[Change]
     before: Match  # no match for an added rule
     after: Match  # no match for a removed rule
-    effects: tuple[Meaning, ...] = ()
+    effects: Sequence[Meaning]
 
     @property
     def id(self) -> str:
@@ -48,8 +50,8 @@ class RuleChange:
         target = self.rule.target
         form: dict[str, Any] = {"id": self.id, "action": self.rule.action, "target": target}
         if self.sign == "~":
-            form["fields"] = [option._asdict() for option in self.options]
-            form["effect"] = [effect._asdict() for effect in self.effects]
+            form["fields"] = list(map(_AS_FORM, self.options))
+            form["effect"] = list(map(_AS_FORM, self.effects))
             form["params_before"] = self.before.names
             form["params_after"] = self.after.names
             form["elements_before"] = self.before.elements
@@ -67,19 +69,19 @@ class Difference:
     old: RuleSet
     new: RuleSet
     manifest: Manifest
-    rules: tuple[RuleChange, ...]  # added, then removed, then changed
-    orders: tuple[OrderChange, ...]  # pairs of rules that act in another order on some tensor
+    rules: Sequence[RuleChange]  # added, then removed, then changed
+    orders: Sequence[OrderChange]  # pairs of rules that act in another order on some tensor
     # Parameters come in model order, then modules and tags, such as ``conv1 output.grad``.
-    chains: tuple[Change, ...]
+    chains: Sequence[Change]
     covered: tuple[int, int]  # number of parameters with rules, before and after
     # Parameters that a rule edited, trapped or froze before, and no rule does now.
-    lost: tuple[str, ...]
+    lost: Sequence[str]
     # Further parameters for which a trap stopped or skipped steps before, and no trap does now.
-    untrapped: tuple[str, ...]
+    untrapped: Sequence[str]
     # The same for traps that stay, and look in fewer steps: what the trap did and does, and on which parameters.
-    disarmed: tuple[tuple[RuleChange, tuple[str, ...]], ...]
+    disarmed: Sequence[tuple[RuleChange, Sequence[str]]]
     # Why training newly ends before its first step, with the rule.
-    obstacles: tuple[tuple[str, Obstacle], ...]
+    obstacles: Sequence[tuple[str, Obstacle]]
     # The rules of each side, by the new ids, and what they would have done in a recorded run, if one was named.
     told: tuple[Mapping[str, Told], Mapping[str, Told]]
 
@@ -105,10 +107,11 @@ class Difference:
                     "after": after and after.to_dict(),
                 }
             form[SIGNS[change.sign]].append(entry)
-        form["order"] = [order._asdict() for order in self.orders]
+        form["order"] = list(map(_AS_FORM, self.orders))
         params = {param.name for param in self.manifest.params}
-        form["params"] = [chain._asdict() for chain in self.chains if chain.name in params]
-        form["tensors"] = [chain._asdict() for chain in self.chains if chain.name not in params]
+        form |= {"params": [], "tensors": []}
+        for chain in self.chains:
+            form["params" if chain.name in params else "tensors"].append(chain._asdict())
         form["lost_protection"] = self.lost
         form["lost_trap"] = self.untrapped
         form["less_often_trapped"] = [
@@ -149,14 +152,14 @@ def compare(
         old=old,
         new=new,
         manifest=manifest,
-        rules=tuple(sorted(changes, key=lambda change: "+-~".index(change.sign))),
-        orders=tuple(orders),
-        chains=tuple(chains),
+        rules=sorted(changes, key=lambda change: "+-~".index(change.sign)),
+        orders=orders,
+        chains=chains,
         covered=(len(before.chains.keys() & params), len(after.chains.keys() & params)),
-        lost=tuple(filter(unprotected.__contains__, params)),
-        untrapped=tuple(filter(unstopped.__contains__, params)),
-        disarmed=tuple(_disarmed(before, after, changes, unprotected | unstopped)),
-        obstacles=tuple(_new_obstacles(before, after)),
+        lost=list(filter(unprotected.__contains__, params)),
+        untrapped=list(filter(unstopped.__contains__, params)),
+        disarmed=list(_disarmed(before, after, changes, unprotected | unstopped)),
+        obstacles=list(_new_obstacles(before, after)),
         told=(on_run.tried(before, run), on_run.tried(after, run)),
     )
 
@@ -202,7 +205,7 @@ def _under(side: MatchedRules, is_wanted: Callable[[Rule], bool]) -> set[str]:
 
 def _disarmed(
     before: MatchedRules, after: MatchedRules, changes: Iterable[RuleChange], known: set[str]
-) -> Iterator[tuple[RuleChange, tuple[str, ...]]]:
+) -> Iterator[tuple[RuleChange, Sequence[str]]]:
     """Yield the traps that look in fewer steps, with the parameters for which no other trap looks in all of them."""
     for change in changes:
         old = before.rules.get(change.id)
@@ -212,7 +215,7 @@ def _disarmed(
         for rule in after.rules.values():
             if stops(rule) and rule.steps.covers(old.steps):
                 covering |= after.matches[rule.id].members
-        names = tuple(name for name in change.before.names if name not in covering)
+        names = [name for name in change.before.names if name not in covering]
         if names:
             yield change, names
 
@@ -244,7 +247,7 @@ def _rule_change(
         options=options,
         before=before.matches.get(rule_id, Match()),
         after=after.matches.get(rule_id, Match()),
-        effects=tuple(effects),
+        effects=effects,
     )
 
 
@@ -267,7 +270,7 @@ def stops(rule: Rule) -> bool:
     return isinstance(rule, TrapRule) and rule.then != "warn"
 
 
-def changed_options(old: Rule | None, new: Rule | None) -> tuple[Change, ...]:
+def changed_options(old: Rule | None, new: Rule | None) -> list[Change]:
     """Return the options that differ, or the given options of a rule that only one side has."""
     before = _given_options(old)
     after = _given_options(new)
@@ -281,7 +284,7 @@ def changed_options(old: Rule | None, new: Rule | None) -> tuple[Change, ...]:
         )
         if _unordered(change.before) != _unordered(change.after):
             changes.append(change)
-    return tuple(changes)
+    return changes
 
 
 def _unordered(value: object) -> object:
