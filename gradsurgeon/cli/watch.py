@@ -149,15 +149,9 @@ def screen(report: Report, columns: int) -> list[str]:
     sections.append(wholes)
     sections += [table.lines(columns, _ROWS) for table in report.tables[len(history.kinds) :]]
     lines: list[str] = []
-    for section in sections:
-        for line in section:
-            shown = line
-            if len(line) > columns:
-                shown = f"{line[: columns - 1]}…"
-            lines.append(shown)
-        if lines and lines[-1]:
-            lines.append("")
-    return lines[:-1]
+    for section in filter(None, map(list, sections)):
+        lines += [*section, ""]
+    return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in lines[:-1]]
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -165,9 +159,7 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
-    newest = _newest(report)
-    if newest:
-        yield newest
+    yield from filter(None, [_newest(report)])
     yield from report.outcome.top
     yield from rank_lines(report.progress)
 

@@ -141,12 +141,12 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
     recorded = open_run(path).recorded()
     edits: dict[str, str] = {}
     recorders = set()
-    roles = section(recorded.meta, "roles")
-    for rule in section(recorded.meta, "plan").get("rules", ()):
-        role = roles.get(rule["id"], {})
+    meta = recorded.meta
+    for rule in section(meta, "plan").get("rules", ()):
+        role = section(meta, "roles").get(rule["id"], {})
         if not rule["params"] or rule["tensor"] != "grad":
             continue
-        if role.get("role") in ("edit", "freeze") and recorded.meta.get("mode") != "observe":
+        if role.get("role") in ("edit", "freeze") and meta.get("mode") != "observe":
             edits.setdefault(rule["point"], rule["id"])
         if role.get("per") != "rule":
             recorders.add(rule["id"])
@@ -156,9 +156,9 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
         tables = [table for table in tables if table.point != "step"]
     return RunNorms(
         name=name,
-        manifest=manifest_file.from_dict(recorded.meta.get("manifest"), f"{name}/{RUN_FILE}"),
+        manifest=manifest_file.from_dict(meta.get("manifest"), f"{name}/{RUN_FILE}"),
         tables=tuple(_each_once(tables)),
-        ranks=recorded.meta.get("ranks", 1),
+        ranks=meta.get("ranks", 1),
         edited_at_backward=edits.get("backward", ""),
         changed_by_script=recorded.changed_by_script,
     )
@@ -192,6 +192,6 @@ def _each_once(tables: Sequence[RecordedTable]) -> Iterator[RecordedTable]:
     owners: dict[tuple[str, str], str] = {}
     for table in sorted(tables, key=lambda table: -len(table.names)):
         own = dict.fromkeys([(table.point, name) for name in table.names], table.rule)
-        if own == own | {key: owners[key] for key in own.keys() & owners.keys()}:
+        if {owners.get(key, table.rule) for key in own} == {table.rule}:
             owners |= own
             yield table
