@@ -204,7 +204,7 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
     # No single gradient can show the effect of some actions.
     examples = rule.EXAMPLES or [_TARGET_EXAMPLES[target] for target in rule.targets]
     for number, example in enumerate(examples, 1):
-        shown = {"id": f"example-{number}", "action": rule.name()}
+        shown: dict[str, Any] = {"id": f"example-{number}", "action": rule.name()}
         if isinstance(example, Example):
             yield f"- {written({**shown, 'params': '*', **example.options})}"
             yield from _effect(example)

@@ -80,8 +80,10 @@ def _write_junit(path: Path, results: dict[str, list[Result]]) -> None:
     suites = ET.Element("testsuites")
     for file, several in results.items():
         outcomes = [result.outcome for result in several]
-        numbers = {"tests": str(len(outcomes)), "failures": str(outcomes.count("failed"))}
-        suite = ET.SubElement(suites, "testsuite", name=file, **numbers)
+        failures = str(outcomes.count("failed"))
+        suite = ET.SubElement(
+            suites, "testsuite", name=file, tests=str(len(outcomes)), failures=failures
+        )
         for result in several:
             case = ET.SubElement(suite, "testcase", classname=file, name=printable(result.name))
             if result.outcome in _JUNIT:

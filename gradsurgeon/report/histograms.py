@@ -7,7 +7,7 @@ import numpy as np
 
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.recorded import of_lowest_ranks
-from gradsurgeon.records.store.tables import together
+from gradsurgeon.records.store.tables import by_statistic, together
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.tensors.statistics import (
     HISTOGRAM,
@@ -44,12 +44,11 @@ def quantiles_of(counts: Any) -> Floats:
 
 def magnitudes_of(series: Iterable[Part]) -> Iterator[tuple[str, str, Ints, Floats]]:
     """Yield rule, name, steps and quantiles, in the order of `SHARES`, of each tensor that has histograms."""
-    groups: dict[tuple[str, str, tuple[str, ...]], dict[str, Part]] = {}
+    shown = []
     for part, repeated in of_lowest_ranks(series):
-        rule, stat, point, names = part.key
-        if stat in HISTOGRAM and len(part) and not repeated:
-            groups.setdefault((rule, point, names), {})[stat] = part
-    for (rule, _, names), parts in groups.items():
+        if part.key.stat in HISTOGRAM and len(part) and not repeated:
+            shown.append(part)
+    for (_, rule, _, names), parts in by_statistic(shown).items():
         every = -(-len(parts[HISTOGRAM[0]]) // _MOST_STEPS)
         steps, counts, present = together(parts, every)
         in_order = [counts[stat] for stat in HISTOGRAM]

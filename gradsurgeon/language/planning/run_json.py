@@ -44,7 +44,7 @@ def about(plan: Plan) -> dict[str, Any]:
         if role == "observe" and getattr(rule, "per", "") == "rule":
             roles[rule.id]["per"] = "rule"
     files = [{"file": file, "text": text} for file, text in rules.files]
-    aliases = {}
+    aliases: dict[str, str] = {}
     for module in plan.manifest.modules:
         aliases |= dict.fromkeys(module.aliases, module.name)
     return {

@@ -138,7 +138,7 @@ def _unlike_calls(rows: Rows) -> tuple[set[TensorOfStep], dict[TensorOfStep, Non
     A gradient that one run lacks is a difference if both runs have the tensor.
     """
     alone = set()
-    unlike = {}
+    unlike: dict[TensorOfStep, None] = {}
     called_alike = set()
     called_by_one = set()
     for phase in ("forward", "backward"):

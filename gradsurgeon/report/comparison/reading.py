@@ -15,7 +15,7 @@ from gradsurgeon.records.store.layout import section
 from gradsurgeon.records.store.rank_file import StoredSeries
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.run import StoredRun
-from gradsurgeon.records.store.tables import together
+from gradsurgeon.records.store.tables import by_statistic, together
 from gradsurgeon.report.comparison.order import is_inside
 from gradsurgeon.report.rules_and_events import base_of
 
@@ -161,15 +161,11 @@ def _columns(
 
 def _groups(run: StoredRun) -> dict[str, list[dict[str, StoredSeries]]]:
     """Return the series of fingerprints by statistic, for each rule."""
-    groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
-    for series in run:
-        rule, stat, *others = series.key
-        if stat in STATS:
-            groups.setdefault((rule, series.rank, *others), {})[stat] = series
-    by_rule: dict[str, list[dict[str, StoredSeries]]] = {}
-    for (rule, *_), group in groups.items():
+    by_rule: dict[str, list[dict[str, StoredSeries]]] = defaultdict(list)
+    fingerprints = [series for series in run if series.key.stat in STATS]
+    for (_, rule, _, _), group in by_statistic(fingerprints).items():
         if group.keys() >= _NEEDED:
-            by_rule.setdefault(rule, []).append(group)
+            by_rule[rule].append(group)
     return by_rule
 
 

@@ -20,7 +20,7 @@ from gradsurgeon.records.store.layout import RUN_FILE, section
 from gradsurgeon.records.store.memory import LOSS, Part
 from gradsurgeon.records.store.recorded import Recorded, of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
-from gradsurgeon.records.store.tables import together
+from gradsurgeon.records.store.tables import by_statistic, together
 
 # The statistics of a gradient that tell what a rule would have done.
 STATS = ("l2", "linf")
@@ -166,24 +166,21 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
 
 def _tables(recorded: Recorded, recorders: Container[str]) -> Iterator[RecordedTable]:
     """Yield what rules recorded of gradients, and losses: for each rule, point and counter with all statistics."""
-    parts: dict[tuple[str, str, tuple[str, ...]], dict[str, Part]] = {}
+    parts = []
     for series, repeated in of_lowest_ranks(recorded.series):
-        rule_id, stat, point, names = series.key
-        # A column that a lower rank has is a replica, or a part of a whole that all of them recorded.
-        if repeated:
-            continue
-        if stat == LOSS:
-            point = LOSS
-            stat = "l2"
-        elif stat not in STATS or rule_id not in recorders:
-            continue
+        is_norm = series.key.stat in STATS and series.key.rule in recorders
         part = Part(series, recorded.pending)
-        if len(part):
-            parts.setdefault((rule_id, point, names), {})[stat] = part
+        # A column that a lower rank has is a replica, or a part of a whole that all of them recorded.
+        if not repeated and len(part) and (is_norm or series.key.stat == LOSS):
+            parts.append(part)
     skipped = [event.step for event in recorded.events if event.kind == "scaler-skip"]
-    for (rule_id, point, names), by_stat in parts.items():
+    for (_, rule_id, point, names), by_stat in by_statistic(parts).items():
         steps, stats, present = together(by_stat)
-        table = RecordedTable(rule_id, point, names, steps, np.ones_like(steps), present, stats)
+        where = point
+        if LOSS in stats:
+            where = LOSS
+            stats = {"l2": stats[LOSS]}
+        table = RecordedTable(rule_id, where, names, steps, np.ones_like(steps), present, stats)
         yield table if point == "backward" else table.without_overflows(skipped)
 
 
