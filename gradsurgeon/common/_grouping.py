@@ -1,7 +1,7 @@
 """Things with something in common, together."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Thing = TypeVar("Thing")
 Key = TypeVar("Key")
@@ -17,3 +17,7 @@ def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, l
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
     return groups
+
+
+def names_of(things: Iterable[Any]) -> list[str]:
+    return [thing.name for thing in things]

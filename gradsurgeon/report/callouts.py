@@ -7,6 +7,7 @@ from operator import attrgetter, itemgetter
 
 import numpy as np
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.band import EXPLODING, NONFINITE, PASSED, Callout
@@ -79,7 +80,7 @@ def nouns(kind: str) -> str:
 
 
 def _names(tracks: Sequence[Track]) -> str:
-    return listed([track.name for track in tracks])
+    return listed(names_of(tracks))
 
 
 def _module(track: Track) -> str:

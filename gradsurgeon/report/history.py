@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.records.store import Part
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
 from gradsurgeon.report.sheets import NO_NORM, Line, read_lines, records_of
@@ -138,7 +139,7 @@ def _whole(tracks: Sequence[Track]) -> WholeNorm:
         is_there = norms != NO_NORM
         has_norm |= is_there
         squares += np.square(np.where(is_there, norms, 0), dtype=float)
-    names = tuple(track.name for track in tracks)
+    names = tuple(names_of(tracks))
     return WholeNorm(names, tracks[0].origin.point, steps[has_norm], np.sqrt(squares[has_norm]))
 
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
@@ -91,11 +92,11 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     kind = history.tracks[0].origin.kind
     wholes: list[WholeNorm] = []
     if name is None:
-        shown = {track.name for track in ranked(history.tracks_of(kind))[:_LAYERS]}
+        shown = set(names_of(ranked(history.tracks_of(kind))[:_LAYERS]))
         if kind == GRADIENT:
             wholes += filter(_is_of_all, history.gradients)
     else:
-        shown = matching(name, [track.name for track in history.tracks], recorded.aliases)
+        shown = matching(name, names_of(history.tracks), recorded.aliases)
         kind = next(track.origin.kind for track in history.tracks if track.name in shown)
     tracks = [track for track in history.tracks_of(kind) if track.name in shown]
     figure = Picture(11, 4.8)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.common.events import Event
 from gradsurgeon.errors import RecordError
 from gradsurgeon.records.store.files import check_replaceable, replacing
@@ -182,9 +183,9 @@ def _kind(report: Report, kind: str) -> dict[str, Any]:
         "kind": kind,
         "noun": nouns(kind),
         "table": norm_table(history, kind, urgent).plain(),
-        "urgent": [track.name for track in urgent],
+        "urgent": names_of(urgent),
         "wholes": lines,
-        "map": {"names": [track.name for track in tracks], **_map(grid)},
+        "map": {"names": names_of(tracks), **_map(grid)},
     }
 
 

@@ -17,7 +17,7 @@ from gradsurgeon.cli.review.effects import (
     meaning_of,
     order_changes,
 )
-from gradsurgeon.common._grouping import grouped
+from gradsurgeon.common._grouping import grouped, names_of
 from gradsurgeon.language.planning import Manifest, Match, MatchedRules, Matcher, Obstacle
 from gradsurgeon.language.schema import RuleSet
 
@@ -108,7 +108,7 @@ class Difference:
                 }
             form[SIGNS[change.sign]].append(entry)
         form["order"] = list(map(_AS_FORM, self.orders))
-        params = {param.name for param in self.manifest.params}
+        params = set(names_of(self.manifest.params))
         form |= {"params": [], "tensors": []}
         for chain in self.chains:
             form["params" if chain.name in params else "tensors"].append(chain._asdict())
@@ -138,7 +138,7 @@ def compare(
     matcher = Matcher(manifest)
     before = MatchedRules(replace(old, rules=tuple(kept)), matcher)
     after = MatchedRules(new, matcher)
-    params = [param.name for param in manifest.params]
+    params = names_of(manifest.params)
     chains = list(_chain_changes(before, after, params))
     orders = order_changes(chains)
     changes = []

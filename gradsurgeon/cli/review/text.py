@@ -9,7 +9,7 @@ from typing import Any
 
 from gradsurgeon.actions import written
 from gradsurgeon.cli.review.difference import SIGNS, Difference, RuleChange
-from gradsurgeon.common._grouping import grouped
+from gradsurgeon.common._grouping import grouped, names_of
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import NOUNS, abridged, count
 from gradsurgeon.language.schema import RuleSet
@@ -158,7 +158,7 @@ def _chains(difference: Difference) -> Iterator[str]:
     number = len(difference.chains)
     yield f"tensors under other rules than before, in order of effect: {number:,}"
     for (before, after), changes in islice(groups.items(), _CHAINS):
-        yield f"  {_names([change.name for change in changes])}"
+        yield f"  {_names(names_of(changes))}"
         yield f"      before: {' -> '.join(before) or 'no rule'}"
         yield f"      now:    {' -> '.join(after) or 'no rule'}"
     if len(groups) > _CHAINS:

@@ -7,12 +7,13 @@ from itertools import chain
 from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, clips_by_themselves
 from gradsurgeon.common import _live
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.language.planning.manifest import Manifest, Param
 from gradsurgeon.language.planning.matching import Match, Matcher, Thing, quoted
 from gradsurgeon.language.planning.obstacles import MatchedRules, complaint
-from gradsurgeon.language.planning.plan import Binding, Plan, hook_of, names_of
+from gradsurgeon.language.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.language.schema import RuleSet
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
 
 from gradsurgeon.common import _live
-from gradsurgeon.common._grouping import grouped
+from gradsurgeon.common._grouping import grouped, names_of
 
 # Wrappers put one segment between their own name and the name of the wrapped module. The segment is
 # dropped only if its owner is such a wrapper: a model may call a child `module`. Names identify the
@@ -242,7 +242,7 @@ def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
 def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
     first = group[0]
     tensor = first.owner._parameters[first.key]  # noqa: SLF001
-    name, *aliases = dict.fromkeys([slot.name for slot in group])
+    name, *aliases = dict.fromkeys(names_of(group))
     types: dict[str, None] = {}
     for slot in group:
         types |= dict.fromkeys(class_names(slot.owner))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gradsurgeon.actions import Rule, Where, in_order
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Param
@@ -180,7 +181,7 @@ class Matcher:
             patterns = tuple(dict.fromkeys(rule.patterns))
             return Match(names=patterns, members=frozenset(patterns))
         things = self.names[rule.target].select(rule)
-        names = [thing.name for thing in things]
+        names = names_of(things)
         elements = sum(thing.numel for thing in things if isinstance(thing, Param))
         return Match(tuple(things), tuple(names), frozenset(names), elements)
 
@@ -223,7 +224,7 @@ def examples(things: Sequence[Thing]) -> str:
     """Return the first names in parentheses."""
     if not things:
         return ""
-    return f" ({shorten_names([thing.name for thing in things])})"
+    return f" ({shorten_names(names_of(things))})"
 
 
 def quoted(text: str) -> str:

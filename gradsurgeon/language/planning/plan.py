@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from gradsurgeon.actions import CheckRule, LossRule, Moment, Rule, TrapRule
 from gradsurgeon.common import _html, _live
-from gradsurgeon.common._grouping import grouped
+from gradsurgeon.common._grouping import grouped, names_of
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.manifest import Manifest
 from gradsurgeon.language.planning.matching import chains_of
@@ -49,10 +49,6 @@ class Binding:
     hook: str
     numel: int = 0
     dormant: bool = False
-
-
-def names_of(bindings: Iterable[Binding]) -> list[str]:
-    return [binding.name for binding in bindings]
 
 
 @dataclass(frozen=True)

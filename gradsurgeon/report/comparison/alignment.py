@@ -7,6 +7,7 @@ from itertools import chain, islice, zip_longest
 
 import numpy as np
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.errors import RecordError, printable, shorten_names
 from gradsurgeon.report.comparison import order, tolerance
 from gradsurgeon.report.comparison.pairs import (
@@ -125,7 +126,7 @@ def _comparable(rows: Rows, *, is_same_world: bool) -> tuple[list[Pair], list[st
             tensors = printable(shorten_names(texts))
             notes.append(f"only in the {where}, so not compared: {tensors}")
     if unlike:
-        names = dict.fromkeys([tensor.name for tensor in unlike])
+        names = dict.fromkeys(names_of(unlike))
         steps = sorted({tensor.step for tensor in unlike})
         where = ", ".join(map(str, steps))
         notes.append(f"not compared in step {where}: {shorten_names(list(names))}, {_CALLED}")
