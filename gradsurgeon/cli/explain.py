@@ -202,7 +202,9 @@ def _rule_file(rules: Iterable[str]) -> Iterator[str]:
 def _examples(rule: type[Rule]) -> Iterator[str]:
     """Yield the examples of an action as rules, each with its effect as comments."""
     # No single gradient can show the effect of some actions.
-    examples = rule.EXAMPLES or [_TARGET_EXAMPLES[target] for target in rule.targets]
+    examples: Sequence[Example | Mapping[str, str]] = rule.EXAMPLES
+    if not examples:
+        examples = [_TARGET_EXAMPLES[target] for target in rule.targets]
     for number, example in enumerate(examples, 1):
         shown: dict[str, Any] = {"id": f"example-{number}", "action": rule.name()}
         if isinstance(example, Example):
