@@ -13,10 +13,6 @@ from benchmarks.workloads import Task, Workload
 Kind = Literal["baseline", "rules", "peer"]
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Attached:
     """How a step runs with a case on the model.
@@ -28,8 +24,8 @@ class Attached:
     """
 
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    after_backward: Callable[[], object] = _nothing
-    detach: Callable[[], object] = _nothing
+    after_backward: Callable[[], object] = bool  # does nothing
+    detach: Callable[[], object] = bool  # does nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def printable(text: str) -> str:
     """Return ``text`` with control and invisible characters written as escapes."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(_visible(char) for char in text)
+    return "".join(map(_visible, text))
 
 
 def _visible(char: str) -> str:
@@ -49,7 +49,7 @@ _MOST = 100  # complaints that a message shows
 
 def shorten_names(names: Sequence[str]) -> str:
     """Return the first names for a message, and the number of the others."""
-    shown = ", ".join(printable(name) for name in names[:_SHOWN])
+    shown = ", ".join(map(printable, names[:_SHOWN]))
     if len(names) <= _SHOWN:
         return shown
     return f"{shown} and {len(names) - _SHOWN} more"

@@ -58,7 +58,7 @@ def tab_of(browser: Any) -> Iterator[Any]:
     tab.close()
 
 
-def open_page(page: Any, tmp_path: Path, *runs: Path, reload: float | None = None) -> None:
+def open_page(page: Any, tmp_path: Path, *runs: Path, reload: float = 0) -> None:
     opened = [open_run(run) for run in runs]
     place = tmp_path / "page.html"
     text = web_page([page_data(run) for run in opened], reload_seconds=reload)

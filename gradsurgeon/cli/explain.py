@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from gradsurgeon.actions import Example, Rule, TargetKind, known_actions, writte
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.options import add_import
 from gradsurgeon.cli.review.checks import CHECKS
-from gradsurgeon.cli.review.formats import CheckInfo, all_checks
+from gradsurgeon.cli.review.formats import all_checks
 from gradsurgeon.cli.schema import rule_schema, summary_of
 from gradsurgeon.errors import did_you_mean, printable
 
@@ -43,7 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.action
     checks = all_checks()
     if name is None:
-        _print_summaries(checks)
+        rows = [(action, summary_of(rule)) for action, rule in known_actions.items()]
+        rows += [(check, checks[check].summary) for check in sorted(checks)]
+        width = max(len(row[0]) for row in rows)
+        for row in rows:
+            print(f"{row[0].ljust(width)}  {row[1]}")
         return 0
     if name in known_actions:
         rule = known_actions[name]
@@ -62,15 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(textwrap.fill(line, _WIDTH))
     return 0
-
-
-def _print_summaries(checks: Mapping[str, CheckInfo]) -> None:
-    summaries = {action: summary_of(rule) for action, rule in known_actions.items()}
-    for check in sorted(checks):
-        summaries[check] = checks[check].summary
-    width = max(map(len, summaries))
-    for name, summary in summaries.items():
-        print(f"{name.ljust(width)}  {summary}")
 
 
 def action_page(rule: type[Rule]) -> Iterator[str]:
@@ -104,8 +98,7 @@ def check_page(name: str) -> Iterator[str]:
 
 
 def _sections(rule: type[Rule]) -> Iterator[str]:
-    body = inspect.cleandoc(rule.__doc__ or "").partition("\n")[2]
-    for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
+    for section in inspect.cleandoc(rule.__doc__ or "").split("\n## ")[1:]:
         heading, _, text = section.partition("\n")
         yield from _paragraphs(f"**{heading}.** {text.strip()}")
 
@@ -119,13 +112,11 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _acts_on(rule: type[Rule]) -> str:
-    targets = ", ".join(f"`{target}`" for target in rule.targets)
+    targets = ", ".join(map("`{}`".format, rule.targets))
     if not rule.takes_at:
         return f"Acts on {targets}. It has no `at`: it acts at a moment of its own."
-    points = ", ".join(f"`{point}`" for point in rule.points)
-    default = f"`{rule.points[0]}` by default"
-    if rule.needs_at:
-        default = "no default"
+    points = ", ".join(map("`{}`".format, rule.points))
+    default = "no default" if rule.needs_at else f"`{rule.points[0]}` by default"
     return f"Acts on {targets}; on parameters at {points} ({default})."
 
 
@@ -162,7 +153,7 @@ def _type(info: Mapping[str, Any]) -> str:
         return " | ".join(map(str, info["enum"]))
     if "anyOf" not in info:
         return _TYPES[info["type"]]
-    names = [_type(choice) for choice in info["anyOf"]]
+    names = list(map(_type, info["anyOf"]))
     if names == ["text", "list"]:
         return "pattern or list of patterns"
     return " or ".join(names)
@@ -210,18 +201,17 @@ def _rule_file(rules: Iterable[str]) -> Iterator[str]:
 
 def _examples(rule: type[Rule]) -> Iterator[str]:
     """Yield the examples of an action as rules, each with its effect as comments."""
-    examples = [({"params": "*", **example.options}, example) for example in rule.EXAMPLES]
-    for number, (options, example) in enumerate(examples, 1):
-        yield _example(rule, number, options)
-        yield from _effect(example)
+    # No single gradient can show the effect of some actions.
+    examples: Sequence[Example | Mapping[str, str]] = rule.EXAMPLES
     if not examples:
-        # No single gradient can show the effect.
-        for number, target in enumerate(rule.targets, 1):
-            yield _example(rule, number, _TARGET_EXAMPLES[target])
-
-
-def _example(rule: type[Rule], number: int, options: Mapping[str, Any]) -> str:
-    return f"- {written({'id': f'example-{number}', 'action': rule.name(), **options})}"
+        examples = [_TARGET_EXAMPLES[target] for target in rule.targets]
+    for number, example in enumerate(examples, 1):
+        shown: dict[str, Any] = {"id": f"example-{number}", "action": rule.name()}
+        if isinstance(example, Example):
+            yield f"- {written({**shown, 'params': '*', **example.options})}"
+            yield from _effect(example)
+        else:
+            yield f"- {written({**shown, **example})}"
 
 
 def _effect(example: Example) -> Iterator[str]:
@@ -240,4 +230,4 @@ def _effect(example: Example) -> Iterator[str]:
 
 
 def _numbers(values: Sequence[float]) -> str:
-    return f"[{', '.join(f'{value:g}' for value in values)}]"
+    return f"[{', '.join(map('{:g}'.format, values))}]"

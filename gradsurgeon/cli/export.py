@@ -5,6 +5,7 @@ import csv
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -50,12 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
             events += _events(opened, arguments)
         if not series and not events:
             raise nothing_fits(opened)
-        if output is None:
-            _write(sys.stdout, form, series, events)
-            return 0
-        check_replaceable(Path(output), "export", *_FIRST)
-        with replacing(Path(output)) as out:
-            _write(out, form, series, events)
+        place: AbstractContextManager[IO[str]] = nullcontext(sys.stdout)
+        if output is not None:
+            check_replaceable(Path(output), "export", *_FIRST)
+            place = replacing(Path(output))
+        with place as out:
+            if form == "csv":
+                _write_csv(out, series)
+            else:
+                _write_jsonl(out, series, events)
     return 0
 
 
@@ -69,13 +73,6 @@ def _events(opened: StoredRun, arguments: argparse.Namespace) -> Iterator[Event]
             continue
         if pattern is None or (event.name and pattern.matches(event.name)):
             yield event
-
-
-def _write(out: IO[str], form: str, series: Chosen, events: Sequence[Event]) -> None:
-    if form == "csv":
-        _write_csv(out, series)
-    else:
-        _write_jsonl(out, series, events)
 
 
 def _write_csv(out: IO[str], series: Chosen) -> None:

@@ -100,9 +100,6 @@ def _summary(files: Sequence[str], problems: Iterable[Problem]) -> str:
     severities = Counter(problem.severity for problem in problems)
     if not severities:
         return f"{count(len(files), 'file')} clean"
-    order = get_args(Severity)
-    counts = [count(severities[name], name) for name in order if severities[name]]
-    title = f"{len(files)} files"
-    if len(files) == 1:
-        title = printable(files[0])
+    counts = [count(severities[name], name) for name in get_args(Severity) if severities[name]]
+    title = printable(files[0]) if len(files) == 1 else f"{len(files)} files"
     return f"{title}: {', '.join(counts)}"

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import get_args
 
@@ -62,17 +63,15 @@ def _kinds(text: str) -> list[str]:
     known = get_args(EventKind)
     for kind in kinds:
         if kind not in known:
-            hint = did_you_mean(kind, known)
-            if hint:
-                hint += " "
+            hint = f"{did_you_mean(kind, known)} kinds: {', '.join(known)}"
             raise argparse.ArgumentTypeError(
-                f"`{printable(kind)}` is no kind of event; {hint}kinds: {', '.join(known)}"
+                f"`{printable(kind)}` is no kind of event; {hint.lstrip()}"
             )
     return kinds
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folders = [Path(run) for run in arguments.runs]
+    folders = list(map(Path, arguments.runs))
     kinds = arguments.fail_on
     problems: list[str] = []
     if arguments.html is not None:
@@ -95,9 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     events: list[str] = []
     if kinds:
         for path in _runs_of(folders):
-            title = ""
-            if [path] != folders:
-                title = f"{printable(str(path))}: "
+            title = "" if [path] == folders else f"{printable(str(path))}: "
             try:
                 events += _event_counts(path, kinds, title)
             except RecordError as error:
@@ -139,20 +136,19 @@ def _print_json(folders: Sequence[Path]) -> None:
             "`--format json` prints one object, of one run: ask for one at a time"
         )
     with open_run(folders[0]) as opened:
-        inside = [str(run) for run in runs_inside(folders[0])]
+        inside = list(map(str, runs_inside(folders[0])))
         print(json_text({**to_dict(summary(opened)), "inside": inside}, indent=2))
 
 
 def _print_texts(folders: Sequence[Path], *, only_events: bool) -> None:
     for number, folder in enumerate(folders):
+        shown = printable(str(folder))
         if len(folders) > 1:
             gap = "\n" if number else ""
-            print(f"{gap}{printable(str(folder))}:")
+            print(f"{gap}{shown}:")
         inside = runs_inside(folder)
-        first = _first_to_trip(folder, inside)
-        if first:
-            print(first)
-        if (folder / RUN_FILE).exists() or not inside:
+        _print_first_to_trip(folder, inside)
+        if folder in _runs_of([folder]):
             with open_run(folder) as opened:
                 report = summary(opened)
                 if only_events:
@@ -160,8 +156,7 @@ def _print_texts(folders: Sequence[Path], *, only_events: bool) -> None:
                 else:
                     print(report)
         if inside:
-            runs = count(len(inside), "run")
-            print(f"{runs} inside {printable(str(folder))}, of other models or processes:")
+            print(f"{count(len(inside), 'run')} inside {shown}, of other models or processes:")
         for run in inside:
             print(printable(f"  gradsurgeon report {shlex.quote(str(run))}"))
     if only_events:
@@ -171,20 +166,22 @@ def _print_texts(folders: Sequence[Path], *, only_events: bool) -> None:
         )
 
 
-def _first_to_trip(folder: Path, inside: Sequence[Path]) -> str:
-    """Return what was found in a further model of a script, if a rule tripped there before one did in the first model."""
-    times = {folder: math.inf}
+def _print_first_to_trip(folder: Path, inside: Sequence[Path]) -> None:
+    """Print what was found in a further model of a script, if a rule tripped there before one did in the first model."""
+    earliest = math.inf
+    text = ""
     for path in (folder, *inside):
         # A report of a damaged run says what is wrong. Runs deeper inside are of other processes.
         with suppress(RecordError), open_run(path) as run:
-            if path in (folder, folder / path.name) and run.first_trip is not None:
-                times[path] = run.first_trip
-    first = min(times, key=times.__getitem__)
-    if first == folder:
-        return ""
-    with open_run(first) as run:
-        found = unread(run.recorded()).outcome.diagnosis
-    return printable(f"{first.name} tripped first: {found}")
+            time = run.first_trip
+            if path.parent not in (folder, folder.parent) or time is None or time >= earliest:
+                continue
+            earliest = time
+            text = ""
+            if path != folder:
+                text = f"{path.name} tripped first: {unread(run.recorded()).outcome.diagnosis}"
+    if text:
+        print(printable(text))
 
 
 def _event_counts(path: Path, kinds: Sequence[str], title: str) -> Iterator[str]:
@@ -197,7 +194,7 @@ def _event_counts(path: Path, kinds: Sequence[str], title: str) -> Iterator[str]
         of_kind = [event for event in events if event.kind == kind]
         if not of_kind:
             continue
-        first = min(of_kind, key=lambda event: event.step)
+        first = min(of_kind, key=attrgetter("step"))
         number = count(numbers[kind], f"{kind} event")
         text = f"{title}{number}, first at step {first.step}"
         if first.rule:

@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -14,6 +16,8 @@ from gradsurgeon.cli.review.rule_tests import SUFFIX, Result
 from gradsurgeon.errors import GradSurgeonError, RuleFileError, printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store.files import replacing
+
+_JUNIT = {"failed": "failure", "not run": "skipped"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,26 +33,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    results: dict[str, list[Result]] = {}
+    results = {}
     is_unreadable = False
     for path in _files(arguments.paths):
         try:
-            results[path] = list(rule_tests.run(rule_tests.read(path)))
+            results[path] = list(rule_tests.run(path))
         except RuleFileError as error:
             results[path] = []
             for problem in error.problems:
                 print(f"{problem.full()}\n", file=sys.stderr)
-                results[path].append(Result("the file", problem.place, problem.message))
-                is_unreadable = is_unreadable or problem.check == UNREADABLE
+                results[path].append(Result("the file", problem.place, "failed", problem.message))
+                is_unreadable |= problem.check == UNREADABLE
         else:
             for result in results[path]:
-                _print(result)
+                if result.outcome != "passed":
+                    how = f"{result.outcome}: {printable(f'{result.name}: {result.reason}')}"
+                    print(f"{result.place}: {how}")
     if arguments.junit is not None:
         _write_junit(Path(arguments.junit), results)
-    every = list(chain.from_iterable(results.values()))
-    failed = sum(bool(result.failure) for result in every)
-    skipped = sum(bool(result.skipped) for result in every)
-    summary = f"{count(len(every), 'test')}: {failed} failed"
+    outcomes = Counter(map(attrgetter("outcome"), chain.from_iterable(results.values())))
+    failed = outcomes["failed"]
+    skipped = outcomes["not run"]
+    summary = f"{count(outcomes.total(), 'test')}: {failed} failed"
     if skipped:
         summary += f"; {skipped} not run"
     print(summary, file=sys.stderr)
@@ -57,44 +63,30 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _print(result: Result) -> None:
-    """Print a line on a test that did not pass."""
-    how = ""
-    if result.skipped:
-        how = f"not run: {printable(result.name)}: {result.skipped}"
-    elif result.failure:
-        how = f"failed: {printable(result.name)}: {printable(result.failure)}"
-    if how:
-        print(f"{result.place}: {how}")
-
-
 def _files(paths: Sequence[str]) -> Iterator[str]:
     """Yield the files of tests, each once."""
     found: dict[str, None] = {}
     for path in paths:
-        place = Path(path)
-        if not place.is_dir():
-            found[path] = None
-            continue
-        inside = [str(file) for file in sorted(place.rglob(f"*{SUFFIX}"))]
-        if not inside:
+        files = [path]
+        if Path(path).is_dir():
+            files = list(map(str, sorted(Path(path).rglob(f"*{SUFFIX}"))))
+        if not files:
             raise GradSurgeonError(f"there is no file *{SUFFIX} in {printable(path)} or below")
-        found |= dict.fromkeys(inside)
+        found |= dict.fromkeys(files)
     yield from found
 
 
 def _write_junit(path: Path, results: dict[str, list[Result]]) -> None:
     suites = ET.Element("testsuites")
     for file, several in results.items():
-        failed = sum(bool(result.failure) for result in several)
+        outcomes = [result.outcome for result in several]
+        failures = str(outcomes.count("failed"))
         suite = ET.SubElement(
-            suites, "testsuite", name=file, tests=str(len(several)), failures=str(failed)
+            suites, "testsuite", name=file, tests=str(len(outcomes)), failures=failures
         )
         for result in several:
             case = ET.SubElement(suite, "testcase", classname=file, name=printable(result.name))
-            if result.skipped:
-                ET.SubElement(case, "skipped", message=result.skipped)
-            elif result.failure:
-                ET.SubElement(case, "failure", message=printable(result.failure))
+            if result.outcome in _JUNIT:
+                ET.SubElement(case, _JUNIT[result.outcome], message=printable(result.reason))
     with writing(str(path)), replacing(path) as stream:
         stream.write(ET.tostring(suites, encoding="unicode") + "\n")

@@ -14,7 +14,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.layout import RUN_FILE, runs_inside
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.report.callouts import whole_name
-from gradsurgeon.report.norms import urgent_table
+from gradsurgeon.report.norms import norm_table, ranked
 from gradsurgeon.report.ranks import rank_lines
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import by_kind, edits_of, event_groups
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = _retried(folder)
         is_running = report.ended is not None and report.ended.state == "running"
         hint = ""
-        reload_seconds = None  # The last page stays, and does not reload itself.
+        reload_seconds = 0.0  # The last page stays, and does not reload itself.
         if is_running:
             hint = f"Ctrl-C quits; every {arguments.every:g} s"
             reload_seconds = _PAGE_SECONDS
@@ -137,25 +137,21 @@ def _draw(report: Report, hint: str) -> None:
 
 def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
-    urgent = [urgent_table(report.history, norms, _WORST) for norms in report.norms]
+    history = report.history
     sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
-    sections += [table.lines(columns, _WORST) for table in urgent]
+    for kind in history.kinds:
+        urgent = ranked(history.tracks_of(kind))[:_WORST]
+        sections.append(norm_table(history, kind, urgent).lines(columns, _WORST))
     wholes = []
-    for whole in report.history.gradients:
+    for whole in history.gradients:
         name = whole_name(whole, len(report.params))
         wholes.append(f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}")
     sections.append(wholes)
-    sections += [table.lines(columns, _ROWS) for table in report.tables[len(urgent) :]]
+    sections += [table.lines(columns, _ROWS) for table in report.tables[len(history.kinds) :]]
     lines: list[str] = []
-    for section in sections:
-        for line in section:
-            shown = line
-            if len(line) > columns:
-                shown = f"{line[: columns - 1]}…"
-            lines.append(shown)
-        if lines and lines[-1]:
-            lines.append("")
-    return lines[:-1]
+    for section in filter(None, map(list, sections)):
+        lines += [*section, ""]
+    return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in lines[:-1]]
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -163,9 +159,7 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
-    newest = _newest(report)
-    if newest:
-        yield newest
+    yield from filter(None, [_newest(report)])
     yield from report.outcome.top
     yield from rank_lines(report.progress)
 

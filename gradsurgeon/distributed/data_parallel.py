@@ -81,7 +81,7 @@ def ids_ignored_by(wrapper: Any) -> set[int]:
 
 
 def ids_of(params: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset([id(param) for param in params])
+    return frozenset(list(map(id, params)))
 
 
 def find(params: Iterable[Tensor]) -> None:

@@ -98,7 +98,7 @@ def _contents(failed: FailedStep) -> dict[str, Any]:
     return {
         **_parts_of(kept, _COUNTS),
         "losses": losses,
-        "calls": [_call_for_file(call) for call in kept.calls],
+        "calls": list(map(_call_for_file, kept.calls)),
         "weights": _weights_for_file(failed.called),
         "trees": {name: repr(module) for name, module in failed.called.items()},
     }

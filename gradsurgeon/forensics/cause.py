@@ -230,7 +230,7 @@ def _result(
 ) -> Tensor:
     """Repeat an operation on copies of its arguments, in another format, scaled by a factor, or on another device."""
     # An operation on integers alone, such as a division, returns the default format.
-    are_integers = not any(is_real(tensor) for tensor in call.tensors)
+    are_integers = not any(map(is_real, call.tensors))
 
     def converted(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -186,7 +186,7 @@ class KeptCalls:
         if self._is_paused():
             self.step.problem = "the session was paused"
             return
-        only_tensors = {type(arg) for arg in args} == {Tensor}
+        only_tensors = set(map(type, args)) == {Tensor}
         if only_tensors and not kwargs:  # nearly always: nothing needs a copy
             iterators: list[str] = []
             inputs = list(args)

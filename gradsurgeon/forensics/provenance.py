@@ -140,7 +140,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             return out
         outputs = tensors_of(out)
         self.memory.add_own(outputs)
-        returned = {id(output) for output in outputs}
+        returned = set(map(id, outputs))
         outputs += [tensor for tensor in written if id(tensor) not in returned]
         before_args, before_kwargs = given
         self._follow(Call(func, before_args, before_kwargs, originals), outputs)

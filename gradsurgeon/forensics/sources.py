@@ -112,7 +112,7 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[Taken, bool]:
     The second value tells whether finite numbers alone made some of these elements. Elementwise operations are
     compared by element, others as a whole. Waits for the device.
     """
-    inputs = [tensor for tensor in _read(call) if nonfinite_kind(tensor)]
+    inputs = list(filter(nonfinite_kind, _read(call)))
     if not inputs:
         return [], True
     if _is_elementwise(call, [output, *inputs]):

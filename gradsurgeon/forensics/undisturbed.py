@@ -74,9 +74,9 @@ def _state_of_numpy() -> tuple[Any, ...] | None:
 def undisturbed(module: nn.Module, then: RandomState) -> Iterator[None]:
     """Set a random state for a replay, which works on copies of what modules keep in attributes."""
     now = RandomState.now(then.torch)
-    tables = [vars(inner) for inner in module.modules()]
-    kept = [_attributes(table) for table in tables]
-    copies = Copied([_own_of(attributes) for attributes in kept]).value
+    tables = list(map(vars, module.modules()))
+    kept = list(map(_attributes, tables))
+    copies = Copied(list(map(_own_of, kept))).value
     try:
         for table, attributes in zip(tables, copies, strict=True):
             table.update(attributes)

@@ -31,7 +31,7 @@ class Witness:
                 by_kind.setdefault(kind, {})[name] = _sample(held)
         self._samples = []
         for parts in by_kind.values():
-            sizes = [len(part) for part in parts.values()]
+            sizes = list(map(len, parts.values()))
             self._samples.append(([*parts], sizes, torch.cat([*parts.values()])))
 
     def written(self, tensors: Mapping[str, Tensor]) -> list[str]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
 from gradsurgeon.errors import HintedError, did_you_mean, reason_of
+from gradsurgeon.language import source
+from gradsurgeon.language.source import Document
 
 PREFIX = "gradsurgeon:"
 
@@ -22,12 +24,15 @@ class Included:
     folder: Path | None  # base of its own relative entries; ``None`` if it may have none
     sha256: str = ""  # the required hash of the content; empty for any content
 
-    def check(self, text: str) -> None:
-        if self.sha256 not in ("", content_hash(text)):
+    def read(self) -> Document:
+        """Return the content, or raise `RuleFileError` or `IncludeError`."""
+        document = source.read(self.path, self.name)
+        if self.sha256 not in ("", content_hash(document.text)):
             raise IncludeError(
                 f"{self.name} differs from the published version: {self.path.name} was changed",
                 "restore it; to change a pack, copy it to your rules and include that file",
             )
+        return document
 
 
 def content_hash(text: str) -> str:

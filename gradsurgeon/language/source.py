@@ -4,14 +4,14 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
 from gradsurgeon.errors import Place, Problem, RuleFileError, reason_of
-from gradsurgeon.language.yaml_hints import hint_for, indicator_hint, text_of
+from gradsurgeon.language.yaml_hints import hint_for, indicator_hint
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -57,13 +57,34 @@ class _YamlNode:
     keys: dict[str, "_YamlNode"] = field(default_factory=dict)
 
 
-class _Text:
-    def __init__(self, file: str, text: str) -> None:
+class Document:
+    """A rule file as plain values, with the place of each.
+
+    Attributes:
+        file: its name.
+        text: its text.
+        folder: the folder that it lies in, if it is a file.
+        data: the values, ``None`` only if nothing could be read.
+        problems: what is wrong with it as YAML.
+    """
+
+    def __init__(self, text: str, file: str, folder: pathlib.Path | None = None) -> None:
         self.file = file
         self.text = text.removeprefix("\ufeff")
+        self.folder = folder
         self.lines = [line.removesuffix("\r") for line in self.text.split("\n")]
+        self.data: object = None
+        self._root: _YamlNode | None = None
+        reader = _YamlReader(self)
+        try:
+            self._root = reader.read()
+            self.data = self._root.data
+        except _HaltError as halt:
+            reader.problems.append(halt.args[0])
+        self.problems = tuple(reader.problems)
 
-    def place(self, start: Any, end: Any = None) -> Place:
+    def place_of(self, start: Any, end: Any = None) -> Place:
+        """Return the place from one mark to another."""
         last = len(self.lines) - 1
         if start.line > last:  # libyaml ends a file without a line feed on a line of its own
             start = _mark_at(last, len(self.lines[last]))
@@ -77,30 +98,17 @@ class _Text:
         width = max(1, end_column - start.column)
         return Place(self.file, start.line + 1, start.column + 1, line, width)
 
-
-@dataclass(frozen=True)
-class Document:
-    """A rule file as plain values, ``None`` only if nothing could be read, with the place of each."""
-
-    file: str
-    text: str = field(repr=False)
-    data: object
-    problems: tuple[Problem, ...]
-    _source: _Text = field(repr=False, compare=False)
-    _root: _YamlNode | None = field(repr=False, compare=False)
-    folder: pathlib.Path | None = None
-
     def place(self, path: Path) -> Place:
         node = self._find(path)
         if node is None:
-            return self._source.place(_mark_at(0, 0))
-        return self._source.place(node.start, node.end)
+            return self.place_of(_mark_at(0, 0))
+        return self.place_of(node.start, node.end)
 
     def key_place(self, path: Path) -> Place:
         parent = self._find(path[:-1])
         if path and parent is not None and path[-1] in parent.keys:
             key = parent.keys[str(path[-1])]
-            return self._source.place(key.start, key.end)
+            return self.place_of(key.start, key.end)
         return self.place(path)
 
     def missing_place(self, path: Path) -> Place:
@@ -108,8 +116,7 @@ class Document:
         node = self._find(path)
         if node is None or not node.keys:
             return self.place(path)
-        first = next(iter(node.keys))
-        return self.key_place((*path, first))
+        return self.key_place((*path, next(iter(node.keys))))
 
     def _find(self, path: Path) -> _YamlNode | None:
         node = self._root
@@ -129,8 +136,7 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
             with pathlib.Path(file).open("rb") as stream:
                 raw = stream.read(MAX_BYTES + 1)
         if len(raw) <= MAX_BYTES:
-            document = parse(raw.decode("utf-8-sig"), name)
-            return replace(document, folder=pathlib.Path(file).parent)
+            return Document(raw.decode("utf-8-sig"), name, pathlib.Path(file).parent)
         cause = f"over {MAX_BYTES // 1024} KiB of text"
     except UnicodeDecodeError as error:
         cause = f"byte {error.start + 1} is not UTF-8 text"
@@ -142,20 +148,11 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
 
 
 def parse(text: str, file: str = "<text>") -> Document:
-    source = _Text(file, text)
-    reader = _YamlReader(source)
-    root = None
-    data = None
-    try:
-        root = reader.read()
-        data = root.data
-    except _HaltError as halt:
-        reader.problems.append(halt.args[0])
-    return Document(file, text, data, tuple(reader.problems), source, root)
+    return Document(text, file)
 
 
 class _YamlReader:
-    def __init__(self, source: _Text) -> None:
+    def __init__(self, source: Document) -> None:
         self._source = source
         self.problems: list[Problem] = []
         self._anchors: dict[str, _YamlNode] = {}
@@ -163,10 +160,10 @@ class _YamlReader:
         self._events: Any = yaml.parse(source.text, Loader=_LOADER)
 
     def _halt(self, check: str, message: str, hint: str, mark: Any) -> NoReturn:
-        raise _HaltError(Problem(self._source.place(mark), check, message, hint))
+        raise _HaltError(Problem(self._source.place_of(mark), check, message, hint))
 
     def _note(self, check: str, message: str, hint: str, node: _YamlNode) -> None:
-        place = self._source.place(node.start, node.end)
+        place = self._source.place_of(node.start, node.end)
         self.problems.append(Problem(place, check, message, hint))
 
     def _check_text(self) -> None:
@@ -176,10 +173,8 @@ class _YamlReader:
             self._halt("too-large", message, "use `include`", _mark_at(0, 0))
         forbidden = _FORBIDDEN.search(text)
         if forbidden is not None:
-            start = forbidden.start()
-            line = text.count("\n", 0, start)
-            line_start = text.rfind("\n", 0, start) + 1
-            mark = _mark_at(line, start - line_start)
+            *before, begin = text[: forbidden.start()].split("\n")
+            mark = _mark_at(len(before), len(begin))
             message = f"YAML syntax: {forbidden[0]!a} is not allowed"
             hint = "remove it; characters can be written as escapes in double quotes"
             self._halt("yaml-syntax", message, hint, mark)
@@ -204,11 +199,12 @@ class _YamlReader:
         return root
 
     def _halt_at(self, error: yaml.MarkedYAMLError) -> NoReturn:
-        parts = [part for part in (error.context, error.problem) if part]
-        message = f"YAML syntax: {', '.join(parts)}"
+        message = f"YAML syntax: {', '.join(filter(None, (error.context, error.problem)))}"
         mark: Any = error.problem_mark
-        is_quoted = "quoted" in text_of(error.context) and "escape" not in text_of(error.problem)
-        is_in_token = "scanning" in text_of(error.context) and "tab" not in text_of(error.problem)
+        context = error.context or ""
+        problem = error.problem or ""
+        is_quoted = "quoted" in context and "escape" not in problem
+        is_in_token = "scanning" in context and "tab" not in problem
         if is_in_token and error.context_mark is not None:
             # A token that does not end is noticed late.
             mark = error.context_mark

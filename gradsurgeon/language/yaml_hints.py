@@ -12,12 +12,6 @@ def indicator_hint(char: str) -> str:
     return f'`{char}` starts {_INDICATORS[char]} in YAML: quote patterns, e.g. params: "*.weight"'
 
 
-def text_of(part: str | None) -> str:
-    if part is None:
-        return ""
-    return part
-
-
 # A bound that has yet to be found. Only `plan --thresholds` reads it.
 OPEN_BOUND = re.compile(r"(?<=:[ \t])\?(?=[ \t]*(?:[,}#]|\r?$))", re.MULTILINE)
 
@@ -25,7 +19,7 @@ OPEN_BOUND = re.compile(r"(?<=:[ \t])\?(?=[ \t]*(?:[,}#]|\r?$))", re.MULTILINE)
 def hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
     if OPEN_BOUND.search(line[:500]):
         return "`?` stands for a bound in `gradsurgeon plan FILE --on RUN --thresholds` alone, which shows what it could be"
-    context = text_of(error.context)
+    context = error.context or ""
     first = ""
     value = _VALUE.match(line[:500])
     if "alias" in context:
@@ -34,7 +28,7 @@ def hint_for(error: yaml.MarkedYAMLError, line: str) -> str:
         first = value[1]
     if "\t" in line:
         return "YAML does not allow tabs for indentation: use spaces"
-    if "unknown escape" in text_of(error.problem):
+    if "unknown escape" in (error.problem or ""):
         return "use single quotes for regular expressions, e.g. 're:.*\\.bias'"
     if first in _INDICATORS and "flow" not in context:
         return indicator_hint(first)

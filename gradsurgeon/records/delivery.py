@@ -236,7 +236,7 @@ class Curves:
     """The scalars that a tracker gets of rows, by name. Tensors whose names match a pattern have a curve each."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._patterns = [compile_pattern(text) for text in names]
+        self._patterns = list(map(compile_pattern, names))
         # Maps each series to the beginning of the names of numbers over several tensors, and the tensors with a curve.
         self._known: dict[Key, tuple[str, frozenset[str]]] = {}
 
@@ -262,7 +262,7 @@ class Curves:
             return scalars
         if not of_norms:
             prefix = f"{prefix}/{stat}"
-        finite = [value for value in values if math.isfinite(value)]
+        finite = list(filter(math.isfinite, values))
         scalars[f"{prefix}/not finite"] = float(len(values) - len(finite))
         if of_norms:
             scalars[f"{prefix}/total"] = math.hypot(*values)

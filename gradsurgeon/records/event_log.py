@@ -331,7 +331,7 @@ def _log(
 
 def _lines(message: str, rule: str) -> str:
     lines = _with_rule(message, rule).split("\n")
-    return "\n".join(printable(line) for line in lines)
+    return "\n".join(map(printable, lines))
 
 
 def _with_rule(message: str, rule: str) -> str:

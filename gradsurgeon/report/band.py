@@ -1,11 +1,11 @@
 """The band on top of a run: one of three states, and a sentence that says why."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
-from gradsurgeon.report.ending import Ending, EventTally
+from gradsurgeon.report.ending import ENDED, Ending, EventTally
 
 State = Literal["fine", "look", "broken"]
 # Callouts of these kinds are faults, and counted as findings. Others are facts: healthy trainings have them also.
@@ -38,42 +38,14 @@ class Outcome(NamedTuple):
     """What there is to say of a run: how it ended, and what stands out."""
 
     band: Band
-    ending: Ending | None  # `None` for a session
+    top: list[
+        str
+    ]  # the band, and how the run ended if the band does not say it; nothing for a session without a fault
     diagnosis: str  # the first finding of a trap or check
-    faults: Sequence[str]  # the callouts that are faults and that no event tells
-    facts: Sequence[str]  # what differs from what is usual and is no fault, a sentence each
+    callout_lines: list[
+        str
+    ]  # the faults that no event tells, then at most four lines of facts under their title
     found: str  # how many faults checks found and how many traps tripped; "nothing" if there is nothing else to say
-
-    @property
-    def top(self) -> list[str]:
-        """The band, and how the run ended if the band does not say it; nothing for a session without a fault."""
-        ending = self.ending
-        if ending is None and self.band.state == "fine":
-            return []
-        lines = [str(self.band)]
-        if ending is None:
-            return lines
-        if not self.band.sentence.startswith(ending.words):
-            lines.append(ending.words)
-        elif self.diagnosis:
-            lines.append(f"  {printable(self.diagnosis)}")
-        return lines
-
-    @property
-    def callout_lines(self) -> list[str]:
-        """The faults of the records, then at most four lines of facts under their title."""
-        lines = list(self.faults)
-        if not self.facts:
-            return lines
-        lines.append("facts:")
-        shown = self.facts
-        if len(shown) > _FACTS:
-            shown = shown[: _FACTS - 1]
-        lines += [f"  {fact}" for fact in shown]
-        more = len(self.facts) - len(shown)
-        if more:
-            lines.append(f"  and {more:,} more")
-        return lines
 
 
 def outcome_of(
@@ -93,8 +65,9 @@ def outcome_of(
         else:
             facts.append(callout.text)
     findings = [*tally.findings, *faults]
-    found = "nothing"
     band = _band(ending, tally, findings, callouts, is_pack=is_pack)
+    diagnosis = next(iter(tally.findings), "")
+    found = "nothing"
     untrapped = len(findings) - tally.traps
     if untrapped:
         found = count(untrapped, "fault")
@@ -102,8 +75,24 @@ def outcome_of(
         found = "no fault"
     if tally.traps:
         found += f"; {count(tally.traps, 'trap')} tripped"
-    diagnosis = next(iter(tally.findings), "")
-    return Outcome(band, ending, diagnosis, faults, facts, found)
+    top = list(_top(band, ending, diagnosis))
+    if len(facts) > _FACTS:
+        facts[_FACTS - 1 :] = [f"and {len(facts) - _FACTS + 1:,} more"]
+    lines = faults
+    if facts:
+        lines += ["facts:", *[f"  {fact}" for fact in facts]]
+    return Outcome(band, top, diagnosis, lines, found)
+
+
+def _top(band: Band, ending: Ending | None, diagnosis: str) -> Iterator[str]:
+    if ending is not None or band.state != "fine":
+        yield str(band)
+    if ending is None:
+        return
+    if not band.sentence.startswith(ending.words):
+        yield ending.words
+    elif diagnosis:
+        yield f"  {printable(diagnosis)}"
 
 
 def _band(
@@ -119,21 +108,21 @@ def _band(
         words = ending.words
         if ending.is_broken:
             return Band("broken", words)
+    kinds = tally.kinds
     if findings:
         sentence = findings[0]
         if len(findings) > 1:
             sentence += f" (and {count(len(findings) - 1, 'other fault')})"
         stayed_nonfinite = any(callout.kind == NONFINITE for callout in callouts)
-        if stayed_nonfinite and tally.kinds["trap"]:
+        if stayed_nonfinite and kinds["trap"]:
             return Band("broken", sentence)
         return Band("look", sentence)
     if tally.no_rule:
         return Band("look", tally.no_rule)
     # A `GradScaler` skips steps of healthy trainings, so its events are no reason.
-    is_idle = tally.kinds["never-fired"] and not is_pack
-    kinds = tally.kinds
+    is_idle = kinds["never-fired"] and not is_pack
     if kinds["skipped-step"] or kinds["hook-lost"] or tally.cut_steps or is_idle:
         return Band("look", words)
-    if ending is not None and ending.is_clean and not callouts:
+    if words == ENDED and not callouts:
         words += ", clean"
     return Band("fine", words)

@@ -7,6 +7,7 @@ from operator import attrgetter, itemgetter
 
 import numpy as np
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.report.band import EXPLODING, NONFINITE, PASSED, Callout
@@ -33,9 +34,7 @@ def callouts(history: History, params: int) -> Iterator[Callout]:
             of_kind = f" ({kind})"
         for word, text in _callouts_of(history, kind, params):
             if text:
-                shown = word
-                if word == PASSED:
-                    shown = NONFINITE
+                shown = NONFINITE if word == PASSED else word
                 yield Callout(word, f"{shown}{of_kind}: {text}")
 
 
@@ -81,7 +80,7 @@ def nouns(kind: str) -> str:
 
 
 def _names(tracks: Sequence[Track]) -> str:
-    return listed([track.name for track in tracks])
+    return listed(names_of(tracks))
 
 
 def _module(track: Track) -> str:
@@ -93,26 +92,18 @@ def _is_bias(track: Track) -> bool:
 
 
 def _nonfinite(tracks: Sequence[Track], kind: str) -> tuple[str, str]:
-    by_first: defaultdict[int, list[Track]] = defaultdict(list)
-    number = 0
-    last = 0
-    are_finite_again = True
-    for track in tracks:
-        steps = track.nonfinite_steps
-        if not len(steps):
-            continue
-        by_first[steps[0]].append(track)
-        number += 1
-        last = max(last, steps[-1])
-        are_finite_again &= math.isfinite(track.last)
-    if not number:
+    bad = [track for track in tracks if len(track.nonfinite_steps)]
+    if not bad:
         return NONFINITE, ""
-    first = min(by_first)
-    text = f"{count(number, nouns(kind))}, "
-    if number > len(by_first[first]):
-        text += f"{len(by_first[first])} of them "
-    text += f"first at step {first}: {_names(by_first[first])}"
-    if are_finite_again:
+    bad.sort(key=lambda track: track.nonfinite_steps[0])
+    firsts = [track.nonfinite_steps[0] for track in bad]
+    number = firsts.count(firsts[0])
+    text = f"{count(len(bad), nouns(kind))}, "
+    if number < len(bad):
+        text += f"{number} of them "
+    text += f"first at step {firsts[0]}: {_names(bad[:number])}"
+    if all(math.isfinite(track.last) for track in bad):
+        last = max(track.nonfinite_steps[-1] for track in bad)
         return PASSED, f"{text}; until step {last}, finite again since"
     return NONFINITE, text
 
@@ -134,33 +125,32 @@ def _spike(tracks: Sequence[Track]) -> str:
     spikes = [(track.spike.times, track.name, track.spike) for track in tracks if track.spike]
     if not spikes:
         return ""
-    _, name, spike = max(spikes)
-    return _spike_text(name, spike)
+    return _spike_text(*max(spikes)[1:])
 
 
 def _spike_of_wholes(wholes: Sequence[WholeNorm], tracks: Sequence[Track], params: int) -> str:
     """Return the largest spike of the norms of several tensors, with the tensors that stand out in that step."""
-    calm = {track.name for track in tracks}
+    calm = {track.name: track for track in tracks}
     largest = 0.0
     text = ""
     for whole in wholes:
-        if len(whole.names) == 1 or not calm.issuperset(whole.names):
+        if len(whole.names) == 1 or not calm.keys() >= {*whole.names}:
             continue
         is_finite = np.isfinite(whole.norms)
         spike = largest_spike(whole.steps[is_finite], whole.norms[is_finite])
         if spike is None or spike.times < largest:
             continue
-        norms: dict[Track, float] = {}
-        for track in tracks:
-            norm = _norm_at(track, spike.step)
-            if track.name in whole.names and norm > TIMES * track.median:
-                norms[track] = norm
-        if norms:
+        far = {}
+        for name in whole.names:
+            track = calm[name]
+            norm = track.norms[track.steps <= spike.step][-1]
+            if norm > TIMES * track.median:
+                far[track] = norm
+        if far:
             largest = spike.times
             # By their share of the whole.
-            far = sorted(norms, key=norms.__getitem__, reverse=True)
-            text = _spike_text(f"the {whole_name(whole, params)}", spike)
-            text += f"; most in {_names(far)}"
+            names = _names(sorted(far, key=far.__getitem__, reverse=True))
+            text = f"{_spike_text(f'the {whole_name(whole, params)}', spike)}; most in {names}"
     return text
 
 
@@ -174,15 +164,6 @@ def _raised(tracks: Sequence[Track]) -> str:
     return ""
 
 
-def _norm_at(track: Track, step: int) -> float:
-    """Return the norm of a step, or the largest of a few steps; 0 or less where there is none."""
-    place = int(np.searchsorted(track.steps, step, side="right")) - 1
-    if place < 0:
-        return 0.0
-    norm = float(track.norms[place])
-    return norm if math.isfinite(norm) else 0.0
-
-
 def _spike_text(name: str, spike: Spike) -> str:
     return f"{printable(name)}, {spike.value:.3g} at step {spike.step}, {spike.times:.3g}x the steps before it"
 
@@ -190,30 +171,27 @@ def _spike_text(name: str, spike: Spike) -> str:
 def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
     alive = {_module(track) for track in tracks if track.largest > 0}
     zero = []
-    died: list[tuple[int, Track]] = []
+    died = []
     for track in tracks:
         is_zero = track.largest == 0 and not len(track.nonfinite_steps)
         is_inert_bias = _is_bias(track) and _module(track) in alive
         if is_zero and not is_inert_bias:
             zero.append(track)
         step = track.zero_since
-        if step is not None and not _shrank_before(track, step):
+        if step is None:
+            continue
+        # A training that converges to nothing is next to 0 for a while. A layer that dies may pass through 1e-34 on its way.
+        before = track.finite_norms[track.finite_steps < step][-_DYING:]
+        if before.max(initial=0.0) * _FAR >= track.first:
             died.append((step, track))
     yield "norm always exactly 0", _names(zero)
-    died.sort(key=itemgetter(0))
     if died:
-        since = f"step {died[0][0]}"
-        if died[-1][0] > died[0][0]:
+        died.sort(key=itemgetter(0))
+        steps, dead = zip(*died, strict=True)
+        since = f"step {steps[0]}"
+        if steps[-1] > steps[0]:
             since += " or later"
-        names = _names([track for _, track in died])
-        yield f"norm exactly 0 since {since}, and until the end", names
-
-
-def _shrank_before(track: Track, step: int) -> bool:
-    """Tell whether a tensor was next to 0 for a while before it was 0, as in a training that converges to nothing."""
-    # A layer that dies may pass through 1e-34 on its way.
-    before = track.finite_norms[track.finite_steps < step][-_DYING:]
-    return bool(before.max(initial=0.0) * _FAR < track.first)
+        yield f"norm exactly 0 since {since}, and until the end", _names(dead)
 
 
 def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> str:
@@ -234,8 +212,7 @@ def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> s
     if not small:
         return ""
     small.sort(key=attrgetter("median"))
-    least = small[0]
     return (
-        f"{_names(small)}; the median norm of {printable(least.name)} is {least.median:.3g}, and one of ten "
+        f"{_names(small)}; the median norm of {printable(small[0].name)} is {small[0].median:.3g}, and one of ten "
         f"{nouns(kind)}s has more than {usual:.3g}"
     )

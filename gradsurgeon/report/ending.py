@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.common.events import NO_RULE_ACTS, OUR_FAULT, TRIPS, Event
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
@@ -12,6 +13,7 @@ from gradsurgeon.records.store.recorded import RankEnd
 from gradsurgeon.report.rules_and_events import by_kind
 
 State = Literal["running", "ended", "stopped", "unknown"]
+ENDED = "ended"  # all that there is to say of a clean end
 
 
 class EventTally(NamedTuple):
@@ -45,12 +47,14 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> EventTally
         if event.message.startswith(NO_RULE_ACTS) and OUR_FAULT in event.message:
             no_rule = f"no rule acts, from step {event.step} on"
         # A trap that trips in many steps is one finding. A check reports each of its findings once.
-        key = event.message if event.kind == "check" else event.rule
+        key = event.message
+        if event.kind != "check":
+            key = event.rule
+            if event.kind in TRIPS:
+                traps.add(key)
         diagnosis = _diagnosis(event)
         if event.kind in TRIPS:
             others.setdefault(key, event.message.partition("\n")[0])
-            if event.kind != "check":
-                traps.add(key)
             if diagnosis:
                 diagnoses.setdefault(key, diagnosis)
         elif event.diagnosis and key in diagnoses:
@@ -84,7 +88,6 @@ class Ending(NamedTuple):
     state: State  # "unknown" where no end was written
     words: str  # the same in words, with the ranks if they differ, and what was skipped or found
     ranks: Mapping[int, str]
-    is_clean: bool  # ended, and nothing was skipped or found
     is_broken: bool  # a rank was stopped
 
 
@@ -92,23 +95,24 @@ def _outcome(state: State, tally: EventTally) -> str:
     """Return what was skipped, cut or lost, and what traps and checks found."""
     kinds = tally.kinds
     skipped = kinds["skipped-step"] + kinds["scaler-skip"]
-    text = ""
-    if skipped:
-        text += f", {count(skipped, 'step')} skipped"
-    if kinds["never-fired"]:
-        text += f", {count(kinds['never-fired'], 'rule')} never fired"
+    never_fired = kinds["never-fired"]
+    trips = tally.trips
     # The trip that stopped the run is in the words.
-    reported = int(state == "stopped")
-    if not text and tally.trips > reported:
-        text = f", traps tripped in {count(tally.trips, 'step')}"
-    if tally.cut_steps:
-        text += f", spikes cut in {count(len(tally.cut_steps), 'step')}"
-    if kinds["hook-lost"]:
-        text += f", hooks lost {count(kinds['hook-lost'], 'time')}"
-    if kinds["hook-rearmed"]:
-        text += f", hooks installed again {count(kinds['hook-rearmed'], 'time')}"
-    if kinds["check"]:
-        text += f", checks found {count(kinds['check'], 'fault')}"
+    if skipped or never_fired or (trips == 1 and state == "stopped"):
+        trips = 0
+    facts = [
+        (skipped, "step", "{} skipped"),
+        (never_fired, "rule", "{} never fired"),
+        (trips, "step", "traps tripped in {}"),
+        (len(tally.cut_steps), "step", "spikes cut in {}"),
+        (kinds["hook-lost"], "time", "hooks lost {}"),
+        (kinds["hook-rearmed"], "time", "hooks installed again {}"),
+        (kinds["check"], "fault", "checks found {}"),
+    ]
+    text = ""
+    for number, noun, words in facts:
+        if number:
+            text += f", {words.format(count(number, noun))}"
     return text
 
 
@@ -119,23 +123,16 @@ _FIRST: Sequence[State] = ("running", "stopped", "unknown", "ended")
 def ending_of(ends: Mapping[int, RankEnd], tally: EventTally) -> Ending:
     states = []
     words = {}
-    ranks_by_words: dict[str, list[str]] = {}
     for rank, end in ends.items():
-        state, text = end_of_rank(end)
+        state, words[rank] = end_of_rank(end)
         states.append(state)
-        words[rank] = text
-        ranks_by_words.setdefault(text, []).append(str(rank))
     shown = []
-    for text, ranks in ranks_by_words.items():
-        if len(ranks_by_words) == 1:
-            shown.append(text)
-        else:
-            shown.append(f"rank {', '.join(ranks)}: {text}")
+    for text, ranks in grouped(words, words.__getitem__).items():
+        of_ranks = f"rank {', '.join(map(str, ranks))}: " if len(ranks) < len(words) else ""
+        shown.append(of_ranks + text)
     state = min(states, key=_FIRST.index)
-    outcome = _outcome(state, tally)
-    is_clean = state == "ended" and not outcome
     is_broken = not {"stopped", "unknown"}.isdisjoint(states)
-    return Ending(state, "; ".join(shown) + outcome, words, is_clean, is_broken)
+    return Ending(state, "; ".join(shown) + _outcome(state, tally), words, is_broken)
 
 
 def end_of_rank(end: RankEnd) -> tuple[State, str]:
@@ -147,15 +144,15 @@ def end_of_rank(end: RankEnd) -> tuple[State, str]:
         if end.written is not None:
             at = f", last record at {clock(end.written)}"
         return "unknown", f"no end was written{at}: what came after it is missing"
-    error = printable(str(end.ending.get("error", "")))
+    ending = end.ending
+    error = ending.get("error")
     if not error:
-        return "ended", "ended"
-    step = end.ending.get("step")
-    rule = end.ending.get("rule")
-    status = end.ending.get("status")
-    if isinstance(step, int) and isinstance(rule, str) and rule:
-        return "stopped", f"stopped at step {step} by rule {printable(rule)} ({error})"
+        return "ended", ENDED
     text = f"stopped by {error}"
-    if isinstance(status, int):
-        text += f", exit status {status}"
-    return "stopped", text
+    step = ending.get("step")
+    rule = ending.get("rule")
+    if isinstance(step, int) and isinstance(rule, str) and rule:
+        text = f"stopped at step {step} by rule {rule} ({error})"
+    elif isinstance(ending.get("status"), int):
+        text += f", exit status {ending['status']}"
+    return "stopped", printable(text)

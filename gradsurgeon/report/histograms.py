@@ -1,13 +1,13 @@
 """Histograms of the elements of tensors: the quantiles of their magnitudes over the steps. Needs numpy."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.recorded import of_lowest_ranks
-from gradsurgeon.records.store.tables import arrays
+from gradsurgeon.records.store.tables import by_statistic, together
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.tensors.statistics import (
     HISTOGRAM,
@@ -18,15 +18,6 @@ from gradsurgeon.tensors.statistics import (
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _MOST_STEPS = 500
-
-
-class Magnitudes(NamedTuple):
-    """The quantiles of the magnitudes of one tensor, in the order of `SHARES`, for some of its steps."""
-
-    rule: str
-    name: str
-    steps: Ints
-    quantiles: Floats
 
 
 def quantiles_of(counts: Any) -> Floats:
@@ -51,23 +42,17 @@ def quantiles_of(counts: Any) -> Floats:
     return np.array(quantiles)
 
 
-def magnitudes_of(series: Iterable[Part]) -> Iterator[Magnitudes]:
-    """Yield the quantiles of each tensor that has histograms."""
-    groups: dict[tuple[str, str, tuple[str, ...]], dict[str, Part]] = {}
+def magnitudes_of(series: Iterable[Part]) -> Iterator[tuple[str, str, Ints, Floats]]:
+    """Yield rule, name, steps and quantiles, in the order of `SHARES`, of each tensor that has histograms."""
+    shown = []
     for part, repeated in of_lowest_ranks(series):
-        rule, stat, point, names = part.key
-        if stat in HISTOGRAM and len(part) and not repeated:
-            groups.setdefault((rule, point, names), {})[stat] = part
-    for (rule, _, names), parts in groups.items():
-        # A run that is still being written may have one more row of some columns.
-        rows = min(map(len, parts.values()))
-        every = -(-rows // _MOST_STEPS)
-        counts = []
-        for stat in HISTOGRAM:
-            stored = list(parts[stat].stored(0, rows))
-            steps, values, present = arrays(stored[::every], len(names))
-            counts.append(values.astype(float))
-        quantiles = quantiles_of(np.stack(counts, axis=-1))
+        if part.key.stat in HISTOGRAM and len(part) and not repeated:
+            shown.append(part)
+    for (_, rule, _, names), parts in by_statistic(shown).items():
+        every = -(-len(parts[HISTOGRAM[0]]) // _MOST_STEPS)
+        steps, counts, present = together(parts, every)
+        in_order = [counts[stat] for stat in HISTOGRAM]
+        quantiles = quantiles_of(np.stack(in_order, axis=-1).astype(float))
         for column, name in enumerate(names):
             known = present[:, column]
-            yield Magnitudes(rule, name, steps[known], quantiles[:, known, column])
+            yield rule, name, steps[known], quantiles[:, known, column]

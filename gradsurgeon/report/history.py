@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.records.store import Part
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, UPDATES
-from gradsurgeon.report.sheets import NO_NORM, Sheet, read_sheet, records_of
+from gradsurgeon.report.sheets import NO_NORM, Line, read_lines, records_of
 from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.report.track import RecordOrigin, Track
 
@@ -40,8 +41,6 @@ class History:
         series: Iterable[tuple[Part, frozenset[int]]],
         kinds: Mapping[str, str],
         order: Sequence[str] = (),
-        *,
-        rule: str | None = None,
     ) -> None:
         self._kinds = kinds
         norms = []
@@ -54,43 +53,34 @@ class History:
                 norms.append((part, repeated))
                 size += len(part) * len(part.key.names)
         self.rows_of_a_column = max(1, -(-size // MOST_VALUES))
-        # The sheets and lines in which an origin has a tensor.
-        self._places: dict[tuple[RecordOrigin, str], list[tuple[Sheet, int]]] = {}
+        self._lines: dict[tuple[RecordOrigin, str], list[Line]] = {}
         for part, repeated in norms:
-            if rule in (None, part.key.rule):
-                self._read(part, repeated)
+            self._read(part, repeated)
         # Which records are shown, by kind and name: kinds as rules have them, names as in the model.
         self.shown = self._choose(order)
 
     def _read(self, series: Part, repeated: Collection[int]) -> None:
-        columns = [column for column in range(len(series.key.names)) if column not in repeated]
-        sheet = read_sheet(series, columns, self.rows_of_a_column)
         rule, stat, point, _ = series.key
         kind = OF_UPDATES.get(stat, self._kinds.get(rule, GRADIENT))
         origin = RecordOrigin(kind, rule, point)
-        has_norms = (sheet.norms != NO_NORM).any(axis=1)
-        for line in np.flatnonzero(has_norms).tolist():
-            places = self._places.setdefault((origin, sheet.names[line]), [])
-            places.append((sheet, line))
+        for name, line in read_lines(series, repeated, self.rows_of_a_column):
+            self._lines.setdefault((origin, name), []).append(line)
 
     def _choose(self, order: Sequence[str]) -> dict[tuple[str, str], RecordOrigin]:
-        """Return the records to show, in the order of rules and of the model."""
+        """Return the records to show, in the order of rules and of the model: of the first point, by the first rule."""
         rules = list(self._kinds)
         kinds = list(self._kinds.values())
         places = {name: place for place, name in enumerate(order)}
 
-        def rank(record: tuple[RecordOrigin, str]) -> tuple[int, int]:
-            origin, _ = record
-            return _place(origin.point, POINTS), _place(origin.rule, rules)
+        def position(record: tuple[RecordOrigin, str]) -> tuple[int, ...]:
+            (kind, rule, point), name = record
+            of_name = places.get(name, len(places))
+            return _place(kind, kinds), of_name, _place(point, POINTS), _place(rule, rules)
 
-        def position(pair: tuple[str, str]) -> tuple[int, int]:
-            kind, name = pair
-            return _place(kind, kinds), places.get(name, len(places))
-
-        best: dict[tuple[str, str], RecordOrigin] = {}
-        for origin, name in sorted(self._places, key=rank):
-            best.setdefault((origin.kind, name), origin)
-        return {pair: best[pair] for pair in sorted(best, key=position)}
+        shown: dict[tuple[str, str], RecordOrigin] = {}
+        for origin, name in sorted(self._lines, key=position):
+            shown.setdefault((origin.kind, name), origin)
+        return shown
 
     @property
     def kinds(self) -> list[str]:
@@ -104,7 +94,7 @@ class History:
         tracks = []
         for (_, name), origin in self.shown.items():
             once = origin.point not in OF_EACH_CALL
-            steps, norms = records_of(self._places[origin, name], once=once)
+            steps, norms = records_of(self._lines[origin, name], once=once)
             tracks.append(Track(name, origin, steps, norms))
         return tracks
 
@@ -114,11 +104,12 @@ class History:
         groups: list[list[Track]] = []
         for track in self.tracks_of(GRADIENT):
             # The tensors of a model may have several optimizers.
-            group = next((group for group in groups if _adds_up(group[0], track)), None)
-            if group is None:
-                groups.append([track])
+            for group in groups:
+                if _adds_up(group[0], track):
+                    group.append(track)
+                    break
             else:
-                group.append(track)
+                groups.append([track])
         return list(map(_whole, groups))
 
 
@@ -139,7 +130,7 @@ def _adds_up(first: Track, second: Track) -> bool:
 
 
 def _whole(tracks: Sequence[Track]) -> WholeNorm:
-    steps = min((track.steps for track in tracks), key=len)
+    steps = min([track.steps for track in tracks], key=len)
     length = len(steps)
     squares = np.zeros(length)
     has_norm = np.zeros(length, bool)
@@ -148,7 +139,7 @@ def _whole(tracks: Sequence[Track]) -> WholeNorm:
         is_there = norms != NO_NORM
         has_norm |= is_there
         squares += np.square(np.where(is_there, norms, 0), dtype=float)
-    names = tuple(track.name for track in tracks)
+    names = tuple(names_of(tracks))
     return WholeNorm(names, tracks[0].origin.point, steps[has_norm], np.sqrt(squares[has_norm]))
 
 

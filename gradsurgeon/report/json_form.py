@@ -53,8 +53,7 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
     status = report.statuses.get(rule)
     values = None
     if status is not None:
-        values = asdict(status)
-        values["changed"] = status.changed
+        values = {**asdict(status), "changed": status.changed}
     return {"id": rule, "action": info.action, "role": info.role, "status": values}
 
 
@@ -62,13 +61,17 @@ def _losses(loss: LossSeries) -> dict[str, Any]:
     from gradsurgeon.report.losses import thinned  # noqa: PLC0415 # needs numpy
 
     calls = len(loss.values)
-    values: dict[str, Any] = {"rule": loss.rule, "stat": loss.stat, "name": loss.name}
-    values["steps"], values["values"] = thinned(loss.steps, loss.values, lowest=loss.stat == COSINE)
-    values["calls"] = calls
-    values["nonfinite"] = calls - len(loss.finite)
-    for word, number in loss.numbers.items():
-        values[word] = json_number(number)
-    return values
+    steps, values = thinned(loss.steps, loss.values, lowest=loss.stat == COSINE)
+    return {
+        "rule": loss.rule,
+        "stat": loss.stat,
+        "name": loss.name,
+        "steps": steps,
+        "values": values,
+        "calls": calls,
+        "nonfinite": calls - len(loss.finite),
+        **{word: json_number(number) for word, number in loss.numbers.items()},
+    }
 
 
 def _rate(rate: LossSeries) -> dict[str, Any]:
@@ -84,16 +87,13 @@ def _rate(rate: LossSeries) -> dict[str, Any]:
 
 
 def _norms(track: Track) -> dict[str, Any]:
-    values: dict[str, Any] = {"name": track.name}
-    values.update(track.origin._asdict())
+    values: dict[str, Any] = {"name": track.name, **track.origin._asdict()}
     for word in ("first", "median", "largest", "last"):
         values[word] = json_number(getattr(track, word))
     values["spike"] = None
-    spike = track.spike
-    if spike is not None:
-        value = json_number(spike.value)
-        times = json_number(spike.times)
-        values["spike"] = {"step": spike.step, "value": value, "times": times}
+    if track.spike is not None:
+        step, value, times = track.spike
+        values["spike"] = {"step": step, "value": json_number(value), "times": json_number(times)}
     steps = track.nonfinite_steps
     values["nonfinite"] = len(steps)
     values["nonfinite_step"] = int(steps[0]) if len(steps) else None

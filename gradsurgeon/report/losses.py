@@ -1,11 +1,12 @@
 """What was recorded of losses: their values, how far they conflict, and their weights in a combination. Needs numpy."""
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
@@ -129,11 +130,8 @@ def thinned(
 
 def _joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
     """Return series with the parts of each name in one: other parameters beside it make another part."""
-    joint: dict[tuple[str, str, str], list[LossSeries]] = {}
-    for loss in recorded:
-        joint.setdefault((loss.rule, loss.stat, loss.name), []).append(loss)
     series = []
-    for parts in joint.values():
+    for parts in grouped(recorded, attrgetter("rule", "stat", "name")).values():
         steps = np.concatenate([part.steps for part in parts])
         values = np.concatenate([part.values for part in parts])
         order = np.argsort(steps, kind="stable")
@@ -165,7 +163,7 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
     read = list(blocks(part))
     if not read:
         return
-    steps, values, present = [np.concatenate(arrays) for arrays in zip(*read, strict=True)]
+    steps, values, present = map(np.concatenate, zip(*read, strict=True))
     for name in names:
         column = part.columns[name]
         has_value = present[:, column]
@@ -176,67 +174,41 @@ def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
 
 def loss_tables(losses: Sequence[LossSeries]) -> Iterator[tuple[Table, Sequence[LossSeries]]]:
     """Yield a table and the curves of each statistic that a rule has measured of losses."""
-    groups: dict[tuple[str, str], list[LossSeries]] = {}
-    for loss in losses:
-        groups.setdefault((loss.rule, loss.stat), []).append(loss)
-    for (_, stat), series in groups.items():
+    for (_, stat), series in grouped(losses, attrgetter("rule", "stat")).items():
         if stat == COSINE:
-            series.sort(key=_mean)
+            # The worst conflicts come first, pairs without a number last.
+            series.sort(key=lambda pair: np.nan_to_num(pair.numbers["mean"], nan=np.inf))
         yield _table(stat, series), series
 
 
-def _mean(pair: LossSeries) -> float:
-    """Return a key by which the worst conflicts come first, pairs without a number last."""
-    mean = pair.numbers["mean"]
-    return math.inf if math.isnan(mean) else mean
-
-
 def _table(stat: str, series: Sequence[LossSeries]) -> Table:
-    shown = series[:_ROWS]
-    curves = []
-    for loss in shown:
-        curve = loss.values
-        # A log scale has no place for 0 and less.
-        if not loss.numbers["least"] > 0:
-            curve = curve[:0]
-        curves.append(curve)
-    rule = printable(series[0].rule)
     head = _HEADS.get(stat, _HEAD)
+    curves = []
+    rows = []
+    for loss in series[:_ROWS]:
+        numbers = loss.numbers
+        # A log scale has no place for 0 and less.
+        curves.append(loss.values if numbers["least"] > 0 else loss.values[:0])
+        nonfinite = len(loss.values) - len(loss.finite)
+        cells = {"loss": printable(loss.name), "group": printable(loss.name), "history": ""}
+        cells["< 0"] = f"{100 * numbers['negative']:.0f}%"
+        cells["non-finite"] = f"{nonfinite:,}" if nonfinite else "-"
+        for column in _NUMBERS:
+            cells[column] = f"{numbers[column]:.3g}"
+        rows.append([cells[column] for column in head])
+    notes = []
+    if len(series) > _ROWS:
+        notes.append(f"... and {len(series) - _ROWS:,} more")
+    if stat == COSINE:
+        conflicts = [pair for pair in series if pair.numbers["mean"] < 0]
+        notes.append(f"{count(len(conflicts), 'pair')} of {len(series):,} conflict on average")
+    steps = np.concatenate([loss.steps for loss in series])
+    title = TITLES.get(stat, "losses")
     return Table(
-        f"{TITLES.get(stat, 'losses')}, recorded by {rule} in {_steps(series)}",
+        f"{title}, recorded by {printable(series[0].rule)} in steps {steps.min()}..{steps.max()}",
         head,
-        [_row(loss, head) for loss in shown],
+        rows,
         right=frozenset(range(2, len(head))),
         curves=curves,
-        notes=list(_notes(stat, series)),
+        notes=notes,
     )
-
-
-def _row(loss: LossSeries, head: Sequence[str]) -> list[str]:
-    numbers = loss.numbers
-    nonfinite = len(loss.values) - len(loss.finite)
-    cells = {"< 0": _share(numbers["negative"]), "non-finite": "-"}
-    if nonfinite:
-        cells["non-finite"] = f"{nonfinite:,}"
-    for column in _NUMBERS:
-        cells[column] = f"{numbers[column]:.3g}"
-    return [printable(loss.name), "", *[cells[column] for column in head[2:]]]
-
-
-def _notes(stat: str, series: Sequence[LossSeries]) -> Iterator[str]:
-    if len(series) > _ROWS:
-        yield f"... and {len(series) - _ROWS:,} more"
-    if stat == COSINE:
-        conflicts = 0
-        for pair in series:
-            conflicts += pair.numbers["mean"] < 0
-        yield f"{count(conflicts, 'pair')} of {len(series):,} conflict on average"
-
-
-def _steps(losses: Sequence[LossSeries]) -> str:
-    steps = np.concatenate([loss.steps for loss in losses])
-    return f"steps {steps.min()}..{steps.max()}"
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}%"

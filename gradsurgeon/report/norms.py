@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
-from gradsurgeon.records.store import Part
+from gradsurgeon.records.store import Key, Part
 from gradsurgeon.records.store.tables import blocks
 from gradsurgeon.report.callouts import nouns, whole_name
 from gradsurgeon.report.history import POINTS, History, WholeNorm
 from gradsurgeon.report.rules_and_events import GRADIENT, OF_UPDATES, STAT, STATE, WHOLE
 from gradsurgeon.report.tables import Table
-from gradsurgeon.report.track import RecordOrigin, Track
+from gradsurgeon.report.track import Track
 
 _ROWS = 40
 _NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
@@ -27,61 +26,47 @@ _ALIKE = 3
 _REDUCED = POINTS[:2]
 
 
-class NormTable(NamedTuple):
-    """The norms of one kind of tensors, as every view shows them."""
-
-    kind: str
-    tracks: Sequence[Track]
-    table: Table
-
-
-def norm_tables(history: History) -> Iterator[NormTable]:
+def norm_tables(history: History) -> Iterator[Table]:
+    """Yield the table of each kind of tensors, in the order of the model."""
     for kind in history.kinds:
         tracks = history.tracks_of(kind)
-        urgent = {track.name for track in ranked(tracks)[:_ROWS]}
-        # In the order of the model.
-        shown = [track for track in tracks if track.name in urgent]
-        yield NormTable(kind, tracks, _table(history, kind, tracks, shown))
+        urgent = ranked(tracks)[:_ROWS]
+        yield norm_table(history, kind, [track for track in tracks if track in urgent])
 
 
-def urgent_table(history: History, norms: NormTable, most: int) -> Table:
-    """Return a table with fewer rows, the most urgent first."""
-    return _table(history, norms.kind, norms.tracks, ranked(norms.tracks)[:most])
-
-
-def _table(history: History, kind: str, tracks: Sequence[Track], shown: Sequence[Track]) -> Table:
+def norm_table(history: History, kind: str, shown: Sequence[Track]) -> Table:
+    """Return a table of some tensors of a kind."""
+    tracks = history.tracks_of(kind)
     origins = {track.origin for track in tracks}
-    has_rule = len(origins) > 1
     head = [nouns(kind), *_HEAD]
+    has_rule = len(origins) > 1
     if has_rule:
         head.append("rule")
     rows = []
     curves = []
     for track in shown:
-        row = _row(track)
+        row = [printable(track.name), ""]
+        row += [f"{norm:.3g}" for norm in (track.first, track.median, track.largest, track.last)]
+        nonfinite = len(track.nonfinite_steps)
+        row.append(f"{nonfinite:,}" if nonfinite else "-")
         if has_rule:
             row.append(printable(track.origin.rule))
         rows.append(row)
         curves.append(track.norms)
-    title = f"{_measured(kind, len(tracks))}, recorded by {_named(origins)}"
-    notes = list(_notes(history, len(tracks) - len(shown)))
-    return Table(title, head, rows, right=_NUMBERS, curves=curves, notes=notes)
-
-
-def _row(track: Track) -> list[str]:
-    row = [printable(track.name), ""]
-    row += [f"{norm:.3g}" for norm in (track.first, track.median, track.largest, track.last)]
-    nonfinite = len(track.nonfinite_steps)
-    row.append(f"{nonfinite:,}" if nonfinite else "-")
-    return row
-
-
-def _notes(history: History, more: int) -> Iterator[str]:
+    recorders = [f"{printable(rule)} (at {printable(point)})" for _, rule, point in sorted(origins)]
+    title = f"{_measured(kind, len(tracks))}, recorded by {', '.join(recorders)}"
+    notes = []
+    more = len(tracks) - len(shown)
     if more:
-        yield f"... and {more:,} more; those that are not finite, then spikes, then the largest are shown"
-    rows = history.rows_of_a_column
-    if rows > 1:
-        yield f"the run is long: {rows:,} successive steps count as one, by their largest norm"
+        notes.append(
+            f"... and {more:,} more; those that are not finite, then spikes, then the largest are shown"
+        )
+    successive = history.rows_of_a_column
+    if successive > 1:
+        notes.append(
+            f"the run is long: {successive:,} successive steps count as one, by their largest norm"
+        )
+    return Table(title, head, rows, right=_NUMBERS, curves=curves, notes=notes)
 
 
 def _measured(kind: str, number: int) -> str:
@@ -93,11 +78,6 @@ def _measured(kind: str, number: int) -> str:
         return f"norms (l2) of {kind} of {count(number, 'parameter')}"
     noun = "parameter" if kind == GRADIENT else kind
     return f"norms (l2) of {count(number, noun)}"
-
-
-def _named(origins: Iterable[RecordOrigin]) -> str:
-    named = sorted({(origin.rule, origin.point) for origin in origins})
-    return ", ".join(f"{printable(rule)} (at {printable(point)})" for rule, point in named)
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
@@ -134,14 +114,14 @@ def ranks_that_differ(
     Ranks are replicas if `DistributedDataParallel` held the model, or if their norms were alike at first. Others may train
     apart, or a script averages their gradients after the norms were taken.
     """
-    lowest: dict[tuple[object, ...], Part] = {}
+    lowest: dict[Key, Part] = {}
     differences: list[tuple[int, str]] = []
     for part in series:
         key = part.key
         is_of_gradient = key.stat == STAT and kinds.get(key.rule) == GRADIENT
         if not is_of_gradient or key.point not in _REDUCED:
             continue
-        other = lowest.setdefault(tuple(key), part)
+        other = lowest.setdefault(key, part)
         if other is not part:
             least = 0 if are_replicas else _ALIKE
             differences += _first_difference(other, part, least)

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.common.events import is_trip
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import RecordError, printable
@@ -29,6 +31,7 @@ _LONGEST = 60
 _LAYERS = 10
 _IN_LEGEND = 24
 _CHANNELS = 64
+_IMAGES = 4  # dimensions of several images
 _PER_ROW = 8
 _RED = "#e3262d"
 _SKIPS = frozenset({"skipped-step", "scaler-skip"})
@@ -48,8 +51,7 @@ class Picture(Figure):
 
 def _plain(text: str) -> str:
     """Return a text of a user's for matplotlib, which reads formulas between dollars."""
-    shown = shortened(printable(text), _LONGEST)
-    shown = shown.replace("$", r"\$")
+    shown = shortened(printable(text), _LONGEST).replace("$", r"\$")
     # A label that begins with an underscore would be left out of legends.
     if shown.startswith("_"):
         return f" {shown}"
@@ -81,23 +83,20 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     """Draw l2 norms on a log axis: of the layers that stand out and of all together, or of the named layers."""
     recorded = source.recorded()
     report = unread(recorded)
-    history = report.history_of(rule=rule)
+    if rule is not None:
+        report = replace(report, series=[part for part in report.series if part.key.rule == rule])
+    history = report.history
     if not history.tracks:
         raise _nothing_to_draw(report, rule)
     # One picture has one scale: gradients and outputs, say, are not alike.
     kind = history.tracks[0].origin.kind
     wholes: list[WholeNorm] = []
     if name is None:
-        shown = {track.name for track in ranked(history.tracks_of(kind))[:_LAYERS]}
+        shown = set(names_of(ranked(history.tracks_of(kind))[:_LAYERS]))
         if kind == GRADIENT:
-            # Where a step has several records, the norms of a step do not add up to the norm of all.
-            wholes = [
-                whole
-                for whole in history.gradients
-                if len(whole.names) > 1 and whole.point not in OF_EACH_CALL
-            ]
+            wholes += filter(_is_of_all, history.gradients)
     else:
-        shown = matching(name, [track.name for track in history.tracks], recorded.aliases)
+        shown = matching(name, names_of(history.tracks), recorded.aliases)
         kind = next(track.origin.kind for track in history.tracks if track.name in shown)
     tracks = [track for track in history.tracks_of(kind) if track.name in shown]
     figure = Picture(11, 4.8)
@@ -112,6 +111,11 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
         handles=handles, title=title, loc="outside right upper", fontsize=8, frameon=False
     )
     return figure
+
+
+def _is_of_all(whole: WholeNorm) -> bool:
+    # Where a step has several records, the norms of a step do not add up to the norm of all.
+    return len(whole.names) > 1 and whole.point not in OF_EACH_CALL
 
 
 def _curves(
@@ -168,10 +172,7 @@ def _events(axes: Axes, report: Report) -> list[Line2D]:
     """Draw a line across for each step that was stopped, reported or skipped; return what explains them in the legend."""
     # A rule that cuts spikes edits gradients, and may do so in every other step.
     edits = edits_of(report.rules)
-    steps = set()
-    for event in report.events:
-        if event.kind in _SKIPS or is_trip(event, edits):
-            steps.add(event.step)
+    steps = {event.step for event in report.events if event.kind in _SKIPS or is_trip(event, edits)}
     if not steps:
         return []
     style: dict[str, Any] = {"color": _RED, "linewidth": 1}
@@ -189,27 +190,68 @@ def _dress(axes: Axes, report: Report, tracks: Sequence[Track]) -> None:
     axes.set_title(f"l2 norms: {_plain(report.title)}", loc="left", fontsize=10, pad=10)
 
 
-def features(maps: Any, key: tuple[str, int, int], sample: int) -> Picture:
-    """Draw the first channels of one sample of a captured tensor."""
-    name, step, call = key
+def features(
+    kept: Mapping[tuple[str, int, int], Any],
+    *,
+    rule: str,
+    name: Name | None,
+    step: int | None,
+    call: int | None,
+    sample: int,
+) -> Picture:
+    """Draw the channels of one sample of a captured tensor of shape (N, C, H, W), each from its least to its largest."""
+    if not kept:
+        raise RecordError(f"rule {rule} has kept nothing yet: see `session.captured({rule!r})`")
+    names = {key[0] for key in kept}
+    if name is not None:
+        names = matching(name, names, {})
+    if len(names) > 1:
+        raise ValueError(
+            f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {min(names)}"
+        )
+    fitting = [
+        key for key in kept if key[0] in names and step in (None, key[1]) and call in (None, key[2])
+    ]
+    if not fitting:
+        raise RecordError(
+            f"rule {rule} has kept nothing of step={step}, call={call}: see `session.captured({rule!r})`"
+        )
+    last = max(fitting)
+    maps = _channels(last[0], kept[last], sample)
     shown = maps[:_CHANNELS]
     height, width = maps.shape[1:]
     rows = -(-len(shown) // _PER_ROW)
     shape = min(3.0, max(0.4, height / width))
-    inches = 0.7 + rows * (1.1 * shape + 0.15)
-    figure = Picture(1.15 * _PER_ROW, inches)
+    figure = Picture(1.15 * _PER_ROW, 0.7 + rows * (1.1 * shape + 0.15))
     colours = colormaps["gray"].with_extremes(bad=_RED)
     for number, channel in enumerate(shown):
         axes = figure.add_subplot(rows, _PER_ROW, number + 1)
         axes.imshow(channel.numpy(), cmap=colours)
         axes.set_title(str(number), fontsize=6, pad=1.5)
         axes.set_axis_off()
-    place = f"step {step}"
-    if call:
-        place += f", call {call}"
+    place = f"{_plain(last[0])}, step {last[1]}"
+    if last[2]:
+        place += f", call {last[2]}"
     channels = str(len(shown))
     if len(maps) > len(shown):
         channels += f" of {len(maps)}"
-    title = f"{_plain(name)}, {place}, sample {sample}: {channels} channels of {height} x {width}"
+    title = f"{place}, sample {sample}: {channels} channels of {height} x {width}"
     figure.suptitle(title, fontsize=9)
     return figure
+
+
+def _channels(name: str, tensor: Any, sample: int) -> Any:
+    """Return the channels of one sample; of complex elements the magnitudes."""
+    from gradsurgeon.tensors import _dist  # noqa: PLC0415 # needs torch, as only captures do
+
+    if _dist.is_sharded(tensor) or tensor.dim() != _IMAGES:
+        raise ValueError(
+            f"{name} has the shape {list(tensor.shape)}, and feature maps have (N, C, H, W), whole on one rank: "
+            "capture a module that returns such, and choose it by name="
+        )
+    if not 0 <= sample < len(tensor):
+        raise ValueError(f"sample {sample} of {name} is not there: there are {len(tensor)}, from 0")
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    if dense.is_complex():
+        dense = dense.abs()
+    return dense[sample].cpu().double()

@@ -1,8 +1,11 @@
 """How far each rank of a run came, and which one lags."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.recorded import RankEnd
@@ -50,10 +53,9 @@ def rank_lines(ranks: Sequence[RankProgress]) -> Iterator[str]:
     """Yield the last step and moment of each of several ranks, and how far it lags, those that lag most first."""
     if len(ranks) <= 1:
         return
-    alike: dict[str, list[str]] = {}
-    for rank in sorted(ranks, key=lambda rank: -rank.behind):
-        alike.setdefault(rank.words, []).append(str(rank.rank))
-    for text, names in list(alike.items())[:_MOST_LINES]:
+    alike = grouped(sorted(ranks, key=lambda rank: -rank.behind), attrgetter("words"))
+    for text, ranks_alike in islice(alike.items(), _MOST_LINES):
+        names = [str(rank.rank) for rank in ranks_alike]
         more = ""
         if len(names) > _MOST_NAMES:
             more = f" and {len(names) - _MOST_NAMES:,} more"

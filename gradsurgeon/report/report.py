@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -29,7 +29,6 @@ from gradsurgeon.report.rules_and_events import (
     event_lines,
     listed,
     logged_params,
-    never_reached,
     rule_table,
 )
 from gradsurgeon.report.tables import LEGEND, Table
@@ -38,7 +37,6 @@ from gradsurgeon.tensors.statistics import statistic_of
 if TYPE_CHECKING:
     from gradsurgeon.report.history import History
     from gradsurgeon.report.losses import LossSeries
-    from gradsurgeon.report.norms import NormTable
 
 # Of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
@@ -90,23 +88,22 @@ class Report:
         """Return the whole report; `width` columns are filled, by default those of the terminal."""
         if not width:
             width = shutil.get_terminal_size((_COLUMNS, 24)).columns
-        parts = ["\n".join([*self.head, *rank_lines(self.progress)])]
+        parts: list[Iterable[str]] = [[*self.head, *rank_lines(self.progress)]]
         if self.callouts:
-            parts.append("\n".join(f"  {line}" for line in self.outcome.callout_lines))
+            parts.append(map("  {}".format, self.outcome.callout_lines))
         for place, table in enumerate(self.tables, 1):
-            lines = list(table.lines(width))
-            lines += [f"  {note}" for note in table.notes]
+            notes = list(table.notes)
             if place == len(self.norms):
-                lines.append(f"  {LEGEND}")
-            parts.append("\n".join(lines))
+                notes.append(LEGEND)
+            parts.append([*table.lines(width), *map("  {}".format, notes)])
         if self.events:
-            parts.append("\n".join(event_lines(self.events)))
-        return "\n\n".join(parts)
+            parts.append(event_lines(self.events))
+        return "\n\n".join(map("\n".join, parts))
 
     @cached_property
     def tables(self) -> list[Table]:
         """Every table in the order of a reader: norms by kind, losses, and rules."""
-        tables = [norms.table for norms in self.norms]
+        tables = list(self.norms)
         if self.norms_title:
             tables.append(Table(self.norms_title, (), ()))
         from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
@@ -120,17 +117,8 @@ class Report:
     def rule_table(self) -> Table:
         """What each rule did."""
         first, last = self.steps or (0, -1)
-        updates = last - first + 1
-        ranks = max(1, len(self.ends))
-        return rule_table(self.rules, self.statuses, self.events, updates * ranks)
-
-    def history_of(self, *, rule: str | None = None) -> History:
-        """Read the norms of all rules, or of one; a `GradSurgeonError` says that numpy is missing."""
-        library("numpy", "report", "a report of recorded norms")
-        from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
-
-        lowest = of_lowest_ranks(self.series)
-        return History(lowest, self._kinds, self.params, rule=rule)
+        updates = (last - first + 1) * max(1, len(self.ends))
+        return rule_table(self.rules, self.statuses, self.events, updates)
 
     @property
     def _kinds(self) -> dict[str, str]:
@@ -138,8 +126,11 @@ class Report:
 
     @cached_property
     def history(self) -> History:
-        """The norms, read once."""
-        return self.history_of()
+        """The norms, read once; a `GradSurgeonError` says that numpy is missing."""
+        library("numpy", "report", "a report of recorded norms")
+        from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
+
+        return History(of_lowest_ranks(self.series), self._kinds, self.params)
 
     @cached_property
     def ranks(self) -> str:
@@ -149,7 +140,7 @@ class Report:
         return ranks_that_differ(self.series, self._kinds, are_replicas=self.are_replicas)
 
     @cached_property
-    def norms(self) -> list[NormTable]:
+    def norms(self) -> list[Table]:
         """The tables of norms, one for each kind of tensors."""
         history = self.history
         from gradsurgeon.report.norms import norm_tables  # noqa: PLC0415 # needs numpy
@@ -214,7 +205,7 @@ class Report:
             seen.append(Callout(REPLICAS, self.ranks))
         silent = self._silent()
         if silent:
-            seen.append(Callout("silent", never_reached(silent)))
+            seen.append(Callout("silent", f"never got a gradient: {listed(silent)}"))
         return tuple(seen)
 
     @cached_property
@@ -252,38 +243,18 @@ class Report:
     @property
     def frozen_note(self) -> str:
         """A sentence on parameters with `requires_grad` off, empty if there are none."""
-        frozen = dict(self.frozen)
+        frozen = set(self.frozen)
         if is_installed("numpy"):
             # A parameter that learns later has norms.
-            for _, name in self.history.shown:
-                frozen.pop(name, None)
+            frozen -= {name for _, name in self.history.shown}
         if not frozen:
             return ""
-        names = sorted(frozen)
-        names.sort(key=frozen.__getitem__, reverse=True)
+        names = sorted(frozen, key=lambda name: (-self.frozen[name], name))
         return f"requires_grad off: {count(len(names), 'parameter')}, largest {listed(names)}"
 
     @property
     def head(self) -> list[str]:
         """The first lines: how the run ended, what was run, and how far it came."""
-        notes = [self._extent()]
-        if self.dropped:
-            notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
-        notes += filter(None, self.notes)
-        if self.frozen_note:
-            notes.append(self.frozen_note)
-        text = "; ".join(map(printable, notes))
-        lines = self.outcome.top
-        lines.append(f"summary: {printable(self.title)}: {text}")
-        return lines
-
-    @cached_property
-    def progress(self) -> list[RankProgress]:
-        """How far each rank of a run directory came."""
-        return progress_of(self.series, self.ends)
-
-    def _extent(self) -> str:
-        """Return the steps and the number of events, in words."""
         text = "no step seen"
         if self.steps is not None:
             first, last = self.steps
@@ -293,7 +264,19 @@ class Report:
         if kinds:
             counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
             text += f" ({counts})"
-        return text
+        notes = [text]
+        if self.dropped:
+            notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
+        notes += filter(None, self.notes)
+        if self.frozen_note:
+            notes.append(self.frozen_note)
+        text = "; ".join(map(printable, notes))
+        return [*self.outcome.top, f"summary: {printable(self.title)}: {text}"]
+
+    @cached_property
+    def progress(self) -> list[RankProgress]:
+        """How far each rank of a run directory came."""
+        return progress_of(self.series, self.ends)
 
     @cached_property
     def steps(self) -> tuple[int, int] | None:

@@ -2,10 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.common.events import Event, RuleStatus, is_trip
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
@@ -45,6 +47,12 @@ class RuleInfo:
     kind: str = GRADIENT  # what it measures, such as "gradient" or "output"
 
 
+@cache
+def base_of(tensor: str) -> str:
+    """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
+    return re.sub(r"^(input|output)\b.*?(\.grad)?$", r"\1\2", tensor)
+
+
 def rule_table(
     infos: Mapping[str, RuleInfo],
     statuses: Mapping[str, RuleStatus],
@@ -54,20 +62,20 @@ def rule_table(
     rows = []
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
-        is_trap = info.role == "trap"
         remark = ""
-        if not status.fired:
-            remark = "NEVER CHECKED" if is_trap else "NEVER FIRED"
-        elif is_trap:
+        fired = f"{status.fired:,}"
+        if info.role == "trap":
+            # A trap only reads gradients, and the remark has the number of its trips.
+            fired = "-"
             trips = [event for event in events if is_trip(event) and event.rule == rule]
             remark = trap_words(status, trips, updates)
+        elif not status.fired:
+            remark = "NEVER FIRED"
         elif info.role == "edit" and status.changed == 0:
             remark = "changed nothing"
         changed = "-"
         if info.role not in _READERS and status.changed is not None:
             changed = f"{100 * status.changed:.3g}%"
-        # A trap only reads gradients, and the remark has the number of its trips.
-        fired = "-" if is_trap else f"{status.fired:,}"
         last = "-" if status.last_step is None else str(status.last_step)
         names = [printable(rule), printable(info.action)]
         rows.append([*names, f"{status.matched:,}", fired, changed, last, remark])
@@ -94,22 +102,20 @@ def logged_params(infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStat
 
 def trap_words(status: RuleStatus, trips: Sequence[Event], updates: int) -> str:
     """Return what a trap did in so many updates. An update without a gradient is not checked."""
+    if not status.fired:
+        return "NEVER CHECKED"
     checked = f"checked {count(status.fired, 'update')}"
     if status.fired < updates:
         checked = f"checked {status.fired:,} of {count(updates, 'update')}"
     if not status.altered:
         return f"{checked}, never tripped"
     text = f"{checked}, tripped {count(status.altered, 'time')}"
-    ranks = set()
-    last = -1
-    for event in trips:
-        ranks.add(event.rank)
-        last = max(last, event.step)
+    if not trips:
+        return text
+    ranks = {event.rank for event in trips}
     if len(ranks) > 1:
         text += f" on {len(ranks)} ranks"
-    if trips:
-        text += f", last at {last}"
-    return text
+    return f"{text}, last at {max(event.step for event in trips)}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -117,10 +123,6 @@ def listed(names: Sequence[str]) -> str:
     if len(names) > _NAMES:
         text += f", and {len(names) - _NAMES:,} more"
     return text
-
-
-def never_reached(names: Sequence[str]) -> str:
-    return f"never got a gradient: {listed(names)}"
 
 
 def by_kind(events: Iterable[Event]) -> Counter[str]:
@@ -131,7 +133,7 @@ def by_kind(events: Iterable[Event]) -> Counter[str]:
         key = (event.kind, event.rule, event.step, event.rank)
         per_rank[key] += 1
         # The first of one rank is the first of another.
-        kinds[event.kind, event.rule, event.step, per_rank[key]] = event.kind
+        kinds[*key[:3], per_rank[key]] = event.kind
     return Counter(kinds.values())
 
 
@@ -163,23 +165,27 @@ class EventGroup(NamedTuple):
         yield "  ".join([f"step {event.step}  {event.kind}", *filter(None, where)])
         yield from map(printable, event.message.split("\n"))
 
+    def entry(self) -> Iterator[str]:
+        """Yield the same for a report, indented."""
+        head, *message = self.lines()
+        yield f"  {head}"
+        for line in message:
+            yield f"      {line}".rstrip()
+
+
+def _alike(event: Event) -> tuple[str, ...]:
+    # Notices without a rule differ in their wording alone, whatever numbers are in it. The second line of a trap says what
+    # was done, so "giving up" is a group of its own.
+    lines = event.message.split("\n", 2)
+    wording = re.sub(r"\d[\d,.]*", "#", "".join(lines[:2]))
+    return event.kind, event.rule, event.name, wording
+
 
 def event_groups(events: Sequence[Event]) -> Iterator[EventGroup]:
     """Yield groups in the order of their first events."""
-    groups: dict[tuple[str, ...], list[Event]] = {}
-    for event in events:
-        # Notices without a rule differ in their wording alone, whatever numbers are in it. The second line of a trap
-        # says what was done, so "giving up" is a group of its own.
-        lines = event.message.split("\n", 2)
-        wording = re.sub(r"\d[\d,.]*", "#", "".join(lines[:2]))
-        key = (event.kind, event.rule, event.name, wording)
-        groups.setdefault(key, []).append(event)
-    for group in groups.values():
-        steps = set()
-        ranks = set()
-        for event in group:
-            steps.add(event.step)
-            ranks.add(event.rank)
+    for group in grouped(events, _alike).values():
+        steps = [event.step for event in group]
+        ranks = {event.rank for event in group}
         times = by_kind(group).total()
         yield EventGroup(group[0], times, (min(steps), max(steps)), sorted(ranks))
 
@@ -189,28 +195,25 @@ def shown_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[E
     # The beginning shows what went wrong first, the end what stopped the run.
     groups = list(event_groups(events))
     half = _EVENTS // 2
-    left_out = 0
-    for group in groups[half:-half]:
-        left_out += group.times
+    left_out = sum(group.times for group in groups[half:-half])
     later = groups[half:]
     return groups[:half], left_out, later[-half:]
 
 
 def event_lines(events: Sequence[Event]) -> Iterator[str]:
-    if not events:
-        return
+    if events:
+        yield f"events ({by_kind(events).total():,})"
+        yield from group_lines(events, EventGroup.entry)
+
+
+def group_lines(
+    events: Sequence[Event], lines_of: Callable[[EventGroup], Iterable[str]]
+) -> Iterator[str]:
+    """Yield the lines of the groups to show, and how many events are left out between them."""
     first, left_out, last = shown_groups(events)
-    yield f"events ({by_kind(events).total():,})"
     for group in first:
-        yield from _entry(group)
+        yield from lines_of(group)
     if left_out:
         yield f"  ... and {left_out:,} more"
     for group in last:
-        yield from _entry(group)
-
-
-def _entry(group: EventGroup) -> Iterator[str]:
-    head, *message = group.lines()
-    yield f"  {head}"
-    for line in message:
-        yield f"      {line}".rstrip()
+        yield from lines_of(group)

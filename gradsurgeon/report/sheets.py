@@ -1,7 +1,6 @@
 """The norms of a series as one array, and the records of one tensor over several series. Needs numpy."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -13,20 +12,17 @@ from gradsurgeon.report.spikes import Floats, Ints
 NO_NORM = -1.0
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """Norms of some tensors in the same steps, in an array of shape ``[tensors, columns]``.
+# The steps and the norms of one tensor in one series.
+Line = tuple[Ints, Floats]
 
-    A column stands for one row, or for a few rows of a long run: then it has the largest norm, or NaN.
+
+def read_lines(series: Part, repeated: Collection[int], every: int) -> Iterator[tuple[str, Line]]:
+    """Yield the norms of each tensor of a series, without repeated columns; all share the array of their steps.
+
+    A norm stands for one row, or for `every` few rows of a long run: then it is the largest norm, or NaN.
     """
-
-    names: Sequence[str]
-    steps: Ints  # of the first row of each column
-    norms: Floats
-
-
-def read_sheet(series: Part, columns: Sequence[int], every: int) -> Sheet:
-    """Return the norms of some columns of a series; `every` rows share a column of the sheet."""
+    all_names = series.key.names
+    columns = [column for column in range(len(all_names)) if column not in repeated]
     # A damaged file may hold fewer rows than it says.
     all_steps = [np.empty(0, np.int64)]
     all_norms = [np.empty((len(columns), 0), np.float32)]
@@ -41,21 +37,21 @@ def read_sheet(series: Part, columns: Sequence[int], every: int) -> Sheet:
         # `reduceat` would take five times as long.
         highest = norms.reshape(-1, every, norms.shape[1]).max(axis=1)
         all_norms.append(highest[:, columns].T)
-    names = [series.key.names[column] for column in columns]
-    return Sheet(names, np.concatenate(all_steps), np.concatenate(all_norms, axis=1))
+    shared = np.concatenate(all_steps)
+    for column, norms in zip(columns, np.concatenate(all_norms, axis=1), strict=True):
+        if (norms != NO_NORM).any():
+            yield all_names[column], (shared, norms)
 
 
-def records_of(places: Sequence[tuple[Sheet, int]], *, once: bool) -> tuple[Ints, Floats]:
-    """Return steps and norms of one tensor, given the sheets and lines that hold it, in the order of steps.
+def records_of(lines: Sequence[Line], *, once: bool) -> Line:
+    """Return steps and norms of one tensor over all its series, in the order of steps.
 
     A tensor moves to a new series when another optimizer claims it. With `once`, a step has one record, and the later
     counts.
     """
-    sheet, line = places[0]
-    if len(places) == 1 and (np.diff(sheet.steps) > 0).all():
-        return sheet.steps, sheet.norms[line]  # nearly always
-    steps = np.concatenate([sheet.steps for sheet, _ in places])
-    norms = np.concatenate([sheet.norms[line] for sheet, line in places])
+    if len(lines) == 1 and (np.diff(lines[0][0]) > 0).all():
+        return lines[0]  # nearly always
+    steps, norms = map(np.concatenate, zip(*lines, strict=True))
     order = np.lexsort((norms != NO_NORM, steps))
     steps = steps[order]
     norms = norms[order]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
@@ -14,12 +13,24 @@ from gradsurgeon.records.store import Part
 from gradsurgeon.records.store.layout import database_name, section
 from gradsurgeon.records.store.recorded import Recorded, RecordSource
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import GRADIENT, STAT, UPDATES, WEIGHTS, WHOLE, RuleInfo
+from gradsurgeon.report.rules_and_events import (
+    GRADIENT,
+    STAT,
+    UPDATES,
+    WEIGHTS,
+    WHOLE,
+    RuleInfo,
+    base_of,
+)
 
 _RANKS = 8  # so many that lack a file are named
-_KINDS = {"grad": GRADIENT, "value": WEIGHTS, "update": UPDATES}
-# Where in a tensor of several parts: `output[0].grad`, `output.logits`.
-_PART = re.compile(r"^(input|output)[^ ]*?(\.grad)?$")
+_KINDS = {
+    "grad": GRADIENT,
+    "value": WEIGHTS,
+    "update": UPDATES,
+    "input.grad": "input gradient",
+    "output.grad": "output gradient",
+}
 
 
 def summary(source: RecordSource, *, newest: int | None = None) -> Report:
@@ -40,9 +51,7 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     meta = recorded.meta
     pending = recorded.pending
     rules = _rule_infos(section(meta, "plan").get("rules", ()), section(meta, "roles"))
-    statuses = {}
-    for rule, status in recorded.statuses.items():
-        statuses[rule] = settled(status, pending)
+    statuses = {rule: settled(status, pending) for rule, status in recorded.statuses.items()}
     names = []
     frozen = {}
     for param in section(meta, "model").get("params", ()):
@@ -51,7 +60,7 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
             shape = param["shape"]
             frozen[param["name"]] = 0 if shape is None else prod(shape)
     return Report(
-        title=_title(meta),
+        title=f"{section(meta, 'rules').get('file', '?')} on {model_title(meta) or '?'}",
         params=tuple(names),
         rules=rules,
         statuses=statuses,
@@ -68,11 +77,10 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     )
 
 
-def _title(meta: Mapping[str, Any]) -> str:
-    rules = section(meta, "rules")
+def model_title(meta: Mapping[str, Any]) -> Any:
+    """Return the name of the model of a run, nothing if it has none."""
     model = section(meta, "model")
-    title = model.get("title") or model.get("origin", "?")
-    return f"{rules.get('file', '?')} on {title}"
+    return model.get("title") or model.get("origin", "")
 
 
 def _notes(recorded: Recorded) -> Iterator[str]:
@@ -94,7 +102,7 @@ def _rule_infos(
     infos = {}
     for rule in planned:
         role = section(roles, rule["id"])
-        kind = _kind(rule.get("tensor") or "grad", is_tag=rule.get("hook") == "tag")
+        kind = _kind(rule)
         if role.get("per") == "rule":
             kind = WHOLE
         logged: tuple[str, ...] = ()
@@ -104,11 +112,10 @@ def _rule_infos(
     return infos
 
 
-def _kind(tensor: str, *, is_tag: bool) -> str:
+def _kind(rule: Mapping[str, Any]) -> str:
     """Return what a rule measures: the same word for all rules whose numbers can be compared."""
-    if is_tag:
+    tensor = rule.get("tensor") or "grad"
+    if rule.get("hook") == "tag":
         return "tag gradient" if tensor == "grad" else "tag"
-    match = _PART.match(tensor)
-    if match is None:
-        return _KINDS.get(tensor, tensor)
-    return f"{match[1]} gradient" if match[2] else match[1]
+    base = base_of(tensor)
+    return _KINDS.get(base, base)

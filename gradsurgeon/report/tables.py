@@ -51,21 +51,18 @@ class Table(NamedTuple):
             for row in rows:
                 row[0] = shortened(row[0], longest)
         if self.curves:
-            width = self._curve_width(rows, columns)
+            # The other columns leave so many characters to a curve.
+            room = columns - 2
+            for cells in zip(self.head, *rows, strict=True):
+                room -= 2 + max(map(len, cells))
+            room += 2 + len(self.head[_HISTORY])
+            width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
             for row, curve in zip(rows, self.curves, strict=False):
                 row[_HISTORY] = sparkline(curve, width)
         yield from grid([self.head, *rows], right=self.right)
         left_out = len(self.rows) - len(rows)
         if left_out:
             yield f"  ... and {left_out:,} more"
-
-    def _curve_width(self, rows: Sequence[Sequence[str]], columns: int) -> int:
-        """Return how many characters the other columns leave to a curve."""
-        room = columns - 2
-        for place, cells in enumerate(zip(self.head, *rows, strict=True)):
-            if place != _HISTORY:
-                room -= 2 + max(map(len, cells))
-        return max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
 
     def plain(self) -> dict[str, Any]:
         """Return what the page shows of the table, which draws curves of its own."""
@@ -76,17 +73,16 @@ def shortened(name: str, most: int) -> str:
     """Return a name in at most so many characters, without parts between dots; numbers stay, as they tell layers apart."""
     parts = name.split(".")
     short = name
-    for place in range(len(parts) - 1):
+    for place, part in enumerate(parts[:-1]):
         if len(short) <= most:
             break
-        if not parts[place].isdigit():
+        if not part.isdigit():
             parts[place] = "…"
             short = re.sub(r"…(\.…)+", "…", ".".join(parts))
     if len(short) <= most:
         return short
     end = (most - 1) // 2
-    start = most - 1 - end
-    return f"{short[:start]}…{short[len(short) - end :]}"
+    return f"{short[: most - 1 - end]}…{short[len(short) - end :]}"
 
 
 def sparkline(values: Any, width: int) -> str:
@@ -99,8 +95,11 @@ def sparkline(values: Any, width: int) -> str:
     starts = np.arange(cells) * len(values) // cells
     # The largest value of a few steps stands for them: a spike of one step, or a non-finite one, survives.
     tops = np.maximum.reduceat(values, starts).tolist()
-    low, high = decades([math.log10(top) for top in tops if 0 < top < math.inf])
-    return "".join([_block(top, low, high) for top in tops])
+    logs = [math.log10(top) for top in tops if 0 < top < math.inf]
+    high = max(logs, default=0.0)
+    low = max(min(logs, default=0.0), high - _DECADES_MOST)
+    room = max(0.0, _DECADES_LEAST - (high - low)) / 2
+    return "".join([_block(top, low - room, high + room) for top in tops])
 
 
 def _block(top: float, low: float, high: float) -> str:
@@ -113,12 +112,3 @@ def _block(top: float, low: float, high: float) -> str:
     share = (math.log10(top) - low) / (high - low)
     level = min(len(BLOCKS) - 1, int(share * len(BLOCKS)))
     return BLOCKS[max(0, level)]
-
-
-def decades(logs: Sequence[float]) -> tuple[float, float]:
-    """Return the least and the largest logarithm that a scale shows."""
-    high = max(logs, default=0.0)
-    low = min(logs, default=0.0)
-    low = max(low, high - _DECADES_MOST)
-    room = max(0.0, _DECADES_LEAST - (high - low)) / 2
-    return low - room, high + room

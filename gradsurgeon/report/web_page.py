@@ -4,6 +4,7 @@ import json
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.common.events import Event
 from gradsurgeon.errors import RecordError
 from gradsurgeon.records.store.files import check_replaceable, replacing
@@ -21,7 +23,7 @@ from gradsurgeon.report.callouts import nouns
 from gradsurgeon.report.histograms import SHARES, magnitudes_of
 from gradsurgeon.report.history import Grid, grid_of
 from gradsurgeon.report.losses import loss_tables, thinned
-from gradsurgeon.report.norms import NormTable, labels, ranked, urgent_table
+from gradsurgeon.report.norms import labels, norm_table, ranked
 from gradsurgeon.report.ranks import rank_lines
 from gradsurgeon.report.report import Report
 from gradsurgeon.report.rules_and_events import (
@@ -54,18 +56,15 @@ _STYLES = ("uplot.min.css", "page.css")
 _SCRIPTS = ("uplot.min.js", "shared.js", "charts.js", "map.js", "sections.js", "page.js")
 
 
-def write_page(
-    runs: Sequence[Path], place: Path, *, reload_seconds: float | None = None
-) -> list[str]:
+def write_page(runs: Sequence[Path], place: Path, *, reload_seconds: float = 0) -> list[str]:
     """Write the page of all runs that can be read, and return why others are not on it. No reader sees a part of it.
 
     A `RecordError` says that no run can be read, or that the file is no page of ours, and stays. After `reload_seconds`
     the page shows itself anew in a browser.
     """
-    mark = BEGINNING.encode()
-    check_replaceable(place, "page of `report`", mark)
-    readable: list[dict[str, Any]] = []
-    problems: list[str] = []
+    check_replaceable(place, "page of `report`", BEGINNING.encode())
+    readable = []
+    problems = []
     for path in runs:
         try:
             with open_run(path) as run:
@@ -82,11 +81,10 @@ def write_page(
 def web_page(
     runs: Sequence[dict[str, Any]],
     problems: Sequence[str] = (),
-    reload_seconds: float | None = None,
+    reload_seconds: float = 0,
 ) -> str:
     """Return the page of one or several runs, given what `page_data` has returned of each."""
-    reload = 0 if reload_seconds is None else reload_seconds
-    data = {"runs": list(runs), "problems": list(problems), "reload": reload}
+    data = {"runs": runs, "problems": problems, "reload": reload_seconds}
     text = json.dumps(data, separators=(",", ":"))
     # No text of a run ends the element of the page that holds it.
     text = text.replace("<", "\\u003c")
@@ -113,6 +111,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
             "findings": report.tally.kinds["check"],
         }
     notes = [*report.notes, *rank_lines(report.progress), report.frozen_note]
+    first, left_out, last = shown_groups(report.events)
     return {
         "title": report.title,
         "folder": str(run.path),
@@ -125,7 +124,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "observed": report.observed,
         "span": report.steps or [],
         "callouts": list(report.remarks),
-        "kinds": [_kind(report, table) for table in report.norms],
+        "kinds": [_kind(report, kind) for kind in report.history.kinds],
         "nothing": report.norms_title,
         "losses": [line(loss.name, loss.steps, loss.values) for loss in report.tagged],
         "rates": [line(rate.name, rate.steps, rate.values) for rate in report.rates],
@@ -133,7 +132,9 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "magnitudes": list(_magnitudes(report)),
         "rules": report.rule_table.plain(),
         "rule_file": section(run.meta, "rules"),
-        **_events(report.events),
+        "events": list(map(_event, first + last)),
+        "left_out": left_out,
+        "marks": _marks(report.events),
     }
 
 
@@ -141,62 +142,57 @@ def _versus(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the section on each statistic that compares losses."""
     for table, curves in loss_tables(report.losses):
         stat = curves[0].stat
-        if stat in LOSS_STATS:
-            lines = []
-            for curve in curves[:_CURVES]:
-                # A call that did not reach a loss has no point.
-                known = ~np.isnan(curve.values)
-                lowest = stat == COSINE
-                lines.append(
-                    line(curve.name, curve.steps[known], curve.values[known], lowest=lowest)
-                )
-            yield {"title": stat, "table": table.plain(), "lines": lines}
+        if stat not in LOSS_STATS:
+            continue
+        lines = []
+        for curve in curves[:_CURVES]:
+            # A call that did not reach a loss has no point.
+            known = ~np.isnan(curve.values)
+            lowest = stat == COSINE
+            lines.append(line(curve.name, curve.steps[known], curve.values[known], lowest=lowest))
+        yield {"title": stat, "table": table.plain(), "lines": lines}
 
 
 def _magnitudes(report: Report) -> Iterator[dict[str, Any]]:
     """Yield the quantiles of each tensor with histograms; a few steps of many, and a few tensors of many."""
-    for magnitudes in islice(magnitudes_of(report.series), _MOST_MAGNITUDES):
+    for rule, name, steps, quantiles in islice(magnitudes_of(report.series), _MOST_MAGNITUDES):
         lines = []
-        for share, values in zip(SHARES, magnitudes.quantiles, strict=True):
-            lines.append(line(f"{share:.0%}", magnitudes.steps, values))
-        yield {"name": magnitudes.name, "rule": magnitudes.rule, "lines": lines}
+        for share, values in zip(SHARES, quantiles, strict=True):
+            lines.append(line(f"{share:.0%}", steps, values))
+        yield {"name": name, "rule": rule, "lines": lines}
 
 
-def _kind(report: Report, table: NormTable) -> dict[str, Any]:
+def _kind(report: Report, kind: str) -> dict[str, Any]:
     """Return the section on one kind of tensors: ranking, whole norm and map, each with a scale of its own."""
-    shown = ranked(table.tracks)[:_MOST_ROWS]
-    urgent = urgent_table(report.history, table, _MOST_ROWS)
+    history = report.history
+    tracks = history.tracks_of(kind)
+    urgent = ranked(tracks)[:_MOST_ROWS]
     lines = []
-    if table.kind == GRADIENT:
-        wholes = report.history.gradients
+    if kind == GRADIENT:
+        wholes = history.gradients
         texts = labels(wholes, len(report.params))
         for text, whole in zip(texts, wholes, strict=True):
             lines.append(line(text, whole.steps, whole.norms))
-    elif table.kind == WHOLE:
-        for track in table.tracks:
+    elif kind == WHOLE:
+        for track in tracks:
             known = track.recorded
             lines.append(line(track.name, track.steps[known], track.norms[known]))
-    columns = _MOST_CELLS // max(1, len(table.tracks))
-    columns = min(_MOST_COLUMNS, columns)
-    columns = max(_LEAST_COLUMNS, columns)
-    cell_map: dict[str, Any] = {"names": [track.name for track in table.tracks]}
-    cell_map.update(_map(grid_of(table.tracks, columns)))
+    columns = min(_MOST_COLUMNS, _MOST_CELLS // len(tracks))
+    grid = grid_of(tracks, max(_LEAST_COLUMNS, columns))
     return {
-        "kind": table.kind,
-        "noun": nouns(table.kind),
-        "table": urgent.plain(),
-        "urgent": [track.name for track in shown],
+        "kind": kind,
+        "noun": nouns(kind),
+        "table": norm_table(history, kind, urgent).plain(),
+        "urgent": names_of(urgent),
         "wholes": lines,
-        "map": cell_map,
+        "map": {"names": names_of(tracks), **_map(grid)},
     }
 
 
 def _map(grid: Grid) -> dict[str, Any]:
     raw = codes(grid).astype("<u2").tobytes()
     # High bytes hardly change from cell to cell: apart from the low bytes they compress to next to nothing.
-    low = raw[::2]
-    high = raw[1::2]
-    packed = zlib.compress(high + low)
+    packed = zlib.compress(raw[1::2] + raw[::2])
     cells = b64encode(packed).decode("ascii")
     return {"firsts": grid.firsts.tolist(), "lasts": grid.lasts.tolist(), "cells": cells}
 
@@ -206,12 +202,6 @@ def codes(grid: Grid) -> Any:
     bits = grid.norms.astype(np.float32).view(np.uint32) >> 16
     cells = np.where(np.isfinite(grid.norms), ZERO + bits, NONFINITE)
     return np.where(grid.norms == NO_NORM, ABSENT, cells)
-
-
-def _events(events: Sequence[Event]) -> dict[str, Any]:
-    first, left_out, last = shown_groups(events)
-    shown = list(map(_event, first + last))
-    return {"events": shown, "left_out": left_out, "marks": _marks(events)}
 
 
 def _marks(events: Sequence[Event]) -> list[list[Any]]:
@@ -225,25 +215,15 @@ def _marks(events: Sequence[Event]) -> list[list[Any]]:
             continue
         newest[kind] = [step, step, kind]
         spans.append(newest[kind])
+    # The beginning shows what went wrong first, the end what stopped the run.
+    half = _MOST_MARKS // 2
     if len(spans) > _MOST_MARKS:
-        # The beginning shows what went wrong first, the end what stopped the run.
-        half = _MOST_MARKS // 2
-        spans = spans[:half] + spans[-half:]
+        del spans[half:-half]
     return spans
 
 
 def _event(group: EventGroup) -> dict[str, Any]:
-    event = group.first
-    return {
-        "kind": event.kind,
-        "rule": event.rule,
-        "name": event.name,
-        "message": event.message,
-        "step": event.step,
-        "repeated": group.repeated,
-        "ranks": group.on_ranks,
-        "diagnosis": event.diagnosis,
-    }
+    return {**asdict(group.first), "repeated": group.repeated, "ranks": group.on_ranks}
 
 
 def line(label: str, steps: Ints, values: Floats, *, lowest: bool = False) -> dict[str, Any]:

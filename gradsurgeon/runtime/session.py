@@ -201,15 +201,17 @@ class Session(RecordQueries):
             GradSurgeonError: matplotlib is missing.
         """
         pictures.check(kind, ["norms", "features"])
+        plots = pictures.drawing()
         if kind != "features":
             if (step, call, sample) != (None, None, 0):
                 raise ValueError(f"the picture {kind!r} takes only name= and rule=")
-            figure: Figure = pictures.drawing().norms(self, name=name, rule=rule)
-            return figure
-        rule = rule or self._capture_rule()
-        return pictures.features(
-            self.captured(rule), rule=rule, name=name, step=step, call=call, sample=sample
-        )
+            figure: Figure = plots.norms(self, name=name, rule=rule)
+        else:
+            rule = rule or self._capture_rule()
+            figure = plots.features(
+                self.captured(rule), rule=rule, name=name, step=step, call=call, sample=sample
+            )
+        return figure
 
     @property
     def _capture_rules(self) -> list[str]:

@@ -143,7 +143,7 @@ class Channel:
         keys = [f"{self.rank}/{sender}/{self._taken[sender] + 1}" for sender in senders]
         if not self.check(*keys):
             return None
-        messages = [self.get(key) for key in keys]
+        messages = list(map(self.get, keys))
         for key in keys:
             self.request("delete_key", key)
         self._taken.update(senders)

@@ -128,7 +128,7 @@ def places(tensor: Tensor) -> list[Tensor]:
 def parts(tensors: Tensors) -> list[Tensor]:
     if not any_sharded(tensors):
         return list(tensors)
-    return [local(tensor) for tensor in tensors]
+    return list(map(local, tensors))
 
 
 def is_partial(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ _Piece = tuple[int, Tensor]
 
 def histograms(tensors: Tensors) -> Tensor:
     """Count the elements of tensors on one device, or of this rank's parts of sharded ones. Shape ``[n, 66]``, float64."""
-    parts = [_dist.local(tensor) for tensor in tensors]
+    parts = list(map(_dist.local, tensors))
     flats = [_numbers.values(part).reshape(-1) for part in parts]
     device = flats[0].device
     counts = torch.zeros(len(parts), _COLUMNS, dtype=torch.float64, device=device)

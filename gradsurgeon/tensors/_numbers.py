@@ -67,7 +67,7 @@ def norms(grads: Tensors, order: float = 2.0) -> Tensor:
             return sums.sqrt_().float()
     dense = grads
     if {grad.layout for grad in grads} != {torch.strided}:
-        dense = [values(grad) for grad in grads]
+        dense = list(map(values, grads))
     dtypes = {grad.dtype for grad in dense}
     is_short = largest < _ROW or (largest < _MANY and all(map(Tensor.is_contiguous, dense)))
     if is_short and len(dtypes) == 1:  # one call can measure all

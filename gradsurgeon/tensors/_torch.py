@@ -188,7 +188,7 @@ class Arrival:
     def wait(self) -> Sequence[Tensor]:
         if self._event is not None:
             self._event.synchronize()
-        return torch.split(self._host, [len(part) for part in self._parts])
+        return torch.split(self._host, list(map(len, self._parts)))
 
 
 @lru_cache(maxsize=4096)

@@ -106,7 +106,7 @@ class BackwardGraph:
     @property
     def made(self) -> int:
         """The number of its oldest root: torch numbers nodes upwards."""
-        return min([_priority(node) for node in _nodes_of(self.roots)], default=_AT_ONCE)
+        return min(map(_priority, _nodes_of(self.roots)), default=_AT_ONCE)
 
     def began_before(self, number: int) -> bool:
         """Tell whether a node near its roots is older than a node with a given number: torch numbers nodes upwards."""
@@ -201,7 +201,7 @@ class BackwardGraph:
 
 
 def _nodes_of(roots: Sequence[Root]) -> list[Node]:
-    return [_torch.node_of(root) for root in roots]
+    return list(map(_torch.node_of, roots))
 
 
 def _walked(

@@ -44,7 +44,7 @@ class Contributions:
         All rules with the same question share the answer. ``average`` maps some elements of all senders, ``[n, elements]``,
         to their average over ranks.
         """
-        ids = tuple([id(tensor) for tensor in tensors])
+        ids = tuple(map(id, tensors))
         key = (tuple(senders), ids)
         if key in self._known:
             return self._known[key]

@@ -85,7 +85,7 @@ def _by_device(items: Sequence[Item], tensors: Tensors) -> list[tuple[Sequence[I
 
 @_torch.without_grad
 def _norms_of_shards(grads: Tensors, order: float) -> Tensor:
-    settled = [_dist.settled(grad) for grad in grads]
+    settled = list(map(_dist.settled, grads))
     own = _numbers.norms(_dist.parts(settled), order).double()
 
     def merge(parts: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def statistics(stat: str, grads: Tensors) -> Tensor:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
     if not _dist.any_sharded(grads):
         return _each(stat, grads)
-    settled = [_dist.settled(grad) for grad in grads]
+    settled = list(map(_dist.settled, grads))
     merged = _dist.over_ranks(settled, parts(stat, settled), merge_of(stat))
     empty = [not grad.numel() for grad in settled]
     if any(empty):

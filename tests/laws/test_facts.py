@@ -41,8 +41,8 @@ def facts_of(training: Training, steps: int = STEPS) -> list[str]:
             take_step(optimizer, model(training.batch(step)).square().mean())
             training.after(step)
     assert [event for event in session.events if event.kind == "check"] == []
-    outcome = summary(session).outcome
-    return list(outcome.facts)
+    lines = summary(session).outcome.callout_lines
+    return [line.removeprefix("  ") for line in lines if line.startswith("  ")]
 
 
 def layers(*between: nn.Module) -> nn.Sequential:

@@ -131,7 +131,7 @@ def test_patterns_match_what_the_table_says(row: list[str]) -> None:
 @pytest.mark.parametrize("row", table("written | found"), ids=lambda row: row[0])
 def test_mistakes_are_found_as_the_table_says(row: list[str]) -> None:
     written = row[0].strip("`").replace(r"\|", "|")
-    problems = schema.inspect(source.parse(f"version: 1\nrules:\n  - {written}\n")).problems
+    problems = schema.Inspection(source.parse(f"version: 1\nrules:\n  - {written}\n")).problems
     assert len(problems) == 1
     assert row[1] in problems[0].concise()
 

@@ -92,7 +92,7 @@ class TestPlainData:
             for one, other in product(values, repeat=2)
         ]
         for rule in rules:
-            found = schema.inspect(schema.Built({"version": 1, "rules": [rule]}))
+            found = schema.Inspection(schema.Built({"version": 1, "rules": [rule]}))
             assert found.rules is None or found.rules.rules
 
 
@@ -161,7 +161,7 @@ class TestRequires:
     def test_the_least_version(self, requirement: str, met: bool | None) -> None:
         checks = {True: [], False: ["unmet-requirement"], None: ["bad-value"]}
         rules = [{"id": "a", "action": "zero", "params": "*"}]
-        found = schema.inspect(
+        found = schema.Inspection(
             schema.Built({"version": 1, "requires": requirement, "rules": rules})
         )
         assert [problem.check for problem in found.problems] == checks[met]
@@ -192,7 +192,7 @@ class TestProblems:
         """No option may crash the reader, and a refusal names the rule and its place."""
         for option in ACTIONS[action].model_fields:
             rule = {"id": "a", "action": action, "params": "*", option: value}
-            found = schema.inspect(schema.Built({"version": 1, "rules": [rule]}))
+            found = schema.Inspection(schema.Built({"version": 1, "rules": [rule]}))
             assert (found.rules is None) == bool(found.problems)
             assert all(str(p.place).startswith("<dict> rules[0]") for p in found.problems)
 

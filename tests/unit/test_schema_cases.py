@@ -37,7 +37,7 @@ def test_a_bad_file_shows_exactly_its_problems(case: Path, monkeypatch: pytest.M
     expected = case.with_suffix(".out").read_text(encoding="utf-8")
     assert ": error: " in expected
     monkeypatch.chdir(case.parent)
-    problems = schema.inspect(source.read(case.name)).problems
+    problems = schema.Inspection(source.read(case.name)).problems
     assert written(problems) == expected
     for problem in problems:
         place = problem.place
@@ -55,7 +55,7 @@ def test_a_good_file_loads(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = out.read_text(encoding="utf-8") if out.exists() else ""
     assert ": error: " not in expected
     monkeypatch.chdir(case.parent)
-    assert written(schema.inspect(source.read(case.name)).problems) == expected
+    assert written(schema.Inspection(source.read(case.name)).problems) == expected
     rules = schema.validate(source.read(case)).rules
     assert rules
     assert {rule.action for rule in rules} <= set(ACTIONS)

@@ -14,7 +14,7 @@ HEAD = "version: 1\nrules:\n"
 
 
 def problems_of(text: str) -> list[Problem]:
-    return list(linter.lint_rules(schema.inspect(source.parse(text, "rules.yaml"))))
+    return list(linter.lint_rules(schema.Inspection(source.parse(text, "rules.yaml"))))
 
 
 FLOODS = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
@@ -17,6 +17,7 @@ from gradsurgeon.cli.review.effects import (
     meaning_of,
     order_changes,
 )
+from gradsurgeon.common._grouping import grouped, names_of
 from gradsurgeon.language.planning import Manifest, Match, MatchedRules, Matcher, Obstacle
 from gradsurgeon.language.schema import RuleSet
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gradsurgeon.report.evidence.told import Told
 
 
+_AS_FORM = methodcaller("_asdict")
 Sign = Literal["+", "-", "~"]  # added, removed, changed
 SIGNS: Mapping[Sign, str] = {"+": "added", "-": "removed", "~": "changed"}
 
@@ -35,10 +37,10 @@ class RuleChange:
     rule: Rule  # as it is now; a removed one as it was
     old_id: str  # another one for a renamed rule
     # The changed options; for an added or removed rule, the given ones.
-    options: tuple[Change, ...]
+    options: Sequence[Change]
     before: Match  # no match for an added rule
     after: Match  # no match for a removed rule
-    effects: tuple[Meaning, ...] = ()
+    effects: Sequence[Meaning]
 
     @property
     def id(self) -> str:
@@ -48,8 +50,8 @@ class RuleChange:
         target = self.rule.target
         form: dict[str, Any] = {"id": self.id, "action": self.rule.action, "target": target}
         if self.sign == "~":
-            form["fields"] = [option._asdict() for option in self.options]
-            form["effect"] = [effect._asdict() for effect in self.effects]
+            form["fields"] = list(map(_AS_FORM, self.options))
+            form["effect"] = list(map(_AS_FORM, self.effects))
             form["params_before"] = self.before.names
             form["params_after"] = self.after.names
             form["elements_before"] = self.before.elements
@@ -67,19 +69,19 @@ class Difference:
     old: RuleSet
     new: RuleSet
     manifest: Manifest
-    rules: tuple[RuleChange, ...]  # added, then removed, then changed
-    orders: tuple[OrderChange, ...]  # pairs of rules that act in another order on some tensor
+    rules: Sequence[RuleChange]  # added, then removed, then changed
+    orders: Sequence[OrderChange]  # pairs of rules that act in another order on some tensor
     # Parameters come in model order, then modules and tags, such as ``conv1 output.grad``.
-    chains: tuple[Change, ...]
+    chains: Sequence[Change]
     covered: tuple[int, int]  # number of parameters with rules, before and after
     # Parameters that a rule edited, trapped or froze before, and no rule does now.
-    lost: tuple[str, ...]
+    lost: Sequence[str]
     # Further parameters for which a trap stopped or skipped steps before, and no trap does now.
-    untrapped: tuple[str, ...]
+    untrapped: Sequence[str]
     # The same for traps that stay, and look in fewer steps: what the trap did and does, and on which parameters.
-    disarmed: tuple[tuple[RuleChange, tuple[str, ...]], ...]
+    disarmed: Sequence[tuple[RuleChange, Sequence[str]]]
     # Why training newly ends before its first step, with the rule.
-    obstacles: tuple[tuple[str, Obstacle], ...]
+    obstacles: Sequence[tuple[str, Obstacle]]
     # The rules of each side, by the new ids, and what they would have done in a recorded run, if one was named.
     told: tuple[Mapping[str, Told], Mapping[str, Told]]
 
@@ -105,10 +107,11 @@ class Difference:
                     "after": after and after.to_dict(),
                 }
             form[SIGNS[change.sign]].append(entry)
-        form["order"] = [order._asdict() for order in self.orders]
-        params = {param.name for param in self.manifest.params}
-        form["params"] = [chain._asdict() for chain in self.chains if chain.name in params]
-        form["tensors"] = [chain._asdict() for chain in self.chains if chain.name not in params]
+        form["order"] = list(map(_AS_FORM, self.orders))
+        params = set(names_of(self.manifest.params))
+        form |= {"params": [], "tensors": []}
+        for chain in self.chains:
+            form["params" if chain.name in params else "tensors"].append(chain._asdict())
         form["lost_protection"] = self.lost
         form["lost_trap"] = self.untrapped
         form["less_often_trapped"] = [
@@ -135,7 +138,7 @@ def compare(
     matcher = Matcher(manifest)
     before = MatchedRules(replace(old, rules=tuple(kept)), matcher)
     after = MatchedRules(new, matcher)
-    params = [param.name for param in manifest.params]
+    params = names_of(manifest.params)
     chains = list(_chain_changes(before, after, params))
     orders = order_changes(chains)
     changes = []
@@ -143,42 +146,35 @@ def compare(
         change = _rule_change(before, after, rule_id, old_ids.get(rule_id, rule_id), orders)
         if change.sign != "~" or change.effects:
             changes.append(change)
-    lost = _lost(before, after, params, protects)
-    untrapped = [name for name in _lost(before, after, params, stops) if name not in lost]
+    unprotected = _under(before, protects) - _under(after, protects)
+    unstopped = _under(before, stops) - _under(after, stops) - unprotected
     return Difference(
         old=old,
         new=new,
         manifest=manifest,
-        rules=tuple(sorted(changes, key=lambda change: "+-~".index(change.sign))),
-        orders=tuple(orders),
-        chains=tuple(chains),
-        covered=(
-            len(before.chains.keys() & params),
-            len(after.chains.keys() & params),
-        ),
-        lost=tuple(lost),
-        untrapped=tuple(untrapped),
-        disarmed=tuple(_disarmed(before, after, changes, {*lost, *untrapped})),
-        obstacles=tuple(_new_obstacles(before, after)),
+        rules=sorted(changes, key=lambda change: "+-~".index(change.sign)),
+        orders=orders,
+        chains=chains,
+        covered=(len(before.chains.keys() & params), len(after.chains.keys() & params)),
+        lost=list(filter(unprotected.__contains__, params)),
+        untrapped=list(filter(unstopped.__contains__, params)),
+        disarmed=list(_disarmed(before, after, changes, unprotected | unstopped)),
+        obstacles=list(_new_obstacles(before, after)),
         told=(on_run.tried(before, run), on_run.tried(after, run)),
     )
 
 
 def _renamed(old: Sequence[Rule], new: Sequence[Rule]) -> dict[str, str]:
     """Return the new id of each rule that has another one: the same action on the same tensors."""
-    by_selection = []
-    for rules, others in ((old, new), (new, old)):
-        known = {rule.id for rule in others}
-        ids: dict[str, list[str]] = defaultdict(list)
-        for rule in rules:
-            if rule.id not in known:
-                ids[_selection(rule)].append(rule.id)
-        by_selection.append(ids)
-    gone, come = by_selection
-    new_ids: dict[str, str] = {}
+    known = {rule.id for rule in old}
+    kept = {rule.id for rule in new}
+    come = grouped([rule for rule in new if rule.id not in known], _selection)
+    gone = grouped([rule for rule in old if rule.id not in kept], _selection)
+    new_ids = {}
     # A file may have thousands of rules, so they are not compared in pairs.
-    for selection, old_ids in gone.items():
-        new_ids |= zip(old_ids, come[selection], strict=False)
+    for selection, rules in gone.items():
+        for rule, renamed in zip(rules, come.get(selection, ()), strict=False):
+            new_ids[rule.id] = renamed.id
     return new_ids
 
 
@@ -199,24 +195,17 @@ def _chain_changes(
             yield Change(name, old, new)
 
 
-def _lost(
-    before: MatchedRules,
-    after: MatchedRules,
-    params: Iterable[str],
-    is_wanted: Callable[[Rule], bool],
-) -> list[str]:
-    """Return the parameters on which a wanted rule acted before, and none does now."""
-    names = []
-    for side in (before, after):
-        wanted = [rule for rule in side.rules.values() if is_wanted(rule)]
-        names.append(set().union(*(side.matches[rule.id].members for rule in wanted)))
-    gone = names[0] - names[1]
-    return [name for name in params if name in gone]
+def _under(side: MatchedRules, is_wanted: Callable[[Rule], bool]) -> set[str]:
+    """Return the names on which a wanted rule acts."""
+    names: set[str] = set()
+    for rule in filter(is_wanted, side.rules.values()):
+        names |= side.matches[rule.id].members
+    return names
 
 
 def _disarmed(
     before: MatchedRules, after: MatchedRules, changes: Iterable[RuleChange], known: set[str]
-) -> Iterator[tuple[RuleChange, tuple[str, ...]]]:
+) -> Iterator[tuple[RuleChange, Sequence[str]]]:
     """Yield the traps that look in fewer steps, with the parameters for which no other trap looks in all of them."""
     for change in changes:
         old = before.rules.get(change.id)
@@ -226,7 +215,7 @@ def _disarmed(
         for rule in after.rules.values():
             if stops(rule) and rule.steps.covers(old.steps):
                 covering |= after.matches[rule.id].members
-        names = tuple(name for name in change.before.names if name not in covering)
+        names = [name for name in change.before.names if name not in covering]
         if names:
             yield change, names
 
@@ -258,7 +247,7 @@ def _rule_change(
         options=options,
         before=before.matches.get(rule_id, Match()),
         after=after.matches.get(rule_id, Match()),
-        effects=tuple(effects),
+        effects=effects,
     )
 
 
@@ -281,7 +270,7 @@ def stops(rule: Rule) -> bool:
     return isinstance(rule, TrapRule) and rule.then != "warn"
 
 
-def changed_options(old: Rule | None, new: Rule | None) -> tuple[Change, ...]:
+def changed_options(old: Rule | None, new: Rule | None) -> list[Change]:
     """Return the options that differ, or the given options of a rule that only one side has."""
     before = _given_options(old)
     after = _given_options(new)
@@ -290,11 +279,12 @@ def changed_options(old: Rule | None, new: Rule | None) -> tuple[Change, ...]:
         after["action"] = new.action
     changes = []
     for name in before | after:
-        value_before = before.get(name, _default(old, name))
-        value_after = after.get(name, _default(new, name))
-        if _unordered(value_before) != _unordered(value_after):
-            changes.append(Change(name, value_before, value_after))
-    return tuple(changes)
+        change = Change(
+            name, before.get(name, _default(old, name)), after.get(name, _default(new, name))
+        )
+        if _unordered(change.before) != _unordered(change.after):
+            changes.append(change)
+    return changes
 
 
 def _unordered(value: object) -> object:

@@ -20,10 +20,10 @@ _RESET = "\033[0m"
 def write(
     problems: Sequence[Problem], form: str, *, root: Path | None = None, colour: bool = False
 ) -> str:
-    if root is None:
-        root = Path.cwd()
+    root = root or Path.cwd()
     if form == "json":
-        texts = [_json(problems)]
+        entries = [problem.to_dict() for problem in problems]
+        texts = [json.dumps({"version": 1, "problems": entries}, indent=2)]
     elif form == "sarif":
         texts = [_sarif(problems, root)]
     elif form == "github":
@@ -44,11 +44,6 @@ def _for_people(problem: Problem, form: str, *, colour: bool) -> str:
     return text
 
 
-def _json(problems: Sequence[Problem]) -> str:
-    entries = [problem.to_dict() for problem in problems]
-    return json.dumps({"version": 1, "problems": entries}, indent=2)
-
-
 # -- GitHub ---------------------------------------------------------------------------------------
 
 
@@ -61,18 +56,18 @@ def _github(problem: Problem, root: Path) -> str:
         properties["col"] = place.col
         properties["endColumn"] = _end_column(place)
     properties["title"] = problem.check
-    arguments = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
-    return f"::{_WORDS[problem.severity]} {arguments}::{_data(_message_and_hint(problem))}"
+    arguments = []
+    for key, value in properties.items():
+        text = _data(str(value)).replace(":", "%3A").replace(",", "%2C")
+        arguments.append(f"{key}={text}")
+    command = f"{_WORDS[problem.severity]} {','.join(arguments)}"
+    return f"::{command}::{_data(_message_and_hint(problem))}"
 
 
 def _data(text: str) -> str:
     # `printable` escapes every other control character.
     lines = map(printable, text.replace("\r\n", "\n").split("\n"))
-    return "%0A".join(line.replace("%", "%25") for line in lines)
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+    return "\n".join(lines).replace("%", "%25").replace("\n", "%0A")
 
 
 def _path_from(root: Path, file: str) -> str:

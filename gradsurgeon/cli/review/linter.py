@@ -19,7 +19,7 @@ def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
         document = source.read(path)
     except RuleFileError as error:
         return list(error.problems)
-    inspected = schema.inspect(document)
+    inspected = schema.Inspection(document)
     problems = lint_rules(inspected)
     if manifest is not None and inspected.rules is not None:
         problems += _unbound(inspected.rules, manifest)

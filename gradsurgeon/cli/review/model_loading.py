@@ -30,12 +30,6 @@ def load_model(spec: str, *, with_values: bool = False) -> Any:
     return model
 
 
-def import_module(name: str) -> Any:
-    """Import a module of the user; Python also searches the current folder."""
-    with redirect_stdout(sys.stderr):
-        return _imported(name)
-
-
 @contextmanager
 def _failing(message: str) -> Iterator[None]:
     try:
@@ -59,19 +53,20 @@ def _target(spec: str) -> Any:
     if not name or not path or name.endswith(".py"):
         example = "write MODULE:NAME, such as train.net:build"
         raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
-    module = _imported(name)
+    module = import_module(name)
     try:
         return attrgetter(path)(module)
     except AttributeError:
         raise ModelError(f"`{printable(name)}` has no `{printable(path)}`") from None
 
 
-def _imported(name: str) -> Any:
+def import_module(name: str) -> Any:
+    """Import a module of the user; Python also searches the current folder."""
     here = os.getcwd()  # noqa: PTH109 # an entry of sys.path is a text
     if here not in sys.path:
         sys.path.insert(0, here)
     message = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
-    with _failing(message):
+    with _failing(message), redirect_stdout(sys.stderr):
         return importlib.import_module(name)
 
 

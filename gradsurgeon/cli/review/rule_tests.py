@@ -89,31 +89,21 @@ class _TestFile(Options):
 
 
 @dataclass(frozen=True)
-class TestFile:
-    """The tests of one file that has no problems."""
-
-    document: source.Document
-    rules: RuleSet
-    manifest: Manifest | None
-    tests: tuple[RuleTest, ...]
-
-
-@dataclass(frozen=True)
 class Result:
-    """How one test ended: ``failure`` is empty if it passed, and ``skipped`` says why it was not run."""
+    """How one test ended, and why it did not pass."""
 
     name: str
     place: Place
-    failure: str = ""
-    skipped: str = ""
+    outcome: Literal["passed", "failed", "not run"]
+    reason: str
 
 
-def read(path: str) -> TestFile:
-    """Return the tests of a file, or raise `RuleFileError` with all problems of the file and its rules."""
+def run(path: str) -> Iterator[Result]:
+    """Run each test of a file, or raise `RuleFileError` with all problems of the file and its rules."""
     document = source.read(path)
     data = document.data if isinstance(document.data, dict) else {}
     top, flaws = read_options(_TestFile, data)
-    problems = [*document.problems, *(problem_of(document, (), flaw) for flaw in flaws)]
+    problems = [*document.problems, *[problem_of(document, (), flaw) for flaw in flaws]]
     beside = Path(document.file).name.removesuffix(SUFFIX) + ".yaml"
     rules = _file(document, ("rules",), data.get("rules", beside), _rules, problems)
     manifest = _file(document, ("params",), data.get("params"), manifest_file.read, problems)
@@ -122,7 +112,16 @@ def read(path: str) -> TestFile:
         _file(document, ("tests", index, "on"), test.on, str, problems)
     if problems or rules is None:
         raise RuleFileError(schema.tidy(problems))
-    return TestFile(document, rules, manifest, tests)
+    # Several tests may ask of one run.
+    told_on = cache(partial(_told, Path(document.file).parent, rules, manifest))
+    for index, test in enumerate(tests):
+        name = f"{index + 1}: {test.name}"
+        place = document.place(("tests", index))
+        if test.gradient is not None and not is_installed("torch"):
+            yield Result(name, place, "not run", _NO_TORCH)
+            continue
+        failure = _failure(test, rules, manifest, told_on)
+        yield Result(name, place, "failed" if failure else "passed", failure)
 
 
 def _rules(path: Path) -> RuleSet:
@@ -148,25 +147,17 @@ def _file(
     return None
 
 
-def run(file: TestFile) -> Iterator[Result]:
-    """Run each test."""
-    # Several tests may ask of one run.
-    told_on = cache(partial(_told, file))
-    for index, test in enumerate(file.tests):
-        name = f"{index + 1}: {test.name}"
-        place = file.document.place(("tests", index))
-        if test.gradient is not None and not is_installed("torch"):
-            yield Result(name, place, skipped=_NO_TORCH)
-            continue
-        yield Result(name, place, _failure(file, test, told_on))
-
-
-def _failure(file: TestFile, test: RuleTest, told_on: Callable[[str], dict[str, Told]]) -> str:
+def _failure(
+    test: RuleTest,
+    rules: RuleSet,
+    manifest: Manifest | None,
+    told_on: Callable[[str], dict[str, Told]],
+) -> str:
     """Return why a test fails, empty if it passes."""
-    rules = {rule.id: rule for rule in file.rules.rules}
-    rule = rules.get(test.rule)
+    by_id = {rule.id: rule for rule in rules.rules}
+    rule = by_id.get(test.rule)
     if rule is None:
-        return f"{file.rules.file} has no such rule; its rules: {', '.join(rules)[:200]}"
+        return f"{rules.file} has no such rule; its rules: {', '.join(by_id)[:200]}"
     if test.on is not None:
         return _failure_on_run(test, told_on(test.on).get(rule.id))
     if test.gradient is not None and test.expect is not None:
@@ -175,17 +166,17 @@ def _failure(file: TestFile, test: RuleTest, told_on: Callable[[str], dict[str, 
         from gradsurgeon.cli.review import one_gradient  # noqa: PLC0415 # needs torch
 
         return one_gradient.failure(rule, test.gradient, test.expect)
-    if file.manifest is None:
+    if manifest is None:
         return "`matches` needs the names of the model: add `params: params.json`, above `tests`"
-    number = len(Matcher(file.manifest).match(rule).names)
+    number = len(Matcher(manifest).match(rule).names)
     return "" if number == test.matches else f"it matches {number:,}, not {test.matches:,}"
 
 
-def _told(file: TestFile, entry: str) -> dict[str, Told]:
+def _told(folder: Path, rules: RuleSet, manifest: Manifest | None, entry: str) -> dict[str, Told]:
     """Return by rule what it would have done in a run."""
-    norms = on_run.run_at(str(Path(file.document.file).parent / entry))
+    norms = on_run.run_at(str(folder / entry))
     assert norms is not None  # noqa: S101 # a path was given
-    return on_run.tried(MatchedRules(file.rules, Matcher(file.manifest or norms.manifest)), norms)
+    return on_run.tried(MatchedRules(rules, Matcher(manifest or norms.manifest)), norms)
 
 
 def _failure_on_run(test: RuleTest, told: Told | None) -> str:

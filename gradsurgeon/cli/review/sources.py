@@ -70,8 +70,8 @@ def rules_at(spec: str) -> RuleSet:
     if path.startswith(("./", "../")):
         raise _unreadable(spec, "the path of a file in a commit begins at the top", _HINT)
     file = pathlib.Path(path)
-    top = packs.Included(f"{ref}:{path}", file, file.parent)
-    return schema.validate(_read(top), schema.Files(partial(_find, ref), _read))
+    top = _Committed(f"{ref}:{path}", file, file.parent)
+    return schema.validate(top.read(), partial(_find, ref))
 
 
 def rules_with_open_bounds(path: str) -> tuple[RuleSet, frozenset[str]]:
@@ -104,15 +104,18 @@ def _find(ref: str, entry: str, folder: pathlib.Path) -> packs.Included:
     if inside == ".." or inside.startswith("../"):
         raise packs.leads_out(entry)
     target = folder / inside
-    return packs.Included(f"{ref}:{target.as_posix()}", target, target.parent)
+    return _Committed(f"{ref}:{target.as_posix()}", target, target.parent)
 
 
-def _read(file: packs.Included) -> source.Document:
-    name = file.name
-    if int(_ask(name, "cat-file", "-s", "--end-of-options", name)) > source.MAX_BYTES:
-        raise _unreadable(name, f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
-    raw = _ask(name, "cat-file", "blob", "--end-of-options", name)
-    return source.read(file.path, name, raw)
+class _Committed(packs.Included):
+    """A file in a commit of git."""
+
+    def read(self) -> source.Document:
+        size = int(_ask(self.name, "cat-file", "-s"))
+        if size > source.MAX_BYTES:
+            cause = f"over {source.MAX_BYTES // 1024} KiB of text"
+            raise _unreadable(self.name, cause, "use `include`")
+        return source.read(self.path, self.name, _ask(self.name, "cat-file", "blob"))
 
 
 def _unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
@@ -134,7 +137,7 @@ def _ask(spec: str, *arguments: str) -> bytes:
     variables |= _VARIABLES
     try:
         done = subprocess.run(  # noqa: S603 # no shell, and no argument of a user begins with a dash
-            (git, *_SETTINGS, *arguments),
+            (git, *_SETTINGS, *arguments, "--end-of-options", spec),
             env=variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -3,11 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from gradsurgeon.actions import written
 from gradsurgeon.cli.review.difference import SIGNS, Difference, RuleChange
-from gradsurgeon.cli.review.effects import Ids
+from gradsurgeon.common._grouping import grouped, names_of
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import NOUNS, abridged, count
 from gradsurgeon.language.schema import RuleSet
@@ -97,7 +99,9 @@ def _summary(difference: Difference) -> str:
     numbers = Counter(change.sign for change in difference.rules)
     rules = ", ".join(f"{numbers[sign]} {word}" for sign, word in SIGNS.items())
     total = count(len(difference.manifest.params), "parameter")
-    summary = f"{rules}; {_from_to(*difference.covered)} of {total} under rules"
+    before, after = difference.covered
+    covered = f"{after:,}" if before == after else f"{before:,} -> {after:,}"
+    summary = f"{rules}; {covered} of {total} under rules"
     if difference.orders:
         summary += "; order changed"
     if difference.lost:
@@ -106,16 +110,22 @@ def _summary(difference: Difference) -> str:
 
 
 def _rule(difference: Difference, change: RuleChange) -> Iterator[str]:
-    yield f"{change.sign} {change.id}  {change.rule.action} on {_binds(change)}"
+    target = change.rule.target
+    before = change.before
+    after = change.after
+    binds = _counted(len(before.names), len(after.names), NOUNS[target])
+    if target == "params":
+        binds += f" ({_counted(before.elements, after.elements, 'element')})"
+    yield f"{change.sign} {change.id}  {change.rule.action} on {binds}"
     for effect in change.effects:
         if effect.kind == "renamed":
             yield f"      {_shown(effect.text)}"
-    for name, before, after in change.options:
+    for name, old, new in change.options:
         texts = []
         if change.sign != "+":
-            texts.append(_as_written(difference.old, change.old_id, name, before))
+            texts.append(_as_written(difference.old, change.old_id, name, old))
         if change.sign != "-":
-            texts.append(_as_written(difference.new, change.id, name, after))
+            texts.append(_as_written(difference.new, change.id, name, new))
         line = f"      {name}: {' -> '.join(texts)}"
         for effect in change.effects:
             if effect.field == name and effect.kind != "other":
@@ -123,16 +133,6 @@ def _rule(difference: Difference, change: RuleChange) -> Iterator[str]:
         yield line
     for line in _on_run(difference, change.id):
         yield f"      {line}"
-
-
-def _binds(change: RuleChange) -> str:
-    before = change.before
-    after = change.after
-    target = change.rule.target
-    text = _counted(len(before.names), len(after.names), NOUNS[target])
-    if target == "params":
-        text += f" ({_counted(before.elements, after.elements, 'element')})"
-    return text
 
 
 def _as_written(rules: RuleSet, rule: str, option: str, value: Any) -> str:
@@ -151,32 +151,22 @@ def _as_written(rules: RuleSet, rule: str, option: str, value: Any) -> str:
 
 
 def _chains(difference: Difference) -> Iterator[str]:
-    groups: dict[tuple[Ids, Ids], list[str]] = {}
-    for change in difference.chains:
-        groups.setdefault((change.before, change.after), []).append(change.name)
+    groups = grouped(difference.chains, attrgetter("before", "after"))
     if not groups:
         return
     yield ""
     number = len(difference.chains)
     yield f"tensors under other rules than before, in order of effect: {number:,}"
-    for (before, after), names in list(groups.items())[:_CHAINS]:
-        yield f"  {_names(names)}"
-        yield f"      before: {_chain(before)}"
-        yield f"      now:    {_chain(after)}"
+    for (before, after), changes in islice(groups.items(), _CHAINS):
+        yield f"  {_names(names_of(changes))}"
+        yield f"      before: {' -> '.join(before) or 'no rule'}"
+        yield f"      now:    {' -> '.join(after) or 'no rule'}"
     if len(groups) > _CHAINS:
         yield f"  and {len(groups) - _CHAINS} other pairs of chains: `--format json` has all"
 
 
 def _names(names: Sequence[str]) -> str:
     return _shown(abridged(names, {}))
-
-
-def _chain(ids: Sequence[str]) -> str:
-    return " -> ".join(ids) or "no rule"
-
-
-def _from_to(before: int, after: int) -> str:
-    return f"{after:,}" if before == after else f"{before:,} -> {after:,}"
 
 
 def _counted(before: int, after: int, noun: str) -> str:

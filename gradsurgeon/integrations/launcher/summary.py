@@ -19,7 +19,7 @@ from gradsurgeon.language.planning.plan import rule_rows
 from gradsurgeon.language.planning.table import count, grid
 from gradsurgeon.records.store.recorded import RankEnd
 from gradsurgeon.report.report import Report
-from gradsurgeon.report.rules_and_events import EventGroup, shown_groups
+from gradsurgeon.report.rules_and_events import EventGroup, group_lines
 from gradsurgeon.report.run import open_run
 from gradsurgeon.report.sources import unread
 from gradsurgeon.runtime import Attachment
@@ -150,16 +150,10 @@ def _event_lines(events: Sequence[Event], sentence: str) -> Iterator[str]:
         is_told = event.message.partition("\n")[0] in sentence
         if event.kind not in ("fact", "notice") and not is_told:
             shown.append(event)
-    first, left_out, last = shown_groups(shown)
-    for group in first:
-        yield _line(group)
-    if left_out:
-        yield f"  ... and {left_out:,} more"
-    for group in last:
-        yield _line(group)
+    yield from group_lines(shown, _line)
 
 
-def _line(group: EventGroup) -> str:
+def _line(group: EventGroup) -> Iterator[str]:
     event = group.first
     text = printable(event.message.partition("\n")[0])
     # The message of an exception begins with the step.
@@ -172,4 +166,4 @@ def _line(group: EventGroup) -> str:
         text += f" ({group.repeated})"
     if group.on_ranks:
         text = f"{group.on_ranks}: {text}"
-    return f"  {event.kind}: {text}"
+    yield f"  {event.kind}: {text}"

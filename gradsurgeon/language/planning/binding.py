@@ -7,12 +7,13 @@ from itertools import chain
 from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, clips_by_themselves
 from gradsurgeon.common import _live
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.language.planning.manifest import Manifest, Param
 from gradsurgeon.language.planning.matching import Match, Matcher, Thing, quoted
 from gradsurgeon.language.planning.obstacles import MatchedRules, complaint
-from gradsurgeon.language.planning.plan import Binding, Plan, hook_of, names_of
+from gradsurgeon.language.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.language.schema import RuleSet
 
@@ -46,7 +47,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: boo
             if match.things and rule in by_themselves:
                 warnings[rule.id] += (f"{BY_ITSELF}: {BOTH_FORMS}",)
     plan = Plan(rules, manifest, tuple(bindings), warnings, refused=refused)
-    notes = [printable(note) for note in manifest.notes]
+    notes = map(printable, manifest.notes)
     return replace(plan, warnings=(*_cost(plan), *_graph_breaks(plan), *notes))
 
 
@@ -82,10 +83,8 @@ def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
             yield from _remarks(rule, match.things)
             # The notes describe an effect, and a rule without a match has none.
             yield from rule.notes
-        elif rule.optional:
-            yield "matches nothing (optional)"
         else:
-            yield NO_MATCH
+            yield "matches nothing (optional)" if rule.optional else NO_MATCH
 
 
 def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
@@ -113,18 +112,16 @@ def _graph_breaks(plan: Plan) -> Iterator[str]:
 
 
 def _cost(plan: Plan) -> Iterator[str]:
-    matched: set[str] = set()
+    # The number of elements of each parameter.
+    matched: dict[str, int] = {}
     losses: set[str] = set()
     for rule in plan.rules.rules:
-        if not isinstance(rule, LossRule) or not rule.losses:
-            continue
         bound = plan.of(rule.id)
-        if bound:
-            matched.update(names_of(bound))
+        if isinstance(rule, LossRule) and rule.losses and bound:
+            matched.update([(binding.name, binding.numel) for binding in bound])
             losses.update(rule.losses)
-    params = [param for param in plan.manifest.params if param.name in matched]
-    if params:
-        elements = count(sum(param.numel for param in params), "element")
+    if matched:
+        elements = count(sum(matched.values()), "element")
         yield (
             f"gradsurgeon.backward takes one more backward pass per loss, and meanwhile keeps {len(losses)} "
             f"gradients of {elements} and the graph"

@@ -1,6 +1,6 @@
 """The names a rule can match: the parameters of a model, read without touching it."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
 
 from gradsurgeon.common import _live
+from gradsurgeon.common._grouping import grouped, names_of
 
 # Wrappers put one segment between their own name and the name of the wrapped module. The segment is
 # dropped only if its owner is such a wrapper: a model may call a child `module`. Names identify the
@@ -157,20 +158,17 @@ def walk(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a module and all modules inside it with their canonical paths; the path of the root is empty."""
     yield path, module
     transparent = _transparent(type(module))  # type: ignore[arg-type] # a class has the hash of a class
-    prefix = _prefix(path)
     for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
         if child is None:
             continue
         if key in transparent:
             yield from walk(child, path)
         else:
-            yield from walk(child, prefix + key)
+            yield from walk(child, _inside(path, key))
 
 
-def _prefix(path: str) -> str:
-    if not path:
-        return ""
-    return f"{path}."
+def _inside(path: str, key: str) -> str:
+    return f"{path}.{key}".removeprefix(".")
 
 
 def unwrapped(model: Any) -> Any:
@@ -184,16 +182,11 @@ def unwrapped(model: Any) -> Any:
 
 
 def slots(model: Any) -> Iterator[ParameterSlot]:
-    return _slots(walk(model))
-
-
-def _slots(tree: Iterable[tuple[str, Any]]) -> Iterator[ParameterSlot]:
-    for path, module in tree:
-        prefix = _prefix(path)
+    for path, module in walk(model):
         # `named_parameters` shows a tied parameter once, under its first name.
         for key, param in module._parameters.items():  # noqa: SLF001
             if param is not None:
-                yield ParameterSlot(prefix + key, module, key)
+                yield ParameterSlot(_inside(path, key), module, key)
 
 
 @_live.uncollected()
@@ -201,15 +194,15 @@ def from_model(model: Any) -> Manifest:
     """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
     if not hasattr(model, "_modules") or not hasattr(model, "_parameters"):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    tree = list(walk(model))
     # The places of each parameter by its id: a tied one has several.
-    groups: dict[int, list[ParameterSlot]] = {}
-    for slot in _slots(tree):
-        param = slot.owner._parameters[slot.key]  # noqa: SLF001 # the slot itself
-        groups.setdefault(id(param), []).append(slot)
-    names = _by_name(tree)
+    groups = grouped(slots(model), lambda slot: id(slot.owner._parameters[slot.key]))  # noqa: SLF001 # the slot itself
+    names = named_modules(model)
     root = names[ROOT]
-    managed = _managed(tree)
+    # The ids of the modules whose parameters `fully_shard` manages.
+    managed: set[int] = set()
+    for _, module in walk(model):
+        if "FSDPModule" in class_names(module):
+            managed.update(map(id, module.modules()))
     notes: tuple[str, ...] = ()
     if "DeepSpeedEngine" in class_names(model):
         notes = (ENGINE_NOTE,)
@@ -223,35 +216,16 @@ def from_model(model: Any) -> Manifest:
 
 
 def named_modules(model: Any) -> dict[str, Any]:
-    return _by_name(walk(model))
-
-
-def _by_name(tree: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     modules = {}
-    for path, module in tree:
-        name = path
-        if not path:
-            # The innermost module of the wrappers comes last.
-            name = ROOT
-        modules[name] = module
+    for path, module in walk(model):
+        # The innermost module of the wrappers comes last.
+        modules[path or ROOT] = module
     return modules
 
 
 def _modules(names: Mapping[str, Any]) -> Iterator[ModuleEntry]:
-    names_by_id: dict[int, list[str]] = {}
-    for name, module in names.items():
-        names_by_id.setdefault(id(module), []).append(name)
-    for name, *aliases in names_by_id.values():
+    for name, *aliases in grouped(names, lambda name: id(names[name])).values():
         yield ModuleEntry(name, tuple(aliases), class_names(names[name]))
-
-
-def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
-    """Return the ids of the modules whose parameters `fully_shard` manages."""
-    ids: set[int] = set()
-    for _, module in tree:
-        if "FSDPModule" in class_names(module):
-            ids.update(id(inner) for inner in module.modules())
-    return ids
 
 
 def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
@@ -268,7 +242,7 @@ def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
 def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
     first = group[0]
     tensor = first.owner._parameters[first.key]  # noqa: SLF001
-    name, *aliases = dict.fromkeys([slot.name for slot in group])
+    name, *aliases = dict.fromkeys(names_of(group))
     types: dict[str, None] = {}
     for slot in group:
         types |= dict.fromkeys(class_names(slot.owner))

@@ -5,8 +5,9 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -34,8 +35,6 @@ _DTYPES = {
 }
 # Tensors of whole numbers or bits have no gradient.
 _WITHOUT_GRADIENT = ("I", "U", "BOOL")
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +95,16 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 
 def from_dict(data: object, file: str = "<dict>") -> Manifest:
     """Return the manifest that `to_dict` has written."""
-    top = _checked(_File, data, file)
-    model_type: tuple[str, ...] = ()
-    for module in top.modules:
-        if module.name == ROOT:
-            model_type = module.module_type
+    try:
+        top = TypeAdapter(_File).validate_python(data)
+    except ValidationError as errors:
+        first = errors.errors(include_url=False)[0]
+        place = Built(None, file=file).place(first["loc"])
+        message = f"{first['msg']}, found {described(first['input'])}"
+        if first["type"] == "missing":
+            message = "the key is missing"
+        raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
+    model_type = {module.name: module.module_type for module in top.modules}.get(ROOT, ())
     return Manifest(top.origin, top.params, top.modules, model_type)
 
 
@@ -114,16 +118,13 @@ def _from_weights(file: str) -> Manifest:
     paths = {ROOT: None}
     for name in sorted(tensors):
         dtype = tensors[name].dtype
-        shape = tensors[name].shape
         if dtype.startswith(_WITHOUT_GRADIENT):
             continue
         dtype = _DTYPES.get(dtype, dtype.lower())
+        shape = tensors[name].shape
         params.append(Param(name, (), shape, dtype, requires_grad=True, module_type=()))
-        path = ""
-        for segment in name.split(".")[:-1]:
-            path += segment
-            paths[path] = None
-            path += "."
+        *owners, _ = accumulate(name.split("."), "{}.{}".format)
+        paths |= dict.fromkeys(owners)
     note = (
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters; tensors of whole numbers are left out"
@@ -145,19 +146,6 @@ def _read_json(file: str) -> object:
         return from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
     except ValueError as error:
         _refuse(file, f"not JSON: {error}")
-
-
-def _checked(kind: type[_Value], value: object, file: str) -> _Value:
-    try:
-        valid: _Value = TypeAdapter(kind).validate_python(value)
-    except ValidationError as errors:
-        first = errors.errors(include_url=False)[0]
-        place = Built(None, file=file).place(first["loc"])
-        message = f"{first['msg']}, found {described(first['input'])}"
-        if first["type"] == "missing":
-            message = "the key is missing"
-        raise ManifestError([Problem(place, "bad-manifest", message, _WRITE_AGAIN)]) from None
-    return valid
 
 
 def _refuse(file: str, message: str, check: str = "bad-manifest") -> NoReturn:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from gradsurgeon.actions import Rule, Where, in_order
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.common.match import compile_pattern, select, suggest
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Param
@@ -32,25 +33,17 @@ class NameIndex:
         self.hits = cache(self._hits)
         self._hints = _MAX_HINTS
         self._things = things
-        self._names: list[str] = []
         self._named: dict[str, Thing] = {}
         for thing in things:
-            for name in thing.names:
-                self._named[name] = thing
-                if name != ROOT:
-                    self._names.append(name)
+            self._named |= dict.fromkeys(thing.names, thing)
+        self._names = [name for name in self._named if name != ROOT]
 
     def _hits(self, text: str) -> dict[str, Thing]:
         pattern = compile_pattern(text)
-        if pattern.is_literal:
-            if text not in self._named:
-                return {}
-            return {text: self._named[text]}
-        hits = {}
-        for place in select([pattern], self._names):
-            name = self._names[place]
-            hits[name] = self._named[name]
-        return hits
+        names = [text]
+        if not pattern.is_literal:
+            names = [self._names[place] for place in select([pattern], self._names)]
+        return {name: self._named[name] for name in names if name in self._named}
 
     def _matched(self, texts: Sequence[str]) -> dict[str, Thing]:
         """Return the things that patterns match, by canonical name."""
@@ -67,22 +60,19 @@ class NameIndex:
         return suggest(text, self._names)
 
     def select(self, rule: Rule) -> list[Thing]:
-        matched = self._matched(rule.patterns)
-        for name in self._matched(rule.exclude):
-            matched.pop(name, None)
+        wanted = self._matched(rule.patterns).keys() - self._matched(rule.exclude)
         return [
             thing
             for thing in self._things
-            if thing.name in matched and self._meets(rule.where, thing)
+            if thing.name in wanted and self._meets(rule.where, thing)
         ]
 
     def doubts(self, rule: Rule) -> list[str]:
         doubts = []
-        if len(rule.patterns) > 1:
-            for text in rule.patterns:
-                if not self.hits(text):
-                    hint = self._hint(text)
-                    doubts.append(f"pattern {quoted(text)} matches nothing; {hint}")
+        for text in rule.patterns:
+            if len(rule.patterns) > 1 and not self.hits(text):
+                hint = self._hint(text)
+                doubts.append(f"pattern {quoted(text)} matches nothing; {hint}")
         if rule.exclude:
             doubts += self._doubts_of_exclude(rule)
         if len(doubts) > _MAX_DOUBTS:
@@ -100,9 +90,7 @@ class NameIndex:
                 others = [name for name in thing.names if name not in hits]
                 if others:
                     shown = printable(", ".join(others))
-                    kind = "module"
-                    if isinstance(thing, Param):
-                        kind = "tensor"
+                    kind = "tensor" if isinstance(thing, Param) else "module"
                     yield f"exclude {quoted(text)} also removes {shown}: the same {kind}"
             kept -= dropped.keys()
 
@@ -110,7 +98,7 @@ class NameIndex:
         matched = list(self._matched(rule.patterns).values())
         if not matched:
             texts = shorten_names([f'"{text}"' for text in rule.patterns])
-            hints = dict.fromkeys([self._hint(text) for text in rule.patterns[:_MAX_HINTED]])
+            hints = dict.fromkeys(map(self._hint, rule.patterns[:_MAX_HINTED]))
             return f"no {self.noun} of the model matches {texts}; {'; '.join(hints)}"
         text = (
             f"{len(matched)} {self.noun}s match{examples(matched)}, but `exclude` and `where` keep "
@@ -137,10 +125,7 @@ def name_indexes(manifest: Manifest) -> dict[str, NameIndex]:
     owners: set[str] = set()
     for param in manifest.params:
         for name in param.names:
-            owner = name.rpartition(".")[0]
-            if not owner:
-                owner = ROOT
-            owners.add(owner)
+            owners.add(name.rpartition(".")[0] or ROOT)
     return {
         "params": NameIndex("parameter", manifest.params),
         "modules": NameIndex("module", manifest.modules, frozenset(owners)),
@@ -151,12 +136,9 @@ def _param_meets(where: Where, param: Param) -> bool:
     ndim = None
     if param.shape is not None:
         ndim = len(param.shape)
-    pairs = (
-        (where.ndim, ndim),
-        (where.dtype, param.dtype),
-        (where.requires_grad, param.requires_grad),
-    )
-    if any(wanted not in (None, value) for wanted, value in pairs):
+    if where.ndim not in (None, ndim) or where.dtype not in (None, param.dtype):
+        return False
+    if where.requires_grad not in (None, param.requires_grad):
         return False
     if where.numel is None:
         return True
@@ -199,12 +181,8 @@ class Matcher:
             patterns = tuple(dict.fromkeys(rule.patterns))
             return Match(names=patterns, members=frozenset(patterns))
         things = self.names[rule.target].select(rule)
-        names = []
-        elements = 0
-        for thing in things:
-            names.append(thing.name)
-            if isinstance(thing, Param):
-                elements += thing.numel
+        names = names_of(things)
+        elements = sum(thing.numel for thing in things if isinstance(thing, Param))
         return Match(tuple(things), tuple(names), frozenset(names), elements)
 
 
@@ -213,7 +191,7 @@ def is_for(rule: Rule, manifest: Manifest) -> bool:
     if rule.model is None:
         return True
     pattern = compile_pattern(rule.model)
-    return any(pattern.matches(name) for name in manifest.model_type)
+    return any(map(pattern.matches, manifest.model_type))
 
 
 def _undecided(rule: Rule, manifest: Manifest) -> str:
@@ -246,7 +224,7 @@ def examples(things: Sequence[Thing]) -> str:
     """Return the first names in parentheses."""
     if not things:
         return ""
-    return f" ({shorten_names([thing.name for thing in things])})"
+    return f" ({shorten_names(names_of(things))})"
 
 
 def quoted(text: str) -> str:

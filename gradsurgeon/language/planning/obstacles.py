@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import LossRule, Rule
 from gradsurgeon.errors import printable, shorten_names
-from gradsurgeon.language.planning.manifest import Manifest, ModuleEntry, Param
+from gradsurgeon.language.planning.manifest import Manifest, Param
 from gradsurgeon.language.planning.matching import (
     Match,
     Matcher,
@@ -60,32 +60,30 @@ class MatchedRules:
         elif match.is_for and rule.target != "tensors":
             if alone:
                 yield from _shortfalls(rule, match.things, self.matcher.names[rule.target])
-            texts = [*_cannot_act(rule, match, self.matcher.manifest), *self._clashes[rule_id]]
+            texts = [*_cannot_act(rule, match, self.matcher.manifest), *self._clashes(rule)]
         else:
             return
         for text in texts:
             yield Obstacle("cannot-act", ("id",), text)
 
-    @cached_property
-    def _clashes(self) -> Mapping[str, list[str]]:
-        """By rule id, the complaints about gradients that an earlier rule combines too."""
-        clashes: dict[str, list[str]] = {}
-        combining: list[Rule] = []
-        for rule_id, rule in self.rules.items():
-            clashes[rule_id] = []
-            if not isinstance(rule, LossRule) or not rule.edits:
-                continue
-            names = self.matches[rule_id].names
-            for other in combining:
-                taken = self.matches[other.id].members
-                shared = [name for name in names if name in taken]
-                if shared and _meet(other, rule):
-                    clashes[rule_id].append(
-                        f"{other.id} combines the gradients of {shorten_names(shared)} already, and they can be "
-                        "combined once: leave them out of one of the two by `exclude`, or give the two `steps` that do not meet"
-                    )
-            combining.append(rule)
-        return clashes
+    def _clashes(self, rule: Rule) -> Iterator[str]:
+        """Yield complaints about gradients that an earlier rule combines too."""
+        if not _combines(rule):
+            return
+        for other in filter(_combines, self.rules.values()):
+            if other is rule:
+                return
+            taken = self.matches[other.id].members
+            shared = [name for name in self.matches[rule.id].names if name in taken]
+            if shared and _meet(other, rule):
+                yield (
+                    f"{other.id} combines the gradients of {shorten_names(shared)} already, and they can be "
+                    "combined once: leave them out of one of the two by `exclude`, or give the two `steps` that do not meet"
+                )
+
+
+def _combines(rule: Rule) -> bool:
+    return isinstance(rule, LossRule) and rule.edits
 
 
 def _meet(first: Rule, second: Rule) -> bool:
@@ -109,17 +107,17 @@ def complaint(rules: RuleSet, rule: Rule, obstacle: Obstacle) -> str:
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
     """Return complaints about rules that match too little in all the models together."""
     complaints: list[str] = []
-    matchers = {title: Matcher(manifest) for title, manifest in models.items()}
+    matchers = list(map(Matcher, models.values()))
     for rule in rules.rules:
         if rule.target == "tensors" or not models:
             continue
-        titles = [title for title, manifest in models.items() if is_for(rule, manifest)]
+        fitting = [matcher for matcher in matchers if is_for(rule, matcher.manifest)]
         things: list[Thing] = []
-        for title in titles:
-            things += matchers[title].match(rule).things
+        for matcher in fitting:
+            things += matcher.match(rule).things
         # The names of one model are enough for a hint.
-        first = next(iter([*titles, *models]))
-        short = _shortfalls(rule, things, matchers[first].names[rule.target])
+        first = [*fitting, *matchers][0]
+        short = _shortfalls(rule, things, first.names[rule.target])
         complaints += [complaint(rules, rule, shortfall) for shortfall in short]
     return complaints
 
@@ -153,15 +151,9 @@ def _cannot_act(rule: Rule, match: Match, manifest: Manifest) -> Iterator[str]:
             "dense, or has to tell losses apart there; leave them out by `exclude`, or include 0 in the bounds"
         )
     yield from _unreachable(rule, params, manifest)
-    yield from _scripted(match)
-
-
-def _scripted(match: Match) -> Iterator[str]:
-    scripted = [
-        thing
-        for thing in match.things
-        if isinstance(thing, ModuleEntry) and "ScriptModule" in thing.module_type
-    ]
+    scripted = []
+    if rule.target == "modules":
+        scripted = [thing for thing in match.things if "ScriptModule" in thing.module_type]
     if scripted:
         yield (
             f"torch.jit runs {len(scripted)} of the matched modules{examples(scripted)}, and calls no hook there: name the "

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gradsurgeon.actions import CheckRule, LossRule, Moment, Rule, TrapRule
 from gradsurgeon.common import _html, _live
+from gradsurgeon.common._grouping import grouped, names_of
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.manifest import Manifest
 from gradsurgeon.language.planning.matching import chains_of
-from gradsurgeon.language.planning.table import abridged, count, grid, noun_of
+from gradsurgeon.language.planning.table import NOUNS, abridged, count, grid
 from gradsurgeon.language.schema import RuleSet
 
 _HOOKS: dict[Moment, str] = {
@@ -47,10 +49,6 @@ class Binding:
     hook: str
     numel: int = 0
     dormant: bool = False
-
-
-def names_of(bindings: Iterable[Binding]) -> list[str]:
-    return [binding.name for binding in bindings]
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,7 @@ class Plan:
     @_live.uncollected()
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Per tensor, such as ``conv1 output.grad``, its rules in order of effect."""
-        names = {}
-        for rule in self.rules.rules:
-            names[rule.id] = names_of(self.of(rule.id))
+        names = {rule.id: names_of(self.of(rule.id)) for rule in self.rules.rules}
         chains = chains_of(self.rules.rules, names)
         in_model_order = {}
         for param in self.manifest.params:
@@ -105,15 +101,21 @@ class Plan:
 
     @cached_property
     def _by_rule(self) -> dict[str, tuple[Binding, ...]]:
-        grouped: dict[str, list[Binding]] = {}
-        for binding in self.bindings:
-            grouped.setdefault(binding.rule, []).append(binding)
-        return {rule: tuple(bindings) for rule, bindings in grouped.items()}
+        groups = grouped(self.bindings, attrgetter("rule"))
+        return {rule: tuple(bindings) for rule, bindings in groups.items()}
 
     def __str__(self) -> str:
+        rules = count(len(self.rules.rules), "rule")
+        params = count(len(self.manifest.params), "parameter")
+        elements = count(self.manifest.elements, "element")
+        where = f"{printable(self.rules.file)} on {printable(self.subject)}"
+        head = f"plan: {where}: {rules}, {params}, {elements}"
         rows = grid([RuleRow._fields, *rule_rows(self)], right=frozenset({4, 5}))
-        lines = [_head(self), "", *rows, "", *_chains(self)]
-        doubts = list(_doubts(self))
+        lines = [head, "", *rows, "", *_chains(self)]
+        doubts = []
+        for rule_id, texts in self.rule_warnings.items():
+            doubts += [f"  {rule_id}: {text}" for text in texts]
+        doubts += [f"  {text}" for text in self.warnings]
         if doubts:
             lines += ["", "to know", *doubts]
         return "\n".join(lines)
@@ -130,7 +132,7 @@ class Plan:
         return {
             "version": 1,
             "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
-            "rules": [self._rule_entry(rule) for rule in self.rules.rules],
+            "rules": list(map(self._rule_entry, self.rules.rules)),
             "chains": {name: list(chain) for name, chain in self.chains.items()},
             "warnings": list(self.warnings),
         }
@@ -139,15 +141,15 @@ class Plan:
         bound = self.of(rule.id)
         entry: dict[str, Any] = {"id": rule.id, "action": rule.action}
         if isinstance(rule, LossRule):
-            entry["losses"] = []
-            if rule.losses:
-                entry["losses"] += rule.losses
+            entry["losses"] = list(rule.losses or ())
             entry["method"] = getattr(rule, "method", None)
-        entry["tensor"] = str(rule.ref)
-        entry["point"] = rule.point
-        entry["hook"] = hook_of(rule)
-        entry["params"] = []
-        entry["modules"] = []
+        entry |= {
+            "tensor": str(rule.ref),
+            "point": rule.point,
+            "hook": hook_of(rule),
+            "params": [],
+            "modules": [],
+        }
         if rule.target != "tensors":
             entry[rule.target] = names_of(bound)
         entry["elements"] = sum(binding.numel for binding in bound)
@@ -165,9 +167,7 @@ _MODULE_HOOKS = {
 
 def hook_of(rule: Rule) -> str:
     if isinstance(rule, LossRule):
-        if rule.target == "params":
-            return "gradsurgeon.backward"
-        return "fork of the input"
+        return "gradsurgeon.backward" if rule.target == "params" else "fork of the input"
     if isinstance(rule, CheckRule):
         return "around passes and updates"
     if rule.target == "params" or rule.judges_losses:
@@ -176,19 +176,9 @@ def hook_of(rule: Rule) -> str:
         hook = "tag"
     else:
         hook = _MODULE_HOOKS[rule.ref.side, rule.ref.grad]
-    before_update = _HOOKS["step"]
     if isinstance(rule, TrapRule) and rule.point not in ("step", "updated"):
-        hook += f", {before_update}"
+        hook += f", {_HOOKS['step']}"
     return hook
-
-
-def _head(plan: Plan) -> str:
-    return (
-        f"plan: {printable(plan.rules.file)} on {printable(plan.subject)}: "
-        f"{count(len(plan.rules.rules), 'rule')}, "
-        f"{count(len(plan.manifest.params), 'parameter')}, "
-        f"{count(plan.manifest.elements, 'element')}"
-    )
 
 
 class RuleRow(NamedTuple):
@@ -206,10 +196,9 @@ class RuleRow(NamedTuple):
 def rule_rows(plan: Plan) -> Iterator[RuleRow]:
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
-        hook = "-"
-        if bound:
-            hook = bound[0].hook
-        binds = count(len(bound), noun_of(rule))
+        hook = bound[0].hook if bound else "-"
+        noun = "loss name" if rule.judges_losses else NOUNS[rule.target]
+        binds = count(len(bound), noun)
         dormant = sum(binding.dormant for binding in bound)
         if dormant:
             # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
@@ -224,30 +213,13 @@ def _chains(plan: Plan) -> Iterator[str]:
     if not plan.chains:
         yield "no rule binds anything"
         return
-    points = {rule.id: rule.point for rule in plan.rules.rules}
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, chain in plan.chains.items():
-        groups.setdefault(chain, []).append(name)
-    aliases = {}
-    untouched = 0
-    for param in plan.manifest.params:
-        aliases[param.name] = param.aliases
-        if param.name not in plan.chains:
-            untouched += 1
+    shown = {rule.id: f"{rule.id} (at {rule.point})" for rule in plan.rules.rules}
+    aliases = {param.name: param.aliases for param in plan.manifest.params}
     yield "effects per tensor, in order of effect"
-    for chain, names in groups.items():
-        yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
-        noun = "tensor"
-        if names[0] in aliases:
-            noun = "parameter"
+    for chain, names in grouped(plan.chains, plan.chains.__getitem__).items():
+        yield "  " + " -> ".join(map(shown.__getitem__, chain))
+        noun = "parameter" if names[0] in aliases else "tensor"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
+    untouched = len(aliases.keys() - plan.chains)
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
-
-
-def _doubts(plan: Plan) -> Iterator[str]:
-    for rule in plan.rules.rules:
-        for text in plan.rule_warnings.get(rule.id, ()):
-            yield f"  {rule.id}: {text}"
-    for text in plan.warnings:
-        yield f"  {text}"

@@ -32,27 +32,27 @@ def complaints_of(models: Mapping[str, Manifest], file: str) -> dict[str, list[s
 def _differences(model: Manifest, reviewed: Manifest) -> Iterator[str]:
     """Yield how the parameters of a model differ from those that were reviewed, each kind once."""
     now = {param.name: param for param in model.params}
-    before = {param.name: param for param in reviewed.params}
-    missing = [name for name in before if name not in now]
-    if missing:
-        yield f"it lacks {shorten_names(missing)}"
-    new = [name for name in now if name not in before]
-    if new:
-        yield f"it also has {shorten_names(new)}"
+    missing = []
     shapes = []
     ties = []
-    for name, param in now.items():
-        old = before.get(name)
-        if old is None:
+    for old in reviewed.params:
+        param = now.pop(old.name, None)
+        if param is None:
+            missing.append(old.name)
             continue
         if param.shape != old.shape:
-            shapes.append(f"{name} {_shape(param.shape)} instead of {_shape(old.shape)}")
+            shapes.append(f"{old.name} {_shape(param.shape)} instead of {_shape(old.shape)}")
         if set(param.aliases) != set(old.aliases):
-            ties.append(name)
-    if shapes:
-        yield f"other shapes: {shorten_names(shapes)}"
-    if ties:
-        yield f"other tied names: {shorten_names(ties)}"
+            ties.append(old.name)
+    differences = {
+        "it lacks ": missing,
+        "it also has ": list(now),
+        "other shapes: ": shapes,
+        "other tied names: ": ties,
+    }
+    for words, names in differences.items():
+        if names:
+            yield f"{words}{shorten_names(names)}"
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -4,20 +4,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import printable, shorten_names
 
 _SHOWN = 6
 NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 _NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
-
-
-def noun_of(rule: Rule) -> str:
-    """Return the noun for what a rule binds."""
-    if rule.judges_losses:
-        return "loss name"
-    return NOUNS[rule.target]
 
 
 def count(number: int, noun: str) -> str:
@@ -59,25 +52,24 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     >>> fold_names(["h.0.w", "h.1.w", "h.2.w", "h.1.b"])
     {'h.{0..2}.w': ['h.0.w', 'h.1.w', 'h.2.w'], 'h.1.b': ['h.1.b']}
     """
-    # By the texts between the numbers; each name by its numbers.
-    groups: dict[tuple[str, ...], dict[tuple[str, ...], str]] = {}
-    for name in names:
-        parts = _NUMBER.split(name)
-        groups.setdefault(tuple(parts[::2]), {})[tuple(parts[1::2])] = name
     folded: dict[str, list[str]] = {}
-    for texts, rows in groups.items():
+    for texts, alike in grouped(dict.fromkeys(names), _texts_of).items():
+        rows = {tuple(_NUMBER.findall(name)): name for name in alike}
+        groups = [list(rows)]
         columns = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
-        if math.prod(map(len, columns)) == len(rows):
-            folded.setdefault(_joined(texts, columns), []).extend(rows.values())
-            continue
-        # Not all combinations are there: the first number alone is folded.
-        alike: dict[tuple[str, ...], dict[str, str]] = {}
-        for row, name in rows.items():
-            alike.setdefault(row[1:], {})[row[0]] = name
-        for rest, members in alike.items():
-            text = _joined(texts, [list(members), *zip(rest, strict=True)])
-            folded.setdefault(text, []).extend(members.values())
+        if math.prod(map(len, columns)) != len(rows):
+            # Not all combinations are there: the first number alone is folded.
+            groups = list(grouped(rows, lambda row: row[1:]).values())
+        for group in groups:
+            columns = [list(dict.fromkeys(column)) for column in zip(*group, strict=True)]
+            members = map(rows.__getitem__, group)
+            folded.setdefault(_joined(texts, columns), []).extend(members)
     return folded
+
+
+def _texts_of(name: str) -> tuple[str, ...]:
+    """Return the texts between the numbers of a name."""
+    return tuple(_NUMBER.split(name)[::2])
 
 
 def _joined(texts: Sequence[str], columns: Sequence[Sequence[str]]) -> str:

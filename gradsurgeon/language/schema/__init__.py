@@ -7,10 +7,8 @@ from gradsurgeon.language.schema._document import Located as Located
 from gradsurgeon.language.schema._document import bounded as bounded
 from gradsurgeon.language.schema._document import problem_of as problem_of
 from gradsurgeon.language.schema._document import tidy as tidy
-from gradsurgeon.language.schema._tree import Files as Files
 from gradsurgeon.language.schema._tree import Inspection as Inspection
 from gradsurgeon.language.schema._tree import RuleSet as RuleSet
 from gradsurgeon.language.schema._tree import from_rules as from_rules
-from gradsurgeon.language.schema._tree import inspect as inspect
 from gradsurgeon.language.schema._tree import pack as pack
 from gradsurgeon.language.schema._tree import validate as validate

@@ -84,7 +84,7 @@ def _least_release(requirement: str) -> list[int]:
 
 
 def _release(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]
+    return list(map(int, version.split(".")))
 
 
 def _requirement(text: str) -> str:
@@ -120,10 +120,9 @@ class _RuleFile(Options):
             yield Flaw("rules", message, hint, "missing-key")
 
 
-def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
+def top_level(source: Located, data: Mapping[str, object]) -> list[Problem]:
     _, flaws = read_options(_RuleFile, data)
-    for flaw in flaws:
-        yield problem_of(source, (), flaw)
+    return [problem_of(source, (), flaw) for flaw in flaws]
 
 
 def duplicate_id(rule_id: str, place: Place, first: Place) -> Problem:
@@ -162,15 +161,11 @@ def tidy(problems: Sequence[Problem]) -> list[Problem]:
         # The wrong type of a value with a YAML problem of its own is noise.
         if _is_of_yaml(problem) or problem.place not in misread:
             kept[problem] = None
-    return sorted(kept, key=_position)
+    return sorted(kept, key=lambda problem: (problem.place.line, problem.place.col))
 
 
 def _is_of_yaml(problem: Problem) -> bool:
     return problem.check.startswith("yaml-")
-
-
-def _position(problem: Problem) -> tuple[int, int]:
-    return problem.place.line, problem.place.col
 
 
 def bounded(problems: Sequence[Problem]) -> list[Problem]:

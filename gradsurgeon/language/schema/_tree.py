@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import TypeAlias
 
 from gradsurgeon.actions import Rule, described
 from gradsurgeon.errors import Place, Problem, RuleFileError
@@ -30,20 +30,8 @@ from gradsurgeon.language.schema._document import (
 MAX_FILES = 32
 
 
-class Files(NamedTuple):
-    """A tree of files for `include`: on disk, or in a commit of git."""
-
-    # Returns the file of a relative entry in a file in a folder, or raises `IncludeError`.
-    find: Callable[[str, pathlib.Path], packs.Included]
-    # Reads a file that `find` returned, or raises `RuleFileError`.
-    read: Callable[[packs.Included], Located]
-
-
-def _read_from_disk(target: packs.Included) -> source.Document:
-    return source.read(target.path, target.name)
-
-
-DISK = Files(packs.file_on_disk, _read_from_disk)
+# Returns the file of a relative entry in a file in a folder, on disk or in a commit of git, or raises `IncludeError`.
+Find: TypeAlias = Callable[[str, pathlib.Path], packs.Included]
 
 
 @dataclass(frozen=True)
@@ -103,10 +91,7 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
     problems = []
     written: dict[str, tuple[Located, int]] = {}
     for index, rule in enumerate(rules):
-        if rule.id in written:
-            first = source.place(("rules", written[rule.id][1], "id"))
-            problems.append(duplicate_id(rule.id, source.place(("rules", index, "id")), first))
-        written.setdefault(rule.id, (source, index))
+        problems += _note_id(written, rule.id, source, index)
     if not rules:
         problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
     if problems:
@@ -114,15 +99,24 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
     return RuleSet(tuple(rules), _written=written)
 
 
-def validate(source: Located, files: Files = DISK) -> RuleSet:
-    inspection = inspect(source, files)
+def _note_id(
+    written: dict[str, tuple[Located, int]], rule_id: object, source: Located, index: int
+) -> list[Problem]:
+    """Note where a rule is written, and return the problem if another one has its id."""
+    if not isinstance(rule_id, str):
+        return []
+    first, first_index = written.setdefault(rule_id, (source, index))
+    if (first, first_index) == (source, index):
+        return []
+    place = source.place(("rules", index, "id"))
+    return [duplicate_id(rule_id, place, first.place(("rules", first_index, "id")))]
+
+
+def validate(source: Located, find: Find = packs.file_on_disk) -> RuleSet:
+    inspection = Inspection(source, find)
     if inspection.rules is None:
         raise RuleFileError(inspection.problems)
     return inspection.rules
-
-
-def inspect(source: Located, files: Files = DISK) -> Inspection:
-    return Inspection(source, files)
 
 
 class Inspection:
@@ -134,8 +128,8 @@ class Inspection:
         sources: the files in the same order, packs too.
     """
 
-    def __init__(self, source: Located, files: Files) -> None:
-        self._files = files
+    def __init__(self, source: Located, find: Find = packs.file_on_disk) -> None:
+        self._find = find
         self.sources: list[Located] = []
         self._rules: list[Rule] = []
         self._entries: dict[str, Place] = {}
@@ -152,13 +146,10 @@ class Inspection:
         self.problems = bounded(list(chain.from_iterable(self._problems)))
         self.rules: RuleSet | None = None
         if not self.problems:
+            files_read = [(each.file, each.text) for each in self.sources if each.text]
+            rules = tuple(self._rules)
             self.rules = RuleSet(
-                rules=tuple(self._rules),
-                file=source.file,
-                text=source.text,
-                files=tuple((each.file, each.text) for each in self.sources if each.text),
-                _written=self._written,
-                _entries=self._entries,
+                rules, source.file, source.text, tuple(files_read), self._written, self._entries
             )
 
     def _add_file(self, source: Located, folder: pathlib.Path | None) -> None:
@@ -199,22 +190,12 @@ class Inspection:
             flaw_count += len(flaws)
             yield from flaws
             # Rules of a commit of git are compared, and never applied.
-            if rule is not None and self._files is DISK:
+            if rule is not None and self._find is packs.file_on_disk:
                 yield from _read_file(rule, source.place(("rules", index, "file")), folder)
             if rule is not None:
                 self._rules.append(rule)
-            yield from self._note_id(source, index, entry)
-
-    def _note_id(self, source: Located, index: int, entry: object) -> Iterator[Problem]:
-        rule_id = None
-        if isinstance(entry, dict):
-            rule_id = entry.get("id")
-        if not isinstance(rule_id, str):
-            return
-        first, first_index = self._written.setdefault(rule_id, (source, index))
-        if (first, first_index) != (source, index):
-            place = source.place(("rules", index, "id"))
-            yield duplicate_id(rule_id, place, first.place(("rules", first_index, "id")))
+            if isinstance(entry, dict):
+                yield from _note_id(self._written, entry.get("id"), source, index)
 
     def _follow(self, entry: str, place: Place, folder: pathlib.Path | None) -> Iterator[Problem]:
         # Entries without a file count too, because their hints take time.
@@ -225,25 +206,20 @@ class Inspection:
                 yield Problem(place, "bad-include", message, "include fewer files")
             return
         try:
-            target = packs.locate(entry, folder, self._files.find)
+            target = packs.locate(entry, folder, self._find)
             first = self._reached.setdefault(target.path, place)
             if first is not place:  # a circle, too
                 message = f"{target.name} is included twice, first at {first}"
                 yield Problem(place, "bad-include", message, "remove one of the two entries")
                 return
-            files = self._files
-            if target.folder is None:
-                # A pack has no folder, and comes with gradsurgeon.
-                files = DISK
-            document = files.read(target)
-            target.check(document.text)
-            self._entries[document.file] = place
+            document = target.read()
         except packs.IncludeError as error:
             yield Problem(place, "bad-include", error.message, error.hint)
         except RuleFileError as error:
             (problem,) = error.problems
             yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
         else:
+            self._entries[document.file] = place
             self._add_file(document, target.folder)
 
 
@@ -270,7 +246,7 @@ def _items(data: Mapping[str, object], key: str) -> Sequence[object]:
 def pack(name: str) -> source.Document:
     """Read a pack by its name, such as ``gradsurgeon:debug@1``, or raise `RuleFileError`."""
     try:
-        return source.read(packs.rule_file(name).path, name)
+        return packs.rule_file(name).read()
     except packs.IncludeError as error:
         problem = Problem(Place(name, 1, 1), "unreadable-file", error.message, error.hint)
         raise RuleFileError([problem]) from None

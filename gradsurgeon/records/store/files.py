@@ -47,7 +47,7 @@ def check_replaceable(path: Path, what: str, *marks: bytes) -> None:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        begin = file.read(max(len(mark) for mark in marks))
+        begin = file.read(max(map(len, marks)))
     if begin and not begin.startswith(marks):
         raise RecordError(
             f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"

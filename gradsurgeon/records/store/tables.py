@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradsurgeon.records.store.layout import Stored, absent_size, clean
-from gradsurgeon.records.store.memory import WholeSeries
+from gradsurgeon.records.store.memory import AnySeries, WholeSeries
 from gradsurgeon.records.store.rank_file import COLUMNS, Chosen
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _BLOCK = 2**18  # so many values are converted at a time
+# Rank, rule, point and names of series of several statistics.
+Group = tuple[int, str, str, tuple[str, ...]]
 _TEXTS = ("rule", "point", "stat", "name")
 
 
@@ -32,6 +34,28 @@ def arrays(rows: Sequence[Stored], width: int) -> tuple[Any, Any, Any]:
     bits = np.frombuffer(joined, np.uint8).reshape(len(rows), -1)
     absent = np.unpackbits(bits, axis=1, count=width, bitorder="little")
     return step_array, values, absent == 0
+
+
+def by_statistic(
+    all_series: Iterable[AnySeries],
+) -> dict[Group, dict[str, AnySeries]]:
+    """Return by rank, rule, point and names the series of each statistic."""
+    groups: dict[Group, dict[str, AnySeries]] = {}
+    for series in all_series:
+        rule, stat, point, names = series.key
+        groups.setdefault((series.rank, rule, point, names), {})[stat] = series
+    return groups
+
+
+def together(parts: Mapping[str, WholeSeries], every: int = 1) -> tuple[Any, dict[str, Any], Any]:
+    """Return steps, values by statistic, and which of them are present, of every so many rows that all series have."""
+    # A run that is read while it is written may have a row more of one statistic.
+    length = min(map(len, parts.values()))
+    values = {}
+    for stat, series in parts.items():
+        rows = list(series.stored(0, length))[::every]
+        steps, values[stat], present = arrays(rows, len(series.key.names))
+    return steps, values, present
 
 
 def blocks(series: WholeSeries, start: int = 0, every: int = 1) -> Iterator[tuple[Any, Any, Any]]:

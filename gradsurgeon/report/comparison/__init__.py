@@ -53,13 +53,11 @@ def compare(
             old = names_in(references.values())
             rename = renaming(renamed, old, names_in(models.values()))
         same = counterparts(references, models)
+        named = [counterparts(references, repetition) for repetition in noise_models]
         comparisons = []
         for name, model in same.items():
-            of_run = read(model, str)
-            of_reference = read(references[name], rename)
-            named = [counterparts(references, repetition) for repetition in noise_models]
             of_noise = [read(noisy[name], rename) for noisy in named if name in noisy]
-            comparison = compared(of_run, of_reference, of_noise)
+            comparison = compared(read(model), read(references[name], rename), of_noise)
             comparisons.append(replace(comparison, model=name))
         only_run = [name for name, model in models.items() if model not in same.values()]
         only_reference = [name for name in references if name not in same]

@@ -3,9 +3,11 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from itertools import chain, islice, zip_longest
 
 import numpy as np
 
+from gradsurgeon.common._grouping import names_of
 from gradsurgeon.errors import RecordError, printable, shorten_names
 from gradsurgeon.report.comparison import order, tolerance
 from gradsurgeon.report.comparison.pairs import (
@@ -15,7 +17,7 @@ from gradsurgeon.report.comparison.pairs import (
     Pair,
     texts_of,
 )
-from gradsurgeon.report.comparison.reading import Kind, Numbers, Reading, TensorOfStep
+from gradsurgeon.report.comparison.reading import Numbers, Reading, TensorOfStep
 from gradsurgeon.report.comparison.tolerance import Tolerance
 
 # The numbers of a tensor in each run.
@@ -42,7 +44,7 @@ def align(
     readings = [run, reference, *noise]
     rows = dict(_joined(readings))
     is_same_world = run.meta.get("ranks") == reference.meta.get("ranks")
-    pairs, notes = _comparable(_paired(rows), rows, is_same_world=is_same_world)
+    pairs, notes = _comparable(rows, is_same_world=is_same_world)
     notes += _kinds_of_some_runs(readings)
     _need(pairs, run, reference, "tensor", _RENAME)
     _place(pairs, reference)
@@ -97,18 +99,13 @@ def _reordered(run: list[Numbers], reference: list[Numbers]) -> list[Numbers]:
     return run
 
 
-def _paired(rows: Rows) -> Iterator[Pair]:
-    for tensor, of_runs in rows.items():
-        for row in range(max(len(of_runs[0]), len(of_runs[1]))):
-            numbers = [calls[row] if row < len(calls) else None for calls in of_runs]
-            yield Pair(tensor, row, numbers)
-
-
-def _comparable(
-    found: Iterator[Pair], rows: Rows, *, is_same_world: bool
-) -> tuple[list[Pair], list[str]]:
+def _comparable(rows: Rows, *, is_same_world: bool) -> tuple[list[Pair], list[str]]:
     """Return the pairs that are the same calls in all runs, and notes on the others."""
-    pairs = list(found)
+    pairs = []
+    for tensor, of_runs in rows.items():
+        most = max(len(of_runs[0]), len(of_runs[1]))
+        for row, numbers in enumerate(islice(zip_longest(*of_runs), most)):
+            pairs.append(Pair(tensor, row, numbers))
     alone, unlike = _unlike_calls(rows)
     alike = []
     others = []
@@ -129,19 +126,19 @@ def _comparable(
             tensors = printable(shorten_names(texts))
             notes.append(f"only in the {where}, so not compared: {tensors}")
     if unlike:
-        names = dict.fromkeys(tensor.name for tensor in unlike)
+        names = dict.fromkeys(names_of(unlike))
         steps = sorted({tensor.step for tensor in unlike})
         where = ", ".join(map(str, steps))
         notes.append(f"not compared in step {where}: {shorten_names(list(names))}, {_CALLED}")
     return alike + others, notes
 
 
-def _unlike_calls(rows: Rows) -> tuple[dict[TensorOfStep, None], dict[TensorOfStep, None]]:
+def _unlike_calls(rows: Rows) -> tuple[set[TensorOfStep], dict[TensorOfStep, None]]:
     """Return the tensors of modules that one run alone calls, and of those that runs call unlike numbers of times.
 
     A gradient that one run lacks is a difference if both runs have the tensor.
     """
-    alone: dict[TensorOfStep, None] = {}
+    alone = set()
     unlike: dict[TensorOfStep, None] = {}
     called_alike = set()
     called_by_one = set()
@@ -149,27 +146,25 @@ def _unlike_calls(rows: Rows) -> tuple[dict[TensorOfStep, None], dict[TensorOfSt
         for tensor, of_runs in rows.items():
             if tensor.kind.phase != phase:
                 continue
+            is_forward = phase == "forward"
             call = (tensor.step, tensor.rank, tensor.name)
             numbers = {len(calls) for calls in of_runs if calls}
             is_missing = not of_runs[0] or not of_runs[1]
             if len(numbers) > 1:
-                if phase == "forward" or call not in called_alike:
+                if is_forward or call not in called_alike:
                     unlike[tensor] = None
-            elif is_missing and (phase == "forward" or call in called_by_one):
-                alone[tensor] = None
-                called_by_one.add(call)
-            if phase == "forward" and len(numbers) == 1:
+                continue
+            if is_forward:
                 called_alike.add(call)
+            if is_missing and (is_forward or call in called_by_one):
+                alone.add(tensor)
+                called_by_one.add(call)
     return alone, unlike
 
 
 def _kinds_of_some_runs(readings: Sequence[Reading]) -> list[str]:
-    in_some: dict[Kind, None] = {}
-    in_all = set(readings[0].bound)
-    for reading in readings:
-        in_some.update(dict.fromkeys(reading.bound))
-        in_all &= reading.bound.keys()
-    texts = [" at ".join(kind) for kind in in_some if kind not in in_all]
+    runs = Counter(chain.from_iterable([reading.bound for reading in readings]))
+    texts = [" at ".join(kind) for kind in runs if runs[kind] < len(readings)]
     if not texts:
         return []
     return [f"not in all runs, so not compared: {', '.join(texts)}"]
@@ -178,7 +173,7 @@ def _kinds_of_some_runs(readings: Sequence[Reading]) -> list[str]:
 def _place(pairs: Sequence[Pair], reference: Reading) -> None:
     """Set micro-batch, call and place within the step of each tensor."""
     most = _set_calls(pairs)
-    names = {name: None for bound in reference.bound.values() for name in bound}
+    names = list(dict.fromkeys(chain.from_iterable(reference.bound.values())))
     modules = order.merged(reference.chains, [name for name in names if name in most])
     events = order.forward_order(modules, most, _numbers_of_events(pairs))
     size = len(events)

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from gradsurgeon.errors import printable, shorten_names
@@ -121,7 +122,9 @@ def compared(run: Reading, reference: Reading, noise: Sequence[Reading]) -> Comp
     only_run = _only(run, reference)
     only_reference = _only(reference, run)
     has_other_params = any({**only_run, **only_reference}.values())
-    largest = findings.largest_of(pairs)
+    decided = [pair for pair in pairs if not pair.is_undecided]
+    # `None` if rounding decides all.
+    largest = max(decided, key=attrgetter("ratio"), default=None)
     last, first = findings.border_of(pairs)
     inside = ""
     modules: list[findings.ModuleDifference] = []
@@ -198,7 +201,7 @@ def _begins(comparison: Comparison) -> tuple[float, ...]:
 
 def _only(run: Reading, other: Reading) -> dict[str, bool]:
     """Return the names that one run alone has, and whether they are of parameters."""
-    are_params: dict[str, bool] = {}
+    are_params = {}
     for kind in run.bound.keys() & other.bound.keys():
         for name in sorted(run.bound[kind].keys() - other.bound[kind].keys()):
             are_params[name] = not kind.of_modules

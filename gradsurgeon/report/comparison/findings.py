@@ -43,10 +43,11 @@ def text_of(pairs: Sequence[Pair], pair: Pair) -> str:
     details = []
     if pair.tensor != pair.base:
         details.append(pair.tensor)
-    for word, number in (("call", attrgetter("call")), ("micro-batch", attrgetter("micro_batch"))):
-        last = max(map(number, alike))
+    for number in ("call", "micro_batch"):
+        last = max(getattr(other, number) for other in alike)
         if last:
-            details.append(f"{word} {number(pair) + 1} of {last + 1}")
+            word = number.replace("_", "-")
+            details.append(f"{word} {getattr(pair, number) + 1} of {last + 1}")
     if any(other.rank for other in alike):
         details.append(f"rank {pair.rank}")
     text = pair.kind.text(pair.name)
@@ -81,14 +82,12 @@ def _is_same_pass(pair: Pair, border: Pair) -> bool:
 
 
 def inside_of(pairs: Sequence[Pair], border: Pair) -> str:
-    """Return the innermost module around the first difference whose input agrees, empty if there is none."""
-    if border.phase != "forward":
-        return ""
+    """Return the innermost module around the first difference of a forward pass whose input agrees, empty if there is none."""
     agree: dict[str, bool] = {}
     for pair in pairs:
         if pair.base == "input" and _is_same_pass(pair, border):
-            is_alike = not pair.is_apart and not pair.is_undecided
-            agree[pair.name] = is_alike and agree.get(pair.name, True)
+            agree.setdefault(pair.name, True)
+            agree[pair.name] &= not pair.is_apart and not pair.is_undecided
     around = border.name if border.base == "output" else parent_of(border.name, agree)
     while around and not agree.get(around):
         around = parent_of(around, agree)
@@ -98,9 +97,8 @@ def inside_of(pairs: Sequence[Pair], border: Pair) -> str:
 def modules_of(pairs: Sequence[Pair], border: Pair) -> list[ModuleDifference]:
     """Return the modules that add most to the difference in the pass of the border, in the order of their inputs."""
     came: dict[tuple[str, int], float] = {}
-    # What goes out, and the same as a multiple of what came in, by module and call.
-    went: dict[tuple[str, int], float] = {}
-    times: dict[tuple[str, int], float] = {}
+    # By module and call: as a multiple of what came in, and as it is.
+    went: dict[tuple[str, int], tuple[float, float]] = {}
     for pair in pairs:
         if pair.is_undecided or pair.state or not _is_same_pass(pair, border):
             continue
@@ -108,26 +106,26 @@ def modules_of(pairs: Sequence[Pair], border: Pair) -> list[ModuleDifference]:
         if pair.base == "input":
             came[key] = max(pair.distance, came.get(key, 0.0))
         elif pair.base == "output" and key in came and pair.is_apart:
-            ratio = pair.distance / max(came[key], pair.tolerance, 1e-30)
-            if ratio >= max(_ADDS, times.get(key, 0.0)):
-                times[key] = ratio
-                went[key] = pair.distance
+            times = pair.distance / max(came[key], pair.tolerance, 1e-30)
+            if times >= _ADDS:
+                went[key] = max((times, pair.distance), went.get(key, (0.0, 0.0)))
     most = []
-    for key in sorted(times, key=times.__getitem__, reverse=True):
+    for key in sorted(went, key=went.__getitem__, reverse=True):
+        times, distance = went[key]
         # A module inside adds the difference if no more came into it.
-        limit = _ADDS * went[key] / times[key]
-        inner = [other for other in times if is_inside(other[0], key[0]) and other[0] != key[0]]
+        limit = _ADDS * distance / times
+        inner = [other for other in went if is_inside(other[0], key[0]) and other[0] != key[0]]
         if all(came[other] >= limit for other in inner):
             most.append(key)
     most = sorted(most[:_MODULES], key=list(came).index)
-    return [ModuleDifference(key[0], came[key], went[key]) for key in most]
+    return [ModuleDifference(key[0], came[key], went[key][1]) for key in most]
 
 
 def steps_of(pairs: Sequence[Pair]) -> Iterator[StepDifference]:
     for step, of_step in groupby(pairs, key=attrgetter("step")):
         compared = [pair for pair in of_step if not pair.is_undecided]
         apart = [pair.distance for pair in compared if pair.is_apart]
-        finite = [distance for distance in apart if math.isfinite(distance)]
+        finite = list(filter(math.isfinite, apart))
         middle = median(finite) if finite else 0.0
         largest = max(finite, default=0.0)
         yield StepDifference(step, len(compared), len(apart), middle, largest)
@@ -143,9 +141,3 @@ def growth_of(steps: Sequence[StepDifference]) -> str:
     if times * _GROWS < 1:
         return "shrinks"
     return "stays"
-
-
-def largest_of(pairs: Sequence[Pair]) -> Pair | None:
-    """Return the tensor with the largest ratio of distance and tolerance, `None` if rounding decides all."""
-    decided = [pair for pair in pairs if not pair.is_undecided]
-    return max(decided, key=attrgetter("ratio"), default=None)

@@ -23,7 +23,10 @@ def carry_on(pairs: Sequence[Pair], rule: Tolerance) -> None:
         if pair.step != step:
             weights = [other for other in pairs if other.step == step and other.base == "value"]
             largest = _of_weights(weights)
-            modules = _by_module(weights)
+            modules = {}
+            for weight in weights:
+                module = weight.name.rpartition(".")[0]
+                modules[module] = max(modules.get(module, 0.0), min(weight.distance, 1.0))
             step = pair.step
         before = largest
         if pair.phase == "update":
@@ -46,12 +49,3 @@ def _of_weights(weights: Sequence[Pair]) -> float:
     apart = [min(pair.distance, 1.0) * norm for pair, norm in zip(weights, norms, strict=True)]
     whole = math.hypot(*norms)
     return math.hypot(*apart) / whole if whole else 0.0
-
-
-def _by_module(weights: Sequence[Pair]) -> dict[str, float]:
-    """Return the largest distance of the weights of each module."""
-    modules: dict[str, float] = {}
-    for pair in weights:
-        module = pair.name.rpartition(".")[0]
-        modules[module] = max(modules.get(module, 0.0), min(pair.distance, 1.0))
-    return modules

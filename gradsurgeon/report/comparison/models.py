@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from gradsurgeon.records.store.layout import runs_inside, section
+from gradsurgeon.records.store.layout import runs_inside
 from gradsurgeon.records.store.run import StoredRun
 from gradsurgeon.report.run import open_run
+from gradsurgeon.report.sources import model_title
 
 RunOrPath = str | os.PathLike[str] | StoredRun
 _PROCESS = re.compile(r"process-[0-9]+")
@@ -31,9 +32,7 @@ def models_of(source: RunOrPath, stack: ExitStack) -> dict[str, StoredRun]:
 
 
 def _title(run: StoredRun) -> str:
-    model = section(run.meta, "model")
-    title = model.get("title") or model.get("origin")
-    return str(title or "")
+    return str(model_title(run.meta))
 
 
 def _name_inside(place: Path, title: str) -> str:

@@ -30,12 +30,10 @@ def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
     ordered: list[str] = []
     for chain in [*sorted(chains, key=len, reverse=True), names]:
         place = 0
-        for name in chain:
-            if name in ordered:
-                place = ordered.index(name) + 1
-            elif name in names:
+        for name in filter(set(names).__contains__, chain):
+            if name not in ordered:
                 ordered.insert(place, name)
-                place += 1
+            place = ordered.index(name) + 1
     return ordered
 
 
@@ -72,9 +70,7 @@ def forward_order(
         walk = list(_walk(inside))
         last: _Key = (-1,)
         for call in range(count):
-            start = _anchor(root, call, keys, numbers)
-            if start is None:
-                start = _usual(root, call, order, keys)
+            start = _anchor(root, call, keys, numbers) or _usual(root, call, order, keys)
             last = max(start, last)
             for place, (is_output, name) in enumerate(walk):
                 keys[is_output, name, call] = (*last, 1, number, call, place)
@@ -94,10 +90,7 @@ def _usual(root: str, call: int, order: Sequence[str], keys: Mapping[Event, _Key
         return keys.get((not is_inside(root, before), before, 0), start)
     parent = parent_of(root, dict.fromkeys(order))
     end = keys.get((True, parent, 0), (float("inf"),))
-    for key in keys.values():
-        if start < key < end:
-            start = key
-    return start
+    return max([start, *[key for key in keys.values() if key < end]])
 
 
 def _anchor(
@@ -107,10 +100,5 @@ def _anchor(
     taken = numbers.get((False, root, call), (0.0,))
     if not taken[0]:
         return None
-    anchor = None
-    for event, key in keys.items():
-        is_output = event[0]
-        is_same = is_output and numbers.get(event) == taken
-        if is_same and (anchor is None or key > anchor):
-            anchor = key
-    return anchor
+    anchors = [key for event, key in keys.items() if event[0] and numbers.get(event) == taken]
+    return max(anchors, default=None)

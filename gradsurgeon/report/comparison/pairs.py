@@ -100,7 +100,7 @@ def values_of(pairs: Iterable[Pair], runs: int) -> Floats:
     missing = (np.nan,) * 3
     values = []
     for pair in pairs:
-        values += [numbers[:3] if numbers else missing for numbers in pair.numbers]
+        values += [(numbers or missing)[:3] for numbers in pair.numbers]
     return np.array(values, float).reshape(-1, runs, 3)
 
 

@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -17,8 +15,9 @@ from gradsurgeon.records.store.layout import section
 from gradsurgeon.records.store.rank_file import StoredSeries
 from gradsurgeon.records.store.recorded import of_lowest_ranks
 from gradsurgeon.records.store.run import StoredRun
-from gradsurgeon.records.store.tables import arrays
+from gradsurgeon.records.store.tables import by_statistic, together
 from gradsurgeon.report.comparison.order import is_inside
+from gradsurgeon.report.rules_and_events import base_of
 
 # What makes a fingerprint; the number of elements is welcome, not needed.
 STATS = ("l2", "projection_1", "projection_2", "numel")
@@ -37,12 +36,6 @@ _HINT = (
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
-@cache
-def _base_of(tensor: str) -> str:
-    """Return `input`, `output`, `output.grad` ... without a path inside a tuple."""
-    return re.sub(r"^(input|output)\b.*?(\.grad)?$", r"\1\2", tensor)
-
-
 class Kind(NamedTuple):
     """A kind of tensor, such as the output of modules, and the point at which it was measured."""
 
@@ -51,7 +44,7 @@ class Kind(NamedTuple):
 
     @property
     def base(self) -> str:
-        return _base_of(self.tensor)
+        return base_of(self.tensor)
 
     @property
     def of_modules(self) -> bool:
@@ -117,7 +110,7 @@ def stripped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def read(run: StoredRun, rename: Callable[[str], str]) -> Reading:
+def read(run: StoredRun, rename: Callable[[str], str] = str) -> Reading:
     """Return the fingerprints of a run, by other names. Raises `RecordError` without any."""
     groups = _groups(run)
     lowest = dict(of_lowest_ranks(run))
@@ -138,10 +131,12 @@ def read(run: StoredRun, rename: Callable[[str], str]) -> Reading:
                 rank = first.rank
                 repeated = ()
             columns = _columns(first.key.names, kind, names, repeated)
+            chain = []
             for inner, name in columns.values():
                 bound.setdefault(inner, {})[name] = None
+                chain.append(name)
             if kind.base == "input":
-                chains.append(list(dict.fromkeys(name for _, name in columns.values())))
+                chains.append(list(dict.fromkeys(chain)))
             for tensor, numbers in _rows(group, columns, rank):
                 rows[tensor].append(numbers)
     if not rows:
@@ -166,15 +161,11 @@ def _columns(
 
 def _groups(run: StoredRun) -> dict[str, list[dict[str, StoredSeries]]]:
     """Return the series of fingerprints by statistic, for each rule."""
-    groups: dict[tuple[Any, ...], dict[str, StoredSeries]] = {}
-    for series in run:
-        key = series.key
-        group = groups.setdefault((key.rule, series.rank, key.point, key.names), {})
-        group[key.stat] = series
-    by_rule: dict[str, list[dict[str, StoredSeries]]] = {}
-    for (rule, *_), group in groups.items():
+    by_rule: dict[str, list[dict[str, StoredSeries]]] = defaultdict(list)
+    fingerprints = [series for series in run if series.key.stat in STATS]
+    for (_, rule, _, _), group in by_statistic(fingerprints).items():
         if group.keys() >= _NEEDED:
-            by_rule.setdefault(rule, []).append(group)
+            by_rule[rule].append(group)
     return by_rule
 
 
@@ -191,11 +182,8 @@ def _dtypes(run: StoredRun, rename: Callable[[str], str]) -> dict[str, str]:
     """Return the dtypes of parameters by the names that are compared."""
     dtypes = {}
     for param in section(run.meta, "model").get("params", ()):
-        if "dtype" not in param:
-            continue
-        dtype = str(param["dtype"])
         for name in (param["name"], *param.get("aliases", ())):
-            dtypes[rename(stripped(name))] = dtype
+            dtypes[rename(stripped(name))] = str(param.get("dtype"))
     return dtypes
 
 
@@ -255,30 +243,22 @@ def _refuse(place: Place, message: str, hint: str) -> NoReturn:
 
 def _compared(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
     """Return the name under which each tensor is compared; a wrapper stands for the module inside it."""
-    compared: dict[str, str] = {}
-    used = {""}
+    names_by_new: dict[str, str] = {}
     for name in names:
-        new_name = rename(stripped(name))
-        if new_name not in used:
-            used.add(new_name)
-            compared[name] = new_name
-    return compared
+        names_by_new.setdefault(rename(stripped(name)), name)
+    names_by_new.pop("", None)
+    return {name: new_name for new_name, name in names_by_new.items()}
 
 
 def _rows(
     group: Mapping[str, StoredSeries], columns: Mapping[int, tuple[Kind, str]], rank: int
 ) -> Iterator[tuple[TensorOfStep, Numbers]]:
     """Yield the numbers of some columns of a group, in the order of steps."""
-    # A run that is still being written may have one more row of one statistic.
-    length = min(len(group[stat]) for stat in _NEEDED)
-    if not length:
+    if not all(map(len, group.values())):
         return
-    width = len(group["l2"].key.names)
-    numbers = np.full((length, width, len(STATS)), np.nan)
-    for place, stat in enumerate(STATS):
-        stored = list(group[stat].stored(0, length)) if stat in group else []
-        if len(stored) == length:
-            steps, numbers[:, :, place], present = arrays(stored, width)
+    steps, values, present = together(group)
+    unknown = np.full(present.shape, np.nan)
+    numbers = np.stack([values.get(stat, unknown) for stat in STATS], axis=-1)
     lists = zip(steps.tolist(), numbers.tolist(), present.tolist(), strict=True)
     for step, of_columns, are_there in lists:
         for column, (kind, name) in columns.items():

@@ -7,15 +7,16 @@ its expected square is the squared norm.
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.records.store.layout import section
 from gradsurgeon.report.comparison.pairs import Pair, values_of
-from gradsurgeon.report.comparison.reading import Kind, Reading
+from gradsurgeon.report.comparison.reading import Reading
 from gradsurgeon.report.spikes import Floats
 
 _TIMES = 10.0
@@ -98,14 +99,20 @@ def set_limits(pairs: Sequence[Pair], readings: Sequence[Reading]) -> Tolerance:
     theirs = values[:, 1]
     far = distances(ours, theirs).tolist()
     shifts = distances(ours[:, :1], theirs[:, :1]).tolist()
+    # Finer dtypes than that of the records count as `float32`.
+    dtypes = ["float32", *run.dtypes.values(), *reference.dtypes.values()]
+    dtype = max(dtypes, key=eps_of)
     for pair, distance, shift in zip(pairs, far, shifts, strict=True):
         pair.shift = shift
         pair.distance = distance
         if pair.state:
             # A missing gradient is like a gradient of zeros.
             pair.distance = math.inf if pair.norm else 0.0
-    _set_floors(pairs, (run.dtypes, reference.dtypes))
-    dtype = coarsest([*run.dtypes.values(), *reference.dtypes.values()])
+        # A parameter is rounded to its dtype, other tensors to the coarsest one.
+        own = [dtype]
+        if not pair.kind.of_modules:
+            own = [reading.dtypes.get(pair.name, "") for reading in (run, reference)]
+        pair.floor = _EPS * max(map(eps_of, own))
     if noise:
         drift = noise_of(values[:, 2:], theirs)
         begin = (pairs[0].step, pairs[0].phase)
@@ -127,10 +134,8 @@ def set_limits(pairs: Sequence[Pair], readings: Sequence[Reading]) -> Tolerance:
 
 def _groups_of(pairs: Sequence[Pair]) -> list[list[int]]:
     """Return the places of tensors of one kind in one step."""
-    groups: dict[tuple[int, Kind], list[int]] = {}
-    for place, pair in enumerate(pairs):
-        groups.setdefault((pair.step, pair.kind), []).append(place)
-    return list(groups.values())
+    kinds = [(pair.step, pair.kind) for pair in pairs]
+    return list(grouped(range(len(pairs)), kinds.__getitem__).values())
 
 
 def vanishing(pairs: Sequence[Pair], dtype: str) -> Floats:
@@ -181,30 +186,8 @@ def of_signs(pair: Pair) -> float:
     return 2 * math.sqrt(share)
 
 
-def coarsest(dtypes: Iterable[str]) -> str:
-    """Return the dtype that rounds most; finer ones count as `float32`, the dtype of records."""
-    coarse = "float32"
-    for dtype in dtypes:
-        if eps_of(dtype) > eps_of(coarse):
-            coarse = dtype
-    return coarse
-
-
 def eps_of(dtype: str) -> float:
     return _COARSE.get(dtype, 2.0**-23)
-
-
-def _set_floors(pairs: Sequence[Pair], dtypes: Sequence[Mapping[str, str]]) -> None:
-    """Set how far a rounding takes each tensor: a parameter by its dtype, others by the coarsest."""
-    eps_of_names: dict[str, float] = {}
-    for dtype_of in dtypes:
-        for name, dtype in dtype_of.items():
-            eps_of_names[name] = max(eps_of(dtype), eps_of_names.get(name, 0.0))
-    finest = eps_of("float32")
-    coarse = max(eps_of_names.values(), default=finest)
-    for pair in pairs:
-        eps = coarse if pair.kind.of_modules else eps_of_names.get(pair.name, finest)
-        pair.floor = _EPS * eps
 
 
 def remedy_for(dtype: str) -> str:

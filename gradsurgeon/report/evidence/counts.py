@@ -20,9 +20,7 @@ def add(
     told: Told, table: RecordedTable, gradients: MatchedGradients, outcome: TrialOutcome
 ) -> None:
     """Add what a rule did to the gradients of a table."""
-    known = np.ones(len(table.steps), bool)
-    if outcome.unknown is not None:
-        known = ~outcome.unknown
+    known = np.broadcast_to(np.logical_not(outcome.unknown), len(table.steps))
     acted = outcome.acted & known[:, None]
     told.steps += table.updates(known)
     told.acts += table.updates(np.any(acted, axis=1))
@@ -65,18 +63,17 @@ def _thresholds_of(group: str, members: Sequence[str], compared: Compared) -> It
     largest = []
     for table, by_name in compared:
         columns = [by_name[name] for name in members if name in by_name]
-        values += [np.repeat(column, table.weights) for column in columns]
         if columns:
             largest.append((table, np.fmax.reduce(columns)))
+            values.append(np.repeat(columns, table.weights, axis=1).ravel())
     every = np.concatenate(values)
     finite = every[np.isfinite(every)]
     if not len(finite):
         return
-    bounds = np.quantile(finite, SHARES, method="inverted_cdf").tolist()
-    acts = Counter[float]()
+    bounds = np.quantile(finite, SHARES, method="inverted_cdf")
+    acts = np.zeros(len(SHARES), int)
     steps = 0
     for table, norms in largest:
         steps += table.updates(~np.isnan(norms))
-        for bound in set(bounds):
-            acts[bound] += table.updates(norms > bound)
-    yield Thresholds(group, tuple(bounds), tuple(acts[bound] for bound in bounds), steps)
+        acts += [table.updates(norms > bound) for bound in bounds]
+    yield Thresholds(group, tuple(bounds.tolist()), tuple(acts.tolist()), steps)

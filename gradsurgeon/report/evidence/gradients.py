@@ -38,10 +38,12 @@ class MatchedGradients:
     def number(self, rule: Rule, option: str) -> Array:
         """Return the number of an option in each row, float32 ``[n, 1]``."""
         number = getattr(rule, option)
-        values = [number] * len(self.steps)
-        if isinstance(number, Ramp):
-            values = [number.value(step, rule.steps.from_) for step in self.steps.tolist()]
-        return np.array(values, np.float32)[:, None]
+        values = np.full((len(self.steps), 1), np.nan, np.float32)
+        for row, step in enumerate(self.steps.tolist()):
+            values[row] = (
+                number.value(step, rule.steps.from_) if isinstance(number, Ramp) else number
+            )
+        return values
 
 
 class TrialOutcome(NamedTuple):
@@ -58,7 +60,7 @@ class TrialOutcome(NamedTuple):
     acted: Array
     strength: Array | None = None
     factors: Array | None = None
-    unknown: Array | None = None
+    unknown: Array | bool = False
     compared: Mapping[str, Array] = {}
 
 
@@ -114,14 +116,12 @@ class View:
             if rule.edits:
                 self.spoil(np.array(columns)[np.any(outcome.acted, axis=0)].tolist(), rule.id)
             return
-        stats = {}
-        for stat, values in self.stats.items():
-            stats[stat] = values.copy()
+        self.stats = {stat: values.copy() for stat, values in self.stats.items()}
+        for values in self.stats.values():
             with np.errstate(invalid="ignore", over="ignore"):
                 multiplied = values[:, columns] * np.abs(outcome.factors)
             # A gradient that is set to zero has no NaN.
-            stats[stat][:, columns] = np.where(outcome.factors == 0, np.float32(0), multiplied)
-        self.stats = stats
+            values[:, columns] = np.where(outcome.factors == 0, np.float32(0), multiplied)
 
     def spoil(self, columns: Sequence[int], rule: str) -> None:
         for column in columns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +16,9 @@ from gradsurgeon.actions.nan_trap import NanTrap
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.actions.spike_trap import SpikeTrap
 from gradsurgeon.actions.zero import Zero
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.common._libraries import is_installed
 from gradsurgeon.report.evidence.gradients import MatchedGradients, TrialOutcome
-from gradsurgeon.report.evidence.run_norms import Array
 from gradsurgeon.report.evidence.told import ALL
 
 _UNITS = "the norms of single units are not recorded"
@@ -83,7 +82,7 @@ def _clip_norm(rule: ClipNorm, gradients: MatchedGradients) -> TrialOutcome:
     for group, columns in _groups(rule, gradients.names).items():
         joined = np.linalg.norm(values[:, columns], order, axis=1, keepdims=True)
         norms = joined.astype(np.float32)
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        with np.errstate(all="ignore"):
             # Torch divides a number by a tensor in this way.
             clipped = np.reciprocal(norms + np.float32(1e-6)) * bound
             over = norms / bound
@@ -96,15 +95,11 @@ def _clip_norm(rule: ClipNorm, gradients: MatchedGradients) -> TrialOutcome:
 
 def _groups(rule: ClipNorm, names: Sequence[str]) -> dict[str, list[int]]:
     """Return the columns of the gradients that share a norm, by what they are called together."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for column, name in enumerate(names):
-        group = name
-        if rule.per == "rule":
-            group = ALL
-        elif rule.joins_norms:
-            group = rule.group_of(name)
-        groups[group].append(column)
-    return groups
+    if rule.per == "rule":
+        return {ALL: list(range(len(names)))}
+    if not rule.joins_norms:
+        return {name: [column] for column, name in enumerate(names)}
+    return grouped(range(len(names)), lambda column: rule.group_of(names[column]))
 
 
 def _clamp(rule: Clamp, gradients: MatchedGradients) -> TrialOutcome:
@@ -114,13 +109,9 @@ def _clamp(rule: Clamp, gradients: MatchedGradients) -> TrialOutcome:
     acted = gradients.due & ~(largest <= bound)
     unknown = np.any(acted & np.isnan(largest), axis=1)
     known = gradients.due & ~np.isnan(largest)
-    compared = _by_name(gradients.names, np.where(known, largest, np.nan))
+    compared = zip(gradients.names, np.where(known, largest, np.nan).T, strict=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return TrialOutcome(acted, largest / bound, None, unknown, compared)
-
-
-def _by_name(names: Sequence[str], values: Array) -> dict[str, Array]:
-    return dict(zip(names, values.T, strict=True))
+        return TrialOutcome(acted, largest / bound, None, unknown, dict(compared))
 
 
 def _spike_trap(rule: SpikeTrap, gradients: MatchedGradients) -> TrialOutcome:
@@ -146,7 +137,7 @@ def _spike_trap(rule: SpikeTrap, gradients: MatchedGradients) -> TrialOutcome:
     compared = {}
     # No single number says how often a bound that follows the norms would act.
     if rule.above.norm is not None:
-        compared = _by_name(names, before.numpy())
+        compared = dict(zip(names, before.numpy().T, strict=True))
     if not rule.edits:
         objects = judged & (is_over | ~before.isfinite()).numpy()
         return TrialOutcome(objects, strength, compared=compared)

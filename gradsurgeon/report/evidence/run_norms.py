@@ -20,7 +20,7 @@ from gradsurgeon.records.store.layout import RUN_FILE, section
 from gradsurgeon.records.store.memory import LOSS, Part
 from gradsurgeon.records.store.recorded import Recorded, of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
-from gradsurgeon.records.store.tables import arrays
+from gradsurgeon.records.store.tables import by_statistic, together
 
 # The statistics of a gradient that tell what a rule would have done.
 STATS = ("l2", "linf")
@@ -141,12 +141,12 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
     recorded = open_run(path).recorded()
     edits: dict[str, str] = {}
     recorders = set()
-    roles = section(recorded.meta, "roles")
-    for rule in section(recorded.meta, "plan").get("rules", ()):
-        role = roles.get(rule["id"], {})
+    meta = recorded.meta
+    for rule in section(meta, "plan").get("rules", ()):
+        role = section(meta, "roles").get(rule["id"], {})
         if not rule["params"] or rule["tensor"] != "grad":
             continue
-        if role.get("role") in ("edit", "freeze") and recorded.meta.get("mode") != "observe":
+        if role.get("role") in ("edit", "freeze") and meta.get("mode") != "observe":
             edits.setdefault(rule["point"], rule["id"])
         if role.get("per") != "rule":
             recorders.add(rule["id"])
@@ -154,13 +154,13 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
     if edits.keys() - {"backward"}:
         # These rules may have come before the records at their point.
         tables = [table for table in tables if table.point != "step"]
-    model = section(recorded.meta, "model")
+    model = section(meta, "model")
     model.pop("title", None)
     return RunNorms(
         name=name,
         manifest=manifest_file.from_dict(model, f"{name}/{RUN_FILE}"),
         tables=tuple(_each_once(tables)),
-        ranks=recorded.meta.get("ranks", 1),
+        ranks=meta.get("ranks", 1),
         edited_at_backward=edits.get("backward", ""),
         changed_by_script=recorded.changed_by_script,
     )
@@ -168,29 +168,21 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
 
 def _tables(recorded: Recorded, recorders: Container[str]) -> Iterator[RecordedTable]:
     """Yield what rules recorded of gradients, and losses: for each rule, point and counter with all statistics."""
-    parts: dict[tuple[str, str, tuple[str, ...]], dict[str, Part]] = {}
+    parts = []
     for series, repeated in of_lowest_ranks(recorded.series):
-        rule_id, stat, point, names = series.key
-        # A column that a lower rank has is a replica, or a part of a whole that all of them recorded.
-        if repeated:
-            continue
-        if stat == LOSS:
-            point = LOSS
-            stat = "l2"
-        elif stat not in STATS or rule_id not in recorders:
-            continue
+        is_norm = series.key.stat in STATS and series.key.rule in recorders
         part = Part(series, recorded.pending)
-        if len(part):
-            parts.setdefault((rule_id, point, names), {})[stat] = part
+        # A column that a lower rank has is a replica, or a part of a whole that all of them recorded.
+        if not repeated and len(part) and (is_norm or series.key.stat == LOSS):
+            parts.append(part)
     skipped = [event.step for event in recorded.events if event.kind == "scaler-skip"]
-    for (rule_id, point, names), by_stat in parts.items():
-        # A run that is read while it is written may have a row more of one statistic.
-        length = min(map(len, by_stat.values()))
-        stats = {}
-        for stat, part in by_stat.items():
-            rows = list(part.stored(0, length))
-            steps, stats[stat], present = arrays(rows, len(names))
-        table = RecordedTable(rule_id, point, names, steps, np.ones_like(steps), present, stats)
+    for (_, rule_id, point, names), by_stat in by_statistic(parts).items():
+        steps, stats, present = together(by_stat)
+        where = point
+        if LOSS in stats:
+            where = LOSS
+            stats = {"l2": stats[LOSS]}
+        table = RecordedTable(rule_id, where, names, steps, np.ones_like(steps), present, stats)
         yield table if point == "backward" else table.without_overflows(skipped)
 
 
@@ -199,6 +191,6 @@ def _each_once(tables: Sequence[RecordedTable]) -> Iterator[RecordedTable]:
     owners: dict[tuple[str, str], str] = {}
     for table in sorted(tables, key=lambda table: -len(table.names)):
         own = dict.fromkeys([(table.point, name) for name in table.names], table.rule)
-        if own == own | {key: owners[key] for key in own.keys() & owners.keys()}:
+        if {owners.get(key, table.rule) for key in own} == {table.rule}:
             owners |= own
             yield table

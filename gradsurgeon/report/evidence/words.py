@@ -25,7 +25,10 @@ def table(told: Mapping[str, Told]) -> Iterator[str]:
         if result.missing:
             remarks[f"not told by these records: {result.missing}"].append(name)
         else:
-            rows.append((name, _share(result), _strongest(result.largest), _often(result)))
+            acts = f"{result.acts:,} of {_updates(result.steps)}"
+            if result.acts:
+                acts += f" ({_percent(result)})"
+            rows.append((name, acts, _strongest(result.largest), _often(result)))
         if result.is_of_one_rank:
             remarks[_OF_ONE_RANK].append(name)
     yield f"on {printable(result.run)}"
@@ -58,14 +61,14 @@ def change(before: Told | None, after: Told | None) -> str:
     """Return what a change of a rule would have changed, for one line of a diff."""
     sides = [side for side in (before, after) if side is not None]
     first = sides[0]
-    texts = [_side(first)]
+    text = _side(first)
     for other in sides[1:]:
-        text = _side(other)
+        now = _side(other)
         if not (first.missing or other.missing) and other.steps in (first.steps, 0):
-            text = _percent(other)
-        if text != texts[0]:
-            texts.append(text)
-    text = f"on {first.run}: {' -> '.join(texts)}"
+            now = _percent(other)
+        if now != text:
+            text += f" -> {now}"
+    text = f"on {first.run}: {text}"
     if first.is_rounded:
         text += " (rounded)"
     if any(side.is_of_one_rank for side in sides):
@@ -92,11 +95,6 @@ def _percent(told: Told) -> str:
     return f"{100 * told.share:.3g} %"
 
 
-def _share(told: Told) -> str:
-    share = f" ({_percent(told)})" if told.acts else ""
-    return f"{told.acts:,} of {_updates(told.steps)}{share}"
-
-
 def _strongest(largest: Strongest | None) -> str:
     if largest is None:
         return "-"
@@ -109,13 +107,12 @@ def _strongest(largest: Strongest | None) -> str:
 def _often(told: Told) -> str:
     if len(set(told.by_name.values())) <= 1:  # all alike
         return "-"
-    ordered = sorted(told.by_name.items(), key=lambda item: -item[1])
-    return ", ".join(f"{printable(name)} {number:,}" for name, number in ordered[:_NAMES])
+    most = told.by_name.most_common(_NAMES)
+    return ", ".join(f"{printable(name)} {number:,}" for name, number in most)
 
 
 def _divided(factors: list[float | None]) -> str:
     texts = [f"{_DIVIDED}{factor:.3g}" if factor else "not touched" for factor in factors]
-    text = " -> ".join(texts)
     if factors[0]:
-        text = text.replace(f" -> {_DIVIDED}", " -> ")
-    return text
+        texts[1:] = [text.removeprefix(_DIVIDED) for text in texts[1:]]
+    return " -> ".join(texts)
