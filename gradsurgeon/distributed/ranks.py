@@ -137,11 +137,11 @@ class Ranks:
         self, indices: Sequence[int], leaves: Collection[int]
     ) -> tuple[_dist.Groups, frozenset[int]]:
         """Return the first group that averages some parameters in a pass, with the ids of these parameters."""
-        params = self._params()
-        wanted = {id(params[index]) for index in indices}
         ids_of = defaultdict[Any, set[int]](set)
         for wrapper in self.wrappers_of(indices):
-            ids = wanted.intersection(data_parallel.averaged(wrapper, leaves))
+            params = self._params()
+            wanted = [id(params[index]) for index in indices]
+            ids = data_parallel.averaged(wrapper, leaves).intersection(wanted)
             if ids:
                 ids_of[wrapper.process_group] |= ids
         if not ids_of:

@@ -18,7 +18,6 @@ from torch import Tensor
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.common.events import Event, is_trip
 from gradsurgeon.errors import TrapError, printable, reason_of
-from gradsurgeon.records.captured import CapturedTensors
 from gradsurgeon.records.device_queue import DeviceQueue, PendingStatistics
 from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.records.script_edits import ScriptEdits
@@ -69,7 +68,6 @@ class Recorder:
         if writer is not None:
             self._outlets.insert(0, writer)
             self.script_edits = ScriptEdits()
-        self.captures = CapturedTensors(event_log)
         self._step = step
         self._write_state_file = write_state
         self._pending_updates = pending

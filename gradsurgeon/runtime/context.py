@@ -14,6 +14,7 @@ from gradsurgeon.common.events import Event
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.language.planning import Plan
+from gradsurgeon.records.captured import CapturedTensors
 from gradsurgeon.records.event_log import EventLog
 from gradsurgeon.records.recorder import Recorder
 from gradsurgeon.runtime.parameters import Parameters
@@ -64,7 +65,7 @@ class Context:
     ) -> None:
         self.event_log = event_log
         self.recorder = recorder
-        self.captures = recorder.captures
+        self.captures = CapturedTensors(event_log)
         self.mode = options.mode
         self.acts = options.mode == "act"
         # All rules, also rules that match nothing on this rank.
