@@ -1,7 +1,5 @@
 """Document -> RuleSet, with the rules of everything that the document includes."""
 
-from __future__ import annotations
-
 import hashlib
 import pathlib
 import re
