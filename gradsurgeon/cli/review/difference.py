@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.cli.review import on_run
@@ -31,8 +31,9 @@ Sign = Literal["+", "-", "~"]  # added, removed, changed
 SIGNS: Mapping[Sign, str] = {"+": "added", "-": "removed", "~": "changed"}
 
 
-@dataclass(frozen=True, slots=True)
-class RuleChange:
+class RuleChange(NamedTuple):
+    """What became of one rule."""
+
     sign: Sign
     rule: Rule  # as it is now; a removed one as it was
     old_id: str  # another one for a renamed rule
@@ -64,8 +65,9 @@ class RuleChange:
         return form
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
+    """What became of the rules on the names of a model."""
+
     old: RuleSet
     new: RuleSet
     manifest: Manifest
