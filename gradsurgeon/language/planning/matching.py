@@ -97,7 +97,7 @@ class NameIndex:
     def no_match(self, rule: Rule) -> str:
         matched = list(self._matched(rule.patterns).values())
         if not matched:
-            texts = shorten_names([f'"{text}"' for text in rule.patterns])
+            texts = shorten_names(list(map('"{}"'.format, rule.patterns)))
             hints = dict.fromkeys(map(self._hint, rule.patterns[:_MAX_HINTED]))
             return f"no {self.noun} of the model matches {texts}; {'; '.join(hints)}"
         text = (
