@@ -1,5 +1,7 @@
 """Reports of a session and of a run directory."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any

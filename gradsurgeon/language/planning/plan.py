@@ -1,5 +1,7 @@
 """The plan: which rule acts on which tensor, when, and through which hook."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property

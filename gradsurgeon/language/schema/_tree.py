@@ -1,5 +1,7 @@
 """Document -> RuleSet, with the rules of everything that the document includes."""
 
+from __future__ import annotations
+
 import hashlib
 import pathlib
 import re
