@@ -94,7 +94,7 @@ def check_page(name: str) -> Iterator[str]:
     yield ""
     yield "Found:"
     yield ""
-    yield from _rule_file(f"- {rule}" for rule in check.bad)
+    yield from _rule_file(map("- {}".format, check.bad))
 
 
 def _sections(rule: type[Rule]) -> Iterator[str]:

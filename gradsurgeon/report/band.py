@@ -80,7 +80,7 @@ def outcome_of(
         facts[_FACTS - 1 :] = [f"and {len(facts) - _FACTS + 1:,} more"]
     lines = faults
     if facts:
-        lines += ["facts:", *[f"  {fact}" for fact in facts]]
+        lines += ["facts:", *map("  {}".format, facts)]
     return Outcome(band, top, diagnosis, lines, found)
 
 

@@ -182,7 +182,8 @@ def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
             continue
         # A training that converges to nothing is next to 0 for a while. A layer that dies may pass through 1e-34 on its way.
         before = track.finite_norms[track.finite_steps < step][-_DYING:]
-        if before.max(initial=0.0) * _FAR >= track.first:
+        has_shrunk = before.max(initial=0.0) * _FAR < track.first
+        if not has_shrunk:
             died.append((step, track))
     yield "norm always exactly 0", _names(zero)
     if died:

@@ -1,7 +1,5 @@
 """The tables of norms, one for each kind of tensors, and where the norms of replicas differ. Needs numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np

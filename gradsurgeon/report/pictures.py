@@ -1,7 +1,5 @@
 """The way to the pictures. Needs no matplotlib before it draws."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,7 +4,6 @@ import json
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -223,7 +222,17 @@ def _marks(events: Sequence[Event]) -> list[list[Any]]:
 
 
 def _event(group: EventGroup) -> dict[str, Any]:
-    return {**asdict(group.first), "repeated": group.repeated, "ranks": group.on_ranks}
+    event = group.first
+    return {
+        "kind": event.kind,
+        "rule": event.rule,
+        "name": event.name,
+        "message": event.message,
+        "step": event.step,
+        "repeated": group.repeated,
+        "ranks": group.on_ranks,
+        "diagnosis": event.diagnosis,
+    }
 
 
 def line(label: str, steps: Ints, values: Floats, *, lowest: bool = False) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradsurgeon.actions import Rule, TrapRule, Where, in_order
 from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, clips_by_themselves
@@ -82,8 +82,9 @@ def _covered_patterns(wide: Rule, narrow: Rule) -> Iterator[str]:
             yield text
 
 
-@dataclass(frozen=True, slots=True)
-class LintFinding:
+class LintFinding(NamedTuple):
+    """What a check has found in the rules of a file."""
+
     rule: Rule  # the rule at which it is shown
     at: tuple[str | int, ...]  # the option of the rule in its file, such as ``("steps", "every")``
     message: str
@@ -94,8 +95,9 @@ class LintFinding:
 _Find = Callable[[LintContext], Iterator[LintFinding]]
 
 
-@dataclass(frozen=True, slots=True)
-class LintCheck:
+class LintCheck(NamedTuple):
+    """A check on valid rules."""
+
     find: _Find  # its name is the name of the check, its docstring the page
     # `warning`: probably a mistake. `note`: a fact worth knowing.
     severity: Severity

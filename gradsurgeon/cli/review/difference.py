@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.cli.review import on_run
@@ -31,8 +31,9 @@ Sign = Literal["+", "-", "~"]  # added, removed, changed
 SIGNS: Mapping[Sign, str] = {"+": "added", "-": "removed", "~": "changed"}
 
 
-@dataclass(frozen=True, slots=True)
-class RuleChange:
+class RuleChange(NamedTuple):
+    """What became of one rule."""
+
     sign: Sign
     rule: Rule  # as it is now; a removed one as it was
     old_id: str  # another one for a renamed rule
@@ -64,8 +65,9 @@ class RuleChange:
         return form
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
+    """What became of the rules on the names of a model."""
+
     old: RuleSet
     new: RuleSet
     manifest: Manifest
@@ -166,8 +168,8 @@ def compare(
 
 def _renamed(old: Sequence[Rule], new: Sequence[Rule]) -> dict[str, str]:
     """Return the new id of each rule that has another one: the same action on the same tensors."""
-    known = {rule.id for rule in old}
-    kept = {rule.id for rule in new}
+    known = set(map(attrgetter("id"), old))
+    kept = set(map(attrgetter("id"), new))
     come = grouped([rule for rule in new if rule.id not in known], _selection)
     gone = grouped([rule for rule in old if rule.id not in kept], _selection)
     new_ids = {}
@@ -256,7 +258,7 @@ def _new_obstacles(before: MatchedRules, after: MatchedRules) -> Iterator[tuple[
     for rule_id in after.rules:
         known = []
         if rule_id in before.rules:
-            known = [obstacle.kind for obstacle in before.obstacles(rule_id)]
+            known = list(map(attrgetter("kind"), before.obstacles(rule_id)))
         for obstacle in after.obstacles(rule_id):
             if obstacle.kind not in known:
                 yield rule_id, obstacle

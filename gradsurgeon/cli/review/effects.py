@@ -1,7 +1,5 @@
 """What a change of one rule means: looser or tighter, in other steps, after other rules, under another name. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """One gradient through one rule, as a training hands it to an optimizer. Needs torch."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from operator import eq, ge, gt, le, lt
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -88,8 +87,7 @@ class _TestFile(Options):
     params: Annotated[str | None, Field(description="The names that `matches` counts.")] = None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """How one test ended, and why it did not pass."""
 
     name: str

@@ -96,7 +96,7 @@ def _warnings(difference: Difference) -> Iterator[str]:
 def _summary(difference: Difference) -> str:
     if not difference.in_effect:
         return "no difference in effect"
-    numbers = Counter(change.sign for change in difference.rules)
+    numbers = Counter(map(attrgetter("sign"), difference.rules))
     rules = ", ".join(f"{numbers[sign]} {word}" for sign, word in SIGNS.items())
     total = count(len(difference.manifest.params), "parameter")
     before, after = difference.covered

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
@@ -113,7 +114,7 @@ class Manifest:
     @property
     def elements(self) -> int:
         """Number of elements over all parameters."""
-        return sum(param.numel for param in self.params)
+        return sum(map(attrgetter("numel"), self.params))
 
     # Each rule asks for these facts about all names, and there may be thousands of both.
 
@@ -126,7 +127,7 @@ class Manifest:
     def lacks_classes(self) -> bool:
         """Whether the source of the names lacks classes, as a file of weights does."""
         things: tuple[Param | ModuleEntry, ...] = (*self.params, *self.modules)
-        return not all(thing.module_type for thing in things)
+        return not all(map(attrgetter("module_type"), things))
 
 
 def is_scripted(kind: Collection[str]) -> bool:
@@ -140,7 +141,7 @@ def class_names(module: object) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _names_of(kind: type) -> tuple[str, ...]:
-    return tuple(base.__name__ for base in kind.__mro__[:-1])
+    return tuple(map(attrgetter("__name__"), kind.__mro__[:-1]))
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,8 @@
 """Patterns and conditions of rules -> the parameters or modules that they select."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.common._grouping import names_of
@@ -97,7 +97,7 @@ class NameIndex:
     def no_match(self, rule: Rule) -> str:
         matched = list(self._matched(rule.patterns).values())
         if not matched:
-            texts = shorten_names([f'"{text}"' for text in rule.patterns])
+            texts = shorten_names(list(map('"{}"'.format, rule.patterns)))
             hints = dict.fromkeys(map(self._hint, rule.patterns[:_MAX_HINTED]))
             return f"no {self.noun} of the model matches {texts}; {'; '.join(hints)}"
         text = (
@@ -147,8 +147,9 @@ def _param_meets(where: Where, param: Param) -> bool:
     return (low is None or low <= param.numel) and (high is None or param.numel <= high)
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
+    """What a rule matches in a model."""
+
     things: tuple[Thing, ...] = ()  # none for tags, which the script names
     names: tuple[str, ...] = ()  # canonical, in model order; for tags, the patterns
     members: frozenset[str] = frozenset()  # the same names

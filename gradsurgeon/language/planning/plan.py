@@ -115,7 +115,7 @@ class Plan:
         doubts = []
         for rule_id, texts in self.rule_warnings.items():
             doubts += [f"  {rule_id}: {text}" for text in texts]
-        doubts += [f"  {text}" for text in self.warnings]
+        doubts += map("  {}".format, self.warnings)
         if doubts:
             lines += ["", "to know", *doubts]
         return "\n".join(lines)
@@ -152,7 +152,7 @@ class Plan:
         }
         if rule.target != "tensors":
             entry[rule.target] = names_of(bound)
-        entry["elements"] = sum(binding.numel for binding in bound)
+        entry["elements"] = sum(map(attrgetter("numel"), bound))
         entry["warnings"] = list(self.rule_warnings.get(rule.id, ()))
         return entry
 
@@ -199,13 +199,13 @@ def rule_rows(plan: Plan) -> Iterator[RuleRow]:
         hook = bound[0].hook if bound else "-"
         noun = "loss name" if rule.judges_losses else NOUNS[rule.target]
         binds = count(len(bound), noun)
-        dormant = sum(binding.dormant for binding in bound)
+        dormant = sum(map(attrgetter("dormant"), bound))
         if dormant:
             # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
             binds += f" ({dormant} without requires_grad)"
         size = "-"
         if rule.target == "params":
-            size = f"{sum(binding.numel for binding in bound):,}"
+            size = f"{sum(map(attrgetter('numel'), bound)):,}"
         yield RuleRow(rule.id, rule.action, rule.point, hook, binds, size, rule.steps.text)
 
 

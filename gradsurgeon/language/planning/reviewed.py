@@ -21,11 +21,12 @@ def check_reviewed(model: Manifest, path: str | os.PathLike[str] | None) -> None
 def complaints_of(models: Mapping[str, Manifest], file: str) -> dict[str, list[str]]:
     """Return by title what is to be said of each model whose names, shapes or ties differ from those in a file."""
     reviewed = manifest_file.read(file)
-    complaints: dict[str, list[str]] = {}
+    complaints = {}
     for title, model in models.items():
         head = f"{printable(title)} is not the model of {printable(file)}"
-        for text in _differences(model, reviewed):
-            complaints.setdefault(title, []).append(f"{head}: {text}; {_AGAIN}")
+        texts = [f"{head}: {text}; {_AGAIN}" for text in _differences(model, reviewed)]
+        if texts:
+            complaints[title] = texts
     return complaints
 
 

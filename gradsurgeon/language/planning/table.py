@@ -56,8 +56,7 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     for texts, alike in grouped(dict.fromkeys(names), _texts_of).items():
         rows = {tuple(_NUMBER.findall(name)): name for name in alike}
         groups = [list(rows)]
-        columns = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
-        if math.prod(map(len, columns)) != len(rows):
+        if math.prod(map(len, map(set, zip(*rows, strict=True)))) != len(rows):
             # Not all combinations are there: the first number alone is folded.
             groups = list(grouped(rows, lambda row: row[1:]).values())
         for group in groups:

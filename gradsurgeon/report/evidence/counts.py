@@ -1,7 +1,5 @@
 """The count of what one rule would have done. Needs numpy."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 

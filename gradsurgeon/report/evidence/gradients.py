@@ -1,7 +1,5 @@
 """The gradients of a table as the rules before have left them: norms, and what is hidden. Needs numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

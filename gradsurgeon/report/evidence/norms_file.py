@@ -4,8 +4,6 @@ A run that does not fit keeps some rows of each block of steps: those at quantil
 number of rows that it stands for. Counts from it are rounded.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path

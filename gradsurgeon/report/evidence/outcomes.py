@@ -1,7 +1,5 @@
 """What each action would do to gradients of which the norms are known. Needs numpy; `spike-trap` also needs torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

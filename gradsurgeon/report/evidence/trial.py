@@ -1,7 +1,5 @@
 """Tries rules on the recorded norms of a run that did not have them: in which updates each would have acted. Needs numpy."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count, grid
@@ -36,7 +37,7 @@ def table(told: Mapping[str, Told]) -> Iterator[str]:
         yield from grid(rows)
     for remark, names in remarks.items():
         yield f"  {', '.join(names)}: {printable(remark)}"
-    if any(result.is_rounded for result in told.values()):
+    if any(map(attrgetter("is_rounded"), told.values())):
         yield f"  {ROUNDED}"
     yield f"  {LATER}"
 
@@ -46,7 +47,7 @@ def thresholds(told: Mapping[str, Told]) -> Iterator[str]:
     for rule, result in told.items():
         if not result.thresholds:
             continue
-        steps = max(each.steps for each in result.thresholds)
+        steps = max(map(attrgetter("steps"), result.thresholds))
         yield ""
         yield f"{printable(rule)}: what it compares with its bound in {_updates(steps)}; in brackets the updates in which that bound would have acted"
         rows = [("", *(f"{100 * share:g} %" for share in SHARES[:-1]), "largest")]
@@ -71,10 +72,10 @@ def change(before: Told | None, after: Told | None) -> str:
     text = f"on {first.run}: {text}"
     if first.is_rounded:
         text += " (rounded)"
-    if any(side.is_of_one_rank for side in sides):
+    if any(map(attrgetter("is_of_one_rank"), sides)):
         text += " (on rank 0)"
     factors = [side.largest and side.largest.factor for side in sides]
-    if any(factors) and not any(side.missing for side in sides):
+    if any(factors) and not any(map(attrgetter("missing"), sides)):
         text += f"; the largest gradient is {_divided(factors)}"
     return text
 
