@@ -22,6 +22,8 @@ TRIPS: frozenset[EventKind] = frozenset({"trap", "spike", "check"})
 # Begins the notice that all rules of a session rest.
 NO_RULE_ACTS = "no rule acts: "
 OUR_FAULT = "a fault of gradsurgeon, please report it"
+# In the notice of a skipped step whose NaN is no overflow.
+NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 
 
 @dataclass(frozen=True, slots=True)
