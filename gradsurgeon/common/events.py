@@ -73,9 +73,7 @@ class RuleStatus:
         """The share of the actions that altered something, 0 before the first action; ``None`` if that is not counted."""
         if self.altered is None:
             return None
-        if not self.fired:
-            return 0.0
-        return self.altered / self.fired
+        return self.altered / max(1, self.fired)
 
 
 def settled(status: RuleStatus, pending: Mapping[str, int]) -> RuleStatus:

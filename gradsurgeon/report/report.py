@@ -271,9 +271,7 @@ class Report:
         notes = [text]
         if self.dropped:
             notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
-        notes += filter(None, self.notes)
-        if self.frozen_note:
-            notes.append(self.frozen_note)
+        notes += filter(None, [*self.notes, self.frozen_note])
         text = "; ".join(map(printable, notes))
         return [*self.outcome.top, f"summary: {printable(self.title)}: {text}"]
 
