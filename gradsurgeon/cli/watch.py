@@ -139,6 +139,8 @@ def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
     history = report.history
     sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
+    losses = report.loss_tables
+    sections += [table.lines(columns, _ROWS) for table in losses]
     for kind in history.kinds:
         urgent = ranked(history.tracks_of(kind))[:_WORST]
         sections.append(norm_table(history, kind, urgent).lines(columns, _WORST))
@@ -147,7 +149,8 @@ def screen(report: Report, columns: int) -> list[str]:
         name = whole_name(whole, len(report.params))
         wholes.append(f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}")
     sections.append(wholes)
-    sections += [table.lines(columns, _ROWS) for table in report.tables[len(history.kinds) :]]
+    rest = report.tables[len(losses) + len(history.kinds) :]
+    sections += [table.lines(columns, _ROWS) for table in rest]
     lines: list[str] = []
     for section in filter(None, map(list, sections)):
         lines += [*section, ""]

@@ -22,6 +22,8 @@ TRIPS: frozenset[EventKind] = frozenset({"trap", "spike", "check"})
 # Begins the notice that all rules of a session rest.
 NO_RULE_ACTS = "no rule acts: "
 OUR_FAULT = "a fault of gradsurgeon, please report it"
+# In the notice of a skipped step whose NaN is no overflow.
+NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,7 @@ class RuleStatus:
         """The share of the actions that altered something, 0 before the first action; ``None`` if that is not counted."""
         if self.altered is None:
             return None
-        if not self.fired:
-            return 0.0
-        return self.altered / self.fired
+        return self.altered / max(1, self.fired)
 
 
 def settled(status: RuleStatus, pending: Mapping[str, int]) -> RuleStatus:

@@ -20,6 +20,7 @@ _OVERLOADS = {
     "BmmBackward0": "default",
     "DivBackward0": "Tensor",
     "MmBackward0": "default",
+    "MseLossBackward0": "default",
     "MulBackward0": "Tensor",
     "PowBackward0": "Tensor_Scalar",
     "PowBackward1": "Tensor_Tensor",
@@ -27,9 +28,11 @@ _OVERLOADS = {
 }
 # The name of a derivative among the tensors of a diagnosis.
 DERIVATIVE = "derivative"
+_SUMS = ("Mean", "Sum")
 _DIVISIONS = ("Div", "Reciprocal", "Rsqrt")
 _INFINITE = "its derivative is not finite there"
 _EMPTY = "it is a mean over nothing: no {} counts"
+_TOO_LARGE = "the outputs of the model are finite, and their sum is too large for the format"
 _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
 _OUTPUT = -1
 _UNKNOWN = -3
@@ -281,17 +284,21 @@ def _maker(loss: KeptLoss, place: int, result: Tensor) -> NonfiniteSource:
     node = loss.nodes[place]
     call = _call_of(node)
     measured = facts(result)
+    fault: Fault = "overflow"
+    # A product or a sum of finite numbers is infinite only if it is too large.
+    if measured.kind == "NaN" or node.name.startswith(_DIVISIONS):
+        fault = "mathematics"
+    advice = remedy_for(fault, node.name)
     if call is not None:
-        return _blamed(loss, place, measured, cause_of_call(call, 0))
-    advice = ""
-    # An argument without a graph may be to blame if the operation keeps nothing, as a sum does.
-    if _tensors_in(node):
-        fault: Fault = "overflow"
-        # A product or a sum of finite numbers is infinite only if it is too large.
-        if measured.kind == "NaN" or node.name.startswith(_DIVISIONS):
-            fault = "mathematics"
-        advice = remedy_for(fault, node.name)
-    return _blamed(loss, place, measured, cause("unknown", _NOT_KEPT, advice=advice))
+        why = cause_of_call(call, 0)
+    elif fault == "overflow" and node.name.startswith(_SUMS) and node.made_of == [_OUTPUT]:
+        why = cause(fault, _TOO_LARGE, advice=advice)
+    else:
+        # An argument without a graph may be to blame if the operation keeps nothing, as a sum does.
+        if not _tensors_in(node):
+            advice = ""
+        why = cause("unknown", _NOT_KEPT, advice=advice)
+    return _blamed(loss, place, measured, why)
 
 
 def _blamed(

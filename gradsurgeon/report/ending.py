@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
 from gradsurgeon.common._grouping import grouped
-from gradsurgeon.common.events import NO_RULE_ACTS, OUR_FAULT, TRIPS, Event
+from gradsurgeon.common.events import NO_OVERFLOW, NO_RULE_ACTS, OUR_FAULT, TRIPS, Event
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count
 from gradsurgeon.records.store.recorded import RankEnd
@@ -57,8 +57,8 @@ def tally_of(events: Iterable[Event], edits: Collection[str] = ()) -> EventTally
             others.setdefault(key, event.message.partition("\n")[0])
             if diagnosis:
                 diagnoses.setdefault(key, diagnosis)
-        elif event.diagnosis and key in diagnoses:
-            # A later pass has shown the line.
+        elif diagnosis and (key in diagnoses or NO_OVERFLOW in event.message):
+            # A later pass has shown the line, or a scaler skips what is no overflow.
             diagnoses[key] = diagnosis
     findings = {**diagnoses, **others, **diagnoses}
     kinds = by_kind(counted)

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
     ids = dict.fromkeys([*report.rules, *report.statuses])
-    remarks = list(report.remarks)
-    # A sentence like the others, though nothing may be wrong.
-    if report.frozen_note:
-        remarks.append(report.frozen_note)
+    # The note is a sentence like the others, though nothing may be wrong.
+    remarks = list(filter(None, [*report.remarks, report.frozen_note]))
     return {
         "version": 1,
         "title": report.title,
@@ -34,9 +32,9 @@ def to_dict(report: Report) -> dict[str, Any]:
         "params": list(report.params),
         "rules": [_rule(report, rule) for rule in ids],
         "events": list(map(asdict, report.events)),
-        "norms": list(map(_norms, report.history.tracks)),
         "losses": list(map(_losses, report.losses)),
         "rates": list(map(_rate, report.rates)),
+        "norms": list(map(_norms, report.history.tracks)),
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 
@@ -77,7 +75,7 @@ def _losses(loss: LossSeries) -> dict[str, Any]:
 def _rate(rate: LossSeries) -> dict[str, Any]:
     optimizer, _, group = rate.name.rpartition("/")
     # Records are float32.
-    values = [float(f"{value:.7g}") for value in rate.values]
+    values = [json_number(float(f"{value:.7g}")) for value in rate.values]
     return {
         "optimizer": optimizer,
         "group": int(group),

@@ -92,9 +92,9 @@ class Report:
         parts: list[Iterable[str]] = [[*self.head, *rank_lines(self.progress)]]
         if self.callouts:
             parts.append(map("  {}".format, self.outcome.callout_lines))
-        for place, table in enumerate(self.tables, 1):
+        for table in self.tables:
             notes = list(table.notes)
-            if place == len(self.norms):
+            if self.norms and table is self.norms[-1]:
                 notes.append(LEGEND)
             parts.append([*table.lines(width), *map("  {}".format, notes)])
         if self.events:
@@ -103,16 +103,20 @@ class Report:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """Every table in the order of a reader: norms by kind, losses, and rules."""
-        tables = list(self.norms)
+        """Every table in the order of a reader: losses, norms by kind, and rules."""
+        tables = [*self.loss_tables, *self.norms]
         if self.norms_title:
             tables.append(Table(self.norms_title, (), ()))
-        from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
-
-        tables += [table for table, _ in loss_tables([*self.losses, *self.rates])]
         if self.statuses:
             tables.append(self.rule_table)
         return tables
+
+    @cached_property
+    def loss_tables(self) -> list[Table]:
+        """The tables of losses and learning rates."""
+        from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
+
+        return [table for table, _ in loss_tables([*self.losses, *self.rates])]
 
     @property
     def rule_table(self) -> Table:
@@ -268,9 +272,7 @@ class Report:
         notes = [text]
         if self.dropped:
             notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
-        notes += filter(None, self.notes)
-        if self.frozen_note:
-            notes.append(self.frozen_note)
+        notes += filter(None, [*self.notes, self.frozen_note])
         text = "; ".join(map(printable, notes))
         return [*self.outcome.top, f"summary: {printable(self.title)}: {text}"]
 

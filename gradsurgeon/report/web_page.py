@@ -107,7 +107,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
             "words": report.ended.words,
             "diagnosis": outcome.diagnosis,
             "trips": report.tally.trips,
-            "findings": report.tally.kinds["check"],
+            "findings": len(report.tally.findings) - report.tally.traps,
         }
     notes = [*report.notes, *rank_lines(report.progress), report.frozen_note]
     first, left_out, last = shown_groups(report.events)

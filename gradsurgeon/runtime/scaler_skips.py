@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from gradsurgeon.actions import NEVER
+from gradsurgeon.common.events import NO_OVERFLOW
 from gradsurgeon.distributed.ranks import StopReason
 from gradsurgeon.runtime.effect import Due, Findings
 from gradsurgeon.runtime.step_diagnosis import Tripped
@@ -16,7 +17,6 @@ from gradsurgeon.runtime.trips import Conclusions
 from gradsurgeon.runtime.update import Judged
 from gradsurgeon.runtime.votes_heard import ALONE
 
-_NO_OVERFLOW = "the GradScaler skips a step that no loss scale can mend"
 _SKIPS = "the GradScaler skips the update"
 SCALER_SKIP = "{scaler} skipped step {step}: the scaled gradients were not finite"
 
@@ -75,7 +75,7 @@ def _diagnose(conclusions: Conclusions, update: Judged, tripped: Tripped, trap: 
     report = update.report(context.names)
     diagnosis = conclusions.diagnosis.diagnose_skip(trap, tripped, report)
     if diagnosis is not None:
-        report = replace(report, head=_NO_OVERFLOW, lines=[])
+        report = replace(report, head=NO_OVERFLOW, lines=[])
         facts = event_keys(diagnosis, tripped)
         text, shown = texts(context.place(step, rule), report, _SKIPS, diagnosis, facts)
         context.event_log.notice_once(

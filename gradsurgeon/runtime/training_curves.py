@@ -124,22 +124,20 @@ class TrainingCurves:
 
     def so_far(self, counter: StepCounter) -> dict[str, Tensor]:
         """Return by name the losses that feed the next update, summed over its micro-batches so far."""
-        sums: dict[int, Tensor] = {}
-        indices: dict[int, Sequence[int]] = {}
+        sums: dict[int, _Loss] = {}
         updated = set(counter.indices)
         for loss in self._waiting:
             if updated.isdisjoint(loss.indices):
                 continue
-            number = loss.number
-            indices[number] = loss.indices
-            if number in sums:
-                sums[number] = sums[number] + loss.value
-            else:
-                sums[number] = loss.value
+            value = loss.value
+            if loss.number in sums:
+                value = sums[loss.number].value + value
+            sums[loss.number] = loss._replace(value=value)
         losses = {}
         for place, number in enumerate(sorted(sums)):
-            name = self.name_of(counter, f"{LOSS}[{place}]" if place else LOSS, indices[number])
-            losses[name] = sums[number]
+            loss = sums[number]
+            name = self.name_of(counter, f"{LOSS}[{place}]" if place else LOSS, loss.indices)
+            losses[name] = loss.value
         return losses
 
     def name_of(self, counter: StepCounter, base: str, indices: Sequence[int]) -> str:
@@ -200,11 +198,13 @@ class TrainingCurves:
 def _rate_before(series: WholeSeries) -> str:
     values = series.values_of(series.key.names[0])
     since, rate = values[-1]
+    text = f"learning rate {rate:.4g}"
     for step, value in reversed(values):
-        if value != rate:
-            break
+        if f"learning rate {value:.4g}" != text:
+            # A schedule moves in each update, by little.
+            return f"{text} since step {since}, {value:.4g} before"
         since = step
-    return f"learning rate {rate:.4g} since step {since}"
+    return f"{text} since step {since}"
 
 
 def _loss_before(series: WholeSeries, step: int) -> Iterator[str]:

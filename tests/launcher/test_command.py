@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradsurgeon.integrations.launcher.command import parsed, script_command
+from gradsurgeon.integrations.launcher.next_commands import with_records
 from gradsurgeon.integrations.launcher.settings import BOOTSTRAP, Settings, from_environment
 
 pytestmark = pytest.mark.cover_children
@@ -40,6 +41,19 @@ def test_the_first_word_that_is_no_option_begins_the_script(
 def test_a_script_is_run_by_this_interpreter() -> None:
     assert script_command(["t.py", "-x"])[0] == sys.executable
     assert script_command(["t.py", "-x"])[-2:] == ["t.py", "-x"]
+
+
+def test_the_next_command_names_a_directory_that_holds_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    settings = Settings(rules="r.yaml")
+    for number in (1, 2):
+        begin = f"gradsurgeon run --rules r.yaml --record runs/{number} "
+        assert with_records(settings).startswith(begin)
+        (tmp_path / "runs" / str(number)).mkdir(parents=True)
+        (tmp_path / "runs" / str(number) / "run.json").touch()
 
 
 def test_settings_survive_the_environment(tmp_path: Path) -> None:

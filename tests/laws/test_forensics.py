@@ -251,6 +251,10 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
         lambda out: (out.abs() + 1e30).square().square().mean(),
         ("partial", "Inf", "forward", "", "aten.pow", "overflow"),
     ),
+    "squared errors too large for the format": (
+        lambda out: F.mse_loss(out * 1e25, torch.zeros_like(out)),
+        ("partial", "Inf", "forward", "", "aten.mse_loss", "overflow"),
+    ),
 }
 
 
@@ -264,6 +268,17 @@ def test_the_operation_of_a_loss_outside_of_the_model_is_named(case: str) -> Non
     assert diagnosis.lines == ()
     assert diagnosis.loss is not None
     assert not math.isfinite(diagnosis.loss)
+
+
+def test_finite_outputs_whose_sum_is_too_large_are_an_overflow() -> None:
+    model = Net(lambda x: x * 3e38)
+    with torch.no_grad():
+        model.first.weight.zero_()
+        model.first.bias.fill_(0.05)
+        model.last.weight.fill_(3.0)
+    diagnosis = diagnosed(model, batch(), loss=torch.mean)
+    assert brief(diagnosis) == ("partial", "Inf", "forward", "", "aten.mean", "overflow")
+    assert "scale the input down" in str(diagnosis)
 
 
 class TwoHeads(nn.Module):

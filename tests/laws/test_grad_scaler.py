@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from gradsurgeon import BindError, GradSurgeonWarning, NonFiniteGradientError
+from gradsurgeon.report.ending import tally_of
 
 KINDS = ["SGD", "SGD fused", "AdamW", "AdamW fused"]
 
@@ -159,6 +160,8 @@ def test_nan_in_the_input_of_the_model_is_told_at_the_first_skip(rows: slice) ->
             scaled_step(cpu_scaler(2.0**8), optimizer, model(x).sum())
         assert kinds_of(session) == ["scaler-skip", "notice"]
     assert "the input of the root (Sequential) was not finite when" in str(told[0].message)
+    (finding,) = tally_of(session.events).findings
+    assert finding.startswith("step 0: the input of the root (Sequential) was not finite")
 
 
 def test_an_infinity_in_every_output_may_be_meant() -> None:

@@ -306,6 +306,17 @@ def test_the_learning_rates_of_groups_are_recorded_when_they_change() -> None:
     ]  # fmt: skip
 
 
+def test_a_learning_rate_that_is_nan_is_a_text_in_json() -> None:
+    model = net()
+    optimizer = sgd(model, 0.25)
+    with gradsurgeon.apply(model, RULES) as session:
+        plain(model, optimizer)
+        optimizer.param_groups[0]["lr"] = float("nan")
+        plain(model, optimizer)
+        (rate,) = to_dict(summary(session))["rates"]
+    assert rate["values"] == [0.25] * 3 + ["NaN"] * 3
+
+
 def test_optimizers_of_one_kind_have_names_of_their_own() -> None:
     model = net()
     with gradsurgeon.apply(model, RULES) as session:
@@ -406,5 +417,6 @@ def test_a_diagnosis_tells_the_loss_and_the_learning_rate_before_the_step() -> N
         (message,) = messages(session, "trap")
     (before,) = [line for line in message.splitlines() if line.startswith("  before: ")]
     assert before == (
-        f"  before: learning rate 0.05 since step 21; loss {losses[2]:.3g} to {losses[21]:.3g} in the 20 steps before"
+        "  before: learning rate 0.05 since step 21, 0.1 before; "
+        f"loss {losses[2]:.3g} to {losses[21]:.3g} in the 20 steps before"
     )

@@ -13,6 +13,7 @@ from gradsurgeon.common.diagnosis import BUILD
 from gradsurgeon.common.events import Event
 from gradsurgeon.integrations.launcher.command import DEFAULT_RULES
 from gradsurgeon.integrations.launcher.settings import Settings
+from gradsurgeon.records.store.layout import is_taken
 
 
 def after_records(record: Path | None, events: Sequence[Event], spec: str) -> Iterator[str]:
@@ -33,7 +34,10 @@ def with_records(settings: Settings) -> str:
     words = ["gradsurgeon", "run"]
     if settings.rules != DEFAULT_RULES:
         words += ["--rules", os.path.relpath(settings.rules)]
-    words += ["--record", "runs/1"]
+    number = 1
+    while is_taken(Path(f"runs/{number}")):
+        number += 1
+    words += ["--record", f"runs/{number}"]
     script = sys.orig_argv[1:]
     while script and script[0].startswith("-") and script[0] != "-m":
         script = script[1:]

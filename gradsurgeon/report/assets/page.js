@@ -112,7 +112,7 @@ function happened(run, axis) {
 
 function standsOut(run) {
   if (!run.kinds.length) return;
-  section("What stands out").append(run.callouts.length ? list(run.callouts) : element("p", {}, "Nothing: no norm is far from the others, none was not finite, and none was a spike."));
+  section("What stands out").append(run.callouts.length ? list(run.callouts) : element("p", {}, "None of the recorded norms is far from the others, non-finite, or a spike."));
 }
 
 /** Returns a table whose head says once what all of its names begin with. */
