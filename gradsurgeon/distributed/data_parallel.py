@@ -81,7 +81,7 @@ def ids_ignored_by(wrapper: Any) -> set[int]:
 
 
 def ids_of(params: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset(list(map(id, params)))
+    return frozenset(map(id, params))
 
 
 def find(params: Iterable[Tensor]) -> None:
