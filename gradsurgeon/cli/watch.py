@@ -139,8 +139,9 @@ def screen(report: Report, columns: int) -> list[str]:
     """Return the lines of a report of the newest rows; longer lines are cut."""
     history = report.history
     sections: list[Iterable[str]] = [_head(report), _events(report), _remarks(report)]
-    losses = report.loss_tables
-    sections += [table.lines(columns, _ROWS) for table in losses]
+    tables = [table.lines(columns, _ROWS) for table in report.tables]
+    losses = len(report.loss_tables)
+    sections += tables[:losses]
     for kind in history.kinds:
         urgent = ranked(history.tracks_of(kind))[:_WORST]
         sections.append(norm_table(history, kind, urgent).lines(columns, _WORST))
@@ -149,8 +150,7 @@ def screen(report: Report, columns: int) -> list[str]:
         name = whole_name(whole, len(report.params))
         wholes.append(f"{name}: {whole.norms[-1]:.3g} at step {whole.steps[-1]}")
     sections.append(wholes)
-    rest = report.tables[len(losses) + len(history.kinds) :]
-    sections += [table.lines(columns, _ROWS) for table in rest]
+    sections += tables[losses + len(history.kinds) :]
     lines: list[str] = []
     for section in filter(None, map(list, sections)):
         lines += [*section, ""]

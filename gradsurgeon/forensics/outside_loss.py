@@ -28,7 +28,6 @@ _OVERLOADS = {
 }
 # The name of a derivative among the tensors of a diagnosis.
 DERIVATIVE = "derivative"
-_SUMS = ("Mean", "Sum")
 _DIVISIONS = ("Div", "Reciprocal", "Rsqrt")
 _INFINITE = "its derivative is not finite there"
 _EMPTY = "it is a mean over nothing: no {} counts"
@@ -291,7 +290,9 @@ def _maker(loss: KeptLoss, place: int, result: Tensor) -> NonfiniteSource:
     advice = remedy_for(fault, node.name)
     if call is not None:
         why = cause_of_call(call, 0)
-    elif fault == "overflow" and node.name.startswith(_SUMS) and node.made_of == [_OUTPUT]:
+    elif (
+        fault == "overflow" and node.name.startswith(("Mean", "Sum")) and node.made_of == [_OUTPUT]
+    ):
         why = cause(fault, _TOO_LARGE, advice=advice)
     else:
         # An argument without a graph may be to blame if the operation keeps nothing, as a sum does.

@@ -246,7 +246,7 @@ def test_the_report_shows_weights_and_updates_and_does_not_cry_wolf() -> None:
     session, _ = trained(model, sgd(model), GRADS, steps=30)
     report = summary(session)
     titles = [table.title for table in report.tables]
-    assert titles[:5] == [
+    assert titles[2:7] == [
         "norms (l2) of 4 weights, recorded by weights (at updated)",
         "norms (l2) of 4 updates, recorded by updates (at updated)",
         "norms (l2) of 4 parameters, recorded by grads (at accumulated)",
