@@ -125,4 +125,6 @@ def _word(action: str, setup: str) -> str:
         return "counts"
     if setup == "tensor parallel" and action in OF_ROWS:
         return "acts (1)"
+    if setup == "FSDP2" and action == OF_ROWS[0]:
+        return "acts (2)"
     return "acts"

@@ -106,7 +106,7 @@ def _zclip(
     sigmas: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Advance ZClip, which keeps the number of updates, the mean and the variance."""
-    if len(norms) == 1 and norms.is_cpu:
+    if norms.numel() == 1 and norms.is_cpu:
         return _zclip_of_one(sigmas, beta, warmup, kept, norms)
     number, mean, variance = kept.unbind()
     is_warm = number >= warmup
@@ -125,21 +125,24 @@ def _zclip_of_one(
     sigmas: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Advance ZClip for one number on the host, where numbers of Python take a fraction of the time and come out alike."""
-    number, mean, variance = kept.flatten().tolist()
+    (number,), (mean,), (variance,) = kept.tolist()
     passed = norms.item()
     is_warm = number >= warmup
-    # Python rounds a root otherwise.
-    std = kept[2].clamp(min=0).sqrt().item()
+    std = 0.0
+    if variance > 0:
+        # Python rounds a root otherwise.
+        std = kept[2].sqrt().item()
     z = (passed - mean) / (std + _EPSILON)
     if is_warm and z > sigmas and math.isfinite(passed):
         passed = mean + sigmas**2 * std / z
+        norms = norms.new_tensor([passed])
     new = kept
     if math.isfinite(passed) and passed:
         numbers = _welford(number + 1, mean, variance, passed)
         if is_warm:
             numbers = _decayed(beta, mean, variance, passed)
         new = kept.new_tensor([number + 1, *numbers]).unsqueeze(1)
-    return norms.new_tensor([passed]), new
+    return norms, new
 
 
 def _welford(

@@ -12,38 +12,39 @@ _OWN = "no action of gradsurgeon, but one of your own with ten lines: the guide 
 _ACTIONS = _by_word(
     {
         "action: clip-norm, per: rule, max_norm: 1.0": "clip clip-grad clip-grads clip-gradient clip-gradients clip-grad-norm "
-        "clip-global-norm global-norm grad-clip gradient-clip gradient-clipping grad-clipping clip-by-global-norm max-grad-norm "
+        "clip-global-norm global-norm grad-clip gradient-clip gradient-clip-val gradient-clipping grad-clipping clip-by-global-norm max-grad-norm "
         "norm-clip gclip",
         "action: clip-norm, per: parameter, max_norm: 1.0": "clip-by-norm clip-per-tensor clip-per-parameter",
         "action: clip-norm, per: unit, relative_to: weight, max_norm: 0.01": "agc adaptive-gradient-clipping unitwise-clip",
-        "action: clip-norm, tensor: value, per: unit, max_norm: 3.0": "max-norm max-norm-constraint clip-weight-norm",
+        "action: clip-norm, tensor: value, per: unit, max_norm: 3.0": "max-norm maxnorm max-norm-constraint clip-weight-norm",
         "action: clamp, at: step, min: -1.0, max: 1.0": "clip-value clip-grad-value clip-by-value clip-element clamp-value "
         "clamp-grad value-clip",
         "action: clamp, tensor: value, min: -0.01, max: 0.01": "weight-clip weight-clipping clip-weight clip-weights "
         "weight-clamp clamp-weight clamp-weights",
-        "action: spike-trap, above: {sigmas: 2.5}": "zclip adagc adaptive-clip adaptive-clipping clip-spike clip-spikes spike "
+        "action: spike-trap, above: {sigmas: 2.5}": "zclip adaptive-clip adaptive-clipping clip-spike clip-spikes spike "
         "spikes",
+        "action: spike-trap, per: parameter, above: {times: 1.05}": "adagc",
         "action: spike-trap, above: {percentile: 99, window: 1000}": "autoclip auto-clip percentile-clip clip-percentile",
         "action: spike-trap, above: {norm: 10}, then: skip-step": "skip-spike skip-spikes skip-large skip-large-updates",
         "action: spike-trap, tensors: loss, tensor: value, above: {sigmas: 6}, then: skip-step": "loss-spike loss-spikes "
-        "skip-loss-spike loss-trap loss-guard clip-loss bad-batch skip-batch skip-bad-batch",
+        "skip-loss-spike loss-trap loss-guard clip-loss bad-batch skip-batch skip-bad-batch skip-bad-batches",
         "action: spike-trap, tensor: update, above: {sigmas: 6}": "clip-update clip-updates update-clip update-spike",
         "action: sanitize": "nan-to-num nan2num replace-nan fill-nan remove-nan nan-to-zero nan-replace filter-nan",
-        "action: nan-trap": "detect-anomaly detect-nan anomaly anomaly-detection check-nan nan-check nan-guard nan-detector isnan "
+        "action: nan-trap": "detect-anomaly detect-nan anomaly anomaly-detection check-nan nan-check nan-guard nan-detector isnan nan "
         "assert-finite check-finite terminate-on-nan",
         "action: nan-trap, then: skip-step": "skip skip-nan skip-on-nan skip-step skip-nonfinite",
-        "action: scale, factor: -1.0": "gradient-reversal grad-reversal reverse-gradient reverse-grad reverse reversal grl negate "
+        'action: scale, modules: "head", tensor: input.grad, factor: -1.0': "gradient-reversal grad-reversal reverse-gradient reverse-grad reverse reversal grl negate "
         "invert",
         "action: scale, factor: 0.1": "multiply mul times scale-grad scale-gradient grad-scale gradient-multiplier multiplier "
         "rescale",
         "action: scale, tensor: update, factor: 0.1": "lr lr-scale lr-mult lr-multiplier layerwise-lr layer-decay llrd "
         "discriminative-lr",
-        "action: zero": "detach stop-gradient stop-grad no-grad block zero-grad drop",
+        "action: zero": "detach stop-gradient stop-grad no-grad block zero-grad drop ablate ablation",
         "action: freeze": "unfreeze requires-grad lock fix freeze-layer freeze-layers",
         'action: mask, rows: "32000:"': "mask-rows row-mask rows freeze-rows freeze-embedding",
         "action: mask, file: masks.safetensors": "lottery lottery-mask lottery-ticket mask-file apply-mask weight-mask mask-weights mask-grad mask-gradient gradient-mask "
         "gradient-masking prune pruning pruning-mask element-mask sparsify",
-        "action: norm-log": "watch log monitor norm grad-norm grad-norms gradient-norm log-norm log-norms log-grad log-gradients "
+        "action: norm-log": "watch wandb.watch log monitor norm grad-norm grad-norms gradient-norm log-norm log-norms log-grad log-gradients "
         "track-grad-norm plot-grad-flow record track stats print trace log-loss loss-log track-loss",
         "action: norm-log, tensor: state.exp_avg": "log-state state-log log-optimizer optimizer-state adam-state moments "
         "log-moments exp-avg momentum log-momentum momentum-norm",
@@ -53,10 +54,14 @@ _ACTIONS = _by_word(
         "action: norm-log, tensor: update, stats: [ratio]": "update-ratio log-update log-updates",
         "action: noise, std: 0.01": "add-noise gradient-noise grad-noise gaussian-noise annealed-noise langevin noise-injection",
         "action: centralize": "gc center centre gradient-centralization grad-centralization",
-        "action: combine, method: pcgrad, losses: [a, b]": "pcgrad cagrad mgda imtl-g a-gem gradient-surgery multi-task",
-        "action: conflict, losses: [a, b]": "cosine cosine-similarity gradient-conflict gradient-cosine",
-        "action: capture": "save store keep cache dump save-grad retain-grad hook",
-        _OWN: "top-k topk sign signsgd ewc gpm project quantize 8-bit dropout",
+        "action: combine, method: pcgrad, losses: [a, b]": "pcgrad surgery gradient-surgery multi-task",
+        "action: combine, method: cagrad, c: 0.4, losses: [a, b]": "cagrad",
+        "action: combine, method: mgda, losses: [a, b]": "mgda",
+        "action: combine, method: imtl-g, losses: [a, b]": "imtl-g imtl",
+        "action: combine, method: dualproj, memory: [b], losses: [a, b]": "a-gem agem",
+        "action: conflict, losses: [a, b]": "cosine cosine-sim cosine-similarity gradient-conflict gradient-cosine",
+        "action: capture": "save store keep cache dump save-grad retain-grad hook features activations saliency grad-cam",
+        _OWN: "top-k topk sign sign-sgd signsgd ewc gpm project quantize 8-bit dropout normalize normalise",
     }
 )
 # A word after `/` is meant inside this mapping, or in rules of this action.
@@ -90,7 +95,7 @@ _KEYS = _by_word(
         "at: step": "point moment",
         "then: skip-step": "on_nan on_trip skip_step",
         "give_up_after: 10": "patience max_skips max_trips",
-        'no key of a rule, but `apply(..., mode="observe")` or `gradsurgeon run --mode observe`': "mode",
+        'no key of a rule, but `apply(..., mode="observe")` or `gradsurgeon run --observe`': "mode",
         "no key of a rule, but a comment: `# why`": "description comment reason doc",
     }
 )
@@ -134,7 +139,7 @@ def _normalized(word: object) -> str:
 
 
 def _meant(form: str | None) -> str:
-    if form is None:
+    if not form:
         return ""
     if form.startswith("no "):
         return f"it is {form}"
@@ -149,9 +154,13 @@ def action_meant(word: str) -> str:
 def key_meant(path: str, given: Mapping[str, object]) -> str:
     """Return a hint with the form that an unknown key of a rule stands for; ``path`` has `/` before a key in a mapping."""
     word = path.casefold().replace("-", "_")
-    form = _KEYS.get(f"{given.get('action')}/{word}", _KEYS.get(word))
-    is_given = form is not None and "/" not in word and form.partition(":")[0] in given
-    return "" if is_given else _meant(form)
+    form = _KEYS.get(f"{given.get('action')}/{word}")
+    # A ramp has keys of its own.
+    if form is None and "action" in given:
+        form = _KEYS.get(word, "")
+        if "/" not in word and form.partition(":")[0] in given:
+            return ""
+    return _meant(form)
 
 
 def value_meant(key: str, value: object) -> str:

@@ -153,8 +153,7 @@ class ClipNorm(EditRule):
         """Whether it clips several gradients one by one, and does not say so."""
         if "per" in self.model_fields_set or self.params is None:
             return False
-        is_one = len(self.params) == 1 and compile_pattern(self.params[0]).is_literal
-        return not is_one
+        return len(self.params) > 1 or not compile_pattern(self.params[0]).is_literal
 
     def compile(self) -> ByNorm | Edit:
         if self.per == "unit":
@@ -223,11 +222,8 @@ def _norms_of_units(tensor: Tensor) -> Tensor:
     """Return the norm of each row, of a vector as a whole; float32 at least."""
     import torch  # noqa: PLC0415 # reading rules must not need torch
 
-    from gradsurgeon.tensors import _numbers  # noqa: PLC0415 # the same
-
-    wide = _numbers.in_float32(tensor)
-    dims: tuple[int, ...] | None = None
-    if tensor.dim() > 1:
-        dims = tuple(range(1, tensor.dim()))
-    norms: Tensor = torch.linalg.vector_norm(wide, dim=dims, keepdim=True)
+    # An import from a package costs three calls each time.
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    dims = tuple(range(1, tensor.dim())) or None
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True, dtype=wide)
     return norms

@@ -58,6 +58,9 @@ class Noise(EditRule):
 
         generators: dict[torch.device, torch.Generator] = {}
 
+        def empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
         def draw(name: str, step: int, drawn: Tensor) -> Tensor:
             """Fill a tensor of the shape of a whole parameter."""
             device = drawn.device
@@ -68,10 +71,9 @@ class Noise(EditRule):
             return drawn.normal_(0.0, std, generator=generator)
 
         def apply(grad: Tensor, at: At) -> Tensor:
-            if at.shard is None:
-                drawn = draw(at.name, at.step, _empty(grad.shape, grad.device))
-            else:
-                drawn = draw(at.name, at.step, _empty(at.shard.shape, grad.device))
+            shape = grad.shape if at.shard is None else at.shard.shape
+            drawn = draw(at.name, at.step, empty(shape, grad.device))
+            if at.shard is not None:
                 drawn = at.shard.part_of(drawn)
             return (grad + drawn).to(grad.dtype)
 
@@ -80,7 +82,7 @@ class Noise(EditRule):
             for grad, name in zip(grads, names, strict=True):
                 # To allocate memory takes longer than to draw a few numbers.
                 if drawn is None or (drawn.shape, drawn.device) != (grad.shape, grad.device):
-                    drawn = _empty(grad.shape, grad.device)
+                    drawn = empty(grad.shape, grad.device)
                 # In the wider dtype, then rounded.
                 grad.add_(draw(name, step, drawn))
 
@@ -89,9 +91,3 @@ class Noise(EditRule):
     def _seed_of(self, name: str, step: int) -> int:
         key = hashlib.blake2b(f"{self.seed} {step} {name}".encode(), digest_size=7)
         return int.from_bytes(key.digest(), "big")
-
-
-def _empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    import torch  # noqa: PLC0415 # as above
-
-    return torch.empty(shape, dtype=torch.float32, device=device)

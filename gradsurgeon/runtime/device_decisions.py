@@ -70,7 +70,7 @@ class DeviceDecisions:
             loss_scale = self.context.scaling.scale_of_step(optimizer)
         if loss_scale is None:
             overflow = None
-        judges = update.due.keeps_passes
+        judges = update.due.may_object
         decides = judges and self._decides(optimizer, update)
         if judges:
             update.is_voted_on = not (decides or update.due.is_left_to_device)

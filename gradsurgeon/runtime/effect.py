@@ -224,7 +224,8 @@ class Due:
         edited: the parameters whose gradients are edited at the update.
         hidden_by: by parameter that the optimizer does not find, the rule that hides it.
         judges_edits: whether traps judge again what edits made of gradients.
-        keeps_passes: whether an effect may object, so a report may need what backward passes have left.
+        may_object: whether an effect may object to the update.
+        keeps_passes: whether its report may need what backward passes have left.
         checks: the ids of check rules, which fire in each update.
         records: whether an effect records numbers.
         is_left_to_device: whether the device decided on the last such update, so ranks do not vote on the next one.
@@ -241,17 +242,18 @@ class Due:
         self.judges = [each for each in bound if each.effect.judges]
         traps = [each for each in self.judges if each.effect.searches]
         normed = [each for each in after_backward if "l2" in each.keys]
-        self.keeps_passes = any(not each.effect.edits for each in self.judges)
+        # The loss does not show in gradients.
+        of_gradients = [each for each in self.judges if each.effect.measures or each in traps]
+        self.may_object = any(not each.effect.edits for each in self.judges)
+        self.keeps_passes = self.may_object and bool(of_gradients)
         self.records = any(each.effect.records for each in bound)
         self.watched = _indices_of(after_backward)
         self.trapped = _indices_of(traps)
         self.normed = _indices_of([*traps, *normed])
-        self.final = _indices_of([*self.judges, *self.at_step])
+        self.final = _indices_of([*of_gradients, *self.at_step])
         self.shows_assigned = bool(self.accumulated) and self.final == self.watched
-        edits = [each for each in self.at_step if each.effect.edits]
-        self.edited = frozenset(_indices_of(edits))
-        may_overflow = any(each.effect.may_overflow for each in self.at_step)
-        self.judges_edits = bool(traps) and may_overflow
+        self.edited = frozenset(_indices_of([each for each in self.at_step if each.effect.edits]))
+        self.judges_edits = bool(traps) and any(each.effect.may_overflow for each in self.at_step)
         self.hidden_by: dict[int, str] = {}
         for each in self.at_step:
             if each.effect.hides:

@@ -39,10 +39,9 @@ class ElementEdit(Effect):
         for index, param in self.context.parameters.present_by_index(self.indices):
             if not _dist.is_sharded(param):
                 continue
-            weight, shard = _part_of(param, param)
             name = self.context.names[index]
             try:
-                refuse(At(name, weight, 0, shard))
+                refuse(_at(name, param, param, 0))
             except GradSurgeonError as error:
                 yield f"{printable(name)}: {error}"
 
@@ -93,17 +92,16 @@ class ElementEdit(Effect):
         given: tuple[At, ...] = ()
         if compiled.takes_at:
             param = self.context.parameters.param(index) if index >= 0 else None
-            weight, shard = _part_of(param, grad)
-            given = (At(name, weight, step, shard),)
+            given = (_at(name, param, grad, step),)
 
         def apply(values: Tensor) -> Tensor:
-            place = f"rule {self.rule.id}: {printable(name)}, step {step}"
             try:
                 edited = compiled.apply(values, *given)
                 _check_result(values, edited)
-            except GradSurgeonError as error:
-                raise GradSurgeonError(f"{place}: {error}") from error
             except Exception as error:
+                place = f"rule {self.rule.id}: {printable(name)}, step {step}"
+                if isinstance(error, GradSurgeonError):
+                    raise GradSurgeonError(f"{place}: {error}") from error
                 # It keeps its type: torch leaves a checkpointed pass by an error, and scripts catch a lack of memory.
                 error.add_note(place)
                 raise
@@ -146,11 +144,10 @@ class MaskedEdit(ElementEdit):
         held = []
         # Also parameters without a gradient, because rules on weights act on them.
         for index, param in self.context.parameters.present_by_index(bound.indices):
-            weight, shard = _part_of(param, param)
-            assert weight is not None  # noqa: S101 # of this parameter
-            at = At(self.context.names[index], weight, update.counter.step, shard)
+            at = _at(self.context.names[index], param, param, update.counter.step)
+            assert at.weight is not None  # noqa: S101 # of this parameter
             copies = {name: part.clone() for name, part in _kept_of(optimizer, param)}
-            held.append(_Held(index, param, self.compiled.trains(weight, at), copies))
+            held.append(_Held(index, param, self.compiled.trains(at.weight, at), copies))
         self._held[bound.counter] = held
 
     def after_update(self, update: WeightUpdate, bound: Bound) -> None:
@@ -185,19 +182,21 @@ def _kept_of(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Tensor]
             yield str(name), _dist.local(kept).detach()
 
 
-def _part_of(param: Tensor | None, grad: Tensor) -> tuple[Tensor | None, Shard | None]:
-    """Return the part of a parameter that belongs to the stored elements of a gradient, and where it lies in the whole."""
+def _at(name: str, param: Tensor | None, grad: Tensor, step: int) -> At:
+    """Return where an edit acts: with the part of a parameter that belongs to the stored elements of a gradient."""
     if param is None:
-        return None, None
+        return At(name, None, step, None)
     weight = _dist.local(param).detach()
     places = _dist.places(param)
-    if grad.layout is torch.strided:
+    is_sparse = grad.layout is not torch.strided
+    if is_sparse:
+        # A sparse gradient stores whole rows.
+        (rows,) = grad.coalesce().indices()
+        weight = weight[rows]
         if not places:
-            return weight, None
-        return weight, Shard(tuple(param.shape), tuple(places))
-    # A sparse gradient stores whole rows.
-    (rows,) = grad.coalesce().indices()
-    if not places:
-        places = [torch.arange(size, device=grad.device) for size in param.shape]
-    places[0] = places[0].to(rows.device)[rows]
-    return weight[rows], Shard(tuple(param.shape), tuple(places), is_sparse=True)
+            places = [torch.arange(size, device=grad.device) for size in param.shape]
+        places[0] = places[0].to(rows.device)[rows]
+    shard = None
+    if places:
+        shard = Shard(tuple(param.shape), tuple(places), is_sparse)
+    return At(name, weight, step, shard)

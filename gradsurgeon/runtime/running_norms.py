@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -72,8 +71,7 @@ class JudgedNorms:
         """One number per norm, non-finite for a spike, to be read together with other norms."""
         # A norm that is not finite makes the difference NaN.
         passes = (self.passed - self.norms).ge(0)
-        flags = torch.zeros_like(passes, dtype=torch.float32).masked_fill(~passes, math.inf)
-        return ((tuple(range(len(self.norms))), flags),)
+        return ((tuple(range(self.norms.numel())), passes.float().reciprocal()),)
 
     @property
     def reported(self) -> Tensor:

@@ -49,7 +49,7 @@ class Training:
             end_failed()
         self._before_pass(graph)
         accumulates = False
-        if self._kept.reaching:
+        if self._kept.reaching and self._kept.step.calls:
             parameters = self.context.parameters
             # An engine keeps gradients elsewhere.
             accumulates = parameters.elsewhere is not None or bool(parameters.own_grads()[0])
@@ -105,9 +105,9 @@ class Training:
             heard = self.agreement.heard(counter, is_voted_on=update.is_voted_on)
         # Without due rules, flags of modules or tags may remain to be judged.
         may_have_flags = update.inside or self.effects.sites or counter is context.counters.common
-        needs_gradients = may_have_flags or due.watched or due.final
+        is_idle = not (may_have_flags or due.watched or due.judges or due.at_step)
         # Another rank may have counted more or fewer updates, so its rules may be due and its trap may have voted.
-        if not needs_gradients and heard.severity <= FINE:
+        if is_idle and heard.severity <= FINE:
             self._before_edits(update, None)
             return None
         if due is NOTHING_DUE and not update.inside:

@@ -85,6 +85,11 @@ def divided_rows() -> Json:
             train(divide(Block()), rules, my_sequences)
         except gradsurgeon.BindError as error:
             (found[action],) = error.complaints
+    rules = rules_in(Path(tempfile.mkdtemp()), OF_ROWS[0], make(), "0.*")
+    try:
+        train(shard(make()), rules, mine)
+    except gradsurgeon.BindError as error:
+        (found["vector"],) = error.complaints
     return found
 
 

@@ -52,3 +52,8 @@ def test_divided_rows_are_refused_at_binding_by_place_and_name(ranks: Ranks, act
             "rule it: down.weight: its rows are divided over ranks, and no rank has one whole: "
             "leave it out by `exclude`"
         )
+
+
+def test_of_shards_a_vector_is_refused_and_a_matrix_is_not(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert ": rule it: 0.bias: its rows are divided" in rank["divided rows"]["vector"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, Literal
 
 import pytest
@@ -258,6 +260,27 @@ def test_of_a_closure_that_is_evaluated_several_times_the_first_loss_is_judged()
     refused = rule_file(rule(above={"norm": 50}))
     with pytest.raises(GradSurgeonError, match="LBFGS moves all parameters together"):
         gradsurgeon.apply(model, refused, optimizer=lbfgs)
+
+
+@pytest.mark.parametrize(("rules", "takes"), [(rule(), False), ({**rule(), "tensors": None, "tensor": None, "params": "*"}, True)])  # fmt: skip
+def test_of_a_loss_alone_no_gradient_is_looked_at(rules: Json, takes: bool) -> None:
+    model = Level()
+    optimizer = sgd(model, 1.0)
+    called = set()
+    given = {key: value for key, value in rules.items() if value is not None}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.add(frame.f_code.co_qualname)
+
+    with gradsurgeon.apply(model, rule_file(given), optimizer=optimizer):
+        model(1.0).backward()
+        sys.setprofile(note)
+        model(1.0).backward()
+        optimizer.step()
+        sys.setprofile(None)
+    assert "LossSpikes.look" in called or takes
+    assert ("Gradients.having" in called, "PassHistory.add" in called) == (takes, takes)
 
 
 def test_losses_are_judged_and_recorded_beside_norms() -> None:

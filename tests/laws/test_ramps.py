@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import guide
 import pytest
 import torch
-from small import attach, edited, linears, rule_file, sgd
+import yaml
+from models import data
+from small import attach, edited, equal, linears, rule_file, sgd, take_step, weights_of
 from torch import nn
 
 import gradsurgeon
@@ -78,6 +84,57 @@ def test_two_optimizers_have_ramps_of_their_own() -> None:
             model.zero_grad()
     # The second optimizer is at its first update when the first is at its third.
     assert norms == [[True] * 4, [True] * 4, [False, False, True, True]]
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+class TwoHeads(nn.Module):
+    """Features with a head for labels, and one for domains behind a reversal of gradients, if it has a factor."""
+
+    def __init__(self, factor: Callable[[], float] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Linear(4, 6)
+        self.label_head = nn.Linear(6, 2)
+        self.domain_head = nn.Linear(6, 2)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.features(x).tanh()
+        domain = hidden
+        if self.factor is not None:
+            domain = Reversal.apply(hidden, self.factor())
+        outs: torch.Tensor = self.label_head(hidden).square() + self.domain_head(domain).exp()
+        return outs
+
+
+def test_the_reversal_of_the_guide_trains_as_the_layer_of_dann() -> None:
+    (example,) = [
+        block for block in guide.blocks(guide.text("points"), "yaml") if "reversal" in block
+    ]
+    progress = [0.0]
+    weights = []
+    rules: AbstractContextManager[object]
+    for model in (TwoHeads(lambda: -SHAPES["sigmoid"](progress[0])), TwoHeads()):
+        optimizer = sgd(model)
+        rules = contextlib.nullcontext()
+        if model.factor is None:
+            rules = gradsurgeon.apply(model, yaml.safe_load(example.replace("10000", "4")))
+        with rules:
+            for step in range(4):
+                progress[0] = step / 4
+                take_step(optimizer, model(data(step, 5, 4)).mean())
+        weights.append(weights_of(model))
+    assert equal(*weights)
 
 
 def test_the_plan_says_where_it_goes() -> None:

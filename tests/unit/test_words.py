@@ -14,6 +14,7 @@ from small import rule_file
 
 import gradsurgeon
 from gradsurgeon.actions import _synonyms, check_rule
+from gradsurgeon.integrations.launcher import command
 
 CASES = report_cases.read(Path(__file__).parents[1] / "cases" / "words.yaml")
 WORDS = [(word, action) for action, words in CASES["actions"].items() for word in words]
@@ -70,7 +71,38 @@ def test_what_is_only_misspelt_is_found_by_its_spelling() -> None:
 def test_rows_in_a_pattern_lead_to_a_mask() -> None:
     text = hint_on(action="freeze", params="emb.weight[:15]")
     assert 'write "emb.weight" with `action: mask, rows: ":15"`' in text
+    # `freeze` names rows that stay, and `rows` those that train.
+    assert text.endswith("if these are the rows that train")
     gradsurgeon.load(rule_file({"action": "mask", "params": "emb.weight", "rows": ":15"}))
+
+
+def test_a_wrong_key_of_a_ramp_is_no_key_of_a_rule() -> None:
+    ramp = {"from": 0, "to": 1, "steps": 10, "type": "cosine", "end": 5}
+    text = hint_on(action="scale", factor=ramp)
+    assert text.count("known: from, to, steps, shape, start_step") == 2
+    assert "did you mean" not in text
+
+
+@pytest.mark.parametrize(
+    ("word", "form"),
+    [
+        ("cagrad", {"method": "cagrad"}),
+        ("MGDA", {"method": "mgda"}),
+        ("imtl-g", {"method": "imtl-g"}),
+        ("a-gem", {"method": "dualproj", "memory": ["b"]}),
+        ("adagc", {"per": "parameter", "above": {"times": 1.05}}),
+    ],
+)
+def test_a_method_is_answered_with_itself(word: str, form: dict[str, Any]) -> None:
+    found = form_in(hint_on(action=word))
+    assert {key: found[key] for key in form} == form
+
+
+def test_a_command_in_an_answer_has_its_option() -> None:
+    answer = re.search(r"gradsurgeon run (--\w+)`", hint_on(action="zero", mode="observe"))
+    assert answer is not None
+    # A command without this option would end the process here.
+    assert command.parsed([answer[1], "train.py"])
 
 
 GUESSES = json.loads((Path(__file__).parents[1] / "cases/guesses.json").read_text("utf-8"))
@@ -101,7 +133,7 @@ def test_every_form_is_a_part_of_a_rule() -> None:
             options = yaml.safe_load(f"{{{form}}}")
             rule = _whole({**_around(options), **options})
             if options.get("tensor", "").startswith(("input", "output")):
-                rule |= {"action": "zero", "modules": "*", "tensor": options["tensor"]}
+                rule = {"action": "zero", "modules": "*", **rule}
             if "modules" in rule:
                 rule["params"] = None
                 rule.setdefault("tensor", "output")
@@ -111,7 +143,7 @@ def test_every_form_is_a_part_of_a_rule() -> None:
 
 def _whole(form: dict[str, Any]) -> dict[str, Any]:
     """Return a form as a rule, on all parameters if it has no target."""
-    target = {} if "tensors" in form else {"params": "*"}
+    target = {"params": "*"} if {"tensors", "modules"}.isdisjoint(form) else {}
     return {"id": "it", **target, **form}
 
 
